@@ -28,11 +28,13 @@ except ImportError:  # a GPU machine may run tests/gpu alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# One GPU is shared in turns; a recorded run is read once, and a large spec planned once.
+# One GPU is shared in turns; what is dear is made once: a browser draws all pages, a recorded run
+# is read, a large spec planned.
 TOGETHER = (
     "tests/gpu/",
     "tests/unit/test_between.py",
     "tests/unit/test_choose_lower_bound.py",
+    "tests/unit/test_reports_html.py",
     "tests/unit/test_results.py",
 )
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"

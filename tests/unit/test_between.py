@@ -87,6 +87,7 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
                 assert label in candidates, (str(item.problem), label)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["held_out", "held_out_later"])
 def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""

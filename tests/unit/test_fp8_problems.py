@@ -134,6 +134,7 @@ def test_a_max_error_that_cannot_be_is_refused_at_its_place(tmp_path, value):
 # -- limits -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("dtype", "causal"), [*zip(DTYPES, (False, True, True), strict=True)])
 def test_limits_admit_the_same_maths_and_refuse_a_lost_key(dtype, causal):
     problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal=causal)

@@ -13,6 +13,7 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.gz"))
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("directory", RUNS, ids=lambda path: path.name)
 def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, tmp_path):
     """Those that an older version wrote say so, and how to go on; nothing else is refused."""

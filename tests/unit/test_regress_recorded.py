@@ -397,6 +397,7 @@ def test_a_run_is_no_regression_of_itself(main):
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("recorded", sorted(ROOT.glob("results/*/*/cubins")), ids=str)
 def test_every_recorded_run_equals_itself(recorded):
     recorded = open_run(recorded.parent)

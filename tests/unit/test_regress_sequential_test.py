@@ -41,6 +41,7 @@ def rounds_until_enough(ratio, noise, rng, slower=0.02, limit=3000):
     return rounds.interval
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("ratio", [1.0, 1.01, 1.02, 1.05])
 @pytest.mark.parametrize("noise", [0.003, 0.03])
 def test_the_interval_of_a_process_hardly_ever_misses_its_ratio(ratio, noise):
@@ -173,6 +174,7 @@ def outcomes(ratio, offset, trials, noise=0.002):
     return verdicts, processes
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("offset", [0.0, 0.0025, 0.005])
 def test_a_slowdown_of_the_threshold_seldom_passes_whatever_processes_add(offset):
     """At 0.5 % in each process a third of them passed when one process was believed."""
@@ -182,6 +184,7 @@ def test_a_slowdown_of_the_threshold_seldom_passes_whatever_processes_add(offset
     assert verdicts["regression"] >= 270
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("offset", [0.0, 0.0025, 0.005])
 def test_identical_code_passes_almost_always(offset):
     verdicts, processes = outcomes(1.0, offset, 300)
@@ -190,6 +193,7 @@ def test_identical_code_passes_almost_always(offset):
     assert sum(processes) / 300 < 2.5
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("offset", [0.0, 0.005])
 def test_half_the_threshold_is_seldom_called_a_regression(offset):
     verdicts, _ = outcomes(1.01, offset, 150)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import gzip
-import itertools
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browsers import browsed, browser
+from browsers import browser, drawn
 from fp8_rows import fp8_run
 from pages import visible
 from samples import baseline, candidate, failed, full_run
@@ -20,7 +18,7 @@ from samples import baseline, candidate, failed, full_run
 from attnsweep import cli
 from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Status
+from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports import html as page
 from attnsweep.reports import plots as library
 from attnsweep.reports.explain import explain
@@ -208,35 +206,11 @@ def test_recorded_rows_stay_marked():
     assert "† recorded on NVIDIA H200, 2026-07-26, not measured in this run" in text
 
 
-def test_ten_thousand_trials_are_a_page_of_less_than_three_megabytes(tmp_path):
-    trials = [
-        candidate("flash", 10 + m / 64 + n / 100, BLOCK_M=m, BLOCK_N=n, NUM_WARPS=w).with_(
-            problem=Problem(b, 16, 16, 1024, 1024, 64)
-        )
-        for b in range(1, 41)
-        for m in range(5)
-        for n in range(25)
-        for w in (4, 8)
-    ]
-    size = page.write(full_run(trials=trials), tmp_path / "big.html")
-    assert len(trials) == 10_000
-    assert size == (tmp_path / "big.html").stat().st_size < 3 * MB
-
-
-def test_a_thousand_problems_are_a_page_of_less_than_three_megabytes_too(tmp_path, monkeypatch):
-    compared, equal = itertools.count(), Problem.__eq__
-    monkeypatch.setattr(Problem, "__eq__", lambda one, two: next(compared) >= 0 and equal(one, two))
-    trials = [
-        row.with_(problem=Problem(b, 16, 16, 1024, 1024, 64))
-        for b in range(1, 1001)
-        for row in (
-            *(candidate("flash", 10 + m / 7 + b, BLOCK_M=m) for m in range(8)),
-            failed("naive", Status.PRUNED, "spills 24 bytes, 0 allowed", N=1),
-            baseline("torch_cudnn", 11.0 + b),
-        )
-    ]
-    assert page.write(full_run(trials=trials), tmp_path / "many.html") < 3 * MB
-    assert next(compared) < 30 * len(trials)  # and not each trial with each problem
+def test_ten_thousand_trials_of_a_thousand_problems_are_less_than_three_megabytes(tmp_path):
+    run = problems(1000)
+    size = page.write(run, tmp_path / "many.html")
+    assert len(run.trials) == 10_000
+    assert size == (tmp_path / "many.html").stat().st_size < 3 * MB
 
 
 def test_the_same_run_gives_the_same_page_and_the_usual_permissions(tmp_path):
@@ -281,18 +255,89 @@ def test_the_command_writes_the_page_and_says_what_it_is(monkeypatch, capsys, tm
     assert "Target: 5.000 µs" in visible((tmp_path / "h200.html").read_text())
 
 
+def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page():
+    noisy = baseline("torch_cudnn", 57.4).with_(status=Status.NOISY, detail="quartiles")
+    over = baseline("unfused", 71.0).with_(accuracy=Accuracy(rel_err=7.1e-6, limit=5.0e-6))
+    run = full_run(trials=[candidate("flash_fwd_wgmma", 28.1, BLOCK_M=64), noisy, over])
+    text = visible(page.render(run))
+    assert "base, noisy" in text
+    assert "at least 2.04×" in text
+    assert "torch_cudnn stayed noisy" in text
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
+
+
+def test_the_time_is_next_to_the_problem_where_a_narrow_window_shows_it():
+    (summary,) = re.findall('<table class="summary">.*?</table>', page.render(full_run()), re.S)
+    header = re.findall(r"<th [^>]*>([^<]*)</th>", summary.split("</thead>")[0])
+    assert header[:3] == ["problem", "µs", "best of ours"]
+    row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
+    assert row[1] == "28.10"
+    assert row[2] == "three_kernel_wgmma"
+
+
+def test_a_baseline_that_is_faster_wins_no_card_for_us():
+    run = full_run()
+    text = page.render(full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)]))
+    assert "is the best of ours; flash_attn_3 is faster (1.12×)" in text
+    assert "</b> wins" not in text
+    assert "</b> wins" in page.render(run)
+
+
 # -- the browser ------------------------------------------------------------------------------
 
-DRAWN = '<html lang="en" data-drawn="yes">'
+DRAWN = '<html lang="en" data-drawn="yes"'
+SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"
 
 
-def opened(
-    run: Run, tmp_path: Path, fragment: str = "", *flags: str
-) -> tuple[str, list[str], list[str]]:
-    """The drawn document, what its scripts said, and every address that it asked for."""
-    file = tmp_path / "page.html"
-    page.write(run, file)
-    return browsed(file, fragment, *flags)
+def with_seconds(run: Run) -> Run:
+    run.trials[:] = [t.with_(tried_s=0.5 * i) for i, t in enumerate(run.trials)]
+    return run
+
+
+def problems(count: int) -> Run:
+    """A run of so many problems, with eight candidates each."""
+    trials = [
+        row.with_(problem=Problem(b, 16, 16, 1024, 1024, 64))
+        for b in range(1, count + 1)
+        for row in (
+            *(candidate("flash", 10 + m / 7 + b, BLOCK_M=m) for m in range(8)),
+            failed("naive", Status.PRUNED, "spills 24 bytes, 0 allowed", N=1),
+            baseline("torch_cudnn", 11.0 + b),
+        )
+    ]
+    return full_run(trials=trials)
+
+
+# Name to run, what the address names, and the style of the frame.
+PAGES = {
+    "scaled": (scaled_run, "#problem=1", ""),
+    "seconds": (lambda: with_seconds(scaled_run()), "", ""),
+    "chosen": (scaled_run, "#problem=0&kernel=flash&x=N&y=M", ""),
+    "recorded": (lambda: open_run(RECORDED), "", "color-scheme:dark;"),
+    "several": (lambda: open_run(SEVERAL), "#problem=0", ""),
+    "fp8": (lambda: fp8_run(0.03), "", ""),
+    "many": (lambda: problems(62), "#problem=61", ""),
+    "full": (full_run, "", ""),
+    "unknown": (lambda: full_run(environment=None), "", "width:360px;"),
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """All of PAGES as one browser draws them: without an error, and without a request."""
+    directory, addresses = tmp_path_factory.mktemp("pages"), {}
+    for name, (run, fragment, style) in PAGES.items():
+        page.write(run(), directory / f"{name}.html")
+        addresses[f"{name}.html{fragment}"] = style or "width:1280px;"
+    addresses["several.html?phone"] = "width:360px;"
+    found, said, asked = drawn(directory, addresses)
+    assert (said, asked) == ([], [])
+    assert set(found) == set(addresses)
+    assert all(DRAWN in each.html for each in found.values())
+    return {
+        re.split("[.?#]", name)[0] + ("?phone" in name) * " on a phone": each
+        for name, each in found.items()
+    }
 
 
 def plots(document: str, problem: int) -> dict[str, str]:
@@ -302,8 +347,7 @@ def plots(document: str, problem: int) -> dict[str, str]:
     across = document[document.index('id="across"') : document.index('id="provenance"')]
     found = {}
     for figure in re.findall(r"<figure.*?</figure>", part + across, re.DOTALL):
-        name = re.search(r'data-plot="(\w+)"', figure)[1]
-        found[name] = figure
+        found[re.search(r'data-plot="(\w+)"', figure)[1]] = figure
     return found
 
 
@@ -314,67 +358,55 @@ def marks(svg: str) -> int:
     )
 
 
-@browser
-def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
-    document, said, asked = opened(scaled_run(), tmp_path, "#problem=1")
-    assert said == []
-    assert asked == []
-    assert DRAWN in document
-    drawn = plots(document, 1)
-    assert set(drawn) == {
-        "baselines",
-        "stages",
-        "effects",
-        "search",
-        "heatmap",
-        "scaling",
-        "roofline",
-    }
-    for name, svg in drawn.items():
-        assert marks(svg) >= 2, f"{name} is empty: {svg[:400]}"
-        assert "NaN" not in svg, name
-        assert 'role="graphics-document"' in svg, name
-    assert len(re.findall(r"<article[^>]*hidden", document)) == 5
+USUAL = {"baselines", "stages", "effects", "search", "heatmap", "roofline"}
 
 
 @browser
-@pytest.mark.parametrize("seconds", [True, False])
+@pytest.mark.parametrize(
+    ("name", "problem", "expected"),
+    [
+        ("scaled", 1, USUAL | {"scaling"}),
+        # Its problems differ in more than one way each, so that nothing is drawn along a shape.
+        ("recorded", 0, USUAL),
+    ],
+)
+def test_a_browser_draws_every_plot(pages, name, problem, expected):
+    document = pages[name].html
+    figures = plots(document, problem)
+    assert set(figures) == expected
+    for figure, svg in figures.items():
+        assert marks(svg) >= 2, f"{figure} is empty: {svg[:400]}"
+        assert "NaN" not in svg, figure
+        assert 'role="graphics-document"' in svg, figure
+    shown = len(re.findall("<article", document)) - len(
+        re.findall(r"<article[^>]*hidden", document)
+    )
+    assert shown == 1
+
+
+@browser
+def test_the_recorded_run_names_its_kernels_and_bounds(pages):
+    figures = plots(pages["recorded"].html, 0)
+    for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
+        assert kernel in figures["baselines"]
+        assert kernel in figures["roofline"]
+    assert all(bound in figures["roofline"] for bound in ("matrix", "exp2", "memory"))
+
+
+@browser
+@pytest.mark.parametrize(("name", "seconds"), [("seconds", True), ("chosen", False)])
 def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(
-    tmp_path, seconds
+    pages, name, seconds
 ):
-    run = scaled_run()
-    if seconds:
-        run.trials[:] = [t.with_(tried_s=0.5 * i) for i, t in enumerate(run.trials)]
-    document, said, _ = opened(run, tmp_path)
-    figure = plots(document, 0)["search"]
-    assert said == []
+    figure = plots(pages[name].html, 0)["search"]
     assert "against candidates tried" in figure
     assert ("against seconds" in figure, "by the seconds" in figure) == (seconds, seconds)
     assert figure.count('role="graphics-document"') == 1 + seconds
 
 
 @browser
-@pytest.mark.parametrize("dark", [0, 1], ids=["dark", "light"])
-def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
-    flag = f"--blink-settings=preferredColorScheme={dark}"
-    document, said, asked = opened(open_run(RECORDED), tmp_path, "", flag)
-    assert (said, asked) == ([], [])
-    drawn = plots(document, 0)
-    # Its problems differ in more than one way each, so that nothing is drawn along a shape.
-    assert set(drawn) == {"baselines", "stages", "effects", "search", "heatmap", "roofline"}
-    assert all(marks(svg) >= 2 for svg in drawn.values())
-    for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
-        assert kernel in drawn["baselines"]
-        assert kernel in drawn["roofline"]
-    assert all(bound in drawn["roofline"] for bound in ("matrix", "exp2", "memory"))
-
-
-@browser
-def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(tmp_path):
-    document, said, asked = opened(fp8_run(0.03), tmp_path)
-    assert (said, asked) == ([], [])
-    assert DRAWN in document
-    svg = plots(document, 0)["frontier"]
+def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(pages):
+    svg = plots(pages["fp8"].html, 0)["frontier"]
     assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
     assert len(re.findall('aria-roledescription="point"', svg)) == 5
     assert "NaN" not in svg
@@ -382,11 +414,8 @@ def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(tmp_path
 
 
 @browser
-def test_the_reader_chooses_the_two_parameters(tmp_path):
-    fragment = "#problem=0&kernel=flash&x=N&y=M"
-    document, said, _ = opened(scaled_run(), tmp_path, fragment)
-    assert said == []
-    svg = plots(document, 0)["heatmap"]
+def test_the_reader_chooses_the_two_parameters(pages):
+    svg = plots(pages["chosen"].html, 0)["heatmap"]
     assert "Fastest time for each N and M" in svg
     # 3 values of N by 2 of M, and one of M that was pruned.
     assert svg.count('aria-roledescription="rect mark"') == 7
@@ -394,55 +423,37 @@ def test_the_reader_chooses_the_two_parameters(tmp_path):
 
 
 @browser
-def test_a_later_problem_of_many_is_unpacked_and_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "_INLINE", 2)
-    run = scaled_run()
-    assert visible(page.render(run)).count("Ranking") == 2
-    document, said, asked = opened(run, tmp_path, "#problem=4")
-    assert (said, asked) == ([], [])
-    drawn = plots(document, 4)
-    assert all(marks(figure) >= 2 for figure in drawn.values())
-    begin = document.index('id="problem-4"')
+def test_a_later_problem_of_many_is_unpacked_and_drawn(pages):
+    document = pages["many"].html
+    assert all(marks(figure) >= 2 for figure in plots(document, 61).values())
+    begin = document.index('id="problem-61"')
     assert "Ranking" in document[begin : document.index("</article>", begin)]
 
 
 @browser
-@pytest.mark.parametrize("run", [full_run(), full_run(environment=None)], ids=["full", "unknown"])
-def test_odd_runs_are_drawn_too(tmp_path, run):
-    document, said, asked = opened(run, tmp_path)
-    assert (said, asked) == ([], [])
-    assert DRAWN in document
+def test_no_text_of_a_plot_is_cut_on_a_phone(pages):
+    phone = pages["several on a phone"]
+    assert (phone.cut, phone.width) == ([], 360)
 
 
 @browser
-def test_an_error_of_a_plot_would_be_seen(tmp_path, monkeypatch):
-    """The net that the other tests are: a script that fails must fail them."""
-    broken = page.ASSETS / "page.js"
-    assets = tmp_path / "assets"
-    shutil.copytree(page.ASSETS, assets)
-    (assets / "page.js").write_text(
-        broken.read_text().replace('type: "bar", height: 15', 'type: "barr"')
-    )
-    monkeypatch.setattr(page, "ASSETS", assets)
-    document, *_ = opened(scaled_run(), tmp_path)
-    assert DRAWN not in document
-    assert "This plot failed" in document
-
-
-@browser
-def test_a_request_would_be_seen(tmp_path):
-    """The same net with a hole cut into the page's own policy."""
-    image = '<img src="http://example.invalid/x.png">'
-    text = page.render(full_run()).replace('<main id="main">', f'<main id="main">{image}')
-    (tmp_path / "page.html").write_text(text)
-    _, said, asked = browsed(tmp_path / "page.html")
-    assert asked == []
+def test_what_is_wrong_with_a_page_would_be_seen(tmp_path):
+    """The net that the other tests are: a plot that fails, and a request, must fail them."""
+    text = page.render(full_run())
+    image = text.replace("</main>", '<img src="http://example.invalid/x.png"></main>')
+    policy = '<meta http-equiv="Content[^>]*>'
+    for name, wrong in {
+        "broken": text.replace('type: "bar", height: 15', 'type: "barr"'),
+        "refused": image,
+        "asks": re.sub(policy, "", image),
+    }.items():
+        assert wrong != text
+        (tmp_path / f"{name}.html").write_text(wrong)
+    found, said, asked = drawn(tmp_path, {f"{n}.html": "" for n in ("broken", "refused", "asks")})
+    assert DRAWN not in found["broken.html"].html
+    assert "This plot failed" in found["broken.html"].html
     assert any("Content Security Policy" in line for line in said)
-    (tmp_path / "page.html").write_text(re.sub('<meta http-equiv="Content[^>]*>', "", text))
-    assert browsed(tmp_path / "page.html")[2] == ["http://example.invalid/x.png"]
-
-
-SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"
+    assert asked == ["http://example.invalid/x.png"]
 
 
 def test_the_page_has_the_effects_that_explain_tells() -> None:
@@ -456,11 +467,9 @@ def test_the_page_has_the_effects_that_explain_tells() -> None:
 
 
 @browser
-def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_path):
-    document, said, _ = opened(open_run(SEVERAL), tmp_path, "#problem=0")
-    assert said == []
-    drawn = plots(document, 0)
-    baselines = re.sub(r"<title>.*?</title>", "", drawn["baselines"])
+def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(pages):
+    figures = plots(pages["several"].html, 0)
+    baselines = re.sub(r"<title>.*?</title>", "", figures["baselines"])
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", baselines)
     assert {"memory", "matrix, exp2"} <= set(texts)
     whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
@@ -472,6 +481,6 @@ def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_p
     assert "flash_attn_3_fp8" not in ends, "it computes in another format"
     for who, at in labels:
         assert float(at) > ends[who] + 4
-    assert marks(drawn["effects"]) > 10
+    assert marks(figures["effects"]) > 10
     for name in ("BLOCKS_PER_SM", "WARPGROUPS"):
-        assert name in drawn["effects"]
+        assert name in figures["effects"]

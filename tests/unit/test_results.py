@@ -82,6 +82,7 @@ def test_every_ok_row_is_right_and_timed(run):
             assert trial.time_us.median == pytest.approx(middle, rel=1e-4)
 
 
+@pytest.mark.nightly(push=6)
 def test_no_row_is_faster_than_its_bound(run):
     shares = rank(run.trials, run.environment)["bound_share"].dropna()
     assert len(shares) > 0
@@ -115,6 +116,7 @@ def test_it_is_the_shipped_spec(run, directory):
     assert on_card(same, kernels, card) == on_card(recorded, kernels, card)
 
 
+@pytest.mark.nightly(push=3)
 def test_it_is_packed_and_its_tables_can_be_written(run, directory):
     kept = {path.name for path in directory.iterdir()}
     assert "trials.jsonl.gz" in kept

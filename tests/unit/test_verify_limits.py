@@ -128,6 +128,7 @@ def test_one_wrong_row_among_many_shows():
     assert measures.row_error(out, expected) == pytest.approx(0.01)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("inputs", get_args(cases.Inputs))
 def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     case = Case(Problem(1, 1, 1, 32, 32, 2048, "fp32"), inputs)
@@ -143,6 +144,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     )
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("rounds_scores", [0, 1, 2])
 @pytest.mark.parametrize("causal", [False, True])
@@ -345,6 +347,7 @@ def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, ro
     assert limits.gain <= min(limits.tile_gain, limits.row_gain)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(
     ("dtype", "keys", "rounds_scores"),
     [
