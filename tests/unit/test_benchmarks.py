@@ -11,18 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import H200, candidate, full_run
+from samples import candidate, full_run
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.stats import proportion_interval
 from attnsweep.compile.launches import Candidate
-from attnsweep.core.hardware import ARCHS, arch_named
+from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Kernel, Launch, Param
 from attnsweep.family.space import Space
-from attnsweep.specs.plan import plan
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -66,27 +65,6 @@ def test_stability_counts_winners_ties_and_regret(module):
     assert stability.near(runs) == {"a", "b", "c"}
 
 
-def test_stability_reads_a_recorded_run(module):
-    stability = module("stability")
-    run = stability.open_run(BENCHMARKS.parent / "results" / "h200" / "mma_h200")
-    (first, *_) = {trial.problem for trial in run.trials}
-    run = run.__class__(
-        **{name: getattr(run, name) for name in run.__dataclass_fields__}
-        | {"trials": [trial for trial in run.trials if trial.problem == first]}
-    )
-    found = stability.facts(run)
-    assert found["winner"] in found["ties"]
-    assert found["winner"] in found["times_us"]
-
-
-@pytest.mark.parametrize("name", ["stability", "kernel_tuner_compare"])
-def test_the_space_is_as_large_as_it_must_be(module, name, tmp_path):
-    spec = module("setting").spec_of(module(name).SPEC, tmp_path)
-    (item,) = plan(spec, arch_named("sm_90a"))
-    least = {"stability": 100, "kernel_tuner_compare": 500}[name]
-    assert sum(len(space.configs) for space in item.spaces) >= least
-
-
 def test_noise_holds_each_length_to_its_limit(module):
     facts = module("noise").facts
     spread = random.Random(0)
@@ -119,36 +97,6 @@ def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
     configs = tuple(range(10))
     assert compare.every_nth(configs, 4) == (0, 2, 5, 7)
     assert compare.every_nth(configs, None) == compare.every_nth(configs, 99) == configs
-
-
-def test_kernel_tuner_gets_the_very_same_configs(module, tmp_path):
-    compare = module("kernel_tuner_compare")
-    spec = module("setting").spec_of(compare.SPEC, tmp_path)
-    space = compare._space(spec, "sm_90a")
-    given = compare.tunable(space, space.configs, "sm_90a")
-    assert len(given["facts"]) == len(space.configs)
-    names = list(given["params"])
-    for key, facts in given["facts"].items():
-        values = dict(zip(names, key, strict=True))
-        assert all(value in given["params"][name] for name, value in values.items())
-        assert facts["defines"]["BLOCK_M"] == str(values["BLOCK_M"])
-        assert set(facts["defines"]) == set(given["macros"])
-        assert facts["grid"] == (-(-1024 // values["BLOCK_M"]), 16, 1)
-    assert given["args"][:4] == ("q", "k", "v", "o")
-    assert given["function"] == "flash_fwd_mma"
-
-
-def test_a_stopped_tool_has_a_row(module, monkeypatch, tmp_path):
-    compare = module("kernel_tuner_compare")
-    script = tmp_path / "tool.py"
-    script.write_text(
-        "import json, time\nprint(json.dumps({'configs': 3}), flush=True)\ntime.sleep(60)\n"
-    )
-    monkeypatch.setattr(compare, "__file__", str(script))
-    row = compare.timed("kernel_tuner", "sm_90a", None, 1.5, 10)
-    assert row["stopped_by_cap"]
-    assert (row["configs"], row["of"]) == (3, 10)
-    assert row["all_s"] > row["wall_s"] >= 1.5
 
 
 def recorded_toy(search, spec=""):
@@ -192,20 +140,6 @@ def test_every_space_of_the_picture_was_replayed(module):
     assert {(row["run"], row["problem"]) for row in rows if "curve" in row} == set(search.CURVES)
 
 
-def test_a_replay_asks_each_strategy_and_summarises_by_size(module):
-    search = module("search")
-    toy = recorded_toy(search)
-    rows = search.replays(toy, 4)
-    assert [row["strategy"] for row in rows] == list(search.EVERYWHERE)
-    (gp,) = (row for row in rows if row["strategy"] == "gp, no history")
-    assert gp["worst_trials_to_1_percent"] <= 50
-    assert "no better" in gp["ended"] or gp["ended"] == "all are tried"
-    big = [row | {"candidates": 200, "worst_trials_to_1_percent": None} for row in rows]
-    for line in search.summary([*rows, *big]):
-        assert line["spaces"] == 1
-        assert (line["worst_share"] is None) == (line["least_candidates"] == search.LARGE)
-
-
 @pytest.mark.parametrize("name", ["gp", "gp, other shapes", "gp, no history"])
 def test_a_replay_never_uses_the_problem_that_it_searches(module, name):
     search = module("search")
@@ -235,12 +169,6 @@ def test_a_replay_never_uses_the_problem_that_it_searches(module, name):
 def test_bounds_of_a_proportion(count, trials, low, high):
     found = proportion_interval(count, trials)
     assert found == pytest.approx((low, high), abs=1e-4)
-
-
-@pytest.mark.parametrize(("count", "trials"), [(3, 2), (-1, 2)])
-def test_a_count_beyond_its_trials_is_refused(count, trials):
-    with pytest.raises(ValueError, match="of 2"):
-        proportion_interval(count, trials)
 
 
 def test_the_simulated_table_of_the_docs_is_the_recorded_one():
@@ -284,26 +212,6 @@ def test_the_docs_say_of_recorded_sessions_what_was_counted():
     assert f"with 8 % {verdicts['8 %']['regression']}." in text
 
 
-def test_a_hard_case_of_stability_is_kept_beside_the_easy_one(module):
-    stability = module("stability")
-    card = H200
-    easy = stability.merged({}, "easy", card, {"problem": "p", "processes": 20})
-    both = stability.merged(easy, "capped", card, {"problem": "q", "processes": 5})
-    assert both["processes"] == 20
-    assert both["hard"]["capped"]["processes"] == 5
-    assert both["hard"]["capped"]["environment"]["gpu"] == card.gpu
-    again = stability.merged(both, "easy", card, {"problem": "p", "processes": 19})
-    assert (again["processes"], [*again["hard"]]) == (19, ["capped"])
-
-
-@pytest.mark.parametrize("case", ["easy", "capped", "close"])
-def test_every_case_of_stability_has_enough_candidates(module, tmp_path, case):
-    stability, setting = module("stability"), module("setting")
-    spec = setting.spec_of(stability.CASES[case], tmp_path)
-    (item,) = plan(spec, arch_named("sm_90a"))
-    assert sum(len(space.configs) for space in item.spaces) >= (100 if case == "easy" else 15)
-
-
 # -- refusals.py ------------------------------------------------------------------------------
 
 
@@ -327,19 +235,6 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatc
     assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 12
     assert len({each["seed"] for each in found["refused"]}) == 12
     assert found["refused_bounds"] == pytest.approx((0.291, 0.709), abs=1e-3)
-
-
-def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_path, monkeypatch):
-    recorded = module("setting").recorded
-    with monkeypatch.context() as patch:
-        patch.setattr(module("setting"), "RESULTS", tmp_path)
-        (tmp_path / "renamed.json").write_text('{"short": "short_h200"}')
-        assert recorded("short", tmp_path) == tmp_path / "short_h200"
-        assert recorded("other", tmp_path) == tmp_path / "other"
-        (tmp_path / "short").mkdir()
-        assert recorded("short", tmp_path) == tmp_path / "short"
-    named = [*module("gate").RUNS, *module("skips").RUNS]
-    assert all(recorded(name).is_dir() for name in named)
 
 
 def judged_row(us, case="(1,16,1024,64) fp16 full, normal", **shares):
@@ -387,20 +282,3 @@ def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
     assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
     assert second.startswith("| cudnn (baseline) | fp16 | 1 | 50 % | – |")
     assert third.endswith("| 150 % | 125 % | – | – | 0.0015, over the limit | 0.001 |")
-
-
-def test_accuracy_reads_runs_and_writes_both_forms(module, tmp_path, capsys):
-    run = tmp_path / "h200" / "x"
-    run.mkdir(parents=True)
-    (run / "environment.json").write_text(H200.model_dump_json())
-    (run / "trials.jsonl").write_text(judged_row(1.0, row=0.5).model_dump_json() + "\n")
-    module("accuracy").main([str(run), "--json", str(tmp_path / "out.json")])
-    assert "| `flash_fwd_wgmma` | fp16 | 1 | 50 % |" in capsys.readouterr().out
-    (one,) = json.loads((tmp_path / "out.json").read_text())["of"]
-    assert one["shares"] == {"row": 0.5}
-    old = tmp_path / "h200" / "old"
-    old.mkdir()
-    (old / "environment.json").write_text(H200.model_dump_json())
-    (old / "trials.jsonl").write_text(candidate("naive", 4.0).model_dump_json() + "\n")
-    module("accuracy").main([str(old)])
-    assert "no row of these runs says" in capsys.readouterr().out

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import random
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
@@ -17,7 +14,6 @@ from fake_gpu import FakeGpu
 from samples import H200
 
 from attnsweep.bench.gpu import WorkerError
-from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Status
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,31 +113,6 @@ def test_every_process_serves_one_comparison_of_a_series(benchmark):
     assert found["process_sd"] == pytest.approx(0.02, rel=0.4)
 
 
-def test_offsets_of_processes_raise_no_false_alarm(benchmark, monkeypatch):
-    monkeypatch.setattr(benchmark.module, "CALIBRATION_PROCESSES", 30)
-    Card.offset = 0.005
-    found = benchmark("--pairs", "20", "--kernels", "1")
-    assert found["itself"]["comparisons"] >= 15
-    assert found["itself"]["false_alarms"] == 0
-    assert found["slowed"]["totals"]["2 %"]["passed"]["count"] == 0
-    assert found["process_sd"] == pytest.approx(0.005, rel=0.4)
-
-
-def test_time_ends_it_before_the_count_and_what_is_under_way_is_not_counted(benchmark, monkeypatch):
-    ticks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))  # a second a look
-    monkeypatch.setattr(benchmark.module, "time", clock)
-    before = threading.active_count()
-    found = benchmark("--pairs", "1000000", "--seconds", "32")
-    assert found["processes"] % 2  # so that comparisons are under way
-    assert 3 <= found["processes"] <= 15
-    itself = found["itself"]
-    assert itself["comparisons"] == sum(sum(r["verdicts"].values()) for r in itself["cases"])
-    assert itself["comparisons"] == found["processes"] - 1  # of two kernels
-    assert itself["unfinished"] == 2
-    assert threading.active_count() == before
-
-
 def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark, monkeypatch):
     def fails(self, first, second):
         if (
@@ -156,15 +127,6 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark, monkeypatc
     assert found["itself"]["comparisons"] == 4
     assert all(row["failed"] == ["illegal address"] * 4 for row in found["slowed"]["cases"])
     assert found["slowed"]["totals"]["2 %"]["comparisons"] == 0
-
-
-def test_the_runs_that_it_takes_kernels_from_are_there(benchmark, tmp_path):
-    module = benchmark.module
-    runs = [module.recorded(name) for name in module.RUNS]
-    assert all((run / "trials.jsonl.gz").is_file() for run in runs)
-    found = module.cases(runs[4:7], arch_named("sm_90a"), tmp_path, 5)
-    assert len({case.label for case in found}) == 5
-    assert len({case.label.split()[0] for case in found}) == 3  # runs take turns
 
 
 def test_two_series_are_counted_together(benchmark, tmp_path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,16 +68,6 @@ def test_a_right_package_has_the_error_of_pytorch(models):
     assert SDPA is F.scaled_dot_product_attention, "it was put back"
 
 
-def test_the_models_call_attention_as_the_issue_says(models):
-    result = run(models, Package())["models"]
-    reasons = {name: result[name]["prefill"]["64"]["served"]["reasons"] for name in result}
-    assert reasons == {
-        "llama": ["(1, 4, 64, 64) causal=True gqa=True"],
-        "qwen": ["(1, 4, 64, 128) causal=True gqa=True"],
-        "diffusion": ["(1, 2, 64, 64) causal=False gqa=False"],
-    }
-
-
 def test_a_wrong_package_is_seen_everywhere(models):
     model = run(models, Package(1.5), ["llama"])["models"]["llama"]
     error = model["prefill"]["64"]["error"]
@@ -115,40 +103,6 @@ def test_what_fails_or_comes_too_late_is_said(models):
     assert result["models"]["diffusion"]["prefill"] == {"64": {}}
 
 
-def test_a_package_is_enabled_if_it_can_be(models):
-    class Enabled(Package):
-        def enable(self):
-            return models._replaced(self.attention)
-
-        def attention(self, *args, **options):
-            self.calls += 1
-            return SDPA(*args, **options)
-
-    package = Enabled()
-    with models.attention_of("package", package):
-        F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
-    assert package.calls == 1
-    assert SDPA is F.scaled_dot_product_attention
-
-
-def test_to_enable_a_package_is_not_timed(models):
-    inside = []
-
-    class Slow(Package):
-        @contextlib.contextmanager
-        def enable(self):
-            time.sleep(0.05)
-            inside.append(True)
-            yield
-            inside.pop()
-
-    runs = {"sdpa": lambda: None, "package": lambda: inside[0]}
-    times = models.turns(runs, Slow(), rounds=3)
-    assert len(times["package"]) >= 1
-    assert max(times["package"]) < 50
-    assert not inside
-
-
 def test_before_over_after_is_paired_by_rounds(models):
     found = models.before_and_after({"sdpa": [2.0, 20.0, 2.0], "package": [1.0, 10.0, 4.0]})
     assert found == {"before_ms": 2.0, "after_ms": 4.0, "gain": 2.0, "rounds": 3}
@@ -165,8 +119,3 @@ def test_a_result_has_its_origin(models, tmp_path, monkeypatch):
     assert found["models"]["diffusion"]["facts"]["parameters"] > 0
     with pytest.raises(SystemExit):
         models.main([str(out)])
-
-
-def test_a_directory_that_is_no_package_is_refused(models, tmp_path):
-    with pytest.raises(SystemExit, match="attnsweep export"):
-        models.package_at(tmp_path)

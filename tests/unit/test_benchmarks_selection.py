@@ -72,23 +72,6 @@ def test_true_times_are_those_of_the_finals_then_of_the_race(selection):
     )
 
 
-def test_the_table_marks_what_was_missed(selection):
-    told = {
-        "run": "r",
-        "problem": "p",
-        "best_us": 10.0,
-        "candidates": 3,
-        "noise_percent": 1.0,
-        "held": 90,
-        "runs": 100,
-        "regret_95_percent": 0.7,
-        "rounds": 15,
-    }
-    line = selection.markdown([told]).splitlines()[-1]
-    assert "**90.0 %**" in line
-    assert "**0.70 %**" in line
-
-
 RECORDED = json.loads((ROOT / "results/h200/selection.json").read_text())
 # Its rounds are 4 % apart, so that a sweep may keep the second best, 1.1 % slower.
 MISSED = ["h100-80gb-hbm3/between_short (4,24,350,128) fp16 causal"]
@@ -123,24 +106,3 @@ def test_the_docs_say_what_was_simulated():
         f"{worst:.1f} % in the worst of all, and the tie set holds the best in at least {held}"
         in text
     )
-
-
-def test_one_run_is_simulated_anew_and_the_others_stay(selection, tmp_path, monkeypatch):
-    file = tmp_path / "selection.json"
-    ladder = ROOT / "results/h200/ladder"
-    gone, stays = (
-        {"run": run, "problem": "p", "reached": True} for run in ("gone", "h200/wide_head")
-    )
-    before = {"runs": 2, "first_noise": 0.05, "of": [stays, gone, stays | {"run": "h200/ladder"}]}
-    file.write_text(json.dumps(before))
-    command = ["selection.py", file, "--runs", 2, "--first-noise", 0.05, "--only", "h200/ladder"]
-    command += ["--results", ladder, ladder.parent / "wide_head"]
-    monkeypatch.setattr(sys, "argv", [str(each) for each in command])
-    selection.main()
-    told = json.loads(file.read_text())
-    assert [each["run"] for each in told["of"]] == ["h200/ladder"] * 2 + ["h200/wide_head"]
-    assert told["of"][-1] == stays
-    assert told["problems"] == 3
-    monkeypatch.setattr(sys, "argv", [str(each) for each in [*command[:3], 3, *command[4:]]])
-    with pytest.raises(SystemExit, match="has 2 runs"):
-        selection.main()

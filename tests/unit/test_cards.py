@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 from cards import cards
-from performance import csv
 from records import Book
 
 import docs
@@ -133,51 +130,3 @@ def test_a_row_that_a_later_run_contradicts_is_shown_and_in_no_mean(results):
         labels = [[each["problem"].label for each in mean.records] for mean in (old, new)]
         assert labels[1] == [label for label in labels[0] if "1024" not in label]
         assert len(labels[1]) < len(labels[0])
-
-
-def test_the_table_has_both_cards_every_baseline_and_every_loss(results):
-    baselines = ["cudnn", "flash_attn_3", "triton_flash", "torch_flash", "torch_cudnn", "other"]
-    table = csv(cards(results, SPECS), baselines)
-    rows = pandas.read_csv(io.StringIO(table))
-    assert list(rows.columns[:8]) == [
-        *("card", "spec", "problem", "ours_us", "base", "base_us", "x_base", "x_fa3")
-    ]
-    assert list(rows.columns[8:13]) == [f"{name}_us" for name in baselines[:-1]]
-    h100 = rows[rows["card"] == "NVIDIA H100 80GB HBM3"]
-    assert list(h100["ours_us"]) == [10, 20, 40]
-    assert list(h100["base"]) == ["cudnn"] * 3
-    assert list(h100["x_base"]) == [1.2, 0.9, 0.75]
-    assert list(h100["x_base_of"]) == ["rounds", "rounds", "bound"]
-    assert list(h100["x_fa3"].fillna(0)) == [1.5, 1.0, 0]
-    assert h100["chained_us"].iloc[0] == 9.5
-    assert list(h100["notes"].fillna("")) == [
-        "torch_flash over the limit",
-        "",
-        "cudnn noisy; flash_attn_3 skipped, not timed",
-    ]
-    h200 = rows[rows["card"] == "NVIDIA H200"]
-    assert list(h200["spec"]) == ["flash_short", "h200"]
-    assert list(h200["protocol"]) == [3, 4]
-
-
-def test_the_page_has_both_cards_and_says_where_calls_overlap(results):
-    book = Book(docs.ROOT / docs.RESULTS)
-    known = {"book": book, **docs.sheets(book)}
-    known["cards"] = cards(results, SPECS)
-    known["performance"].data["given"]["specs"] |= SPECS
-    text = docs.render("performance", "performance", known)
-    short = "[flash_short](../results/h200/flash_short_h200) (calls may overlap on 1)"
-    assert f"| H200 | {short} | 1 | **1.40** | 1.40 to 1.40 | 0 | – |" in text
-    short = "[flash_short](../results/h100-80gb-hbm3/flash_short)"
-    assert f"| H100 | {short} | 3 | **0.93** | 0.75 to 1.20 | 2 | 1.22 (2) |" in text
-
-
-def test_shares_of_limits_are_told_once_a_recording_has_them(results):
-    (h100, _) = cards(results, SPECS)
-    assert docs.shares_used([h100.book.run("flash_short")]) == ""
-    row_of = row("attnsweep", 512, 10.0)
-    row_of["accuracy"] |= {"shares": {"row": 0.5, "scale": 0.25}, "seed": 1, "calls": 7064}
-    record(results, "l4", "flash_short", [row_of])
-    text = docs.shares_used([Book(results / "l4").run("flash_short")])
-    assert "| `flash_fwd_wgmma` | fp16 | 1 | 50 % | 25 % | 0.0001 | 0.001 |" in text
-    assert "Recorded on NVIDIA L4: 1 rows of 1 runs" in text

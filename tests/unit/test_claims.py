@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -215,10 +214,6 @@ def test_targets_of_the_benchmarks(file, words, change, result):
     assert said.result == result
 
 
-def test_what_is_not_recorded_has_no_section(tmp_path):
-    assert list(sheet("benchmarks", Book(tmp_path)).sections()) == []
-
-
 # -- what is counted, by hand -----------------------------------------------------------------
 
 
@@ -256,13 +251,6 @@ def test_the_least_plausible_share_is_clopper_and_pearsons():
 )  # fmt: skip
 def test_a_recording_says_its_protocol(run, protocol):
     assert Book(docs.ROOT / docs.RESULTS).protocol(run) == protocol
-
-
-def test_the_protocol_that_an_environment_says_counts(monkeypatch):
-    book = Book(docs.ROOT / docs.RESULTS)
-    card = book.card("mma_h200").model_copy(update={"protocol": 4})
-    monkeypatch.setattr(book, "run", lambda name: SimpleNamespace(environment=card))
-    assert book.protocol("mma_h200") == 4
 
 
 def test_a_run_recorded_under_an_earlier_name_counts_until_it_is_recorded_anew(tmp_path):

@@ -78,31 +78,3 @@ def test_a_page_makes_an_environment_before_it_installs(bare, page):
     lines = "".join(blocks((ROOT / page).read_text())).splitlines()
     wanted = [line for line in lines if "venv" in line or "pip install" in line]
     assert any(asked.startswith(INSTALLS) for asked in bare("\n".join(wanted)))
-
-
-def test_those_pages_are_the_ones_that_set_up():
-    assert len(PAGES) >= 7
-    assert {"CONTRIBUTING.md", "docs/index.md", "docs/tutorials/on-a-gpu.md"} <= {*PAGES}
-
-
-def test_ci_runs_the_first_block_and_the_tests_of_the_readme():
-    script = (ROOT / ".ci" / "run").read_text()
-    (function,) = re.findall(r"^block\(\) \{\n.*?^\}\n", script, re.MULTILINE | re.DOTALL)
-    (words,) = re.findall(r"\$\(block '([^']*)'\)", script)
-    done = subprocess.run(
-        ["bash", "-c", f"{function}block '{words}'"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    first, _, tests = blocks(README)
-    assert done.stdout == first
-    (pattern,) = re.findall(r"^tests=\$\(grep -m1 -E '([^']*)' README\.md\)", script, re.MULTILINE)
-    assert re.search(pattern, README, re.MULTILINE)[0] in tests
-
-
-def test_the_driver_that_asks_for_another_extra_is_named_alike():
-    said = "`cuda12` if `nvidia-smi` shows a driver older than 580"
-    for page in ("README.md", "CONTRIBUTING.md"):
-        assert said in " ".join((ROOT / page).read_text().split())

@@ -47,12 +47,6 @@ def used():
     sys.path.remove(str(ROOT / "scripts"))
 
 
-def test_what_was_not_recorded_is_said(used, tmp_path):
-    assert used.models(tmp_path / "models.json") == used.NOT_RECORDED
-    assert used.training(tmp_path / "training.json") == used.NOT_RECORDED
-    assert used.judged(tmp_path) == used.NOT_RECORDED
-
-
 def test_times_errors_and_steps_of_models(used, tmp_path):
     path = tmp_path / "models.json"
     path.write_text(json.dumps(RECORDED))

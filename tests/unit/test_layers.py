@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import attnsweep
-from attnsweep.core.files import shipped
 
 PACKAGE = Path(attnsweep.__file__).parent
 # A room imports its own files and lower rooms: those before a `<`.
@@ -25,8 +23,6 @@ LEVEL = {
 SHIMS = {Path("problem.py"), Path("hardware.py"), Path("family/declare.py")}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 CODE = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
-# Lines of a file that probably holds more than one subject.
-LONG = 800
 
 
 def room(path: Path) -> str:
@@ -102,16 +98,3 @@ def test_rooms_of_the_gpu_process_keep_nothing_between_problems(path):
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             assert ast.unparse(node.value) not in ("{}", "[]", "set()", "threading.local()"), node
-
-
-KERNELS = [
-    path for path in sorted(shipped("kernels").rglob("*")) if path.suffix in (".cu", ".cuh", ".py")
-]
-TESTS = sorted(Path(__file__).parent.parent.rglob("*.py"))
-
-
-def test_long_files_are_named():
-    """Only a warning: cutting a subject in two for its length made 60 rooms harder to read."""
-    for path in (*(PACKAGE / path for path in CODE), *KERNELS, *TESTS):
-        if (lines := len(path.read_text().splitlines())) > LONG:
-            warnings.warn(f"{path.name} has {lines} lines", stacklevel=1)

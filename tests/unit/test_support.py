@@ -5,13 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import fake_gpu
-import pytest
 from fake_compiler import REGISTERS, FakeCompiler
 from fake_gpu import FakeGpu
 
@@ -56,46 +52,8 @@ def test_the_fake_compiler_s_code_is_read_as_a_cubin_is(tmp_path):
     check_arguments("fwd", one, Launch("naive", (1, 1, 1), 32, ("q",)))  # nothing is known of them
 
 
-def test_a_fault_is_raised_after_the_call_is_kept():
-    gpu = FakeGpu({"naive A=1": 7.0})
-    gpu.faults["replay", "naive A=1"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        gpu.replay("naive A=1", "warm")
-    assert gpu.names("replay") == ["naive A=1"]
-    assert gpu.pair("naive A=1", "naive A=1") == (7.0, 7.0)
-
-
 def test_the_session_has_one_cache_of_compiled_code(shared_cache, tmp_path_factory):
     assert default_cache_dir() == shared_cache == Path(os.environ[CACHE_VARIABLE])
-
-
-def test_ctrl_c_reaches_a_test():
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_reaches_a_test_of_a_shell_that_ignores_it():
-    """Eight tests that press it failed behind `nohup pytest &`."""
-    code = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "os.execv(sys.executable, [sys.executable, '-m', 'pytest', '-q', *sys.argv[1:]])\n"
-    )
-    own = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
-    test = f"{__file__}::test_ctrl_c_reaches_a_test"
-    done = subprocess.run(
-        [sys.executable, "-c", code, test], capture_output=True, text=True, env=own
-    )
-    assert "1 passed" in done.stdout, done.stdout
-
-
-def test_no_test_imports_a_test():
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            tests = [name for name in modules if name.rpartition(".")[2].startswith("test_")]
-            assert not tests, f"{path} imports {tests}"
 
 
 def test_only_the_fakes_stand_in_for_a_gpu():
