@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 
 from attnsweep.core.problem import Problem
@@ -76,8 +74,3 @@ class Card(FakeGpu):
         self.now_s += self.replay_s
         noise = self.noisy.get(self._label, self.noise)
         return self.time_us(name) * self._random.gauss(1, noise)
-
-
-def compiler_for(spec: Any, arch: Any, cache_dir: Path | None = None) -> FakeCompiler:
-    """In the place of choose.start.compiler_for."""
-    return FakeCompiler(arch, cache_dir)

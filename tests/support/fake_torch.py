@@ -78,6 +78,7 @@ def torch_of() -> Any:
     )
     torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
     torch.cuda = SimpleNamespace(
+        is_available=lambda: True,
         ExternalStream=lambda pointer: SimpleNamespace(pointer=pointer, synchronize=lambda: None),
         stream=lambda stream: nullcontext(),
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),

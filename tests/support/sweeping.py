@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from fake_gpu import FakeGpu
 
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Trial
+from attnsweep.regress import live
 from attnsweep.sweep import session, start
+from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import target
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
@@ -39,16 +42,20 @@ class Notes(Observer):
         self.texts.append(text)
 
 
+def compiler_for(spec: Any, arch: Any, cache_dir: Path | None = None) -> FakeCompiler:
+    """A compiler for any spec, that compiles nothing."""
+    return FakeCompiler(arch, cache_dir)
+
+
 def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
-    """Have sweeps compile nothing."""
-    patch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    """Have commands compile nothing."""
+    for place in (start, live, compile_tool):
+        patch.setattr(place, "compiler_for", compiler_for)
 
 
 def use(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
-    """Have sweeps and commands run on this GPU, and compile nothing."""
-    patch.setattr(session, "Worker", gpu)
-    patch.setattr(target, "Worker", gpu)
+    """Have commands run on this GPU, and compile nothing."""
+    for place in (session, target, live):
+        patch.setattr(place, "Worker", gpu)
     use_fake_compiler(patch)
     return gpu

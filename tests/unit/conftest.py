@@ -11,7 +11,7 @@ from fake_cards import FakeCards
 from fake_gpu import FakeGpu
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
@@ -88,6 +88,12 @@ def error_of(load, tmp_path):
 def gpu(monkeypatch):
     """A fake GPU and a fake compiler for sweeps."""
     return use(monkeypatch, FakeGpu(TIMES))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine without a GPU."""
+    use(monkeypatch, FakeGpu(environment=NoGpuError("no driver", hint="get one")))
 
 
 @pytest.fixture

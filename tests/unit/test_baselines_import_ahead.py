@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnsweep.baselines import cudnn, flash, import_ahead, triton_precompile
+from attnsweep.baselines import flash, import_ahead, triton_precompile
 from attnsweep.baselines.import_ahead import ImportAhead
-from attnsweep.bench import bench, process
+from attnsweep.bench import process
 from attnsweep.core import timings
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.problem import Problem
-from attnsweep.device import cuda, energy
+from attnsweep.device import cuda
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 NAMES = ("torch_flash", "triton_flash")
@@ -87,13 +87,6 @@ def test_flash_attention_3_is_called_without_its_operator(monkeypatch, declared)
     assert package.flash_attn_func(1) == 2
 
 
-def test_a_baseline_of_flash_attention_3_that_was_not_imported_ahead_has_no_operator(monkeypatch):
-    package = SimpleNamespace(_flash_attn_forward=Operator(lambda x: x + 1))
-    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
-    monkeypatch.setattr(cudnn.importlib, "import_module", lambda module: package)
-    assert flash._attention_of("flash_attn_interface")()(1) == 2
-
-
 def test_an_operator_of_pytorch_has_a_function(tmp_path):
     """Which is no public name: without it, the import would be back, and only cost its time."""
     pytest.importorskip("torch")
@@ -151,99 +144,11 @@ def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
     hanging.set()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch, compiled):
-    taken = []
-    monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    triton = SimpleNamespace(done=lambda problem: compiled)
-    monkeypatch.setattr(triton_precompile, "compile_triton", taken.append)
-    made = ImportAhead(triton)
-    made.begin(NAMES, PROBLEM)
-    thread = made._thread
-    if compiled:
-        thread.join(30)
-    began = time.monotonic()
-    made.end()
-    assert time.monotonic() - began < 5
-    assert not thread.is_alive()
-    assert taken == [PROBLEM] * compiled
-
-
-@pytest.mark.parametrize("names", [NAMES, ("cudnn",)])
-def test_triton_s_code_is_awaited_only_for_a_problem_that_wants_it(monkeypatch, names):
-    monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    triton = SimpleNamespace(done=lambda problem: pytest.fail("asked"))
-    made = ImportAhead(triton)
-    made.begin(names, None if "triton_flash" in names else PROBLEM)
-    made._thread.join(30)
-    assert not made._thread.is_alive()
-
-
-def test_what_fails_in_the_thread_ends_nothing(monkeypatch):
-    def broken(problem):
-        raise RuntimeError("no GPU")
-
-    monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    triton = SimpleNamespace(done=lambda problem: True)
-    monkeypatch.setattr(triton_precompile, "compile_triton", broken)
-    made = ImportAhead(triton)
-    made.begin(NAMES, PROBLEM)
-    made.end()
-
-
-def test_what_the_first_problem_needs_is_begun_before_it_is_opened(monkeypatch):
-    """Triton's process began when the problem was open, and the first table waited for it; NumPy's
-    began when CUDA had started, and the first candidate waited for it.
-    """
-    begun = []
-
-    def started():
-        begun.append("CUDA")
-        return session
-
-    session = SimpleNamespace(
-        gpu=SimpleNamespace(
-            name="NVIDIA Test 1", arch="sm_90a", sm_count=132, clock_hz=1e9, memory_bytes=1 << 30,
-            memory_bytes_per_second=1e12, l2_bytes=1 << 20,
-        ),
-        versions={"cuda_driver": "13.0", "cuda_runtime": "13.0"},
-        identity=dict,
-    )  # fmt: skip
-    monkeypatch.setattr(cuda, "Session", started)
-    monkeypatch.setattr(cuda, "driver_cuda", lambda: (13, 0))
-    monkeypatch.setattr(energy, "counter", lambda session: None)
-    owned = SimpleNamespace(
-        references=SimpleNamespace(begin=lambda *asked: begun.append(("numpy", *asked))),
-        begin=lambda *asked: begun.append(("baselines", *asked)),
-    )
-    process._describe(NAMES, (PROBLEM, 3), owned)
-    numpy = ("numpy", PROBLEM, 3)
-    assert begun == [numpy, "CUDA", ("baselines", NAMES, (PROBLEM, 3))]
-    begun.clear()
-    process._describe(NAMES, None, owned)  # a part of a spec: its problem is not known yet
-    assert begun == ["CUDA", ("baselines", NAMES, None)]
-    begun.clear()
-    process._describe((), (PROBLEM, 3), owned)
-    assert begun == [numpy, "CUDA"]
-
-
 def test_nothing_is_begun_without_a_driver(monkeypatch):
     """It would go on for seconds after the command has said why it ended."""
     monkeypatch.setattr(cuda, "driver_cuda", lambda: None)
     with pytest.raises(NoGpuError, match="no NVIDIA driver"):
         process._describe(NAMES, (PROBLEM, 3), SimpleNamespace())  # which begins nothing
-
-
-@pytest.mark.parametrize("method", ["add", "add_baseline"])
-def test_nothing_is_imported_while_rounds_are_timed(monkeypatch, method):
-    """An import takes Python from the thread that gives the GPU its work."""
-    made = object.__new__(bench.Bench)
-    order = []
-    made._owned = SimpleNamespace(imports=SimpleNamespace(end=lambda: order.append("imported")))
-    arguments = ("a", None, False) if method == "add" else ("torch_flash",)
-    with pytest.raises(AttributeError):  # the bench is empty
-        getattr(made, method)(*arguments)
-    assert order == ["imported"]
 
 
 # -- steps ----------------------------------------------------------------------------------

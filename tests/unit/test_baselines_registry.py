@@ -16,7 +16,6 @@ from fake_torch import Tensor, torch_of
 
 from attnsweep.baselines import cudnn as baselines_cudnn
 from attnsweep.baselines import prepare as baselines_prepare
-from attnsweep.baselines import torch_sdpa, triton_precompile
 from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import Baseline, prepare
 from attnsweep.baselines.registry import BACKENDS
@@ -29,9 +28,7 @@ PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 @pytest.fixture
 def torch(monkeypatch):
     made = torch_of()
-    monkeypatch.setattr(torch_sdpa, "_import_torch", lambda: made)
-    monkeypatch.setattr(baselines_prepare, "_import_torch", lambda: made)
-    monkeypatch.setattr(triton_precompile, "_import_torch", lambda: made)
+    monkeypatch.setitem(sys.modules, "torch", made)
     return made
 
 

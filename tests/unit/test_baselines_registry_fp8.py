@@ -11,8 +11,7 @@ from fake_baselines import Attention, Cudnn, Session, installed
 from fake_torch import Tensor, torch_of
 
 import attnsweep
-from attnsweep.baselines import cudnn, torch_sdpa, triton_precompile
-from attnsweep.baselines import prepare as baselines_prepare
+from attnsweep.baselines import cudnn
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import prepare
 from attnsweep.baselines.registry import BACKENDS
@@ -25,9 +24,7 @@ PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 @pytest.fixture
 def torch(monkeypatch):
     made = torch_of()
-    monkeypatch.setattr(torch_sdpa, "_import_torch", lambda: made)
-    monkeypatch.setattr(baselines_prepare, "_import_torch", lambda: made)
-    monkeypatch.setattr(triton_precompile, "_import_torch", lambda: made)
+    monkeypatch.setitem(sys.modules, "torch", made)
     return made
 
 

@@ -74,38 +74,6 @@ def test_a_process_that_hangs_is_waited_for_within_bounds(beside, monkeypatch):
     assert not hanging.wait(ONE)
 
 
-def test_a_machine_that_starts_no_process_compiles_later(monkeypatch):
-    monkeypatch.setattr(triton_precompile, "_command", lambda: ["/no/such/program"])
-    nothing = TritonPrecompile()
-    nothing.begin(["triton_flash"], ONE)
-    assert not nothing.wait(ONE)
-
-
-def test_the_process_compiles_and_says_so(monkeypatch, capsys):
-    compiled = []
-    monkeypatch.setattr(triton_precompile, "compile_triton", compiled.append)
-    monkeypatch.setattr(
-        sys,
-        "stdin",
-        [triton_precompile._line_of(ONE), "damaged\n", triton_precompile._line_of(OTHER)],
-    )
-    triton_precompile._serve()
-    assert compiled == [ONE, OTHER]
-    assert capsys.readouterr().out.splitlines()[1] == "damaged"
-
-
-def test_a_problem_that_was_begun_is_not_compiled_again(beside):
-    """The first one is begun before it is opened, and again when it is."""
-    counting = beside(
-        "import sys\n"
-        "for number, line in enumerate(sys.stdin):\n"
-        "    assert number < 2; print(line, end='', flush=True)"
-    )
-    for problem in (ONE, ONE, OTHER, OTHER):
-        counting.begin(["triton_flash"], problem)
-    assert counting.wait(OTHER)
-
-
 def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
     slow = beside(
         "import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)"
@@ -118,13 +86,6 @@ def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
         time.sleep(0.01)
     assert slow.done(ONE)
     assert slow.wait(ONE)
-
-
-def test_a_process_that_compiled_nothing_is_not_done(beside):
-    ending = beside("")
-    ending.begin(["triton_flash"], ONE)
-    ending._answers[ONE].result(30)
-    assert not ending.done(ONE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other priorities")

@@ -13,11 +13,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fake_gpu import FakeGpu
 
 from attnsweep.baselines.backend import Package
 from attnsweep.compile import nvrtc
-from attnsweep.core.errors import NoGpuError, ToolchainError
+from attnsweep.core.errors import ToolchainError
 from attnsweep.specs import plan, yaml_file
 from attnsweep.store.run import open_run
 from attnsweep.sweep import session
@@ -84,9 +83,7 @@ def spec(tmp_path):
 
 
 @pytest.fixture
-def without_gpu(monkeypatch):
-    gpu = FakeGpu(environment=NoGpuError("no driver", hint="get one"))
-    monkeypatch.setattr(session, "Worker", gpu)
+def without_gpu(monkeypatch, no_gpu):
     monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
 
 
@@ -163,13 +160,6 @@ def test_without_a_driver_nothing_for_the_gpu_is_to_be_installed(attnsweep, spec
         assert findings[name]["fix"] is None
 
 
-@pytest.mark.parametrize("spec_", ["quickstart", "small.yaml"])
-def test_an_architecture_is_only_for_a_dry_run(attnsweep, spec, spec_):
-    done = attnsweep("run", spec_, "--arch", "sm_80")
-    assert done.returncode == 2
-    assert "--arch needs --dry-run" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "module", "name"),
     [
@@ -206,7 +196,7 @@ def test_ctrl_c_while_the_commands_are_imported_has_no_traceback():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("arguments", ["list", "list --json", "run quickstart", "--help"])
+@pytest.mark.parametrize("arguments", ["list --json", "run quickstart"])
 def test_output_that_cannot_be_written_is_one_line(environment, arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -245,9 +235,8 @@ def test_a_closed_pipe_is_quiet(environment, asked, begins, code):
     assert done.returncode == code
 
 
-@pytest.mark.parametrize("asked", ["--help", "--version", "tune --help"])
-def test_help_for_a_reader_that_is_gone_is_no_failure(environment, asked):
-    command = f"{sys.executable} -m attnsweep {asked} | true; exit ${{PIPESTATUS[0]}}"
+def test_help_for_a_reader_that_is_gone_is_no_failure(environment):
+    command = f"{sys.executable} -m attnsweep tune --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120
     )
@@ -255,7 +244,7 @@ def test_help_for_a_reader_that_is_gone_is_no_failure(environment, asked):
 
 
 def test_an_ascii_terminal_gets_question_marks_not_a_traceback(environment):
-    for arguments in (("list",), ("run", "quickstart"), ("run", "µ.yaml")):
+    for arguments in (("run", "quickstart"), ("run", "µ.yaml")):
         done = subprocess.run(
             [sys.executable, "-m", "attnsweep", *arguments],
             capture_output=True,
@@ -288,7 +277,7 @@ def test_many_problems_are_not_blamed_on_an_alias(attnsweep, tmp_path, monkeypat
     assert "alias" not in done.stderr
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 @pytest.mark.parametrize("command", [("list",), ("run", "quickstart", "--dry-run"), ("doctor",)])
 def test_printed_lines_fit_the_width_and_end_in_no_blank(attnsweep, command, width):
     lines = attnsweep(*command, width=width).stdout.splitlines()
@@ -368,14 +357,6 @@ def test_a_wrong_shape_or_setting_is_exit_code_2(attnsweep, spec, command):
         done = attnsweep(*command, spec, option, value)
         assert done.returncode == 2
         assert words in done.stderr
-
-
-def test_settings_change_what_a_dry_run_counts(attnsweep, spec):
-    (one,) = json.loads(attnsweep("run", spec, "--dry-run", "--json").stdout)
-    asked = ("--set", "kernels.naive.THREADS=[64]", "--problem", "1,1,4096,128")
-    (other,) = json.loads(attnsweep("run", spec, "--dry-run", "--json", *asked).stdout)
-    assert (other["problem"], other["candidates"]) == ("(1,1,4096,128) fp16 full", 1)
-    assert one["candidates"] > 1
 
 
 def test_a_spec_may_name_its_kernels(attnsweep, tmp_path):

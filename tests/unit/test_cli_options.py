@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
 import os
 import re
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
-from fake_compiler import FakeCompiler
-from rich.console import Console
 from samples import full_run
+from sweeping import use_fake_compiler
 from typer.testing import CliRunner
 
 from attnsweep import cli
 from attnsweep.compile import nvrtc
-from attnsweep.compile.cache import entries, fault, prune
+from attnsweep.compile.cache import entries, fault
 from attnsweep.core import errors
 from attnsweep.core.errors import StoreError
-from attnsweep.reports.tables import print_run
-from attnsweep.reports.terminal import counted
 from attnsweep.store.run import open_run
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor
@@ -55,9 +49,7 @@ def spec(tmp_path):
 
 @pytest.fixture
 def fake_nvrtc(monkeypatch):
-    monkeypatch.setattr(
-        compile_tool, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use_fake_compiler(monkeypatch)
 
 
 def commands(group=GROUP, before=()):
@@ -72,17 +64,6 @@ COMMANDS = dict(commands())
 
 
 # -- --help ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_help_breaks_only_lines_that_are_full(attnsweep, words):
-    text = attnsweep(*words, "--help").stdout.partition("Usage:")[2].partition("╭")[0]
-    paragraphs = re.split(r"\n\s*\n", text)[1:]
-    assert paragraphs
-    for paragraph in paragraphs:
-        lines = [line.strip() for line in paragraph.splitlines()]
-        for line, after in itertools.pairwise(lines):
-            assert len(line) + 1 + len(after.split()[0]) > 76, line
 
 
 @pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
@@ -272,26 +253,7 @@ def test_a_damaged_environment_is_named_without_an_empty_place(attnsweep, tmp_pa
     assert ": :" not in said
 
 
-def test_one_is_no_plural(attnsweep, spec):
-    assert (counted(1, "candidate"), counted(2, "candidate")) == ("1 candidate", "2 candidates")
-    done = attnsweep("run", spec, "--dry-run", "--problem", "1,1,32,64", "--arch", "sm_80")
-    assert "1 candidate; nothing was compiled" in done.stdout
-    printed = io.StringIO()
-    run = full_run()
-    print_run(replace(run, trials=run.trials[:1]), Console(file=printed, width=100), top=1)
-    assert printed.getvalue().splitlines()[0].endswith(": 1 trial")
-
-
 # -- compile --------------------------------------------------------------------------------
-
-
-def test_all_lists_candidates_in_the_order_of_the_spec(attnsweep, spec, fake_nvrtc, monkeypatch):
-    monkeypatch.setattr(compile_tool, "as_ready", lambda builds: reversed(list(builds)))
-    out = attnsweep("compile", spec, "--all", "--arch", "sm_80").stdout
-    assert re.findall(r"THREADS=(\d+)|(\(1,2,\d+,64\))", out) == [
-        *(("", "(1,2,512,64)"), ("128", ""), ("32", ""), ("64", "")),
-        *(("", "(1,2,64,64)"), ("32", ""), ("64", "")),
-    ]
 
 
 def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
@@ -376,12 +338,6 @@ def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
     assert "removed 1 cubin, 0.0 MiB; 0 are left" in attnsweep("cache", "prune", "--all").stdout
     assert entries(cache) == []
     assert (cache / "sm_80" / "aa" / ("aa" * 32) / "stage.cubin").read_text() == "precious"
-
-
-def test_an_empty_cache_is_no_error(attnsweep, tmp_path, monkeypatch):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "none"))
-    assert attnsweep("cache", "prune", "--all").returncode == 0
-    assert prune(tmp_path / "never", 0) == []
 
 
 def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(

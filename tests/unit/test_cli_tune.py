@@ -21,7 +21,6 @@ from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
 from attnsweep.sweep import session
-from attnsweep.tools import target
 
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "THREADS=256": 50.0}
@@ -37,19 +36,14 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    return use(monkeypatch, FakeGpu(TIMES))
+def gpu(gpu):
+    gpu.times = TIMES.copy()
+    return gpu
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    use(monkeypatch, FakeGpu(environment=NoGpuError("no driver", hint="get one")))
-
-
-def on(monkeypatch, **facts):
+def on(card, /, **facts):
     """A GPU of other facts."""
-    gpu = FakeGpu(TIMES, environment=TEST_GPU.model_copy(update=facts))
-    monkeypatch.setattr(target, "Worker", gpu)
+    card.environment = TEST_GPU.model_copy(update=facts)
 
 
 def rows_of(tmp_path, name):
@@ -166,10 +160,10 @@ def test_a_spec_is_not_written_over_a_file_unless_it_is_forced(attnsweep, gpu, t
     assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 
-def test_the_shipped_space_of_the_card_is_taken(attnsweep, gpu, monkeypatch):
+def test_the_shipped_space_of_the_card_is_taken(attnsweep, gpu):
     def counted(*shape, **facts):
         if facts:
-            on(monkeypatch, **facts)
+            on(gpu, **facts)
         done = attnsweep("tune", *shape, "--dry-run", "--json")
         assert done.returncode == 0, done.stderr
         return {fact["kernel"] for fact in json.loads(done.stdout)}, done.stderr
@@ -269,9 +263,9 @@ def test_what_cannot_be_is_exit_code_2_and_says_what_fits(attnsweep, arguments, 
         assert word in done.stderr
 
 
-def test_a_card_that_is_too_old_is_answered_with_what_runs_where(attnsweep, monkeypatch):
+def test_a_card_that_is_too_old_is_answered_with_what_runs_where(attnsweep, gpu):
     error = NoGpuError("Tesla T4 has compute capability 7.5, which attnsweep does not support")
-    monkeypatch.setattr(target, "Worker", FakeGpu(environment=error))
+    gpu.environment = error
     for command in (("tune", "1,2,64,64"), ("init",)):
         done = attnsweep(*command)
         assert done.returncode == 3
@@ -284,7 +278,7 @@ def test_a_gpu_that_does_not_answer_is_no_traceback(attnsweep, monkeypatch):
         def describe(self, *, preload=(), first=None):
             raise WorkerError(Status.TIMEOUT, "no answer in 60 s")
 
-    monkeypatch.setattr(target, "Worker", Dead())
+    use(monkeypatch, Dead())
     for command in (("tune", "1,2,64,64"), ("init",)):
         done = attnsweep(*command)
         assert done.returncode == 3
@@ -313,15 +307,15 @@ class TestInit:
         assert all(item.spaces for item in plan(spec, ARCHS[arch]))
         assert "\n# " in Path("mine.yaml").read_text()
 
-    def test_it_is_for_this_card(self, attnsweep, gpu, monkeypatch):
-        on(monkeypatch, gpu="NVIDIA H100 PCIe", sm_count=114)
+    def test_it_is_for_this_card(self, attnsweep, gpu):
+        on(gpu, gpu="NVIDIA H100 PCIe", sm_count=114)
         said = attnsweep("init").stdout
         assert said == "sweep.yaml: a sweep for NVIDIA H100 PCIe; next: attnsweep run sweep.yaml\n"
         text = Path("sweep.yaml").read_text()
         assert "after h100.yaml" in text
         assert "PERSISTENT: [0, sms]" in text
         assert "132" not in text
-        on(monkeypatch, gpu="NVIDIA H200", sm_count=132)
+        on(gpu, gpu="NVIDIA H200", sm_count=132)
         assert "after h200.yaml" in attnsweep("init", "-").stdout
 
     def test_printing_writes_no_file_and_the_note_is_apart(self, attnsweep, tmp_path):

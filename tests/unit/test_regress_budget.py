@@ -10,16 +10,17 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from fake_comparison import Card, compiler_for
+from fake_comparison import Card
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
+from sweeping import use
 
 from attnsweep.family.discover import discover
 from attnsweep.regress import live as gate
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import Decision, Interval
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 LENGTHS = [64 * count for count in range(1, 10)]
@@ -61,8 +62,7 @@ def card(monkeypatch):
     """An H100's host: three seconds to start a process, one to open a problem."""
     card = Watched()
     card.start_s, card.open_s = 3.0, 1.0
-    monkeypatch.setattr(gate, "Worker", card)
-    monkeypatch.setattr(gate, "compiler_for", compiler_for)
+    use(monkeypatch, card)
     for place in ("budget", "ab_test"):
         monkeypatch.setattr(f"attnsweep.regress.{place}.time", card)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
@@ -76,8 +76,7 @@ def recorded(tmp_path_factory):
     (place / "spec.yaml").write_text(SPEC)
     kernels = discover(FAMILIES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
-        patch.setattr(start, "compiler_for", compiler_for)
+        use(patch, FakeGpu({"CYCLES=400000": 20.0}))
         spec = load_spec(place / "spec.yaml", kernels)
         outcome = session.run(spec, results=place, cache_dir=place / "cache")
     return outcome.run.directory

@@ -8,19 +8,19 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from fake_comparison import Card, compiler_for
+from fake_comparison import Card
 from fake_compiler import REGISTERS, FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import CompileError, NoGpuError
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
-from attnsweep.regress import live as gate
 from attnsweep.specs.load import load_spec
 from attnsweep.store.run import open_run
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -37,8 +37,7 @@ LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
 @pytest.fixture(autouse=True)
 def card(monkeypatch):
     card = Card()
-    monkeypatch.setattr(gate, "Worker", card)
-    monkeypatch.setattr(gate, "compiler_for", compiler_for)
+    use(monkeypatch, card)
     for place in ("budget", "ab_test"):
         monkeypatch.setattr(f"attnsweep.regress.{place}.time", card)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
@@ -52,8 +51,7 @@ def recorded(tmp_path_factory):
     (place / "spec.yaml").write_text(SPEC)
     kernels = discover(FAMILIES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
-        patch.setattr(start, "compiler_for", compiler_for)
+        use(patch, FakeGpu({"CYCLES=400000": 20.0}))
         spec = load_spec(place / "spec.yaml", kernels)
         outcome = session.run(spec, results=place, cache_dir=place / "cache")
     return outcome.run.directory

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from fake_compiler import REGISTERS, FakeCompiler
+from sweeping import use_fake_compiler
 
 from attnsweep.core.errors import CompileError
-from attnsweep.tools import compile as compile_tool
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -25,11 +25,7 @@ require: {{registers: "{}"}}
 @pytest.fixture
 def compiled(monkeypatch, tmp_path, attnsweep):
     """Run `compile` of the spec with this requirement; returns exit code, stdout and stderr."""
-    monkeypatch.setattr(
-        compile_tool,
-        "compiler_for",
-        lambda spec, arch, cache_dir=None: FakeCompiler(arch, tmp_path / "cache"),
-    )
+    use_fake_compiler(monkeypatch)
 
     def run(require, *options):
         (tmp_path / "ci.yaml").write_text(SPEC.format(require))
