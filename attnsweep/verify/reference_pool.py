@@ -11,7 +11,7 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -86,8 +86,9 @@ def turns(case: Case, seed: int) -> tuple[Known, Maths]:
 class _Process:
     """A process and what is asked of it, in order; it starts with the first large problem."""
 
-    def __init__(self) -> None:
-        self.beside = Beside(lambda: _COMMAND)
+    def __init__(self, command: Sequence[str], least_bytes: int, longest_s: float) -> None:
+        self.beside = Beside(lambda: command)
+        self._least_bytes, self._longest_s = least_bytes, longest_s
         self._pool = ThreadPoolExecutor(1, "known")
 
     def ask(
@@ -102,7 +103,7 @@ class _Process:
         return self._pool.submit(self._answer, problem, wanted, partial(function, *args, **options))
 
     def _answer(self, problem: Problem, wanted: Callable[[], bool], function: partial[T]) -> T:
-        if problem.min_bytes >= _LEAST_BYTES:
+        if problem.min_bytes >= self._least_bytes:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                 asked, said = self.beside.pipes()
                 pickle.dump(function, asked)
@@ -123,7 +124,7 @@ class _Process:
         """What was asked, computed in this process if the other one takes too long."""
         with proving("waits for NumPy"):
             try:
-                return asked.result(_LONGEST_S)
+                return asked.result(self._longest_s)
             except TimeoutError:
                 self.beside.kill()
                 return asked.result()
@@ -138,10 +139,22 @@ class ReferencePool:
 
     A run of 18 problems with few candidates waited 9.4 of 42 s with one process, and 6.9 of 44 s
     with two, of which the second had the turns as well (between_short.yaml on an H200, 16 cores).
+
+    command: what a process runs. least_bytes: of a problem that is worth one. longest_s: how long
+    an answer is waited for before it is computed here.
     """
 
-    def __init__(self) -> None:
-        self._next, self._limits, self._short = _Process(), _Process(), _Process()
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = _COMMAND,
+        least_bytes: int = _LEAST_BYTES,
+        longest_s: float = _LONGEST_S,
+    ) -> None:
+        self._least_bytes = least_bytes
+        self._next, self._limits, self._short = (
+            _Process(command, least_bytes, longest_s) for _ in range(3)
+        )
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
@@ -164,7 +177,7 @@ class ReferencePool:
         self.begin(problem, seed)
         asked = self._answers.pop((problem, seed))
         for other, answer in self._answers.items():  # another problem came than was expected
-            if not (answer.cancel() or answer.done()) and other[0].min_bytes >= _LEAST_BYTES:
+            if not (answer.cancel() or answer.done()) and other[0].min_bytes >= self._least_bytes:
                 self._dropped.add(other)
                 self._next.beside.kill()
         self._answers.clear()
