@@ -65,12 +65,14 @@ def tuned():
     return [each.trial for each in chosen]
 
 
+@pytest.mark.nightly(push=0)
 @pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
 def test_no_shape_of_the_spec_was_tuned(planned, tuned):
     assert len({item.problem for item in planned}) == len(planned)
     assert not {item.problem for item in planned} & {trial.problem for trial in tuned}
 
 
+@pytest.mark.nightly(push=0)
 @pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
 def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tuned):
     configs = {config_of(trial, KERNEL).label: trial for trial in tuned}

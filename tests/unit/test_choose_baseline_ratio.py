@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 from samples import PROBLEM, candidate, full_run
 
@@ -272,18 +271,6 @@ def test_no_baseline_of_a_recorded_run_computes_in_another_format_and_has_a_rank
 
 
 # -- tables ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [40, 80, 100, 120])
-def test_marks_and_intervals_fit_the_terminal(width: int) -> None:
-    rows = [
-        ours([1001.0, 1003.0] * 6),
-        ours([1050.0] * 12, 2),
-        baseline("torch_cudnn", [us * 100 for us in WILD], Status.NOISY),
-        baseline("unfused", [1390.7] * 12, accuracy=OVER),
-    ]
-    text = printed(rows, width)
-    assert max(map(cell_len, text.splitlines())) <= width
 
 
 def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnsweep.choose.search import DEFAULT_STRATEGY, STRATEGIES, Search, exhaustively
 from attnsweep.choose.strategies import gp as module
@@ -89,13 +88,6 @@ def test_it_asks_configs_of_the_space_never_twice_and_says_why_it_ended(sizes, s
             why,
         )
         assert 20 < len(asked) < len(space.configs)
-
-
-def test_a_space_of_one_and_an_empty_one():
-    assert searched(space_of(1), lambda _: 1.0) == ([[Config({"P0": 0})]], "all are tried")
-    space = space_of(1)
-    empty = Space(space.kernel, space.problem, (), 1, {"rule": 1})
-    assert searched(empty, lambda _: 1.0) == ([], "all are tried")
 
 
 @pytest.mark.parametrize("count", [FEW, FEW + 1, 200])
@@ -302,20 +294,3 @@ def test_the_default_is_a_strategy_and_a_spec_can_be_taken_whole(tmp_path):
     )
     whole = exhaustively(load_spec(path, discover())).search
     assert (whole.strategy, whole.candidates, whole.seed) == ("exhaustive", None, 3)
-
-
-def test_the_model_is_made_in_one_thread_of_blas_whose_others_wait_for_cores_that_compile(
-    monkeypatch,
-):
-    """On two loaded cores, planning eight problems took 13 s, and takes 0.9 s in one thread."""
-    made, threads = module.Model.of.__func__, []
-
-    def looking(cls, *given):
-        threads.extend(each["num_threads"] for each in threadpool_info())
-        return made(cls, *given)
-
-    monkeypatch.setattr(module.Model, "of", classmethod(looking))
-    with threadpool_limits(limits=2, user_api="blas"):
-        next(gp(space_of(8, 8), None, 0, history=[]))
-        assert {each["num_threads"] for each in threadpool_info()} == {2}
-    assert set(threads) == {1}

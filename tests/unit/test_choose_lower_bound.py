@@ -40,6 +40,7 @@ def recorded(name):
     return replay.timed_rows(run), best
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("name", replay.RUNS)
 def test_nobody_of_the_best_is_ever_skipped(name):
     """Order does not matter: a stage is never taken to be slower than its slowest recorded time,
@@ -64,6 +65,7 @@ def test_nobody_of_the_best_is_ever_skipped(name):
     assert seen == len(best) > 0
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", replay.RUNS)
 def test_who_is_skipped_would_not_have_raced(name, backwards):

@@ -80,13 +80,6 @@ def test_the_clock_of_a_card_at_its_power_cap_repeats_nothing_but_an_event_does(
     assert difference(capped, {"sm_mhz": 1980}) is not None  # the row says so all the same
 
 
-def test_repeats_have_a_limit_of_the_caller():
-    taken = turns(1980, 1980, 1980, 1980, 1500)
-    taken.warm_up(["a"], lambda name: 1.0)
-    taken.round(["a"], lambda name: 1.0, repeats=0)
-    assert taken.repeated == 0
-
-
 def test_warm_up_goes_on_until_times_are_steady():
     times = iter([0.0, 9.0, 8.0, 7.0, 7.01, 7.02, 7.03, 7.03])
     taken = turns(1980)
@@ -178,14 +171,6 @@ def test_a_summary_holds_every_round_and_marks_less_than_all(rounds):
     for values in told["rounds"].values():
         assert len(values) == len(rounds)
     assert set(told["strays"]) <= {str(n) for n in range(len(rounds))}
-
-
-def test_the_round_that_differs_is_marked():
-    clocks = [1980, 1980, 1500, 1980, 1965]
-    told = summary([{"sm_mhz": clock, "throttle": [], "power_w": 500.0} for clock in clocks])
-    assert told["sm_mhz"] == 1980
-    assert told["strays"] == {"2": "SM clock 1500 MHz, not 1980"}
-    assert told["rounds"]["sm_mhz"] == clocks
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def words(command, path):
     return [given.get(word, word.replace("PATH", str(path))) for word in command.split()]
 
 
+@pytest.mark.nightly(push=12)
 @pytest.mark.parametrize("command", PATHS)
 def test_what_may_not_be_read_is_a_message(attnsweep, tmp_path, command):
     (folder := tmp_path / "closed").mkdir()

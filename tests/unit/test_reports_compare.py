@@ -77,15 +77,6 @@ def test_a_parameter_that_a_family_got_later_is_no_difference():
     assert config_changes(pair) == []
 
 
-def test_baselines_of_one_run_alone_are_not_compared():
-    found = compare(
-        run(candidate("a", 10.0, N=1), baseline("cudnn", 20.0)),
-        run(candidate("a", 10.0, N=1), baseline("flash_attn_3", 20.0)),
-    )
-    assert found.pairs[0].over_baselines == {}
-    assert found.pairs[0].same_winner
-
-
 def test_a_baseline_that_computes_in_another_format_is_no_base():
     in_bf16 = {"problem": replace(OTHER, dtype="bf16")}
     trials = (

@@ -129,17 +129,6 @@ def test_it_follows_a_machine_that_gets_six_times_slower(clock) -> None:
     assert eta.left.seconds > 2 * mean
 
 
-def test_it_grows_while_nothing_happens(clock) -> None:
-    eta = compiling(clock, 100)
-    search(eta, clock, 50, 0.5)
-    before = eta.left
-    clock.now += 60
-    after = eta.left
-    assert before is not None
-    assert after is not None
-    assert after.seconds > 2 * before.seconds
-
-
 def test_kept_rows_and_second_rows_do_not_speed_it_up(clock) -> None:
     eta = compiling(clock, 100)
     for number in range(50):
@@ -150,18 +139,6 @@ def test_kept_rows_and_second_rows_do_not_speed_it_up(clock) -> None:
         eta.tried(number, kept=False)
     assert eta.left is not None
     assert eta.left.seconds == pytest.approx(40 * 2.0, rel=0.05)
-
-
-def test_a_problem_that_an_earlier_run_has_measured_is_not_one_of_the_two(clock) -> None:
-    eta = Eta(clock)
-    eta.planned([3] * 4)
-    for number in range(2):
-        eta.opening()
-        for key in range(3):
-            eta.tried((number, key), kept=True)
-    problem(eta, clock, 3)
-    eta.opening()
-    assert eta.left is None
 
 
 def test_the_compiler_decides_if_it_is_slower(clock) -> None:
@@ -200,14 +177,3 @@ def test_a_search_that_stops_early_shortens_the_problems_to_come(clock) -> None:
 )
 def test_it_is_said_in_round_figures(seconds, said) -> None:
     assert str(Left(seconds)) == f"about {said} left"
-
-
-def test_compiling_alone_has_no_finals_to_wait_for(clock) -> None:
-    eta = Eta(clock)
-    eta.planned([100, 50], finals=False)
-    eta.opening()
-    search(eta, clock, 74, 0.5)
-    assert eta.left is None
-    search(eta, clock, 6, 0.5, begin=74)
-    assert eta.left is not None
-    assert eta.left.seconds == pytest.approx(35.0, rel=0.02)

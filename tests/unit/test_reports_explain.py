@@ -32,12 +32,6 @@ def families():
     return discover()
 
 
-@pytest.fixture(scope="module")
-def tiles(families) -> Explanation:
-    """The first problem of a run whose variants have names of several words."""
-    return explain(open_run(RESULTS / "h200" / "fp8_h100"), [], None, families)[0]
-
-
 def text(found: Explanation, width: int = 120) -> str:
     return "\n".join(line.plain for line in lines(found, width))
 
@@ -196,19 +190,6 @@ def test_no_line_is_wider_than_the_terminal(short, families, width) -> None:
             wide = [line for line in text(found, width).splitlines() if cell_len(line) > width]
             # Tables of names and figures are never cut.
             assert not [line for line in wide if "  " not in line.strip()]
-
-
-@pytest.mark.parametrize("width", [42, 60, 80, 100])
-def test_a_value_of_several_words_stays_next_to_its_figure(tiles, width) -> None:
-    said = text(tiles, width).splitlines()
-    for value in ("192 x 96 ×1.040", "2 of 64 x 128 ×0.953"):
-        assert any(value in line for line in said)
-
-
-def test_a_value_wider_than_the_terminal_is_broken(tiles) -> None:
-    values = " ".join(text(tiles, 16).partition("values")[2].split())
-    assert "2 of 64 x 128 ×0.953" in values
-    assert not any("64 x 128 ×0.953" in line for line in text(tiles, 16).splitlines())
 
 
 def test_a_run_without_candidates_or_files_is_refused_or_said() -> None:

@@ -79,11 +79,6 @@ def test_json_is_strict_stable_and_complete() -> None:
     assert (skipped["rank"], skipped["time_us"], skipped["registers"]) == (None, None, None)
 
 
-def test_json_holds_the_warnings() -> None:
-    said = ["trials.jsonl:3: skipped, not a trial"]
-    assert report.to_json(full_run(warnings=said))["warnings"] == said
-
-
 def test_nan_is_null_in_json_and_never_a_winner() -> None:
     nan = candidate("flash", 3.0, ID=1).with_(accuracy=Accuracy(rel_err=float("nan"), limit=1.0))
     (problem,) = report.to_json(full_run(trials=[nan], environment=None))["problems"]

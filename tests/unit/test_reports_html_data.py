@@ -24,10 +24,6 @@ def test_the_best_so_far_only_falls_and_counts_what_failed():
     ]
 
 
-def test_what_has_no_time_has_no_point():
-    assert best_so_far(rows_of(None, None)) == []
-
-
 def test_seconds_are_there_if_the_rows_have_them():
     rows = [row.with_(tried_s=2.5 * i) for i, row in enumerate(rows_of(9.0, 7.0, 8.0))]
     assert best_so_far(rows) == [

@@ -7,10 +7,10 @@ import io
 import pytest
 from pages import visible
 from rich.console import Console
-from samples import PROBLEM, baseline, candidate, failed, full_run
+from samples import baseline, candidate, failed, full_run
 
 from attnsweep.choose.ranking import rank
-from attnsweep.core.length import shorter_of, slower_on
+from attnsweep.core.length import slower_on
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
@@ -57,11 +57,6 @@ def test_the_share_of_rows_that_float64_judged_is_said(shares, span):
         f"float64 judged {span}\u00a0% of the rows of every head; of the others it is only known "
         "that they are numbers, the same in all calls"
     )
-
-
-def test_where_all_rows_were_judged_nothing_is_said():
-    assert said(None, None) is None
-    assert said(0.5, None) is not None
 
 
 def flat(text):
@@ -118,10 +113,3 @@ def test_candidates_that_were_slower_on_a_shorter_problem_are_counted_apart():
     (not_tried,) = explain(long_run(0.13), ["THREADS=33"], None, discover())
     text = flat(" ".join(line.plain for line in lines(not_tried, 160)))
     assert f"slower on {SHORT}: 3033 µs, where the best takes 2800" in text
-
-
-@pytest.mark.parametrize("label", [SHORT, "(2,32/8,512x2048,128) e4m3_block full", PROBLEM.label])
-def test_the_shorter_problem_can_be_read_from_a_detail(label):
-    assert shorter_of(slower_on(label, 31.4, 28.0)) == label
-    for other in (None, "", f"on {label}: too far off", "slower on average: 3"):
-        assert shorter_of(other) is None

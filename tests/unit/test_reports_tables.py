@@ -44,33 +44,6 @@ def table(text: str) -> list[list[str]]:
 # -- terminal -------------------------------------------------------------------------------
 
 
-def capped_run() -> Run:
-    """Everything at once that a section may say: throttled, timed once, unrecorded, failed."""
-    run, other = full_run(), Problem(1, 8, 8, 512, 512, 64, "bf16", causal=True)
-    hot = {"sm_mhz": 1680, "throttle": ["power_cap", "thermal_software"]}
-    once = Measurement(median=9.5, low=9.5, high=9.5, samples=1)
-    return full_run(
-        trials=[
-            *(row.with_(conditions=hot) for row in run.trials),
-            candidate("flash_fwd_wgmma", 1.0, BLOCK_M=64, BLOCK_N=8).with_(
-                time_us=once, stages_us={"qk": 5.1, "softmax": 4.0, "pv": 3.2}
-            ),
-            unrecorded("flash_fwd_wgmma", BLOCK_M=64).with_(problem=other),
-            unrecorded("naive").with_(problem=other),
-        ]
-    )
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
-@pytest.mark.parametrize("top", [1, 10, 50])
-def test_nothing_that_a_section_may_say_is_wider_than_the_terminal(width: int, top: int) -> None:
-    text = printed(capped_run(), width, top=top)
-    assert max(map(cell_len, text.splitlines())) <= width
-    flat = " ".join(text.split())
-    for said in ("timed once", "power_cap", "when timed alone", "2 no record"):
-        assert said in flat
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
 def test_no_line_is_wider_than_the_terminal_and_numbers_are_whole(width: int) -> None:
     text = printed(full_run(), width)
@@ -93,15 +66,6 @@ def test_columns_come_with_width() -> None:
     assert {"error", "cold µs"} <= set(headers[160])
     for narrow, wide in ((40, 60), (60, 80), (80, 100), (100, 160)):
         assert set(headers[narrow]) < set(headers[wide])
-
-
-def test_parameter_names_are_worth_more_than_the_least_columns() -> None:
-    tables = {width: table(printed(full_run(), width)) for width in range(100, 201, 5)}
-    named = {width for width, rows in tables.items() if "BLOCK_M=64 BLOCK_N=16" in rows[2]}
-    whole = {width for width, rows in tables.items() if "occ %" in rows[0]}
-    assert {200} <= named & whole
-    assert any("cold µs" not in tables[width][0] for width in named)
-    assert all("error" in tables[width][0] for width in named)
 
 
 def test_a_row_says_the_figures_of_its_trial() -> None:
@@ -140,13 +104,6 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
         "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
         in text
     )
-
-
-def test_stages_that_alone_take_longer_than_the_whole_leave_no_rest() -> None:
-    row = candidate("three", 436.3).with_(stages_us={"qk": 200.0, "softmax": 43.1, "pv": 200.0})
-    text = " ".join(printed(full_run(trials=[row]), 120).split())
-    assert "qk 200.0 · softmax 43.1 · pv 200.0 · together 443.1 µs when timed alone" in text
-    assert "rest" not in text.split("stages of")[1].split("±")[0]
 
 
 def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
@@ -204,20 +161,6 @@ def test_chained_calls_are_named_so_and_never_ranked() -> None:
     assert {10.4, 27.0, None} == set(told)
 
 
-def test_chained_calls_of_another_than_the_winner_have_a_line_of_their_own() -> None:
-    rows = [
-        row.with_(chained_us=None) if row.chained_us == 27.0 else row
-        for row in chained_run().trials
-    ]
-    text = " ".join(printed(full_run(trials=rows), 160).split())
-    assert re.search(
-        r"least of calls that may overlap: flash_fwd_wgmma BLOCK_M=64 BLOCK_N=16 NUM_WARPS=8: "
-        r"chained 10\.4 µs",
-        text,
-    )
-    assert "chained" not in printed(full_run(), 160)
-
-
 def test_a_winner_without_rounds_says_so() -> None:
     once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
     rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]
@@ -246,14 +189,6 @@ def test_the_best_rows_decide_the_decimals() -> None:
         strict=True,
     )
     assert (times, spreads) == (("5498",), ("11",))
-
-
-def test_labels_do_not_depend_on_what_is_shown() -> None:
-    rows = [candidate("flash", 10 + n, A=1, B=n, C=n // 4, D=7) for n in range(8)]
-    for top in (3, 8):
-        text = printed(full_run(trials=rows), 60, top=top)
-        assert [line[2] for line in table(text)[1:4]] == ["0/0", "1/0", "2/0"]
-        assert "\nflash: B / C; all A=1 D=7\n" in text
 
 
 def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
@@ -404,24 +339,6 @@ def test_several_problems_end_in_a_summary() -> None:
     assert "problem  " not in printed(run)
 
 
-def test_large_and_small_figures_are_never_in_powers_of_ten() -> None:
-    for time_us in (0.85, 3361.5, 1234567.0):
-        text = printed(full_run(trials=[candidate("naive", time_us)]), 200)
-        header, row = table(text)
-        error = row.pop(header.index("error"))
-        assert error == "2.7e-04"
-        assert len(row) > 8
-        (winner,) = [line for line in text.splitlines() if line.startswith("* winner")]
-        assert not re.search(r"\de[+-]?\d", winner + " ".join(row))
-
-
-def test_ten_thousand_rows_are_counted_not_listed() -> None:
-    trials = [candidate("flash", 10 + n / 1000, A=n % 100, B=n // 100) for n in range(10_000)]
-    run = full_run(trials=[*trials, baseline("unfused", 71.0)])
-    text = printed(run)
-    assert "9990 more ok; " in text
-
-
 def test_a_run_without_an_environment_is_still_shown() -> None:
     text = printed(full_run(environment=None), 120)
     assert "GPU and date unknown" in text
@@ -458,12 +375,6 @@ def test_a_tie_with_a_baseline_or_a_baseline_of_another_format_is_still_won() ->
     run = full_run()
     for other in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
         assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, other]), 120)
-
-
-def test_the_legend_explains_eager_and_ranks_that_medians_do_not_follow() -> None:
-    text = " ".join(printed(full_run(), 120).split())
-    assert "eager: host time to issue one call" in text
-    assert "a row with a lower median can rank below another" in text
 
 
 def test_a_reason_keeps_the_figures_within_it() -> None:

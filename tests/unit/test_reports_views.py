@@ -84,17 +84,6 @@ def test_compiled_keeps_names_and_numbers_whole(trials, width, every):
     assert "registers" in words
 
 
-def test_lesser_columns_go_where_there_is_no_room(trials):
-    wide, narrow = (
-        " ".join(plain(view.compiled(trials, arch_named("sm_80"), False, width)))
-        for width in (120, 60)
-    )
-    for column in ("blocks/SM", "candidates", "occupancy", "spill B"):
-        assert column in wide
-    assert "blocks/SM" not in narrow
-    assert "spill B" in narrow
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_planned_names_every_rule_that_removed_something(planned, width):
     lines = plain(view.planned(planned, None, width))
@@ -104,15 +93,6 @@ def test_planned_names_every_rule_that_removed_something(planned, width):
         for space in item.spaces:
             for rule, n in space.removed.items():
                 assert not n or any(f"{rule} {n}" in line for line in lines)
-
-
-def test_commands_stand_above_their_purpose_where_there_is_no_room():
-    rows = [("attnsweep doctor", "what is missing"), ("attnsweep run x", "sweep")]
-    assert view.suggestions(rows, 80) == [
-        "attnsweep doctor  what is missing",
-        "attnsweep run x   sweep",
-    ]
-    assert view.suggestions(rows, 20)[:2] == ["attnsweep doctor", "    what is missing"]
 
 
 # As PyTorch 2 gives them, in this order, when only the efficient backend may run.
@@ -145,10 +125,6 @@ ABORTED = RuntimeError("No available kernel. Aborting execution.\nmore")
 )
 def test_a_refused_backend_gives_its_own_reason(name, warned, reason):
     assert why_not(name, ABORTED, warned) == reason
-
-
-def test_an_error_without_words_is_named():
-    assert why_not("unfused", MemoryError(), []) == "MemoryError"
 
 
 def test_list_says_how_to_get_each_baseline_that_is_missing(monkeypatch):

@@ -80,11 +80,6 @@ def test_parts_are_of_about_equal_cost():
     assert abs(len(first) - len(second)) <= 2
 
 
-def test_a_part_without_problems_says_so():
-    with pytest.raises(SpecError, match="part 3 of 4 is empty: the spec has 2 problems"):
-        Shard(3, 4).take(planned_of([1, 2]))
-
-
 @pytest.mark.parametrize("text", ["3/2", "0/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
 def test_what_is_no_part_is_refused(text):
     with pytest.raises(SpecError, match="not a part"):

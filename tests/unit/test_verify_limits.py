@@ -305,6 +305,7 @@ def test_limits_of_few_draws_are_no_larger_and_those_of_all_are_the_limits(dtype
     assert rows[0] < rows[-1] == verify_limits.limits(case, 1).row
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("inputs", ["far_below", "far_above", "large_scores"])
 def test_limits_of_hard_inputs_admit_other_draws_of_few_keys(dtype, inputs):
@@ -400,6 +401,7 @@ def test_a_tilted_output_is_that_of_another_scale(dtype):
         assert tilted[0, head] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("keys", [17, 513])
 def test_limits_admit_scores_that_were_stored_as_exponents_of_2(head_dim, keys):
