@@ -39,8 +39,10 @@ class ImportAhead:
     Whatever fails in it fails again, with its reason, when the baseline is prepared.
     """
 
-    def __init__(self, triton: triton_precompile.TritonPrecompile) -> None:
-        self._triton = triton
+    def __init__(
+        self, triton: triton_precompile.TritonPrecompile, *, longest_s: float = _LONGEST_S
+    ) -> None:
+        self._triton, self._longest_s = triton, longest_s
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
 
@@ -55,7 +57,7 @@ class ImportAhead:
         if self._thread is not None:
             self._ending.set()
             with step("wait for imports"):
-                self._thread.join(_LONGEST_S)
+                self._thread.join(self._longest_s)
             self._thread = None
 
     def _run(self, names: Sequence[str], problem: Problem | None) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,13 +24,15 @@ from attnsweep.device.process import Beside
 _LONGEST_S = 60.0
 # As the threads that compile candidates: those are waited for first.
 _NICE = 10
+_COMMAND = (sys.executable, "-m", __name__)
 
 
 class TritonPrecompile:
     """The process; it starts with the first problem that wants it, and ends with this one."""
 
-    def __init__(self) -> None:
-        self._beside = Beside(lambda: _command())
+    def __init__(self, command: Sequence[str] = _COMMAND, *, longest_s: float = _LONGEST_S) -> None:
+        self._beside = Beside(lambda: command)
+        self._longest_s = longest_s
         self._pool = ThreadPoolExecutor(1, "ahead")
         self._answers: dict[Problem, Future[bool]] = {}
         self._begun: Problem | None = None
@@ -68,7 +70,7 @@ class TritonPrecompile:
         if answer is None:
             return False
         try:
-            return answer.result(_LONGEST_S)
+            return answer.result(self._longest_s)
         except TimeoutError:
             self.close()
             return False
@@ -80,10 +82,6 @@ class TritonPrecompile:
 
 def _line_of(problem: Problem) -> str:
     return json.dumps(problem.facts) + "\n"
-
-
-def _command() -> list[str]:
-    return [sys.executable, "-m", __name__]
 
 
 def _serve() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from attnsweep.baselines import flash, import_ahead, triton_precompile
+from attnsweep.baselines import import_ahead
 from attnsweep.baselines.import_ahead import ImportAhead
 from attnsweep.bench import process
 from attnsweep.core import timings
@@ -31,32 +31,43 @@ def no_steps():
 
 
 TRITON = SimpleNamespace(done=lambda problem: False)
+TORCH = {"torch/__init__.py": "", "torch/_dynamo.py": ""}
 
 
-def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
-    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
-    imported = []
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Makes packages of files; and says which of them, or of their modules, are imported."""
+    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("torch")}
+    monkeypatch.syspath_prepend(tmp_path)
+    names = set()
 
-    def imports(module):
-        imported.append(module)
-        if module == "cudnn":
-            raise RuntimeError("no driver")
-        return SimpleNamespace(_flash_attn_forward=object())  # no function: an operator
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            names.add(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        importlib.invalidate_caches()
+        return lambda: names & sys.modules.keys()
 
-    monkeypatch.setattr(flash, "importable", lambda module: module in there)
-    monkeypatch.setattr(triton_precompile, "importable", lambda module: module in there)
-    monkeypatch.setattr(import_ahead.importlib, "import_module", imports)
-    import_ahead.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
-    assert list(dict.fromkeys(imported)) == ["torch", "cudnn", "fa3_fwd_interface", "torch._dynamo"]
-    imported.clear()
-    there.remove("fa3_fwd_interface")
-    import_ahead.load(["flash_attn_3"])
-    assert imported == ["torch"]  # what a missing package would import is not needed
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
 
 
-class Operator:
-    """As torch.library.custom_op makes one; a call of it imports torch._dynamo."""
+def test_packages_are_imported_ahead_and_none_that_is_not_asked_for(there):
+    there(TORCH | {"triton.py": "", "cudnn.py": "raise RuntimeError('no driver')"})
+    import_ahead.load(["torch_flash", "flash_attn_3"])
+    # What a missing package would import is not needed.
+    assert {"torch", "torch._dynamo", "triton"} & sys.modules.keys() == {"torch"}
+    imported = there({"fa3_fwd_interface.py": "_flash_attn_forward = object()  # no function"})
+    import_ahead.load(["cudnn", "flash_attn_3", "flash_attn_3_fp8"])
+    assert imported() == {"torch", "fa3_fwd_interface", "torch._dynamo"}
 
+
+FLASH_3 = """
+class Operator:  # as torch.library.custom_op makes one; a call of it imports torch._dynamo
     def __init__(self, function):
         self._init_fn = function
 
@@ -64,27 +75,24 @@ class Operator:
         raise AssertionError("the operator was called")
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_flash_attention_3_is_called_without_its_operator(monkeypatch, declared):
-    def forward(x):
-        return x + 1
+def forward(x):
+    return x + 1
 
-    package = SimpleNamespace(_flash_attn_forward=Operator(forward) if declared else forward)
-    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
-    imported = []
 
-    def imports(module):
-        imported.append(module)
-        return package
+def flash_attn_func(x):
+    return _flash_attn_forward(x)
 
-    monkeypatch.setattr(flash, "importable", lambda module: module in ("torch", *flash.FLASH_3))
-    monkeypatch.setattr(
-        triton_precompile, "importable", lambda module: module in ("torch", *flash.FLASH_3)
-    )
-    monkeypatch.setattr(import_ahead.importlib, "import_module", imports)
+
+_flash_attn_forward = FORWARD
+"""
+
+
+@pytest.mark.parametrize("forward", ["Operator(forward)", "forward"])
+def test_flash_attention_3_is_called_without_its_operator(there, forward):
+    imported = there(TORCH | {"flash_attn_interface.py": FLASH_3.replace("FORWARD", forward)})
     import_ahead.load(["flash_attn_3"])
-    assert set(imported) == {"torch", "flash_attn_interface"}  # and not torch._dynamo
-    assert package.flash_attn_func(1) == 2
+    assert imported() == {"torch", "flash_attn_interface"}  # and not torch._dynamo
+    assert sys.modules["flash_attn_interface"].flash_attn_func(1) == 2
 
 
 def test_an_operator_of_pytorch_has_a_function(tmp_path):
@@ -112,36 +120,19 @@ def test_an_operator_of_pytorch_has_a_function(tmp_path):
     assert said.stdout.split() == ["1.0", "False"]
 
 
-def test_rounds_wait_for_imports(monkeypatch):
-    imported = threading.Event()
-
-    def slowly(names):
-        time.sleep(0.2)
-        imported.set()
-
-    monkeypatch.setattr(import_ahead, "load", slowly)
-    made = ImportAhead(TRITON)
-    made.end()  # nothing was begun
-    made.begin(["torch_flash"])
-    assert not imported.is_set()
-    made.end()
-    assert imported.is_set()
-    assert timings.taken()["wait for imports"] > 0.1
-    made.end()
-    assert timings.taken() == {}  # it waits once
-
-
-def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
-    """The call that waits is an entrant's, which would fail in its place."""
-    hanging = threading.Event()
-    monkeypatch.setattr(import_ahead, "load", lambda names: hanging.wait(60))
-    monkeypatch.setattr(import_ahead, "_LONGEST_S", 0.1)
-    made = ImportAhead(TRITON)
-    made.begin(["torch_flash"])
-    began = time.monotonic()
-    made.end()
-    assert time.monotonic() - began < 5
-    hanging.set()
+def test_rounds_wait_for_imports_within_bounds(there):
+    """The call that waits is an entrant's, which would fail in the place of a hanging import."""
+    imported = there({"torch.py": "import time\ntime.sleep(0.4)\nhere = True\n"})
+    for longest_s, done in ((0.1, False), (30.0, True)):
+        made = ImportAhead(TRITON, longest_s=longest_s)
+        made.end()  # nothing was begun
+        made.begin(["torch_flash"])
+        made.end()
+        assert hasattr(sys.modules.get("torch"), "here") == done
+        assert timings.taken()["wait for imports"] > 0.05
+        made.end()
+        assert "wait for imports" not in timings.taken()  # it waits once
+    assert imported() == {"torch"}
 
 
 def test_nothing_is_begun_without_a_driver(monkeypatch):

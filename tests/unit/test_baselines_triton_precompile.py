@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
-from attnsweep.baselines import triton_precompile
 from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.problem import Problem
 
@@ -19,17 +19,16 @@ ONE, OTHER = (Problem(1, heads, 2, 100, 128, 96, "bf16", causal=True) for heads 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
     """Triton seems to be there: what the process compiles is the tests' own."""
-    monkeypatch.setattr(triton_precompile, "importable", lambda module: True)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
 
 
 @pytest.fixture
-def beside(monkeypatch):
-    """Makes an Ahead whose process runs a program that is given."""
+def beside():
+    """Makes one whose process runs a program that is given."""
     made = []
 
-    def of(program):
-        monkeypatch.setattr(triton_precompile, "_command", lambda: [sys.executable, "-c", program])
-        made.append(TritonPrecompile())
+    def of(program, **options):
+        made.append(TritonPrecompile([sys.executable, "-c", program], **options))
         return made[-1]
 
     yield of
@@ -67,9 +66,8 @@ def test_a_process_that_ends_is_not_waited_for_and_replaced(beside, program):
         assert not dying.wait(problem)
 
 
-def test_a_process_that_hangs_is_waited_for_within_bounds(beside, monkeypatch):
-    monkeypatch.setattr(triton_precompile, "_LONGEST_S", 0.2)
-    hanging = beside("import time; time.sleep(60)")
+def test_a_process_that_hangs_is_waited_for_within_bounds(beside):
+    hanging = beside("import time; time.sleep(60)", longest_s=0.2)
     hanging.begin(["triton_flash"], ONE)
     assert not hanging.wait(ONE)
 
@@ -100,12 +98,10 @@ def test_the_process_steps_back_behind_candidates_as_their_threads_do():
     assert its == min(19, own + 10)
 
 
-def test_only_what_triton_can_take_is_begun(monkeypatch):
-    monkeypatch.setattr(triton_precompile, "_command", lambda: [sys.executable, "-c", ""])
-    made = TritonPrecompile()
+def test_only_what_triton_can_take_is_begun(beside):
+    made = beside("")
     made.begin(["cudnn"], ONE)
     made.begin(["triton_flash"], replace(ONE, dtype="fp32"))
     assert not made.begun(ONE)
     made.begin(["cudnn", "triton_flash"], ONE)
     assert made.begun(ONE)
-    made.close()

@@ -32,9 +32,9 @@ class Card(FakeGpu):
 
     def __init__(self, timeout_s):
         super().__init__(environment=H200)
-        self._random, self._sides = random.Random(Card.started), {}
+        self._random, self._sides = random.Random(self.started), {}
         self._own = {}
-        Card.started += 1
+        type(self).started += 1
 
     def open(self, problem, *, replay_us, seed):
         self._sides = {}
@@ -59,12 +59,7 @@ def benchmark(monkeypatch, tmp_path):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gate_benchmark", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "Worker", Card)
-    monkeypatch.setattr(module, "Compiler", FakeCompiler)
-    monkeypatch.setattr(Card, "fixed_us", 0.0)
-    monkeypatch.setattr(Card, "offset", 0.0)
-    monkeypatch.setattr(Card, "noise", 0.002)
-    monkeypatch.setattr(Card, "started", 0)
+    module.Worker, module.Compiler = type("Own", (Card,), {}), FakeCompiler  # of this test
 
     def run(*options):
         file = tmp_path / "gate.json"
@@ -72,13 +67,13 @@ def benchmark(monkeypatch, tmp_path):
         module.main([str(file), "--runs", *runs, *options])
         return json.loads(file.read_text())
 
-    run.module = module
+    run.module, run.card = module, module.Worker
     return run
 
 
 def test_it_counts_comparisons_and_detections(benchmark, capsys):
-    Card.fixed_us = 0.3  # what calibration must take off
-    Card.noise = 0.0005  # calibration by the median of 60 is then 0.01 % off
+    benchmark.card.fixed_us = 0.3  # what calibration must take off
+    benchmark.card.noise = 0.0005  # calibration by the median of 60 is then 0.01 % off
     found = benchmark("--pairs", "6")
     assert found["environment"]["gpu"] == "NVIDIA H200"
     assert found["processes"] == 12
@@ -102,7 +97,7 @@ def test_it_counts_comparisons_and_detections(benchmark, capsys):
 
 def test_every_process_serves_one_comparison_of_a_series(benchmark):
     """So that comparisons are independent: each has processes of its own, and uses them all."""
-    Card.offset = 0.02  # comparisons need more than two processes
+    benchmark.card.offset = 0.02  # comparisons need more than two processes
     found = benchmark("--pairs", "10")
     for row in [*found["itself"]["cases"], *found["slowed"]["cases"]]:
         assert len(set(row["ratios"])) == len(row["ratios"]) == sum(row["processes"])
@@ -113,16 +108,16 @@ def test_every_process_serves_one_comparison_of_a_series(benchmark):
     assert found["process_sd"] == pytest.approx(0.02, rel=0.4)
 
 
-def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark, monkeypatch):
+def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark):
     def fails(self, first, second):
         if (
             len(self._sides["new"].stages) > 1
-            and Card.started > 1 + benchmark.module.CALIBRATION_PROCESSES
+            and self.started > 1 + benchmark.module.CALIBRATION_PROCESSES
         ):
             raise WorkerError(Status.LAUNCH_ERROR, "illegal address")
         return FakeGpu.pair(self, first, second)
 
-    monkeypatch.setattr(Card, "pair", fails)
+    benchmark.card.pair = fails
     found = benchmark("--pairs", "2")
     assert found["itself"]["comparisons"] == 4
     assert all(row["failed"] == ["illegal address"] * 4 for row in found["slowed"]["cases"])
