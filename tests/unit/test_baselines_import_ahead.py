@@ -106,9 +106,9 @@ def test_an_operator_of_pytorch_has_a_function(tmp_path):
         "def flash_attn_func(x):\n"
         "    return _flash_attn_forward(x)\n"
     )
-    done = "import sys, torch; from attnsweep.baselines import registry as baselines; "
-    done += "print(baselines._attention_of('flash_attn_interface')()(torch.zeros(1)).item(), "
-    done += "'torch._dynamo' in sys.modules)"
+    done = "import sys, torch; from attnsweep.baselines import import_ahead; "
+    done += "import_ahead.load(['flash_attn_3']); import flash_attn_interface as flash; "
+    done += "print(flash.flash_attn_func(torch.zeros(1)).item(), 'torch._dynamo' in sys.modules)"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     said = subprocess.run(
         [sys.executable, "-c", done],

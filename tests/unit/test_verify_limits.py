@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info
 
 from attnsweep.core import cases, threads
 from attnsweep.core.cases import Case
@@ -262,9 +263,7 @@ def test_maths_that_share_their_scores_are_each_as_alone():
 
 def test_blas_gets_its_threads_back_when_the_last_leaves():
     def limits():
-        return [
-            each["num_threads"] for each in threads._blas().info() if each["user_api"] == "blas"
-        ]
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
 
     before = limits()
     first, second = threads.one_blas_thread(), threads.one_blas_thread()
