@@ -95,7 +95,7 @@ def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
     rows = judge_dispatch([*RUNS, H100 / "between_short"], [H100 / name])
     assert len(rows) >= 40
-    assert [row.problem for row in rows if row.regret is None] == []
+    assert [row.shape for row in rows if row.regret is None] == []
     found = dispatch_summary(rows)
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
@@ -112,7 +112,7 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
     assert row in page
     assert found["regret"]["p95"] <= 0.10
-    slower = sorted((row.gain, row.problem) for row in rows if row.gain and row.gain < 0.97)
+    slower = sorted((row.gain, row.shape) for row in rows if row.gain and row.gain < 0.97)
     assert [shape for _, shape in slower] == SLOWER[card]
     for gain, shape in slower:
         assert f"{shape.replace(' bf16 ', ', bf16 ')}, {100 * (1 / gain - 1):.1f} %" in page
