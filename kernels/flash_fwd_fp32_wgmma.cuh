@@ -110,8 +110,7 @@ __device__ __forceinline__ void softmax_rows(int tiles, int first_row, int seqle
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         const int keys =
-            visible_keys<CAUSAL>(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k)
-                .end;
+            visible_keys(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k).end;
         largest[i] = minus_infinity();
 #pragma unroll
         for (int j = 0; j < MAX_TILES * 4; ++j) {

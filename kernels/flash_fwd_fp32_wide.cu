@@ -125,7 +125,7 @@ __cluster_dims__(SLICES, 1, 1)
             }
         };
         const int keys =
-            visible_keys<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
+            visible_keys(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
         softmax_row(row_of_p, keys, keys_used, scale * LOG2E, score, put);
     }
     // The last word between the blocks. Where rows are shared all wait for it; else a block only
@@ -180,7 +180,7 @@ __cluster_dims__(SLICES, 1, 1)
     for (int row = threadIdx.x / 32; row < BLOCK_M; row += NUM_WARPS) {
         float* row_of_p = p + row;
         const int keys =
-            visible_keys<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
+            visible_keys(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
         softmax_row(
             row_of_p, keys, keys_used, scale * LOG2E,
             [&](int key) {

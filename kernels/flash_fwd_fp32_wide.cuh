@@ -64,7 +64,7 @@ struct Work {
         this->q = q + row * HEAD_DIM, this->o = o + row * HEAD_DIM;
         this->k = k + key * HEAD_DIM, this->v = v + key * HEAD_DIM;
         first_column = slice * SLICE, width = WHOLE ? SLICE : min(SLICE, HEAD_DIM - first_column);
-        keys = visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
+        keys = visible_keys(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
         keys_padded = ceil_div<BLOCK_N>(seqlen_k) * BLOCK_N;
     }
 };

@@ -51,7 +51,7 @@ constexpr unsigned V_BYTES = PERSISTENT || V_RING > STAGED_BYTES ? V_RING : STAG
 // places.
 constexpr int START_BARRIER = 1, PRODUCERS_BARRIER = 2, TURN_BARRIER = 3;
 
-using Tiles = Schedule<BLOCK_M, BLOCK_N, 1, 1, false, ORDER, (PERSISTENT > 0), CAUSAL>;
+using Tiles = Schedule<BLOCK_M, BLOCK_N, 1, 1, false, ORDER, (PERSISTENT > 0), false>;
 using Softmax = ScaledSoftmax<HEADROOM, EXP2_POLY, MAXIMA, SUMS == 2>;
 
 // Barriers: full and empty of each stage of K, of V and of V^T; of Q: full of each 64 rows, empty
@@ -106,6 +106,9 @@ struct Call {
     float factor;  // of the scores, besides the heads' own: scale * log2(e)
     __device__ __forceinline__ int key_head(int head) const {
         return queries_per_key_head == 1 ? head : head / queries_per_key_head;
+    }
+    __device__ __forceinline__ KeyRange visible_keys(int row) const {
+        return attn::visible_keys(row, seqlen_q, seqlen_k);
     }
     __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
         return {ceil_div<BLOCK_M>(seqlen_q), heads, seqlen_q, seqlen_k, heads_per_l2_section};
@@ -183,7 +186,7 @@ struct Producer {
             bool begun = false;
             // key: the first key of the tile to load; below 0 after the last tile.
 #pragma unroll 1
-            for (int key = schedule.key(0, work.all);; key -= BLOCK_N) {
+            for (int key = schedule.key(0, work.first, work.end);; key -= BLOCK_N) {
                 const bool load_next = loads && key >= 0;
                 if (load_next) {
                     load_k(key, head_kv, begun);
@@ -272,7 +275,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         self.k_scale = k_scale + head_kv * blocks, self.v_scale = v_scale + head_kv * blocks;
         self.factor = call.factor * q_scale[head_kv];
         if (SCALE_BLOCK == 0) self.factor *= self.k_scale[0];
-        self.all_keys = work.all, self.first_row = first_row;
+        self.first_tile = work.first, self.end_tile = work.end, self.first_row = first_row;
         Consumer::State state;
         auto& [sums, rows, p, last] = state;
         sums.clear();

@@ -5,7 +5,7 @@
 // ---- a consumer warpgroup: 64 queries ----
 struct Products {
     static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP > 0,
-                          UnseenTiles = CAUSAL && WARPGROUPS > 1;
+                          UnseenTiles = Tiles::LAST_IS_LONGEST && WARPGROUPS > 1;
     static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS, KeyGroups = 1,
                          key_group = 0, TileKeys = BLOCK_N;
     const Memory& at;
@@ -15,7 +15,7 @@ struct Products {
     unsigned long long q_descriptor, k_descriptor, t_descriptor;
     // The present tile of queries: its tiles of keys, the warp's first row, and the factor of its
     // scores, which the k_scale of a tile of keys multiplies if tiles differ in it.
-    int all_keys, first_row;
+    int first_tile, end_tile, first_row;
     float factor;
     const float *k_scale, *v_scale;  // of the key head
     Ring<NUM_STAGES> at_v;           // of the next tile of V^T; K is at the same one, or after it
@@ -81,9 +81,8 @@ struct Products {
         Factors last;
     };
 
-    __device__ __forceinline__ int keys_of_last() const {
-        const int last = (first_row / 64 + 1) * 64 - 1;  // of the warpgroup's queries
-        return visible_keys<CAUSAL>(last, call.seqlen_q, call.seqlen_k).end;
+    __device__ __forceinline__ int end_of_seen() const {
+        return call.visible_keys((first_row / 64 + 1) * 64 - 1).end;
     }
     __device__ __forceinline__ bool sees_half(int) const { return false; }
 
@@ -163,7 +162,7 @@ struct Products {
     }
     __device__ __forceinline__ Factors factors_of(int j) const {
         if constexpr (SCALE_BLOCK == 0) return {factor, 1.f};
-        int block = schedule.key(j, all_keys) / (SCALE_BLOCK ? SCALE_BLOCK : 1);
+        int block = schedule.key(j, first_tile, end_tile) / (SCALE_BLOCK ? SCALE_BLOCK : 1);
         return {factor * k_scale[block], v_scale[block]};
     }
     // To the units of the next tile.
@@ -175,12 +174,11 @@ struct Products {
         last = own;
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
-        const int key = schedule.key(j, all_keys), row = first_row + lane / 4;
-        auto keys = [this](int row) {
-            return visible_keys<CAUSAL>(row, call.seqlen_q, call.seqlen_k).end;
-        };
-        if (__builtin_expect(key + BLOCK_N > keys(first_row), 0))
-            mask_columns(s, keys(row) - key, keys(row + 8) - key);
+        const int key = schedule.key(j, first_tile, end_tile), row = first_row + lane / 4;
+        if (__builtin_expect(key + BLOCK_N > call.visible_keys(first_row).end ||
+                                 (HIDES_EARLIER && key < call.visible_keys(first_row + 15).first),
+                             0))
+            mask_columns(s, call.visible_keys(row), call.visible_keys(row + 8), key);
     }
     __device__ __forceinline__ static auto to_fragments(Weights& p) {
         return [&p](int i, unsigned low, unsigned high) { p[2 * i] = low, p[2 * i + 1] = high; };

@@ -8,14 +8,10 @@
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
 #include "common/tile/scheduler.cuh"
 
 using namespace attn;
-
-#ifndef WINDOW
-#define WINDOW 0
-#endif
-static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
 
 // KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every
 // tile, never waits for another group, and they merge outputs at the end: more warps for a small
@@ -98,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(128) unsigned char smem[];
     const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
-    // Order 0: the blocks of a head follow one another and share its K and V in L2. Causal blocks
+    // Order 0: the blocks of a head follow one another and share its K and V in L2. Where later rows see more, blocks
     // differ in length: order 1 begins with the longest of all heads; 2 does so with half of them
     // and then goes from short to long, so that two blocks of one SM add up to the same work if all
     // run at once. On an H200, orders 0, 1, 2 took 16.1, 14.2, 13.4 us at (1,16,1024,64)
@@ -106,9 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     constexpr bool BY_HEAD = BLOCK_ORDER == 0;
     const int rows = BY_HEAD ? gridDim.x : gridDim.y, index = BY_HEAD ? blockIdx.x : blockIdx.y;
     const int head = BY_HEAD ? blockIdx.y : blockIdx.x;
-    const bool upwards = !CAUSAL || (BLOCK_ORDER == 2 && index >= (rows + 1) / 2);
+    const bool upwards = !LATER_SEE_MORE || (BLOCK_ORDER == 2 && index >= (rows + 1) / 2);
     const int first_row = (!upwards ? rows - 1 - index
-                           : CAUSAL ? index - (rows + 1) / 2
+                           : LATER_SEE_MORE ? index - (rows + 1) / 2
                                     : index) *
                           BLOCK_M;
     const int warp_row = first_row + warp % WARPS_M * WARP_M;
@@ -118,11 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if !WINDOW
     const int high = seqlen_k - seqlen_q;  // row i sees keys up to i + high
 #endif
-    constexpr bool ENDS = CAUSAL || WINDOW;  // rows see keys up to some diagonal
-    const int block_keys = ENDS ? min(seqlen_k, first_row + BLOCK_M + high) : seqlen_k;
+    const int block_keys = HIDES_LATER ? min(seqlen_k, first_row + BLOCK_M + high) : seqlen_k;
     // Keys that some row of this warp sees, and keys that all its rows see.
-    const int some_keys = ENDS ? min(seqlen_k, warp_row + WARP_M + high) : seqlen_k;
-    const int all_keys = ENDS ? min(seqlen_k, warp_row + 1 + high) : seqlen_k;
+    const int some_keys = HIDES_LATER ? min(seqlen_k, warp_row + WARP_M + high) : seqlen_k;
+    const int all_keys = HIDES_LATER ? min(seqlen_k, warp_row + 1 + high) : seqlen_k;
     // A window hides keys before it as well: tiles that hold no others are not loaded.
 #if WINDOW
     const int skipped = max(0, first_row + low) / BLOCK_N;
@@ -188,13 +183,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Masks what lies beyond the diagonal or the last key; moves references where scores outgrew
     // them.
     auto settle = [&](Scores& s, int first_key) {
-        if (first_key + WARP_N > all_keys || (WINDOW && first_key < hidden_keys)) {
+        if (first_key + WARP_N > all_keys || (HIDES_EARLIER && first_key < hidden_keys)) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = warp_row + m * 16 + h * 8 + lane / 4;
-                    const int seen = ENDS ? min(seqlen_k, row + 1 + high) : seqlen_k;
+                    const int seen = HIDES_LATER ? min(seqlen_k, row + 1 + high) : seqlen_k;
                     const int keys = seen - first_key - lane % 4 * 2;
 #if WINDOW
                     const int before = row + low - first_key - lane % 4 * 2;
@@ -203,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
 #pragma unroll
                     for (int n = 0; n < 4 * N_STEPS; ++n)
-                        if (n / 2 * 8 + n % 2 >= keys || (WINDOW && n / 2 * 8 + n % 2 < before))
+                        if (n / 2 * 8 + n % 2 >= keys || (HIDES_EARLIER && n / 2 * 8 + n % 2 < before))
                             s[m][n / 2][2 * h + n % 2] = minus_infinity();
                 }
         }

@@ -86,7 +86,7 @@ static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns o
 #define CLUSTER_DIMS
 #endif
 static_assert(CLUSTER == (SPLIT_CLUSTER ? SPLITS : MULTICAST), "a cluster has one use");
-static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1),
+static_assert(MULTICAST == 1 || (!HIDES_LATER && !ORDER && SPLITS == 1),
               "multicast blocks must visit the same keys");
 static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER),
               "the splits of a tile are a dimension of the grid");
@@ -121,13 +121,14 @@ constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BAR
 
 // A tile of packed heads takes all keys: it has some head's last query, which sees them all.
 using Tiles = Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0),
-                       CAUSAL && !PACK_GQA>;
-using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY, CAUSAL>;
-// Every 64 rows of a causal tile see fewer keys than the next ones. A warpgroup passes by the
-// tiles of keys right of its own rows, and of the first that it sees takes half if that is all. At
-// (16,32,1024,64) causal, the best without that took 190.8 us, and 175.9 with it (docs/tried.md).
+                       PACK_GQA>;
+using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY>;
+// Every 64 rows of a tile see fewer keys than the next ones if later rows see more. A warpgroup
+// passes by the tiles of keys right of its own rows, and of the first that it sees takes half if
+// that is all. At (16,32,1024,64), the best without that took 190.8 us, and 175.9 with it
+// (docs/tried.md).
 constexpr bool UNSEEN_TILES =
-                   CAUSAL && ROW_GROUPS > 1 && KEY_GROUPS == 1 && SPLITS == 1 && !PACK_GQA,
+                   Tiles::LAST_IS_LONGEST && ROW_GROUPS > 1 && KEY_GROUPS == 1 && SPLITS == 1,
                HALF_TILES = UNSEEN_TILES && OVERLAP && !P_SHARED && BLOCK_N == 128;
 
 // Barriers: full and empty of each stage of K and of V; of Q, full of each 64 rows, empty of all
@@ -191,22 +192,23 @@ struct Memory {
 // producer, which has 24 registers.
 struct Call {
     int heads, queries_per_key_head, heads_per_l2_section;
-    int seqlen_q, seqlen_k;  // rows of a head; with PACK_GQA of all the query heads that it packs
-    float factor;            // of the scores: scale * log2(e)
+    int rows, seqlen_k;  // rows of a head: with PACK_GQA of all the query heads that it packs
+    float factor;        // of the scores: scale * log2(e)
     TensorLayout layout;
     int queries;  // of one query head
-    __device__ __forceinline__ int keys_of_row(int row) const {
-        return visible_keys<CAUSAL>(PACK_GQA ? row % queries : row, queries, seqlen_k).end;
+    __device__ __forceinline__ KeyRange visible_keys(int row) const {
+        return attn::visible_keys(PACK_GQA ? row % queries : row, queries, seqlen_k);
     }
-    // Keys that all 16 rows from this one on see: where a head ends among them, the next one's
-    // first query sees fewest.
-    __device__ __forceinline__ int keys_of_rows(int row) const {
+    // Keys that all 16 rows from this one on see. Where a head ends among them, its last query
+    // begins last, and the next one's first query ends first.
+    __device__ __forceinline__ KeyRange all_see(int row) const {
         bool next = PACK_GQA && row % queries + 15 >= queries;
-        return next ? visible_keys<CAUSAL>(0, queries, seqlen_k).end : keys_of_row(row);
+        int first = HIDES_EARLIER ? visible_keys(next ? queries - 1 : row + 15).first : 0;
+        return {first, next ? attn::visible_keys(0, queries, seqlen_k).end : visible_keys(row).end};
     }
-    __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
-        int tiles_m = ceil_div<MULTICAST * BLOCK_M>(seqlen_q) * MULTICAST;
-        return {tiles_m, heads, seqlen_q, seqlen_k, heads_per_l2_section};
+    __device__ __forceinline__ Tiles schedule(int rows) const {
+        int tiles_m = ceil_div<MULTICAST * BLOCK_M>(rows) * MULTICAST;
+        return {tiles_m, heads, rows, seqlen_k, heads_per_l2_section};
     }
 };
 
@@ -216,7 +218,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                                            const TensorMap& v, const Memory& at, const Call& call,
                                            int rank) {
     const Barriers& barriers = at.barriers;
-    Tiles schedule = call.schedule(opaque(call.seqlen_q));
+    Tiles schedule = call.schedule(opaque(call.rows));
     Ring<STAGES> k_at, v_at;
     unsigned q_phase = 0;
 #pragma unroll 1
@@ -229,8 +231,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             if (j < work.tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
                 load_tile<KVTile, MULTICAST>(at.k + k_at.stage * KV_BYTES, k,
-                                             barriers.k_full(k_at.stage), schedule.key(j, work.all),
-                                             head_kv, rank);
+                                             barriers.k_full(k_at.stage),
+                                             schedule.key(j, work.first, work.end), head_kv, rank);
                 k_at.next();
             }
             if (j == 0) {
@@ -246,8 +248,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
             load_tile<KVTile, MULTICAST>(at.v + v_at.stage * KV_BYTES, v,
-                                         barriers.v_full(v_at.stage), schedule.key(j - 1, work.all),
-                                         head_kv, rank);
+                                         barriers.v_full(v_at.stage),
+                                         schedule.key(j - 1, work.first, work.end), head_kv, rank);
             v_at.next();
         }
         if (!PERSISTENT) break;
@@ -297,8 +299,8 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
               self.at.barriers.joined(self.row_group), rank, self.call.factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (to.row + r * 8 >= self.call.seqlen_q) continue;
-        long long at = static_cast<long long>(to.head) * self.call.seqlen_q + to.row + r * 8;
+        if (to.row + r * 8 >= self.call.rows) continue;
+        long long at = static_cast<long long>(to.head) * self.call.rows + to.row + r * 8;
         float by = rows.inverse(r);
         element_t* o = joined + self.call.layout.of_output(at, to.head, to.row + r * 8) +
                        rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
@@ -317,9 +319,9 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
                                             float* partial, float* lse) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (to.row + r * 8 >= self.call.seqlen_q) continue;
+        if (to.row + r * 8 >= self.call.rows) continue;
         long long at =
-            (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.seqlen_q +
+            (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.rows +
             to.row + r * 8;
         float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
         float2* o = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + self.lane % 4;
@@ -350,7 +352,7 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
                     pack(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
     fence_async_proxy();
     __syncwarp();
-    if (self.lane == 0 && to.first_row < self.call.seqlen_q) {
+    if (self.lane == 0 && to.first_row < self.call.rows) {
 #pragma unroll
         for (int i = 0; i < QTile::PANELS; ++i)
             store_box(o, staged + self.warp % 4 * 2048 + i * QTile::PANEL_BYTES, i * 64,
@@ -358,10 +360,10 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
         tma_store_commit();
     }
     if (LSE && self.lane % 4 == 0) {
-        float* of_row = lse + static_cast<long long>(to.head) * self.call.seqlen_q + to.row;
-        if (to.row < self.call.seqlen_q)
+        float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
+        if (to.row < self.call.rows)
             of_row[0] = fmaf(rows.m[0], self.call.factor, log2f(rows.l[0])) * LN2;
-        if (to.row + 8 < self.call.seqlen_q)
+        if (to.row + 8 < self.call.rows)
             of_row[8] = fmaf(rows.m[1], self.call.factor, log2f(rows.l[1])) * LN2;
     }
     if (O_OVER_Q && self.lane == 0) {  // only now is Q's place free
@@ -393,7 +395,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     }
     self.begin_turns();
 
-    self.schedule = call.schedule(call.seqlen_q);
+    self.schedule = call.schedule(call.rows);
     if constexpr (MULTICAST > 1)
         self.remote = cluster_address(at.barriers.base, lane % MULTICAST) - at.barriers.base;
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
@@ -403,10 +405,11 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
         Place to{work.head, first_row, first_row + lane / 4};
-        self.all_keys = work.all, self.unmasked = call.keys_of_rows(first_row);
-        self.limit = call.keys_of_row(to.row);
-        self.limit_8 = call.keys_of_row(to.row + 8);
-        if (UNSEEN_TILES) self.last_keys = call.keys_of_row(work.row + row_group * 64 + 63);
+        self.first_tile = work.first, self.end_tile = work.end,
+        self.all_see = call.all_see(first_row);
+        self.visible[0] = call.visible_keys(to.row);
+        self.visible[1] = call.visible_keys(to.row + 8);
+        if (UNSEEN_TILES) self.last_sees = call.visible_keys(work.row + row_group * 64 + 63);
         Consumer::State state;
         auto& [out, rows, p] = state;
 #pragma unroll

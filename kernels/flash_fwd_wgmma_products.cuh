@@ -16,10 +16,10 @@ struct Products {
     // chunk pairs on, since the swizzle is an XOR too.
     unsigned lane_at;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
-    // For the tile of queries: keys that all of a warp's rows see, and those of this thread's two
-    // rows.
-    int all_keys, unmasked, limit, limit_8;
-    int last_keys;            // that the last of the warpgroup's 64 queries sees
+    // Of the tile of queries: its tiles of keys; keys that all of a warp's rows see, that each of
+    // this thread's two rows, and that the last of the warpgroup's 64 queries sees.
+    int first_tile, end_tile;
+    KeyRange all_see, visible[2], last_sees;
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
@@ -35,9 +35,9 @@ struct Products {
     };
     struct Factors {};  // a tile has none of its own
 
-    __device__ __forceinline__ int keys_of_last() const { return last_keys; }
+    __device__ __forceinline__ int end_of_seen() const { return last_sees.end; }
     __device__ __forceinline__ bool sees_half(int j) const {
-        return HALF_TILES && last_keys <= schedule.key(j, all_keys) + BLOCK_N / 2;
+        return HALF_TILES && last_sees.end <= schedule.key(j, first_tile, end_tile) + BLOCK_N / 2;
     }
     __device__ __forceinline__ Factors factors_of(int) const { return {}; }
 
@@ -145,9 +145,10 @@ struct Products {
     }
     template <int N>
     __device__ __forceinline__ void mask(float (&s)[N], int j) const {
-        int key = schedule.key(j, all_keys);
-        if (__builtin_expect(key + BLOCK_N > unmasked, 0))
-            mask_columns(s, limit - key, limit_8 - key);
+        int key = schedule.key(j, first_tile, end_tile);
+        if (__builtin_expect(key + BLOCK_N > all_see.end || (HIDES_EARLIER && key < all_see.first),
+                             0))
+            mask_columns(s, visible[0], visible[1], key);
     }
 
     // Where exponentials go: eight of them are this thread's fragment of P's 16 keys.

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const long long kv = static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     const uint4* q_row = reinterpret_cast<const uint4*>(q + query);
-    const int keys = visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;
+    const int keys = visible_keys(row, seqlen_q, seqlen_k).end;
 
     float out[PAIRS][2] = {}, largest = minus_infinity(), sum = 0.f;
     for (int first = 0; first < keys; first += 32) {

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int head = blockIdx.y,
               head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, rows = min(BLOCK_M, seqlen_q - first_row);
-    const int block_keys = visible_keys<CAUSAL>(first_row + rows - 1, seqlen_q, seqlen_k).end;
+    const int block_keys = visible_keys(first_row + rows - 1, seqlen_q, seqlen_k).end;
     const long long query = (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int row = y + 16 * i,
-                      keys = visible_keys<CAUSAL>(first_row + row, seqlen_q, seqlen_k).end - first;
+                      keys = visible_keys(first_row + row, seqlen_q, seqlen_k).end - first;
             float most = minus_infinity(), weights = 0.f;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {

@@ -46,9 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
               head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
     const int block_keys =
-        visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
-    const int keys =
-        visible_keys<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k).end;  // of this lane's row
+        visible_keys(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
+    const int keys = visible_keys(row + lane % 16, seqlen_q, seqlen_k).end;  // of this lane's row
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
     const int block_keys =
-        visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
+        visible_keys(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
     const int tiles = ceil_div<BLOCK_N>(block_keys);
 
     if (warp >= WARPS) {
@@ -66,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     float* const scores = reinterpret_cast<float*>(ring + 4 * TILE) + warp * (SCORES + 16);
     float* const factors = scores + SCORES;
-    const int keys =
-        visible_keys<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k).end;  // of this lane's row
+    const int keys = visible_keys(row + lane % 16, seqlen_q, seqlen_k).end;  // of this lane's row
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const element_t* const q_rows = q_tile + warp * 16 * HEAD_DIM;
     copy_rows<HEAD_DIM, 16, 32>(smem_address(q_rows), q + query, seqlen_q - row, lane, offset_of);

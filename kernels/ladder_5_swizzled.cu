@@ -6,7 +6,7 @@
 // its own keys of every tile, and merge at the end: more warps to hide latency with, where a grid
 // is small. BRANCHES 0: no branch at all. TILES tiles are unrolled and masked, whatever is in them,
 // so that the instructions executed are the same for all inputs of a shape. BRANCHES 1 branches too
-// only on sizes and places, never on a score: it leaves out tiles that a causal mask hides, and
+// only on sizes and places, never on a score: it leaves out tiles that the mask hides, and
 // masks only at edges. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
 // HEAD_DIM).
 #include "common/ptx/mma.cuh"
@@ -49,14 +49,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key_warp = warp / WARPS_M;
     const int head = blockIdx.y,
               head_kv = head / (heads / heads_kv);  // both counted over the batch
-    const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
+    const int block =
+        LATER_SEE_MORE ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
     const int first_row = block * BLOCK_M, warp_row = warp % WARPS_M * 16,
               row = first_row + warp_row;
     const int block_keys =
-        visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
+        visible_keys(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
     const int tiles = BRANCHES ? ceil_div<BLOCK_N>(block_keys) : TILES;
-    const int some_keys = visible_keys<CAUSAL>(row + 15, seqlen_q, seqlen_k).end,
-              all_keys = visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;
+    const int some_keys = visible_keys(row + 15, seqlen_q, seqlen_k).end,
+              all_keys = visible_keys(row, seqlen_q, seqlen_k).end;
     const float to_log2 = scale * LOG2E;
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     o += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
@@ -119,9 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (!BRANCHES || first_key + WARP_N > all_keys) {
-                const int keys =
-                    visible_keys<CAUSAL>(row + h * 8 + lane / 4, seqlen_q, seqlen_k).end -
-                    first_key - lane % 4 * 2;
+                const int keys = visible_keys(row + h * 8 + lane / 4, seqlen_q, seqlen_k).end -
+                                 first_key - lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < 4 * N_STEPS; ++i) {
                     float& x = s[i / 2][2 * h + i % 2];

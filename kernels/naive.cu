@@ -2,6 +2,7 @@
 // and the smallest complete family: read it beside naive.py.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
 
 using namespace attn;
 
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     long long kv = static_cast<long long>(batch * heads_kv + head_kv) * seqlen_k * HEAD_DIM;
     long long at = (static_cast<long long>(blockIdx.y) * seqlen_q + row) * HEAD_DIM;
     q += at, o += at, k += kv, v += kv;
-    int keys = CAUSAL ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k;  // bottom-right
+    int keys = visible_keys(row, seqlen_q, seqlen_k).end;
 
     for (int slice = 0; slice < HEAD_DIM; slice += SLICE) {
         float out[SLICE] = {}, largest = minus_infinity(), sum = 0.f;

@@ -207,8 +207,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int blocks_n = ceil_div<KEYS>(seqlen_k);
     int row = blockIdx.x / blocks_n * BLOCK_M, key = blockIdx.x % blocks_n * KEYS;
     int rows = min(BLOCK_M, seqlen_q - row);
-    int keys = min(KEYS, visible_keys<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k).end - key);
-    if (CAUSAL && keys <= 0) return;
+    int keys = min(KEYS, visible_keys(row + rows - 1, seqlen_q, seqlen_k).end - key);
+    if (HIDES_LATER && keys <= 0) return;
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     q += query * HEAD_DIM;
     k += (head_kv_of(blockIdx.y, heads, heads_kv) * seqlen_k + key) * HEAD_DIM;
@@ -292,11 +292,12 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
                              int stride) {
     extern __shared__ float exchange[];  // one float a warp for the maximum, one for the sum
     // The last rows first: qk left these in L2. Of no use while all scores fit (16 heads of 1024²),
-    // 79 us a call instead of 87 at 32 heads, where they do not. If causal, also the longest first.
+    // 79 us a call instead of 87 at 32 heads, where they do not. If later rows see more keys, also
+    // the longest first.
     int row = (gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
     int keys =
-        row < rows ? visible_keys<CAUSAL>(CAUSAL ? row % seqlen_q : 0, seqlen_q, seqlen_k).end : 0;
+        row < rows ? visible_keys(HIDES_LATER ? row % seqlen_q : 0, seqlen_q, seqlen_k).end : 0;
     int written = round_up(keys, CHUNK), first = threadIdx.x % SOFTMAX_THREADS * VECTOR;
     scores += static_cast<long long>(row) * stride;
 
@@ -365,16 +366,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(128) unsigned char smem[];
     constexpr int TILES_N = HEAD_DIM / BLOCK_N;
     int tile_m = blockIdx.x / TILES_N, column = blockIdx.x % TILES_N * BLOCK_N;
-    if (CAUSAL) tile_m = gridDim.x / TILES_N - 1 - tile_m;  // the longest first
+    if (LATER_SEE_MORE) tile_m = gridDim.x / TILES_N - 1 - tile_m;  // the longest first
     int row = tile_m * BLOCK_M, rows = min(BLOCK_M, seqlen_q - row);
-    int keys = visible_keys<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k).end;
+    int keys = visible_keys(row + rows - 1, seqlen_q, seqlen_k).end;
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     scores += query * stride;
     v += head_kv_of(blockIdx.y, heads, heads_kv) * seqlen_k * HEAD_DIM + column;
 
-    int whole = rows < BLOCK_M
-                    ? 0
-                    : visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;  // keys that all rows have
+    int whole =
+        rows < BLOCK_M ? 0 : visible_keys(row, seqlen_q, seqlen_k).end;  // keys that all rows have
     unsigned smem_a = smem_address(smem), smem_b = smem_a + STAGES * A_BYTES;
     float tile[MMA_M][MMA_N][4] = {};
     pipeline(
@@ -384,8 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_tile<BLOCK_M, BLOCK_K>(
                 smem_a + stage * A_BYTES, scores + key, stride, key + BLOCK_K <= whole,
                 [&](int r, int c) {
-                    return r < rows &&
-                           key + c < visible_keys<CAUSAL>(row + r, seqlen_q, seqlen_k).end;
+                    return r < rows && key + c < visible_keys(row + r, seqlen_q, seqlen_k).end;
                 });
             load_tile<BLOCK_K, BLOCK_N>(
                 smem_b + stage * B_BYTES, v + static_cast<long long>(key) * HEAD_DIM, HEAD_DIM,

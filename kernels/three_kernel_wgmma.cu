@@ -99,8 +99,8 @@ struct Run {
 
     __device__ __forceinline__ int tiles_for(int rows) const {
         int last = min(rows, seqlen_q) - 1;
-        int end = STATS % 2 ? extent_of<CAUSAL>(last, seqlen_q, seqlen_k)
-                            : visible_keys<CAUSAL>(last, seqlen_q, seqlen_k).end;
+        int end = STATS % 2 ? extent_of(last, seqlen_q, seqlen_k)
+                            : visible_keys(last, seqlen_q, seqlen_k).end;
         int n = min(QK_TILES, ceil_div<BLOCK_N>(min(end, seqlen_k) - key));
         return round_up(n, TOGETHER);
     }
@@ -112,7 +112,7 @@ struct Run {
         key = (QK_ORDER ? within / clusters : within % runs) * QK_TILES * BLOCK_N;
         all = tiles_for(row + CLUSTER * BLOCK_M);
         row += rank * BLOCK_M;
-        tiles = CLUSTER > 1 && CAUSAL ? max(0, tiles_for(row + BLOCK_M)) : all;
+        tiles = CLUSTER > 1 && HIDES_LATER ? max(0, tiles_for(row + BLOCK_M)) : all;
     }
 };
 // Where everything lies in shared memory.
@@ -252,11 +252,9 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 64; ++i) store(d[f], staged, f, i, first, key);
             } else {
-                if (visible_keys<CAUSAL>(first, run.seqlen_q, run.seqlen_k).end < key + BLOCK_N) {
-                    int limit = visible_keys<CAUSAL>(mine, run.seqlen_q, run.seqlen_k).end - key,
-                        limit_8 =
-                            visible_keys<CAUSAL>(mine + 8, run.seqlen_q, run.seqlen_k).end - key;
-                    mask_columns(d[f], limit, limit_8);
+                if (visible_keys(first, run.seqlen_q, run.seqlen_k).end < key + BLOCK_N) {
+                    mask_columns(d[f], visible_keys(mine, run.seqlen_q, run.seqlen_k),
+                                 visible_keys(mine + 8, run.seqlen_q, run.seqlen_k), key);
                 }
 #pragma unroll
                 for (int unit = 0; unit < BLOCK_N / UNIT; ++unit)
@@ -314,7 +312,7 @@ __device__ __forceinline__ void consumer(const Memory& at, const Outputs& to, Ru
                 self.finish(s[t], run.key + t * BLOCK_N);  // mask; P = 2^(S - m), or S; to memory
             }
         }
-        if (CLUSTER > 1 && CAUSAL) {  // tiles that only others of the cluster need
+        if (CLUSTER > 1 && HIDES_LATER) {  // tiles that only others of the cluster need
             if (QK_BLOCKS > 0 && lane == 0 && run.tiles == 0) mbarrier_arrive(q_empty);
             drain(at.barriers, place, release, run.tiles * STEPS, run.all * STEPS);
         }
@@ -364,10 +362,10 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = blockIdx.x * SOFTMAX_BLOCK + threadIdx.x;
     if (row >= rows) return;
     int head = row / seqlen_q, within = row % seqlen_q, units = units_of(seqlen_k);
-    int own = units_of(visible_keys<CAUSAL>(within, seqlen_q, seqlen_k).end);
+    int own = units_of(visible_keys(within, seqlen_q, seqlen_k).end);
     long long first = static_cast<long long>(head) * units * seqlen_q + within;
     if (STATS == 1) {
-        int all = CAUSAL ? min(units, extent_of<CAUSAL>(within, seqlen_q, seqlen_k) / UNIT) : own;
+        int all = HIDES_LATER ? min(units, extent_of(within, seqlen_q, seqlen_k) / UNIT) : own;
         factors_of_row(maxima + first, sums + first, own, all, seqlen_q);
     } else sums[row] = maximum_of_row(maxima + first, own, seqlen_q);
 }
@@ -377,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     three_kernel_wgmma_softmax(const __grid_constant__ TensorMap scores, int batch_heads,
                                int seqlen_q, int seqlen_k, int stride) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    using Rows = WarpRows<SOFTMAX_GROUP, SOFTMAX_DEPTH, MAX_KEYS, SOFTMAX_EVICT_LAST, CAUSAL>;
+    using Rows = WarpRows<SOFTMAX_GROUP, SOFTMAX_DEPTH, MAX_KEYS, SOFTMAX_EVICT_LAST>;
     constexpr int WARPS = SOFTMAX_BLOCK / 32, OWN = SOFTMAX_DEPTH * Rows::SLOT_BYTES;
     int warp = threadIdx.x / 32, block = SOFTMAX_ORDER ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     unsigned barriers = smem_address(smem) + WARPS * OWN + warp * SOFTMAX_DEPTH * 8;
@@ -395,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     grid_launch_dependents();
 #endif
     rows.run(block * WARPS + warp, gridDim.x * WARPS, batch_heads, [&](int row) {
-        return !CAUSAL ? stride : min(stride, extent_of<CAUSAL>(row, seqlen_q, seqlen_k));
+        return !HIDES_LATER ? stride : min(stride, extent_of(row, seqlen_q, seqlen_k));
     });
 #if PDL && !PDL_EARLY
     grid_launch_dependents();
@@ -413,11 +411,10 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = block * GROUPS * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
     auto keys_in = [&](int r) {
-        return r < rows ? visible_keys<CAUSAL>(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k).end
-                        : 0;
+        return r < rows ? visible_keys(HIDES_LATER ? r % seqlen_q : 0, seqlen_q, seqlen_k).end : 0;
     };
     auto written_in = [&](int r) {
-        return !CAUSAL ? stride : min(stride, extent_of<CAUSAL>(r % seqlen_q, seqlen_q, seqlen_k));
+        return !HIDES_LATER ? stride : min(stride, extent_of(r % seqlen_q, seqlen_q, seqlen_k));
     };
 #if PDL
     grid_wait();

@@ -14,7 +14,7 @@ struct Item {
         all;  // steps of keys for this block, and for the longest of its cluster
 
     __device__ __forceinline__ int steps_for(int rows) const {
-        int end = visible_keys<CAUSAL>(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k).end;
+        int end = visible_keys(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k).end;
         return round_up(end, STATS % 2 ? UNIT : BLOCK_K) / BLOCK_K;
     }
     __device__ __forceinline__ void decode(int item) {
@@ -24,10 +24,11 @@ struct Item {
         item /= COLUMN_TILES;
         if (PV_ORDER == 1) head = item % batch_heads, group = item / batch_heads;
         else head = item / clusters, group = item % clusters;
-        row = (CAUSAL ? clusters - 1 - group : group) * CLUSTER * BLOCK_M;  // the longest first
+        row = (LATER_SEE_MORE ? clusters - 1 - group : group) * CLUSTER *
+              BLOCK_M;  // the longest first
         all = steps_for(row + CLUSTER * BLOCK_M);
         row += rank * BLOCK_M;
-        steps = CLUSTER > 1 && CAUSAL ? steps_for(row + BLOCK_M) : all;
+        steps = CLUSTER > 1 && HIDES_LATER ? steps_for(row + BLOCK_M) : all;
     }
 };
 
@@ -137,8 +138,7 @@ struct Consumer {
         for (int i = 0; i < ROWS; ++i)
             own_units[i] =
                 mine + offset(i) < item.seqlen_q
-                    ? units_of(
-                          visible_keys<CAUSAL>(mine + offset(i), item.seqlen_q, item.seqlen_k).end)
+                    ? units_of(visible_keys(mine + offset(i), item.seqlen_q, item.seqlen_k).end)
                     : 0;
         float largest[ROWS];
         if constexpr (STATS == 3)
@@ -218,9 +218,9 @@ struct Consumer {
         rows.from[0] = mine < item.seqlen_q ? largest[0] : 0.f;
         rows.from[1] = mine + 8 < item.seqlen_q ? largest[8] : 0.f;
         rows.sum[0] = rows.sum[1] = 0.f;
-        rows.limit[0] = visible_keys<CAUSAL>(mine, item.seqlen_q, item.seqlen_k).end;
-        rows.limit[1] = visible_keys<CAUSAL>(mine + 8, item.seqlen_q, item.seqlen_k).end;
-        rows.whole = visible_keys<CAUSAL>(first, item.seqlen_q, item.seqlen_k).end;
+        rows.limit[0] = visible_keys(mine, item.seqlen_q, item.seqlen_k).end;
+        rows.limit[1] = visible_keys(mine + 8, item.seqlen_q, item.seqlen_k).end;
+        rows.whole = visible_keys(first, item.seqlen_q, item.seqlen_k).end;
 #pragma unroll 1
         for (int step = 0; step < item.steps; ++step, at.next()) {
             unsigned p[BLOCK_K / 4];
@@ -278,9 +278,8 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
         item.decode(index);
         int first = item.row + own_row,
             mine = first + lane / 4;  // this thread's rows: mine + 64 f, and 8 further
-        // Of causal tiles, a warpgroup multiplies what its own rows need: further, P may be no
-        // numbers.
-        if (CAUSAL && WARPGROUPS > 1)
+        // A warpgroup multiplies what its own rows need: further, P may be no numbers.
+        if (HIDES_LATER && WARPGROUPS > 1)
             item.steps = item.steps_for(item.row + (warp / 4 + 1) * FRAGMENTS * 64);
         float d[FRAGMENTS][BLOCK_N / 2] = {}, scale[ROWS];  // scale: of each row, at the end
 #pragma unroll
@@ -288,7 +287,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
         if constexpr (STATS == 0) self.multiply_p(d, item.steps);
         else if constexpr (STATS == 2) self.multiply_exponentials(d, scale, item, first, sums);
         else self.multiply_units(d, scale, item, mine, maxima, sums);
-        if (CAUSAL && WARPGROUPS * CLUSTER > 1)
+        if (HIDES_LATER && WARPGROUPS * CLUSTER > 1)
             drain(barriers, self.at, self.release, item.steps, item.all);
         Store::wait<0>();
 #pragma unroll

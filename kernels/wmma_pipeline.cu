@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     auto first_row_of = [&](int item) { return item % blocks_m * BLOCK_M; };
     auto tiles_of = [&](int item) {
         const int last = min(first_row_of(item) + BLOCK_M, seqlen_q) - 1;
-        return ceil_div<BLOCK_N>(visible_keys<CAUSAL>(last, seqlen_q, seqlen_k).end);
+        return ceil_div<BLOCK_N>(visible_keys(last, seqlen_q, seqlen_k).end);
     };
     auto load_tile = [&](int item, int tile, int stage, int thread, auto count) {
         const int head_kv = item / blocks_m / (heads / heads_kv), left = seqlen_k - tile * BLOCK_N;
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
 #endif
         // Keys that the lane's row sees, and some row of its warp.
-        const int keys = visible_keys<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k).end;
-        const int some_keys = visible_keys<CAUSAL>(row + 15, seqlen_q, seqlen_k).end;
+        const int keys = visible_keys(row + lane % 16, seqlen_q, seqlen_k).end;
+        const int some_keys = visible_keys(row + 15, seqlen_q, seqlen_k).end;
         RowState state;
         Fragments::Accumulator out[O_IN_REGISTERS ? D_STEPS : 1] = {};
         if (!O_IN_REGISTERS) {

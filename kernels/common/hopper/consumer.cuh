@@ -37,9 +37,9 @@ struct FlashConsumer : Traits {
     // one. A stage is given back when it is full: before, its barrier may be one phase behind.
     __device__ __forceinline__ int pass_unseen(int tiles) {
         Traits& own = *this;
-        int seen = ceil_div<Traits::TileKeys>(own.keys_of_last()), j = 0;
+        int seen = ceil_div<Traits::TileKeys>(own.end_of_seen()), j = 0;
 #pragma unroll 1
-        for (; j < min(own.all_keys - seen, tiles - 1); ++j) {
+        for (; j < min(own.end_tile - seen, tiles - 1); ++j) {
             own.wait_for_k(ALONE), own.release_k();
             take_turn(), pass_turn();  // all warpgroups have as many turns
             own.wait_for_v(), own.release_v();

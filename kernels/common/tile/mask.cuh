@@ -4,6 +4,15 @@
 
 namespace attn {
 
+// The mask of the problem.
+#ifndef CAUSAL
+#define CAUSAL 0  // of a header that is compiled alone
+#endif
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
+
 // 1: the mask leaves some queries no key, as a launch knows. Their output is 0 and their
 // log-sum-exp minus infinity. Asking costs every kernel up to 11 instructions, and the recorded
 // ones have none of such queries.
@@ -11,25 +20,32 @@ namespace attn {
 #define EMPTY_ROWS 0
 #endif
 
+// Whether rows differ in the first key, and in the last, that they see; and whether later rows see
+// more of them, so that the longest tile of queries is the last.
+enum : bool { HIDES_EARLIER = WINDOW, HIDES_LATER = CAUSAL || WINDOW, LATER_SEE_MORE = CAUSAL };
 // Keys from `first` on, before `end`.
 struct KeyRange {
     int first, end;
 };
+
 // Those that query `row` sees; the mask is aligned bottom-right.
-template <bool Causal>
 __device__ __forceinline__ KeyRange visible_keys(int row, int seqlen_q, int seqlen_k) {
-    return {0, Causal ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k};
+    return {0, HIDES_LATER ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k};
 }
 
-// Columns from `limit` on get no weight; limit_8 is that of a thread's other row, 8 further. Thread
-// t holds of register i the row i / 2 % 2 and the column 8 (i / 4) + 2 (t % 4) + i % 2: see
-// common/ptx/wgmma.cuh.
+// Scores of keys that a row does not see get no weight. low, high: keys of a thread's two rows,
+// which are 8 apart; `key`: of column 0. Thread t holds of register i the row i / 2 % 2 and the
+// column 8 (i / 4) + 2 (t % 4) + i % 2: see common/ptx/wgmma.cuh.
 template <int N>
-__device__ __forceinline__ void mask_columns(float (&s)[N], int limit, int limit_8) {
+__device__ __forceinline__ void mask_columns(float (&s)[N], KeyRange low, KeyRange high, int key) {
+    int limit = low.end - key, limit_8 = high.end - key;
     int first = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-        if (i / 4 * 8 + i % 2 + first >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+    for (int i = 0; i < N; ++i) {
+        int column = i / 4 * 8 + i % 2 + first;
+        if (column >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+        if (HIDES_EARLIER && column < (i & 2 ? high : low).first - key) s[i] = minus_infinity();
+    }
 }
 
 }  // namespace attn

@@ -68,9 +68,8 @@ struct Exp2Polynomial {
 };
 
 // The running state of this thread's two rows. Exponents are s * factor with factor = scale *
-// log2(e). Exp2Poly of 8 exponentials are a polynomial. Causal: a mask may leave a lane of a row no
-// key.
-template <int Maxima, int Exp2Poly, bool Causal>
+// log2(e). Exp2Poly of 8 exponentials are a polynomial.
+template <int Maxima, int Exp2Poly>
 struct OnlineSoftmax {
     // What this thread's exponentials of one row and tile may sum up to without another reference:
     // none is above fp16's 65504, and of a first tile the largest is a normal number of fp16, above
@@ -153,8 +152,8 @@ struct OnlineSoftmax {
             bool fits = fit(sum);
             if (first) {
                 // By row if a mask may leave a lane nothing.
-                float low = Causal ? quad_sum(sum[0]) : sum[0],
-                      high = Causal ? quad_sum(sum[1]) : sum[1];
+                float low = HIDES_LATER ? quad_sum(sum[0]) : sum[0],
+                      high = HIDES_LATER ? quad_sum(sum[1]) : sum[1];
                 fits = fits && low >= LEAST && high >= LEAST;
             }
             if (__builtin_expect(__all_sync(0xffffffffu, fits), 1)) {
@@ -239,7 +238,7 @@ struct ScaledSoftmax {
     static constexpr float SHIFT = 8 - Headroom, MOST = 448.f,
                            ENOUGH = MOST / (Headroom < 2 ? 1 << Headroom : 4);
     static_assert(ENOUGH >= 1 << (8 - Headroom), "the largest weight alone is not too much");
-    using Plain = OnlineSoftmax<1, Exp2Poly, false>;
+    using Plain = OnlineSoftmax<1, Exp2Poly>;
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
     // Eight exponentials are this thread's part of 16 keys: of its row keys 2 q, 2 q + 1, 8 + 2 q
@@ -365,10 +364,9 @@ constexpr int UNIT = 128;
 
 __device__ __forceinline__ int units_of(int keys) { return ceil_div<UNIT>(keys); }
 // Columns of a row that a tile of UNIT queries and UNIT keys reads, beyond seqlen_k aside.
-template <bool Causal>
 __device__ __forceinline__ int extent_of(int row, int seqlen_q, int seqlen_k) {
-    return round_up(
-        visible_keys<Causal>(min(row | (UNIT - 1), seqlen_q - 1), seqlen_q, seqlen_k).end, UNIT);
+    return round_up(visible_keys(min(row | (UNIT - 1), seqlen_q - 1), seqlen_q, seqlen_k).end,
+                    UNIT);
 }
 
 // The largest of Columns columns, of this thread's two rows.
@@ -602,7 +600,7 @@ __device__ __forceinline__ void row_softmax(element_t* scores, int stride, int r
 // Rows of at most Kept columns, a multiple of 256, in boxes of 256 columns. Each warp has Depth
 // barriers, and rows and barriers of its own, so no thread waits for another warp. Keep: L2 is told
 // to hold on to the rows.
-template <int Group, int Depth, int Kept, bool Keep, bool Causal>
+template <int Group, int Depth, int Kept, bool Keep>
 struct WarpRows {
     static constexpr int BOX = 256, BOXES = Kept / BOX, BOX_BYTES = Group * BOX * 2;
     static constexpr int SLOT_BYTES = BOXES * BOX_BYTES;
@@ -615,7 +613,7 @@ struct WarpRows {
     __device__ __forceinline__ int boxes(int columns) const { return ceil_div<BOX>(columns); }
     // The group's boxes up to the last key of its last row.
     __device__ __forceinline__ void load(int slot, int row, int head) const {
-        int n = boxes(visible_keys<Causal>(min(row + Group, seqlen_q) - 1, seqlen_q, seqlen_k).end);
+        int n = boxes(visible_keys(min(row + Group, seqlen_q) - 1, seqlen_q, seqlen_k).end);
         mbarrier_expect(barriers + 8 * slot, n * BOX_BYTES);
         for (int i = 0; i < n; ++i)
             tma_load(smem_address(rows) + slot * SLOT_BYTES + i * BOX_BYTES, map,
@@ -678,7 +676,7 @@ struct WarpRows {
 #pragma unroll(Group < 2 ? 1 : 2)
             for (int r = 0; r < Group; ++r)
                 if (row + r < seqlen_q)
-                    normalise(at.stage, r, visible_keys<Causal>(row + r, seqlen_q, seqlen_k).end);
+                    normalise(at.stage, r, visible_keys(row + r, seqlen_q, seqlen_k).end);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) {
