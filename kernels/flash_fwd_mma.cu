@@ -94,18 +94,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(128) unsigned char smem[];
     const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
-    // Order 0: the blocks of a head follow one another and share its K and V in L2. Where later rows see more, blocks
-    // differ in length: order 1 begins with the longest of all heads; 2 does so with half of them
-    // and then goes from short to long, so that two blocks of one SM add up to the same work if all
-    // run at once. On an H200, orders 0, 1, 2 took 16.1, 14.2, 13.4 us at (1,16,1024,64)
-    // and 6.4, 6.8, 6.8 us at (1,8,512,64).
+    // Order 0: the blocks of a head follow one another and share its K and V in L2. Where later
+    // rows see more, blocks differ in length: order 1 begins with the longest of all heads; 2 does
+    // so with half of them and then goes from short to long, so that two blocks of one SM add up to
+    // the same work if all run at once. On an H200, orders 0, 1, 2 took 16.1, 14.2, 13.4 us at
+    // (1,16,1024,64) and 6.4, 6.8, 6.8 us at (1,8,512,64).
     constexpr bool BY_HEAD = BLOCK_ORDER == 0;
     const int rows = BY_HEAD ? gridDim.x : gridDim.y, index = BY_HEAD ? blockIdx.x : blockIdx.y;
     const int head = BY_HEAD ? blockIdx.y : blockIdx.x;
     const bool upwards = !LATER_SEE_MORE || (BLOCK_ORDER == 2 && index >= (rows + 1) / 2);
-    const int first_row = (!upwards ? rows - 1 - index
+    const int first_row = (!upwards         ? rows - 1 - index
                            : LATER_SEE_MORE ? index - (rows + 1) / 2
-                                    : index) *
+                                            : index) *
                           BLOCK_M;
     const int warp_row = first_row + warp % WARPS_M * WARP_M;
     const int head_kv = head / (heads / heads_kv);  // both counted over the batch
@@ -198,7 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
 #pragma unroll
                     for (int n = 0; n < 4 * N_STEPS; ++n)
-                        if (n / 2 * 8 + n % 2 >= keys || (HIDES_EARLIER && n / 2 * 8 + n % 2 < before))
+                        if (n / 2 * 8 + n % 2 >= keys ||
+                            (HIDES_EARLIER && n / 2 * 8 + n % 2 < before))
                             s[m][n / 2][2 * h + n % 2] = minus_infinity();
                 }
         }

@@ -27,6 +27,26 @@ __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
     return row * (HEAD_DIM * 2) + chunk * 16;
 }
 
+// Warps that only load: tiles of K and V, each when its stage is empty.
+__device__ __forceinline__ void produce(element_t* ring, const element_t* k, const element_t* v,
+                                        int tiles, int seqlen_k) {
+    for (int tile = 0; tile < tiles; ++tile) {
+        const unsigned stage = tile % 2, to = smem_address(ring + stage * 2 * TILE);
+        const int left = seqlen_k - tile * BLOCK_N, thread = threadIdx.x - WARPS * 32;
+        const long long from = static_cast<long long>(tile) * TILE;
+        if (tile > 1) named_barrier_sync(EMPTY + stage, THREADS);
+        copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread, offset_of);
+        copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread,
+                                                          offset_of);
+        cp_async_commit();
+        // The tile before has arrived; this one may be under way while the next stage empties.
+        cp_async_wait<1>();
+        if (tile > 0) named_barrier_arrive(FULL + (stage ^ 1), THREADS);
+    }
+    cp_async_wait<0>();
+    named_barrier_arrive(FULL + (tiles - 1) % 2, THREADS);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
                        const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
@@ -43,24 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int tiles = ceil_div<BLOCK_N>(block_keys);
 
     if (warp >= WARPS) {
-        k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
-        v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
-        for (int tile = 0; tile < tiles; ++tile) {
-            const unsigned stage = tile % 2, to = smem_address(ring + stage * 2 * TILE);
-            const int left = seqlen_k - tile * BLOCK_N, thread = threadIdx.x - WARPS * 32;
-            const long long from = static_cast<long long>(tile) * TILE;
-            if (tile > 1) named_barrier_sync(EMPTY + stage, THREADS);
-            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread,
-                                                              offset_of);
-            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread,
-                                                              offset_of);
-            cp_async_commit();
-            // The tile before has arrived; this one may be under way while the next stage empties.
-            cp_async_wait<1>();
-            if (tile > 0) named_barrier_arrive(FULL + (stage ^ 1), THREADS);
-        }
-        cp_async_wait<0>();
-        named_barrier_arrive(FULL + (tiles - 1) % 2, THREADS);
+        const long long first_key = static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
+        produce(ring, k + first_key, v + first_key, tiles, seqlen_k);
         return;
     }
 

@@ -40,6 +40,51 @@ __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
     return row * PITCH + (chunk ^ row % 8) * 16;
 }
 
+// Each warp's output with its reference and sum to shared memory, at `merged`; then all threads add
+// them up.
+__device__ __forceinline__ void store_merged(const float (&out)[2 * D_STEPS][4],
+                                             const float (&sum)[4], const float (&reference)[2],
+                                             unsigned char* merged, element_t* o, int rows) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key_warp = warp / WARPS_M,
+              warp_row = warp % WARPS_M * 16;
+    float* const merge = reinterpret_cast<float*>(merged);
+    float2* const statistics = reinterpret_cast<float2*>(merge + STATISTICS);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int at = warp_row + h * 8 + lane / 4;
+        if (lane % 4 == 0)
+            statistics[key_warp * BLOCK_M + at] = make_float2(reference[h], sum[2 * h]);
+        float* to = merge + key_warp * OUT + at * OUT_PITCH + lane % 4 * 2;
+#pragma unroll
+        for (int d = 0; d < 2 * D_STEPS; ++d)
+            *reinterpret_cast<float2*>(to + d * 8) = make_float2(out[d][2 * h], out[d][2 * h + 1]);
+    }
+    __syncthreads();
+    constexpr int FOURS = HEAD_DIM / 4;  // a thread takes four columns of a row
+#pragma unroll
+    for (int i = 0; i < BLOCK_M * FOURS / THREADS; ++i) {
+        // Past the last row, that row again: the same values go to the same place, and no branch is
+        // needed.
+        const int at = min(i * (THREADS / FOURS) + static_cast<int>(threadIdx.x / FOURS), rows - 1);
+        float most = NOTHING_YET, total = 0.f, x[4] = {};
+#pragma unroll
+        for (int w = 0; w < KEY_WARPS; ++w) most = fmaxf(most, statistics[w * BLOCK_M + at].x);
+#pragma unroll
+        for (int w = 0; w < KEY_WARPS; ++w) {
+            const float2 its = statistics[w * BLOCK_M + at];
+            const float4 four = *reinterpret_cast<const float4*>(merge + w * OUT + at * OUT_PITCH +
+                                                                 threadIdx.x % FOURS * 4);
+            const float weight = exp2_approx(its.x - most);
+            total += its.y * weight;
+            x[0] += four.x * weight, x[1] += four.y * weight, x[2] += four.z * weight,
+                x[3] += four.w * weight;
+        }
+        const float inverse = __fdividef(1.f, total);
+        reinterpret_cast<uint2*>(o)[at * FOURS + threadIdx.x % FOURS] =
+            make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__ k,
                       const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
@@ -160,44 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    // Each warp's output with its reference and sum to shared memory; then all threads add them up.
     cp_async_wait<0>();
     __syncthreads();
-    float* const merge = reinterpret_cast<float*>(smem + BLOCK_M * PITCH);
-    float2* const statistics = reinterpret_cast<float2*>(merge + STATISTICS);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int at = warp_row + h * 8 + lane / 4;
-        if (lane % 4 == 0)
-            statistics[key_warp * BLOCK_M + at] = make_float2(reference[h], sum[2 * h]);
-        float* to = merge + key_warp * OUT + at * OUT_PITCH + lane % 4 * 2;
-#pragma unroll
-        for (int d = 0; d < 2 * D_STEPS; ++d)
-            *reinterpret_cast<float2*>(to + d * 8) = make_float2(out[d][2 * h], out[d][2 * h + 1]);
-    }
-    __syncthreads();
-    constexpr int FOURS = HEAD_DIM / 4;  // a thread takes four columns of a row
-#pragma unroll
-    for (int i = 0; i < BLOCK_M * FOURS / THREADS; ++i) {
-        // Past the last row, that row again: the same values go to the same place, and no branch is
-        // needed.
-        const int at = min(i * (THREADS / FOURS) + static_cast<int>(threadIdx.x / FOURS),
-                           seqlen_q - first_row - 1);
-        float most = NOTHING_YET, total = 0.f, x[4] = {};
-#pragma unroll
-        for (int w = 0; w < KEY_WARPS; ++w) most = fmaxf(most, statistics[w * BLOCK_M + at].x);
-#pragma unroll
-        for (int w = 0; w < KEY_WARPS; ++w) {
-            const float2 its = statistics[w * BLOCK_M + at];
-            const float4 four = *reinterpret_cast<const float4*>(merge + w * OUT + at * OUT_PITCH +
-                                                                 threadIdx.x % FOURS * 4);
-            const float weight = exp2_approx(its.x - most);
-            total += its.y * weight;
-            x[0] += four.x * weight, x[1] += four.y * weight, x[2] += four.z * weight,
-                x[3] += four.w * weight;
-        }
-        const float inverse = __fdividef(1.f, total);
-        reinterpret_cast<uint2*>(o)[at * FOURS + threadIdx.x % FOURS] =
-            make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
-    }
+    store_merged(out, sum, reference, smem + BLOCK_M * PITCH, o, seqlen_q - first_row);
 }
