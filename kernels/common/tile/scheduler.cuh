@@ -69,7 +69,7 @@ struct Schedule {
     // First key of the block's j-th tile, from the right.
     __device__ __forceinline__ int key(int j, int first, int end) const {
         if (Splits > 1) j = j * Splits + split();
-        return (KeyGroups == 1 && Splits == 1) || j < end - first ? (end - 1 - j) * BlockN
+        return (KeyGroups == 1 && Splits == 1) || first + j < end ? (end - 1 - j) * BlockN
                                                                   : seqlen_k;
     }
 };
