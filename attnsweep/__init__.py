@@ -20,7 +20,12 @@ import lazy_loader
 
 __version__ = "0.1.0"
 _public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-_RENAMED = {"Outcome": "SweepOutcome"}
+_RENAMED = {
+    "Card": "CardFacts",
+    "Kernel": "Family",
+    "Launches": "LaunchPlan",
+    "Outcome": "SweepOutcome",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -31,7 +31,7 @@ from .choose.strategies.gp import gp
 from .choose.strategies.history import History, recorded_history, shipped_history
 from .cli import app
 from .compile.candidate import Build
-from .compile.launches import Candidate, CompiledStage, FirstTimes, Launches
+from .compile.launches import Candidate, CompiledStage, FirstTimes, LaunchPlan
 from .compile.nvrtc import Compiler, Cubin
 from .core.errors import (
     AttnsweepError,
@@ -44,12 +44,12 @@ from .core.errors import (
     StoreError,
     ToolchainError,
 )
-from .core.hardware import ARCHS, Arch, Card, arch_named, binding, bounds
+from .core.hardware import ARCHS, Arch, CardFacts, arch_named, binding, bounds
 from .core.observer import Observer
 from .core.problem import Problem
 from .core.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
 from .family.chunks import CHUNKS_RULE, MODES
-from .family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel, Launch, Param, TensorMap
+from .family.family import BLOCK_LIMITS, CHUNKS, Config, Family, Launch, Param, TensorMap
 from .family.space import Space
 from .regress.verdicts import Verdict
 from .serve.export import Exported
@@ -80,7 +80,7 @@ __all__ = [
     "Bench",
     "Build",
     "Candidate",
-    "Card",
+    "CardFacts",
     "CompileError",
     "CompiledStage",
     "Compiler",
@@ -88,13 +88,13 @@ __all__ = [
     "Cubin",
     "Environment",
     "Exported",
+    "Family",
     "FirstTimes",
     "Gpu",
     "History",
-    "Kernel",
     "KernelError",
     "Launch",
-    "Launches",
+    "LaunchPlan",
     "Measurement",
     "NoGpuError",
     "Observer",

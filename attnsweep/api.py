@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from attnsweep.core.hardware import Arch
     from attnsweep.core.observer import Observer
     from attnsweep.core.trial import Environment, Trial
-    from attnsweep.family.family import Kernel
-    from attnsweep.regress.ab_test import Outcome as Compared
+    from attnsweep.family.family import Family
+    from attnsweep.regress.ab_test import AbTestResult as Compared
     from attnsweep.regress.verdicts import Comparison
     from attnsweep.serve.evaluate import Judged
     from attnsweep.serve.export import Exported
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnsweep.sweep.session import SweepOutcome
 
 
-def families(directory: str | Path | None = None) -> dict[str, Kernel]:
+def families(directory: str | Path | None = None) -> dict[str, Family]:
     """Every kernel family by name: the shipped ones, and those in `directory`.
 
     Raises KernelError if a declaration is broken or repeated.
@@ -38,7 +38,7 @@ def families(directory: str | Path | None = None) -> dict[str, Kernel]:
     return discover(Path(directory) if directory is not None else None)
 
 
-def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+def load_spec(path: str | Path, kernels: Mapping[str, Family] | None = None) -> SweepSpec:
     """Read a YAML sweep spec: a file, or the name of a shipped one.
 
     kernels: the families (default: the shipped ones, and those in the spec's `kernel_dir`). Raises
@@ -52,7 +52,7 @@ def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> 
 
 def plan(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     arch: Arch | str | None = None,
 ) -> tuple[PlannedProblem, ...]:
     """Each problem of a spec with its spaces: the candidates that the rules leave.
@@ -67,7 +67,7 @@ def plan(
 
 def run(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     *,
     results: str | Path = "results",
     fresh: bool = False,
@@ -102,7 +102,7 @@ def run(
 
 def compile_spec(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     arch: Arch | str | None = None,
     *,
     limit: int | None = None,
@@ -120,7 +120,7 @@ def compile_spec(
 
 def builds(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     arch: Arch | str | None = None,
     *,
     limit: int | None = None,
@@ -156,7 +156,7 @@ def builds(
 
 
 def rebuild(
-    trials: Iterable[Trial], kernels: Mapping[str, Kernel] | None = None, *, arch: Arch | str
+    trials: Iterable[Trial], kernels: Mapping[str, Family] | None = None, *, arch: Arch | str
 ) -> list[Build]:
     """Compile the configs of recorded rows from today's kernels, in the same order.
 
@@ -279,7 +279,7 @@ def export(
     out: str | Path,
     *,
     name: str | None = None,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     guard: Guard | None = None,
 ) -> Exported:
     """Write the winners of recorded runs as a package that PyTorch calls; needs NVRTC, no GPU.
@@ -297,7 +297,7 @@ def export(
 def exported_table(
     runs: Iterable[str | Path],
     *,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Family] | None = None,
     guard: Guard | None = None,
 ) -> dict[str, Any]:
     """The table that `export` would write for these runs, without machine code or a compiler.
@@ -350,7 +350,7 @@ def schema() -> str:
     return schema_text()
 
 
-def _bound(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> SweepSpec:
+def _bound(spec: SweepSpec, kernels: Mapping[str, Family] | None) -> SweepSpec:
     """The spec with these families, or with its own as their files declare them now."""
     from attnsweep.family.discover import discover
 

@@ -46,7 +46,7 @@ from attnsweep import (
     Compiler,
     Environment,
     Launch,
-    Launches,
+    LaunchPlan,
     Verdict,
     Worker,
     WorkerError,
@@ -212,7 +212,7 @@ def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> list[Cas
     return found
 
 
-def copied(launches: Launches, place: Path) -> Launches:
+def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
     """The same code in other files, so that it is loaded to other addresses."""
     place.mkdir()
     stages = []

@@ -3,9 +3,9 @@
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.family import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.family.family import Config, Family, Launch, Param, TensorMap
 
-kernel = Kernel(
+kernel = Family(
     "flash_fwd_fp32_wgmma",
     summary="fp32 forward of very wide heads on Hopper: TMA, TF32 wgmma, scores added in clusters",
     params=(

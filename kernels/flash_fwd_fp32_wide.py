@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "flash_fwd_fp32_wide",
     summary="fp32 forward of very wide heads: blocks share a head by columns and exchange scores",
     params=(

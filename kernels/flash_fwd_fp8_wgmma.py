@@ -3,9 +3,9 @@
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import LOG2E, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.family import SMS, Config, Kernel, Launch, Param
+from attnsweep.family.family import SMS, Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "flash_fwd_fp8_wgmma",
     summary="fused FlashAttention forward on Hopper in E4M3: wgmma of bytes, bf16 output",
     params=(

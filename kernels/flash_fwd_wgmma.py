@@ -5,9 +5,9 @@ from dataclasses import replace
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.family import SMS, Config, Kernel, Launch, Param
+from attnsweep.family.family import SMS, Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "flash_fwd_wgmma",
     summary="fused FlashAttention forward on Hopper: TMA ring, warp-specialised wgmma",
     params=(

@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "ladder_1_blocks",
     summary="ladder 1: a warp per query row; lanes share its keys, then its columns",
     params=(Param("WARPS", (4, 8), "warps per block, one per query row"),),

@@ -2,11 +2,11 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
 BLOCK_N, THREADS = 64, 256
 
-kernel = Kernel(
+kernel = Family(
     "ladder_2_tiles",
     summary="ladder 2: rows share tiles of 64 keys in shared memory; 256 threads, no tensor cores",
     params=(Param("BLOCK_M", (32, 64), "query rows per block"),),

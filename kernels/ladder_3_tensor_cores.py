@@ -2,11 +2,11 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
 BLOCK_N = 64
 
-kernel = Kernel(
+kernel = Family(
     "ladder_3_tensor_cores",
     summary="ladder 3: both products on tensor cores, WMMA 16x16x16; scores through shared memory",
     params=(Param("BLOCK_M", (32, 64), "query rows per block, 16 per warp"),),

@@ -2,11 +2,11 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
 BLOCK_N = 64
 
-kernel = Kernel(
+kernel = Family(
     "ladder_4_pipelined",
     summary="ladder 4: cp.async double buffering, and warps that only copy",
     params=(

@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "ladder_5_swizzled",
     summary="ladder 5: swizzled shared memory, mma.sync, scores in registers, one-instruction exp2",
     params=(

@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "naive",
     summary="one thread per query row, no shared memory: the ladder's first rung",
     params=(Param("THREADS", (32, 64, 128, 256), "threads per block, one per query row"),),

@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "three_kernel_mma",
     summary="QK^T, row softmax in place, PV: three launches, mma.sync and cp.async",
     params=(

@@ -3,9 +3,9 @@
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import DTYPE_BYTES, LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "three_kernel_wgmma",
     summary="QK^T, softmax, PV: three launches or two, TMA and wgmma; softmax apart or fused",
     params=(

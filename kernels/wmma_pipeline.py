@@ -2,11 +2,11 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
 PADDED, XOR = 1, 3
 
-kernel = Kernel(
+kernel = Family(
     "wmma_pipeline",
     summary="WMMA 16x16x16 for both products, cp.async ring with producer warps, from sm_80",
     params=(

@@ -26,7 +26,7 @@ from attnsweep.core.hardware import ARCHS, Arch, arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import schedule_of
 from attnsweep.family.discover import load_kernel
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Space
 from tests.simt.recorded import RESULTS, winners
 from tests.simt.unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
@@ -51,13 +51,13 @@ class Job:
     arch: str = "sm_90a"
 
 
-def recorded(families: dict[str, Kernel]) -> Iterator[Job]:
+def recorded(families: dict[str, Family]) -> Iterator[Job]:
     """The first of each family in the ranking of each recorded problem."""
     for each in winners(families, RESULTS):
         yield Job(each.run, each.kernel, each.config, each.problem, each.arch)
 
 
-def spread(families: dict[str, Kernel]) -> Iterator[Job]:
+def spread(families: dict[str, Family]) -> Iterator[Job]:
     """Configs of each Hopper family that together take every value in use, and unusual ones."""
     arch = ARCHS["sm_90a"]
     for kernel in families.values():
@@ -84,13 +84,13 @@ def spread(families: dict[str, Kernel]) -> Iterator[Job]:
             yield Job("spread", kernel.name, Config(first | values), problem)
 
 
-def says_more(job: Job, old: Kernel, new: Kernel) -> bool:
+def says_more(job: Job, old: Family, new: Family) -> bool:
     """Whether the config needs a parameter that the old family has not, so that it has no code."""
     known = {param.name for param in old.params}
     return any(p.name not in known and job.config[p.name] != p.absent for p in new.params)
 
 
-def stages(kernel: Kernel, job: Job, compiler: Compiler) -> dict[str, tuple[str, dict[str, str]]]:
+def stages(kernel: Family, job: Job, compiler: Compiler) -> dict[str, tuple[str, dict[str, str]]]:
     """Stage name to its function and its -D."""
     widest = schedule_of(kernel, job.config, job.problem).widest
     launches = kernel.launches(job.config, widest, compiler.arch)
@@ -111,8 +111,8 @@ def code(path: Path) -> bytes:
 def again(
     arch: Arch,
     defines: tuple[dict[str, str], dict[str, str]],
-    old: dict[str, Kernel],
-    new: dict[str, Kernel],
+    old: dict[str, Family],
+    new: dict[str, Family],
     name: str,
 ) -> bool:
     """Whether both trees give the same code in some of TRIES: of one source NVRTC gives several."""
@@ -190,7 +190,7 @@ def compare(old_tree: Path, chosen: argparse.Namespace) -> int:
     return 1 if differ else 0
 
 
-def discover_in(tree: Path) -> list[Kernel]:
+def discover_in(tree: Path) -> list[Family]:
     """The families of a tree."""
     names = sorted((tree / "kernels").glob("*.py"))
     return [load_kernel(path) for path in names if not path.name.startswith("_")]

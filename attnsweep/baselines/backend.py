@@ -12,7 +12,7 @@ from attnsweep.core.files import install_command
 from attnsweep.core.problem import Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 Forward = Callable[..., Any]
 """A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
@@ -40,7 +40,7 @@ class Way:
     finish: Callable[..., Any] | None = None
 
 
-Builder = Callable[[Any, Problem, "Session"], list[Way]]
+Builder = Callable[[Any, Problem, "CudaSession"], list[Way]]
 """Takes the module torch; raises Unavailable, or anything else, if the baseline cannot run here."""
 
 

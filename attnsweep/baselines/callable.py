@@ -17,7 +17,7 @@ from attnsweep.baselines.backend import Builder, Unavailable, Way
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def ways_of(name: str) -> Builder:
     it may not wait for the device.
     """
 
-    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         module, _, attribute = name.partition(":")
         try:
             with _from_here():
@@ -79,7 +79,7 @@ def _takes_problem(function: Callable[..., Any]) -> bool:
     return any(p.name == "problem" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def own_bf16(torch: Any, problem: Problem, session: Session) -> list[Way]:
+def own_bf16(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     """Our attention in bf16, as it comes with attnsweep, on the values that FP8 inputs stand for.
 
     Raises Unavailable if PyTorch's own attention would answer instead.

@@ -17,7 +17,7 @@ from attnsweep.baselines.backend import NotInstalled, Unavailable, Way
 from attnsweep.core.problem import Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 LAYOUTS = ("bhsd", "bshd")
 """Order of batch, heads, sequence and head_dim in memory: ours, and the one of most models."""
@@ -214,7 +214,7 @@ def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Wa
     return ways
 
 
-def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
+def _cudnn(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as error:

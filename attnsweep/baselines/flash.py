@@ -14,7 +14,7 @@ from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 _E4M3_MAX = 448.0
 _FLASH_SCALES = ("q_descale", "k_descale", "v_descale")
@@ -65,7 +65,7 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     loaded only if the one before fails.
     """
 
-    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         there = [module for module in modules if importable(module)]
         if not there:
             raise NotInstalled(f"{name} is not installed")

@@ -17,7 +17,7 @@ from attnsweep.core.timings import step
 from attnsweep.device.cuda_graph import lasting, uncollected
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 # The ways to call a baseline are compared in graphs of about this length, with at most this many
 # calls.
@@ -26,7 +26,7 @@ _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 _FINALISTS = 3
 
 
-class Baseline:
+class BoundBaseline:
     """A baseline bound to inputs; it is timed exactly as a candidate is."""
 
     stage_names: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Baseline:
         self,
         way: Way,
         copies: Sequence[tuple[Any, ...]],
-        session: Session,
+        session: CudaSession,
         *,
         rounds_scores: int,
         dtype: Any = None,
@@ -106,9 +106,9 @@ def prepare(
     name: str,
     problem: Problem,
     copies: Sequence[Mapping[str, Any]],
-    session: Session,
+    session: CudaSession,
     triton: TritonPrecompile | None = None,
-) -> Baseline:
+) -> BoundBaseline:
     """The baseline called `name`, after one run. copies: CuPy arrays of each input, as storage.
 
     triton: waited for if it has begun what the baseline needs. Raises Unavailable with the reason
@@ -134,7 +134,7 @@ def prepare(
         for copy in copies
     ]
     torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
-    made: list[Baseline] = []
+    made: list[BoundBaseline] = []
     failed: list[Unavailable] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def prepare(
             try:
                 how = {"rounds_scores": backend.rounds_scores, "dtype": out}
                 with step("first calls"):
-                    baseline = Baseline(way, tensors, session, **how)
+                    baseline = BoundBaseline(way, tensors, session, **how)
                     baseline.enqueue()
                     session.synchronize()
                 made.append(baseline)
@@ -175,17 +175,17 @@ def prepare(
 
 
 def _best_on_shorter(
-    name: str, torch: Any, problem: Problem, ways: list[Way], dtype: Any, session: Session
+    name: str, torch: Any, problem: Problem, ways: list[Way], dtype: Any, session: CudaSession
 ) -> list[Way]:
     """The fastest way on a shorter problem, and spare ones; or all ways: Triton alone has 30."""
     short = shorter(problem)
     tensors = tuple(torch.randn(short.shape_of(t), device="cuda").to(dtype) for t in "qkv")
     alike = backend_of(name).ways(torch, short, session)
-    made: dict[int, Baseline] = {}
+    made: dict[int, BoundBaseline] = {}
     for number, way in enumerate(alike if len(alike) == len(ways) else ()):
         with contextlib.suppress(Exception):  # the problem itself tells why
             if not way.spare:
-                made[number] = Baseline(way, [tensors], session, rounds_scores=0)
+                made[number] = BoundBaseline(way, [tensors], session, rounds_scores=0)
                 made[number].enqueue()
                 session.synchronize()
     try:
@@ -196,7 +196,7 @@ def _best_on_shorter(
     return [ways[first], *(way for way in ways if way.spare)]
 
 
-def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
+def _fastest(baselines: Sequence[BoundBaseline], session: CudaSession) -> BoundBaseline:
     """The fastest of several ways to call it. Raises Unavailable if none can be captured."""
     times: dict[int, float] = {}
     reason: Exception = Unavailable("no way to call it was timed")
@@ -212,7 +212,7 @@ def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
     return baselines[min(again, key=lambda number: again[number])]
 
 
-def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
+def _screen_us(baseline: BoundBaseline, session: CudaSession, *, replays: int) -> float:
     """Microseconds of a call from a graph, with a warm L2: the least of some replays."""
 
     def time_us(replay: Callable[[], None]) -> float:

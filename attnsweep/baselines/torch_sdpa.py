@@ -8,7 +8,7 @@ from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 
 def _import_torch() -> Any:
@@ -30,7 +30,7 @@ def hidden_keys(torch: Any, problem: Problem) -> Any:
 
 
 def _sdpa(backend: str) -> Builder:
-    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         chosen = getattr(SDPBackend, backend)
@@ -59,7 +59,7 @@ def _sdpa(backend: str) -> Builder:
     return build
 
 
-def _unfused(torch: Any, problem: Problem, session: Session) -> list[Way]:
+def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     item = DTYPE_BYTES[problem.dtype]
     if scores * item * 4 > session.free_bytes:

@@ -10,10 +10,10 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 
-def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
+def _triton(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     try:
         from attnsweep.baselines import triton_kernel
     except ImportError as error:

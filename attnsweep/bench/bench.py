@@ -21,19 +21,19 @@ import numpy as np
 from attnsweep.baselines import prepare
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.bench.owned import Owned
-from attnsweep.compile.launches import Candidate, FirstTimes, Launches
+from attnsweep.compile.launches import Candidate, FirstTimes, LaunchPlan
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.core.timings import step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device import energy
-from attnsweep.device.bound_call import Pipeline
+from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import Buffer
-from attnsweep.device.cuda import Session, cuda_errors
+from attnsweep.device.cuda import CudaSession, cuda_errors
 from attnsweep.device.cuda_graph import lasting
 from attnsweep.device.energy import Stretch
 from attnsweep.verify.device_case import WrongResult
-from attnsweep.verify.verifier import Digests, Proof, Proven
+from attnsweep.verify.verifier import Digests, Proven, Verifier
 
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
 _COLD_L2_SIZES = 3
@@ -58,7 +58,7 @@ _REPEATS = 7_000
 _LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
 
 
-class Call(Protocol):
+class TimedCall(Protocol):
     """Anything that can be timed: a pipeline of ours, or a baseline."""
 
     stage_names: tuple[str, ...]
@@ -79,7 +79,7 @@ class Call(Protocol):
 class _Entry:
     """An entry: its call, and each graph captured so far with the number of calls in it."""
 
-    call: Call
+    call: TimedCall
     proven: Proven | None = None
     """None of a baseline, whose outputs are its own."""
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
@@ -108,13 +108,13 @@ class Bench:
         """owned: of the process, which outlasts the problem."""
         self._owned = owned = owned or Owned()
         owned.triton.begin(baselines, problem)
-        self.session = Session()
+        self.session = CudaSession()
         self.problem = problem
         self._replay_us = replay_us
         self._long = is_long(problem)  # nothing before a call matters beside it
         self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
         rounded = {*rounds_scores, *(backend_of(name).rounds_scores for name in baselines)}
-        self._proof = Proof(
+        self._proof = Verifier(
             *(problem, seed, self.session, cache_dir, then, rounded), owned.references
         )
         self._workspaces: dict[tuple[str, int], Buffer] = {}
@@ -200,7 +200,7 @@ class Bench:
             self._free_others()
         return calls
 
-    def _launch_us(self, launches: Launches | None) -> float | None:
+    def _launch_us(self, launches: LaunchPlan | None) -> float | None:
         """Time of launches with an empty kernel, measured once for all equal launches."""
         if launches is None:
             return None
@@ -209,7 +209,7 @@ class Bench:
             self._launch_times[alike] = self._screen(self._pipeline(launches, [{}]))
         return self._launch_times[alike]
 
-    def _pipeline(self, launches: Launches, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
+    def _pipeline(self, launches: LaunchPlan, copies: Sequence[Mapping[str, Buffer]]) -> BoundCall:
         own = {}
         for name, nbytes in launches.workspaces.items():
             # Each exact size has its own buffer. Then the guard begins where a workspace ends, and
@@ -217,9 +217,9 @@ class Bench:
             if (name, nbytes) not in self._workspaces:
                 self._workspaces[name, nbytes] = Buffer(nbytes)
             own[name] = self._workspaces[name, nbytes]
-        return Pipeline(self.session, launches, [{**copy, **own} for copy in copies])
+        return BoundCall(self.session, launches, [{**copy, **own} for copy in copies])
 
-    def _free_others(self, *every: Launches) -> None:
+    def _free_others(self, *every: LaunchPlan) -> None:
         """Free the workspaces that neither these launches nor an entry needs."""
         needed = {item for launches in every for item in launches.workspaces.items()}
         needed |= {item for entry in self._entries.values() for item in entry.workspaces}
@@ -227,7 +227,9 @@ class Bench:
 
     # -- timing -----------------------------------------------------------------------------
 
-    def _screen(self, call: Call, stage: str | None = None, proven: Proven | None = None) -> float:
+    def _screen(
+        self, call: TimedCall, stage: str | None = None, proven: Proven | None = None
+    ) -> float:
         """A first, cheap time: enough to tell which candidates are worth measuring well.
 
         proven: its outputs are compared with the checked ones.
@@ -248,7 +250,7 @@ class Bench:
 
     def _sample(
         self,
-        call: Call,
+        call: TimedCall,
         replay: Callable[[], None],
         calls: int,
         proven: Proven | None,
@@ -277,7 +279,7 @@ class Bench:
 
     def _graph(
         self,
-        call: Call,
+        call: TimedCall,
         target_us: float,
         *,
         rotate: bool,
@@ -286,7 +288,7 @@ class Bench:
     ) -> tuple[Callable[[], None], int]:
         """A graph that lasts about target_us, and the number of calls in it."""
         capture = functools.partial(call.capture, rotate=rotate, stage=stage)
-        if chained and isinstance(call, Pipeline):
+        if chained and isinstance(call, BoundCall):
             capture = functools.partial(call.capture, chained=True)
         if self._long:
             return capture(1), 1

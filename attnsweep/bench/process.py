@@ -134,13 +134,13 @@ def _describe(
     preload: Sequence[str], first: tuple[Problem, int] | None, owned: Owned | None
 ) -> Environment:
     from attnsweep.compile.nvrtc import nvrtc_version
-    from attnsweep.device.cuda import Session, driver_cuda
+    from attnsweep.device.cuda import CudaSession, driver_cuda
 
     if first is not None and owned is not None and driver_cuda() is not None:
         # NumPy computes while CUDA starts.
         owned.references.begin(*first)
     with step("start CUDA"):
-        session = Session()
+        session = CudaSession()
     gpu = session.gpu
     versions = session.versions
     nvrtc = nvrtc_version()  # before a package can bring another one

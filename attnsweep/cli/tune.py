@@ -31,7 +31,7 @@ from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
-    from attnsweep.family.family import Kernel
+    from attnsweep.family.family import Family
     from attnsweep.specs.starter import Target
     from attnsweep.sweep.session import SweepOutcome
 
@@ -212,7 +212,7 @@ def _refuse_combinations(
 
 
 def _target(
-    arch: str | None, replay: Path | None, problems: Sequence[Problem], families: dict[str, Kernel]
+    arch: str | None, replay: Path | None, problems: Sequence[Problem], families: dict[str, Family]
 ) -> Target:
     from attnsweep.tools import target
 

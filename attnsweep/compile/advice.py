@@ -10,7 +10,7 @@ from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Value
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec
 
@@ -68,7 +68,7 @@ def unused_parameters(spaces: Iterable[Space], arch: Arch) -> Iterator[str]:
                 )
 
 
-def _words(kernel: Kernel) -> set[str]:
+def _words(kernel: Family) -> set[str]:
     """Every identifier of a family's template and its headers, outside of comments."""
     texts = (text.decode(errors="replace") for text in source_closure(kernel.source).values())
     return {word for text in texts for word in _WORD.findall(_COMMENT.sub(" ", text))}

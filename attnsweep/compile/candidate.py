@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from attnsweep.compile.cubin import check_arguments, resources, why_not, with_instructions
-from attnsweep.compile.launches import Candidate, CompiledStage, Launches
+from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.errors import CompileError, KernelError, compiler_errors
@@ -18,8 +18,8 @@ from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import Schedule, schedule_of
-from attnsweep.family.family import Config, Kernel, Launch
+from attnsweep.family.chunks import ChunkPlan, schedule_of
+from attnsweep.family.family import Config, Family, Launch
 from attnsweep.family.space import Space
 from attnsweep.specs import require
 from attnsweep.specs.load import SweepSpec
@@ -41,11 +41,11 @@ def empty_kernel() -> Path:
 class Build:
     """One candidate on its way from Config to Candidate."""
 
-    kernel: Kernel
+    kernel: Family
     config: Config
     problem: Problem
     arch: Arch
-    schedule: Schedule
+    schedule: ChunkPlan
     launches: Mapping[str, Launch]
     """Stage name to its launch of one chunk: of the whole call, if the call is not cut."""
     keys: tuple[str, ...]
@@ -57,7 +57,7 @@ class Build:
     @classmethod
     def of(
         cls,
-        kernel: Kernel,
+        kernel: Family,
         config: Config,
         problem: Problem,
         compiler: Compiler,
@@ -129,7 +129,7 @@ class Build:
             }
         )
 
-    def launches_for(self, problem: Problem) -> Launches:
+    def launches_for(self, problem: Problem) -> LaunchPlan:
         """The compiled stages launched on `problem`: the timed one, or a smaller one to check.
 
         Raises CompileError if a launch's arguments do not match the parameters of its template.
@@ -157,7 +157,7 @@ class Build:
                 )
                 path = str(cubins[name].path)
                 stages.append(CompiledStage(name, path, launch, piece.stream, piece.offsets))
-        return Launches(
+        return LaunchPlan(
             problem,
             tuple(stages),
             schedule.workspaces,
@@ -182,7 +182,7 @@ class Build:
             self._turns(),
         )
 
-    def _turns(self) -> Launches | None:
+    def _turns(self) -> LaunchPlan | None:
         """The stages on many short turns, or None where one launch of each cannot take them."""
         case = verify_cases.short_turns(self.problem, self.arch.sm_count)
         if case is None:
@@ -198,7 +198,7 @@ class Build:
         except KernelError:  # the declaration refuses the shape, as it may
             return None
 
-    def _emptied(self, launches: Launches) -> Launches:
+    def _emptied(self, launches: LaunchPlan) -> LaunchPlan:
         """The same launches with an empty kernel: they show what launching costs."""
         cubin = str(self.futures[_EMPTY].result().path)
 

@@ -22,7 +22,7 @@ class CompiledStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
+class LaunchPlan:
     """Everything needed to run one config on one problem, stage by stage."""
 
     problem: Problem
@@ -49,14 +49,14 @@ class Candidate:
 
     kernel: str
     config: Mapping[str, Value]
-    timed: Launches
-    checks: tuple[Launches, ...]
+    timed: LaunchPlan
+    checks: tuple[LaunchPlan, ...]
     rounds_scores: int
-    empty: Launches | None = None
+    empty: LaunchPlan | None = None
     """The timed launches, each with an empty kernel."""
     deterministic: bool = True
     """Whether a call that differs from another in a bit is wrong."""
-    turns: Launches | None = None
+    turns: LaunchPlan | None = None
     """On many short turns, which are proved after the rounds; None if one launch cannot take them.
     See inputs.short_turns."""
 

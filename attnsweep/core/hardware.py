@@ -94,7 +94,7 @@ def arch_of(compute_capability: tuple[int, int]) -> Arch | None:
 
 
 class Described(Protocol):
-    """A card that says what it is; `Card` and `Environment` both do."""
+    """A card that says what it is; `CardFacts` and `Environment` both do."""
 
     @property
     def arch(self) -> str:
@@ -111,7 +111,7 @@ def arch_on(card: Described) -> Arch:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CardFacts:
     """One GPU as its driver describes it, with enough to bound a problem's time."""
 
     name: str
@@ -132,7 +132,7 @@ _PARTS = 3
 
 
 class Chip(Protocol):
-    """Facts of a card that a bound needs; `Card` and `Environment` both have them."""
+    """Facts of a card that a bound needs; `CardFacts` and `Environment` both have them."""
 
     @property
     def sm_count(self) -> int:

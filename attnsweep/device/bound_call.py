@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attnsweep.compile.launches import Launches
+from attnsweep.compile.launches import LaunchPlan
 
 if TYPE_CHECKING:
     from attnsweep.device.buffers import Buffer
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 
-class Pipeline:
+class BoundCall:
     """One config's launches bound to buffers: a call launches its stages in order.
 
     A call has ordinary dependencies: its first launches wait until the call before has ended, as a
@@ -21,7 +21,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, session: Session, launches: Launches, buffers: Sequence[Mapping[str, Buffer]]
+        self, session: CudaSession, launches: LaunchPlan, buffers: Sequence[Mapping[str, Buffer]]
     ) -> None:
         """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
         self._session = session

@@ -18,7 +18,7 @@ import numpy as np
 
 from attnsweep.compile.launches import CompiledStage
 from attnsweep.core.errors import NoGpuError
-from attnsweep.core.hardware import Card, arch_of
+from attnsweep.core.hardware import CardFacts, arch_of
 from attnsweep.device.buffers import _cupy
 from attnsweep.device.cards import hashed
 from attnsweep.device.cuda_graph import uncollected
@@ -52,7 +52,7 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-class Session:
+class CudaSession:
     """The GPU that this process owns. Raises NoGpuError if there is no usable one."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Session:
         self._functions: dict[tuple[str, str], Any] = {}
         self.gpu = self._describe()
 
-    def _describe(self) -> Card:
+    def _describe(self) -> CardFacts:
         runtime = self._cupy.cuda.runtime
         facts = runtime.getDeviceProperties(0)
         capability = (int(facts["major"]), int(facts["minor"]))
@@ -91,7 +91,7 @@ class Session:
         rates = (runtime.cudaDevAttrClockRate, runtime.cudaDevAttrMemoryClockRate)
         clock_khz, memory_khz = (attribute(rate, 0) for rate in rates)
         bus_bits = attribute(runtime.cudaDevAttrGlobalMemoryBusWidth, 0)
-        return Card(
+        return CardFacts(
             name=facts["name"].decode(),
             arch=arch.name,
             sm_count=int(facts["multiProcessorCount"]),

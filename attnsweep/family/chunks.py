@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Value, ceil_div
 from attnsweep.core.trial import OURS, Trial
-from attnsweep.family.family import Config, Kernel, Param
+from attnsweep.family.family import Config, Family, Param
 
 MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
@@ -35,7 +35,7 @@ ROW_UNIT = 256
 _ALIGNMENT = 1024
 
 
-def changed_since(kernel: Kernel, recorded: Config) -> str | None:
+def changed_since(kernel: Family, recorded: Config) -> str | None:
     """The parameters that the family gained or lost since a config was recorded, or None.
 
     One that it gained does not count where the config means the same without it: see of_today.
@@ -48,13 +48,13 @@ def changed_since(kernel: Kernel, recorded: Config) -> str | None:
     return f"{kernel.name} {', '.join(facts)}" if facts else None
 
 
-def of_today(kernel: Kernel, recorded: Mapping[str, Value]) -> Config:
+def of_today(kernel: Family, recorded: Mapping[str, Value]) -> Config:
     """A recorded config in declared order, with what Param.absent says of parameters it lacks."""
     own = {p.name: recorded.get(p.name, p.absent) for p in kernel.params}
     return Config({name: v for name, v in (own | dict(recorded)).items() if v is not None})
 
 
-def row_of_today(kernels: Mapping[str, Kernel], row: Trial) -> Trial:
+def row_of_today(kernels: Mapping[str, Family], row: Trial) -> Trial:
     """A recorded row with its config as of_today says it, if its family is among these."""
     kernel = kernels.get(row.kernel) if row.provider == OURS else None
     return row if kernel is None else row.with_(config=dict(of_today(kernel, row.config)))
@@ -70,7 +70,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ChunkPlan:
     """Every chunk of a call, in the order of issue. Chunks on one stream share a workspace."""
 
     pieces: tuple[Piece, ...]
@@ -126,21 +126,21 @@ def is_used(config: Config, problem: Problem) -> bool:
 
 
 def schedule_of(
-    kernel: Kernel, config: Config, problem: Problem, workspace_limit: int | None = None
-) -> Schedule:
+    kernel: Family, config: Config, problem: Problem, workspace_limit: int | None = None
+) -> ChunkPlan:
     """The chunks that a config asks for; if it leaves them open, the fewest that fit.
 
     workspace_limit: bytes of all workspaces together. If not even ROW_UNIT queries of one head fit,
     the schedule exceeds the limit, and the caller must refuse it.
     """
 
-    def made(heads: int, rows: int) -> Schedule:
+    def made(heads: int, rows: int) -> ChunkPlan:
         return _schedule(kernel, config, problem, heads, rows)
 
     heads, rows = _wanted(config, problem)
     schedule = made(heads, rows)
 
-    def fits(schedule: Schedule) -> bool:
+    def fits(schedule: ChunkPlan) -> bool:
         used = sum(schedule.workspaces.values())
         return workspace_limit is None or used <= workspace_limit
 
@@ -188,12 +188,12 @@ def _spans(problem: Problem, heads: int, rows: int) -> Iterator[tuple[int, int, 
             yield head, min(heads, total - head), row, min(rows, problem.seqlen_q - row)
 
 
-def _schedule(kernel: Kernel, config: Config, problem: Problem, heads: int, rows: int) -> Schedule:
+def _schedule(kernel: Family, config: Config, problem: Problem, heads: int, rows: int) -> ChunkPlan:
     spans = list(_spans(problem, heads, rows))
     eager = mode(config, "LAUNCH") == "eager"
     if len(spans) == 1:
         whole = Piece(problem, 0, {})
-        return Schedule((whole,), 1, eager, kernel.workspaces(config, problem), problem)
+        return ChunkPlan((whole,), 1, eager, kernel.workspaces(config, problem), problem)
     streams = min(_number(config, "STREAMS"), len(spans))
     chunks = [_chunk(problem, *span) for span in spans]
     largest: dict[str, int] = {}
@@ -208,7 +208,7 @@ def _schedule(kernel: Kernel, config: Config, problem: Problem, heads: int, rows
         pieces.append(Piece(chunk, stream, {**offsets, **own}))
     workspaces = {name: (streams - 1) * apart[name] + largest[name] for name in largest}
     widest = replace(chunks[0][0], seqlen_k=problem.seqlen_k)
-    return Schedule(tuple(pieces), streams, eager, workspaces, widest)
+    return ChunkPlan(tuple(pieces), streams, eager, workspaces, widest)
 
 
 def _chunk(

@@ -3,6 +3,9 @@
 import warnings
 
 from attnsweep.family.family import *  # noqa: F403
+from attnsweep.family.family import Family
+
+Kernel = Family
 
 warnings.warn(
     "attnsweep.family.declare goes with the next release: use attnsweep.family.family",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.files import shipped
-from attnsweep.family.family import Kernel, _named
+from attnsweep.family.family import Family, _named
 
 _DECLARATIONS = "[!_]*.py"
 
@@ -35,7 +35,7 @@ def declarations(directory: Path) -> list[Path]:
     return found
 
 
-def load_kernel(path: Path) -> Kernel:
+def load_kernel(path: Path) -> Family:
     """The `kernel` that one declaration file builds. Raises KernelError with the fault."""
     path = path.resolve()
     name = f"attnsweep_family_{path.stem}_{abs(hash(path))}"
@@ -57,9 +57,9 @@ def load_kernel(path: Path) -> Kernel:
         at = f"{path}:{lines[-1]}" if lines else str(path)
         raise KernelError(_named(error), where=at) from error
     kernel = getattr(module, "kernel", None)
-    if not isinstance(kernel, Kernel):
+    if not isinstance(kernel, Family):
         raise KernelError(
-            "defines no `kernel = Kernel(...)`",
+            "defines no `kernel = Family(...)`",
             where=f"{path}:1",
             hint="the name of a file without a family must begin with `_`",
         )
@@ -67,13 +67,13 @@ def load_kernel(path: Path) -> Kernel:
     return kernel
 
 
-def discover(extra: Path | None = None) -> dict[str, Kernel]:
+def discover(extra: Path | None = None) -> dict[str, Family]:
     """Every family in the shipped kernels/ and in `extra`, by name, sorted.
 
     A file whose name begins with `_` is not a family. Raises KernelError if a declaration is broken
     or repeated, or if `extra` is not a directory or has none; OSError if it may not be read.
     """
-    found: dict[str, Kernel] = {}
+    found: dict[str, Family] = {}
     for directory in [shipped("kernels")] + ([extra] if extra else []):
         for path in declarations(directory):
             kernel = load_kernel(path)

@@ -1,6 +1,6 @@
 """The declaration of a kernel family: Param, Config, rules, stages, Launch.
 
-A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Kernel(...)`.
+A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Family(...)`.
 Only attnsweep.serve, which launches one from PyTorch, knows a family by name. See
 docs/writing-a-kernel.md.
 """
@@ -168,7 +168,7 @@ class Param:
 
 
 @dataclass
-class Kernel:
+class Family:
     """A kernel family. `source` is the .cu file next to the declaration.
 
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
@@ -326,7 +326,7 @@ class Kernel:
         fault = None
         if not self.source.is_file():
             what = f"its template {self.source.name} is not next to it"
-            fault = Fault(what, f"write {self.source}, or correct the name in Kernel(...)")
+            fault = Fault(what, f"write {self.source}, or correct the name in Family(...)")
         elif self._undecorated:
             where, what = next(iter(self._undecorated.items()))
             fix = "write it as a decorator, @kernel." + what + ", above the function"
@@ -489,3 +489,13 @@ def _named(error: BaseException) -> str:
 
 SMS = "sms"
 """The value of a parameter that stands for the number of SMs of the card, as in a spec."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Kernel":
+        import warnings
+
+        what = "attnsweep.family.family.Kernel goes with the next release: use Family"
+        warnings.warn(what, DeprecationWarning, stacklevel=2)
+        return Family
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

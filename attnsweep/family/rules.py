@@ -17,7 +17,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit
 from attnsweep.family.chunks import is_used
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Family
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,7 @@ class _Noting(Config):
 
 
 def refused(
-    kernel: Kernel, problem: Problem, arch: Arch, values: Values, *, chunks: bool
+    kernel: Family, problem: Problem, arch: Arch, values: Values, *, chunks: bool
 ) -> Iterator[str | None]:
     """The rule that refuses each combination of values first, or None, in itertools.product order.
 

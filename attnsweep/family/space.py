@@ -12,7 +12,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit
 from attnsweep.family.chunks import MODES
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Family
 from attnsweep.family.rules import refused
 
 # Enumerating takes about 4 us a combination, so this limit takes four seconds.
@@ -43,7 +43,7 @@ class Selection:
                 merged.update(self.variants[axis][name])
             yield chosen, merged
 
-    def on(self, kernel: Kernel, arch: Arch) -> Selection:
+    def on(self, kernel: Family, arch: Arch) -> Selection:
         """The selection on a card: `sms` is the number of its SMs."""
         params = {param.name: param for param in kernel.params}
 
@@ -65,7 +65,7 @@ class Selection:
 class Space:
     """The candidates of one family on one problem, and how many configs each rule removed."""
 
-    kernel: Kernel
+    kernel: Family
     problem: Problem
     configs: tuple[Config, ...]
     total: int
@@ -90,7 +90,7 @@ class Space:
     @classmethod
     def build(
         cls,
-        kernel: Kernel,
+        kernel: Family,
         problem: Problem,
         arch: Arch,
         selection: Selection | None = None,
@@ -128,7 +128,7 @@ class Space:
 
 
 def selected(
-    kernel: Kernel, selection: Selection, arch: Arch
+    kernel: Family, selection: Selection, arch: Arch
 ) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
     """Each choice of variants with the values of every parameter, `sms` as the card's SMs.
 
@@ -141,7 +141,7 @@ def selected(
 
 
 def _refuse_too_many(
-    kernel: Kernel, groups: list[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]
+    kernel: Family, groups: list[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]
 ) -> None:
     combinations = sum(math.prod(map(len, values.values())) for _, values in groups)
     if combinations > MAX_COMBINATIONS:

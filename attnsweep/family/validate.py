@@ -53,10 +53,10 @@ def _macro(name: str) -> str | None:
 
 
 def of_kernel(kernel: Any) -> Fault | None:
-    """The fault of a field of a Kernel, or None."""
+    """The fault of a field of a Family, or None."""
     if not isinstance(kernel.name, str) or not _IDENTIFIER.fullmatch(kernel.name):
         what = f"a kernel's name names its template NAME.cu, and cannot be {kernel.name!r}"
-        return Fault(what, 'write a C identifier, as in Kernel("naive", ...)')
+        return Fault(what, 'write a C identifier, as in Family("naive", ...)')
     if not isinstance(kernel.summary, str):
         return Fault(f"summary is text, not {kernel.summary!r}", 'write summary="one line"')
     if not isinstance(kernel.min_arch, str) or kernel.min_arch not in _archs():
@@ -90,7 +90,7 @@ def _is_dtype(name: object) -> bool:
 
 
 def of_params(params: object, kind: type, constants: Collection[str], taken: type) -> Fault | None:
-    """The fault of a Kernel's params, or None.
+    """The fault of a Family's params, or None.
 
     kind: Param. constants: names that a problem defines. taken: Config, whose attributes a
     parameter's name would hide.

@@ -45,7 +45,7 @@ class PairResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AbTestResult:
     """The verdict on two candidates. shown: all processes together. each: one after the other."""
 
     verdict: Verdict
@@ -104,7 +104,7 @@ class Series:
         with _blamed_on("new"):
             gpu.confirm("new", _CONFIRM_US)
 
-    def outcome(self, ended: str = "") -> Outcome:
+    def outcome(self, ended: str = "") -> AbTestResult:
         """The verdict of at least one process. ended: why there are no more, if it is not over."""
         known, each = self._known, self.each
         shown = PairResult(
@@ -115,7 +115,7 @@ class Series:
             each[-1].enough,
         )
         verdict, why = _verdict(self.decision, shown, each, ended)
-        return Outcome(verdict, why, shown, tuple(each))
+        return AbTestResult(verdict, why, shown, tuple(each))
 
 
 def compare(
@@ -127,7 +127,7 @@ def compare(
     slower: float,
     budget_s: float,
     seed: str,
-) -> Outcome:
+) -> AbTestResult:
     """Time two candidates in turns, in several processes, until their ratio is known.
 
     gpu: has their problem open. another: returns a new process with the problem open; it is called

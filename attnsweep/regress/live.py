@@ -19,7 +19,7 @@ from attnsweep.choose.columns import held_to
 from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
-from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.core.observer import Observer
@@ -27,8 +27,8 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Status, Trial
 from attnsweep.device.lock import held
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Kernel
-from attnsweep.regress.ab_test import RECORD, Ended, Outcome, Series, said
+from attnsweep.family.family import Config, Family
+from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
@@ -63,7 +63,7 @@ class _Pair:
     problem: Problem
     slower: float
     row: Row
-    old: Launches
+    old: LaunchPlan
     build: Build
 
 
@@ -213,7 +213,7 @@ def _other_driver(old: Environment | None, here: Environment) -> str | None:
     )
 
 
-def _kept(baseline: Run, winner: Trial) -> Launches:
+def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
     try:
         return read_code(baseline.directory, winner)
     except StoreError as error:
@@ -223,7 +223,7 @@ def _kept(baseline: Run, winner: Trial) -> Launches:
 
 def _today(
     winner: Trial,
-    kernels: Mapping[str, Kernel],
+    kernels: Mapping[str, Family],
     compiler: Compiler,
     limit: int | None,
 ) -> Build:
@@ -440,7 +440,7 @@ class Gate:
         self._observer.timing(min(int(self._budget.spent_s), total_s), total_s)
 
 
-def _finding(work: _Work, found: Outcome) -> Finding:
+def _finding(work: _Work, found: AbTestResult) -> Finding:
     pair, turns = work.pair, found.shown
     interval = turns.interval
     rounds = interval.rounds if interval else None

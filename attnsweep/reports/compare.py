@@ -20,7 +20,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.chunks import row_of_today
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.reports.terminal import aligned, counted, wrap
 from attnsweep.reports.text import Row, Section, by_problem, figure
 from attnsweep.store.run import Run
@@ -133,7 +133,7 @@ class Comparison:
         }
 
 
-def compare(first: Run, second: Run, families: Mapping[str, Kernel] | None = None) -> Comparison:
+def compare(first: Run, second: Run, families: Mapping[str, Family] | None = None) -> Comparison:
     """Set two runs side by side. Raises SpecError if no problem was timed in both.
 
     families: what says how configs recorded before a parameter read today; see Param.absent.
@@ -155,7 +155,7 @@ def compare(first: Run, second: Run, families: Mapping[str, Kernel] | None = Non
     return Comparison(first, second, pairs, (only[0], only[1]))
 
 
-def _sections(run: Run, families: Mapping[str, Kernel]) -> dict[Problem, Section]:
+def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
     """The problems that have a winner."""
     trials = [row_of_today(families, trial) for trial in run.trials]
     sections = by_problem(rank(trials, run.environment), run.environment, run.spaces)

@@ -19,7 +19,7 @@ from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
 from attnsweep.family.chunks import CHUNKS_RULE, MODES, changed_since, of_today
-from attnsweep.family.family import CHUNKS, SMS, Config, Kernel
+from attnsweep.family.family import CHUNKS, SMS, Config, Family
 from attnsweep.reports.text import Row, Section, by_problem, first_line
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store import outputs
@@ -148,7 +148,7 @@ def explain(
     run: Run,
     given: Sequence[str],
     problem: str | None,
-    kernels: Mapping[str, Kernel],
+    kernels: Mapping[str, Family],
 ) -> list[Explanation]:
     """One explanation for each problem of the run, or only for `problem`.
 
@@ -256,7 +256,7 @@ def _fitting(section: Section, wanted: Mapping[str, str]) -> list[Row]:
 
 
 def _checked(
-    section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Kernel | None
+    section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Family | None
 ) -> None:
     """Raise SpecError if a name, or a value that neither run nor spec nor family has, is wanted."""
     said = [_said(row) for row in _ours(section)]
@@ -309,7 +309,7 @@ def _explain(
     section: Section,
     wanted: Mapping[str, str],
     run: Run,
-    kernels: Mapping[str, Kernel],
+    kernels: Mapping[str, Family],
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
 ) -> Explanation:
@@ -390,7 +390,7 @@ class _Rules:
     """Today's rules of a family, asked about configs of one problem."""
 
     def __init__(
-        self, kernel: Kernel | None, section: Section, config: Mapping[str, Value]
+        self, kernel: Family | None, section: Section, config: Mapping[str, Value]
     ) -> None:
         self._kernel, self._problem = kernel, section.problem
         self.unknown: str | None = None

@@ -15,7 +15,7 @@ from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.chunks import CHUNKS_RULE, MODES
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Kernel
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Family
 from attnsweep.reports.terminal import GLUE, aligned, counted, wrap
 from attnsweep.specs.plan import PlannedProblem
 
@@ -122,7 +122,7 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
 # -- list -----------------------------------------------------------------------------------
 
 
-def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int) -> list[Text]:
+def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int) -> list[Text]:
     """Every family with its parameters and rules, then the baselines, and how to get each.
 
     Without baselines it is the families alone.
@@ -181,7 +181,7 @@ def _titled(name: str, text: str, width: int) -> list[Text]:
     return [first, *rest]
 
 
-def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> dict[str, Any]:
+def families_json(kernels: Mapping[str, Family], baselines: Iterable[str]) -> dict[str, Any]:
     """The families, modes and baselines as data; missing_baselines: name to how to get it."""
     baselines = list(baselines)
     return {

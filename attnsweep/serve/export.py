@@ -28,7 +28,7 @@ from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.chunks import changed_since
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.serve import fp8, target
 from attnsweep.serve.export_code import (
     FAMILY,
@@ -112,7 +112,7 @@ def package_name(out: Path, asked: str | None) -> str:
 def export(
     directories: Sequence[Path],
     out: Path,
-    families: Mapping[str, Kernel],
+    families: Mapping[str, Family],
     *,
     name: str | None = None,
     guard: Guard | None = None,
@@ -166,7 +166,7 @@ def export(
 
 
 def outline(
-    directories: Sequence[Path], families: Mapping[str, Kernel], *, guard: Guard | None = None
+    directories: Sequence[Path], families: Mapping[str, Family], *, guard: Guard | None = None
 ) -> dict[str, Any]:
     """The table that `export` would write, but for its machine code; needs no compiler.
 
@@ -203,7 +203,7 @@ class _Selected:
         return {label: n for n, label in enumerate(sorted({c.label for c, _ in both}))}
 
 
-def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None) -> _Selected:
+def _selected(directories: Sequence[Path], family: Family, of_fp8: Family | None) -> _Selected:
     """of_fp8: the family of FP8 problems; None leaves them out."""
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
@@ -249,7 +249,7 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
 
 
 def _table(
-    selected: _Selected, family: Kernel, stages: Sequence[Mapping[str, Any]], guard: Guard
+    selected: _Selected, family: Family, stages: Sequence[Mapping[str, Any]], guard: Guard
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     configs = selected.configs
@@ -296,7 +296,7 @@ def table_text(value: Any, of: str = "table") -> str:
 
 
 def _chosen(
-    run: Run, environment: Environment, key: GpuKey, family: Kernel, left_out: list[str]
+    run: Run, environment: Environment, key: GpuKey, family: Family, left_out: list[str]
 ) -> list[Chosen]:
     """The best config of the family on each problem, if it can be compared with PyTorch's."""
     ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
@@ -328,7 +328,7 @@ def _median(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
-def _why_not(best: Trial | None, baseline: Trial | None, family: Kernel, arch: Arch) -> str | None:
+def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None:
         return f"no correct candidate of {FAMILY}, the family that a package can call"
     if baseline is None:
@@ -336,7 +336,7 @@ def _why_not(best: Trial | None, baseline: Trial | None, family: Kernel, arch: A
     return why_not_today(best, family, arch)
 
 
-def _is_kept(trial: Trial, family: Kernel) -> bool:
+def _is_kept(trial: Trial, family: Family) -> bool:
     """Whether the time of a config is that of one whole call of today's code."""
     whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1
     return whole and changed_since(family, Config(trial.config)) is None
@@ -360,7 +360,7 @@ def _kind(problem: Problem) -> Kind:
 
 
 def _served(
-    winners: Sequence[Chosen], key: GpuKey, family: Kernel
+    winners: Sequence[Chosen], key: GpuKey, family: Family
 ) -> dict[Kind, dict[str, Config]]:
     """The configs that serve on a GPU, by kind and label: winners and runners-up."""
     here = [chosen for chosen in winners if chosen.gpu == key]
@@ -385,7 +385,7 @@ def held_for(times_us: Mapping[str, float], won: Collection[str], shapes: int) -
 
 
 def _twins(
-    selected: _Selected, key: GpuKey, family: Kernel, numbers: Mapping[tuple[object, ...], int]
+    selected: _Selected, key: GpuKey, family: Family, numbers: Mapping[tuple[object, ...], int]
 ) -> list[int]:
     """Numbers of the kernels that serve on a GPU besides the winners: their code is there."""
     won, twins = set(), set()
@@ -401,7 +401,7 @@ def _twins(
 
 def _compiled(
     codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
-    family: Kernel,
+    family: Family,
     compiler: Compiler,
     notes: list[str],
     tell: Callable[[], None],
@@ -425,7 +425,7 @@ def _compiled(
 
 def _row(
     chosen: Chosen,
-    family: Kernel,
+    family: Family,
     served: Mapping[Kind, Mapping[str, Config]],
     numbers: Mapping[tuple[object, ...], int],
 ) -> dict[str, Any]:

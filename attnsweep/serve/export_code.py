@@ -14,7 +14,7 @@ from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.serve.runtime import served
 from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run, environment_of
@@ -46,13 +46,13 @@ def contiguous(problem: Problem) -> Strides:
     return found
 
 
-def config_of(trial: Trial, family: Kernel) -> Config:
+def config_of(trial: Trial, family: Family) -> Config:
     """The family's own parameters, in declared order; LSE is chosen per call."""
     config = of_today(family, trial.config)
     return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
 
 
-def why_not_today(best: Trial, family: Kernel, arch: Arch) -> str | None:
+def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
     """Why a package cannot hold a winner: its form, or what the family has become since."""
     if best.schedule.get("chunks", 1) > 1:
         return "its calls are cut into chunks"
@@ -99,7 +99,7 @@ class Compiling:
         return stages, files, spills
 
 
-def source_digest(family: Kernel) -> str:
+def source_digest(family: Family) -> str:
     """The SHA-256 of all text that the family's machine code is compiled of."""
     closure = sorted(source_closure(family.source).items())
     return hashlib.sha256(repr(closure).encode()).hexdigest()
@@ -125,7 +125,7 @@ def named(cubin: Cubin) -> tuple[str, str, bytes]:
 
 
 def compile_for_models(
-    family: Kernel, config: Config, problem: Problem, compiler: Compiler
+    family: Family, config: Config, problem: Problem, compiler: Compiler
 ) -> Compiling:
     """Start to compile a config for tensors with any strides. See Compiling.done."""
     both = []

@@ -16,7 +16,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import FULL, SCALE_BLOCK, Problem
 from attnsweep.core.trial import OURS, Environment, Trial
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import (
     config_of,
     gpu_row,
@@ -63,7 +63,7 @@ NOTHING = Selected((), {}, {}, ())
 
 
 def winners(
-    run: Run, environment: Environment, key: GpuKey, family: Kernel, left_out: list[str]
+    run: Run, environment: Environment, key: GpuKey, family: Family, left_out: list[str]
 ) -> list[Winner]:
     """The ranking's winner of each FP8 problem of a run; why there is none goes to `left_out`.
 
@@ -83,7 +83,7 @@ def winners(
     return found
 
 
-def _best(rows: Any, family: Kernel) -> Trial | None:
+def _best(rows: Any, family: Family) -> Trial | None:
     won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
     own = [t for t in rows["trial"] if t.provider == OURS and t.kernel == family.name]
     found: Trial | None = next(iter(won), None) or min(own, key=_time_us, default=None)
@@ -94,7 +94,7 @@ def _time_us(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
-def _why_not(best: Trial | None, family: Kernel, arch: Arch) -> str | None:
+def _why_not(best: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None or best.time_us is None:
         return f"no correct candidate of {FAMILY}, the family of a package's FP8 kernels"
     return why_not_today(best, family, arch)
@@ -110,7 +110,7 @@ def _code_key(config: Config, problem: Problem) -> CodeKey:
     return (problem.head_dim, kind_of_mask(problem), _scale_block(problem), values)
 
 
-def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Kernel) -> Selected:
+def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Family) -> Selected:
     """The fastest winner of each GPU and problem, and the machine code of all."""
     fastest: dict[tuple[GpuKey, Problem], Winner] = {}
     for winner in sorted(found, key=lambda w: (w.time_us, w.config.label), reverse=True):
@@ -137,7 +137,7 @@ def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Ke
 
 
 def spares(
-    config: Config, problem: Problem, family: Kernel, arch: Arch
+    config: Config, problem: Problem, family: Family, arch: Arch
 ) -> list[tuple[Config, Problem]]:
     """Configs that the rules allow on nearly any shape, which round as `config` does if they can.
 
@@ -176,7 +176,7 @@ def row(config: Config, problem: Problem, configs: Mapping[str, int]) -> dict[st
 
 def compiled(
     selected: Selected,
-    family: Kernel,
+    family: Family,
     compiler: Compiler,
     notes: list[str],
     configs: Mapping[str, int],
@@ -208,7 +208,7 @@ def compiled(
     return rows, files
 
 
-def section(selected: Selected, family: Kernel, kernels: list[dict[str, Any]]) -> dict[str, Any]:
+def section(selected: Selected, family: Family, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     """The table's part on FP8. source: a digest of the text its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
     return {

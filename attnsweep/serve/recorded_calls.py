@@ -20,7 +20,7 @@ from attnsweep.core.files import write_file
 from attnsweep.core.hardware import arch_named, arch_of
 from attnsweep.core.problem import DTYPE_BYTES, Dtype, Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.reports.terminal import counted
 from attnsweep.serve.recorder.log import COMPILED, COUNTS, ERRORS, EVERY_CALL, KINDS, TORCH, Log
 from attnsweep.specs.model import UnservedCalls
@@ -107,7 +107,7 @@ def read(folder: Path) -> Recorded:
 
 
 def sort(
-    recorded: Recorded, target: Target, families: Mapping[str, Kernel], top: int = TOP
+    recorded: Recorded, target: Target, families: Mapping[str, Family], top: int = TOP
 ) -> Sorted:
     """The problems of recorded calls on a card, and the calls that no family can serve.
 
@@ -138,7 +138,7 @@ def sort(
 
 
 def spec_text(
-    found: Sorted, name: str, target: Target, families: Mapping[str, Kernel], way: str = ""
+    found: Sorted, name: str, target: Target, families: Mapping[str, Family], way: str = ""
 ) -> str:
     """The text of the spec; `attnsweep run` reads it. There must be a problem.
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.chunks import MODES
-from attnsweep.family.family import Kernel, Param
+from attnsweep.family.family import Family, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
     MAX_PROBLEMS,
@@ -76,7 +76,7 @@ class SweepSpec:
     check: CheckSpec
     unserved: tuple[UnservedCalls, ...] = field(compare=False)
     document: Document = field(compare=False, repr=False)
-    families: Mapping[str, Kernel] = field(default_factory=dict, compare=False, repr=False)
+    families: Mapping[str, Family] = field(default_factory=dict, compare=False, repr=False)
     """Every family that there is, by name; none if the spec was read without them."""
 
     def family_of(self, space: str) -> str:
@@ -152,7 +152,7 @@ def _dumped(selection: Selection) -> dict[str, Any]:
     return {**of, **own, "variants": axes}
 
 
-Families = Mapping[str, Kernel] | Callable[[Path | None], Mapping[str, Kernel]] | None
+Families = Mapping[str, Family] | Callable[[Path | None], Mapping[str, Family]] | None
 """The families that a spec may name; `discover`, which finds them in the spec's `kernel_dir`; or
 None: the spec is then read alone, nothing is imported, and it can be neither planned nor swept."""
 
@@ -312,7 +312,7 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
 
 
 def _check_spaces(
-    document: Document, spaces: Mapping[str, Selection], families: Mapping[str, Kernel]
+    document: Document, spaces: Mapping[str, Selection], families: Mapping[str, Family]
 ) -> None:
     """Report each family, parameter and value that does not exist."""
     for name, selection in spaces.items():

@@ -17,7 +17,7 @@ from typing import Any
 from attnsweep.core.errors import KernelError, SpaceError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.specs.model import UnservedCalls
@@ -95,7 +95,7 @@ class Request:
     """The program's other calls."""
 
 
-def starter(request: Request, target: Target, families: Mapping[str, Kernel]) -> str:
+def starter(request: Request, target: Target, families: Mapping[str, Family]) -> str:
     """The text of a spec for these problems on this card.
 
     Each problem gets the families that the card's shipped spec sweeps on all of its problems, in
@@ -140,7 +140,7 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     return "\n".join(lines) + "\n"
 
 
-def refusal(problem: Problem, target: Target, families: Mapping[str, Kernel]) -> str | None:
+def refusal(problem: Problem, target: Target, families: Mapping[str, Family]) -> str | None:
     """Why no family that `starter` would choose can run a problem, or None if one can."""
     reasons = {}
     for spec in _sources(target):
@@ -208,7 +208,7 @@ def run_name(problems: Sequence[Problem], kernels: Sequence[str] = ()) -> str:
     return "-".join(["tune", name, *families])
 
 
-def what_runs(families: Mapping[str, Kernel]) -> str:
+def what_runs(families: Mapping[str, Family]) -> str:
     """Which families and specs there are for which architecture."""
     by_arch: dict[str, list[str]] = {}
     for kernel in families.values():
@@ -257,7 +257,7 @@ def _families_for(
     asked: Sequence[str],
     sources: Sequence[SweepSpec],
     target: Target,
-    families: Mapping[str, Kernel],
+    families: Mapping[str, Family],
 ) -> tuple[str, ...]:
     """The families for one problem: those asked for, or of the first spec that has one for it."""
     for name in asked:
@@ -290,7 +290,7 @@ def _source_of(
     problem: Problem,
     sources: Sequence[SweepSpec],
     target: Target,
-    families: Mapping[str, Kernel],
+    families: Mapping[str, Family],
 ) -> str:
     """Name of the first shipped spec that has candidates of the family for a problem, or ''."""
     shape = _by_shape(problem, target)
@@ -319,7 +319,7 @@ def _on_every_problem(spec: SweepSpec) -> list[str]:
     return [name for name in spec.kernels if all(name in entry.kernels for entry in spec.problems)]
 
 
-def _has_any(spec: SweepSpec, kernel: Kernel, problems: Sequence[Problem], arch: Arch) -> bool:
+def _has_any(spec: SweepSpec, kernel: Family, problems: Sequence[Problem], arch: Arch) -> bool:
     """Whether a spec's space of a family has a candidate for any of these problems."""
     space = spec.kernels.get(kernel.name)
     return space is not None and any(

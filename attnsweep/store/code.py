@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.launches import Launches
+from attnsweep.compile.launches import LaunchPlan
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
@@ -33,10 +33,10 @@ class _Code(BaseModel):
 
     config: dict[str, Value]
     digests: dict[str, str]
-    plan: Launches
+    plan: LaunchPlan
 
 
-_LAUNCHES: TypeAdapter[Launches] = TypeAdapter(Launches)
+_LAUNCHES: TypeAdapter[LaunchPlan] = TypeAdapter(LaunchPlan)
 
 
 def _name(problem: Problem, kernel: str) -> str:
@@ -61,7 +61,7 @@ def keep_code(store: Writer, build: Build) -> None:
     store.keep(f"{name}.json", facts.model_dump_json(indent=1).encode() + b"\n")
 
 
-def read_code(of_run: Path, winner: Trial) -> Launches:
+def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
     """The launches of a winner, ready to load. Raises StoreError if its code is incomplete.
 
     of_run: the run's directory.
@@ -91,7 +91,7 @@ def read_code(of_run: Path, winner: Trial) -> Launches:
     return _unchained(replace(code.plan, stages=stages))
 
 
-def _unchained(launches: Launches) -> Launches:
+def _unchained(launches: LaunchPlan) -> LaunchPlan:
     """The same call with ordinary dependencies on the call before it.
 
     Before protocol 4 the first launch of a call could be programmatic, and overlap that call.
@@ -121,10 +121,10 @@ def _digest(path: str | Path) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def same_code(one: Launches, other: Launches) -> bool:
+def same_code(one: LaunchPlan, other: LaunchPlan) -> bool:
     """Whether both launch the same machine code in the same way. Raises OSError."""
 
-    def known_by_content(launches: Launches) -> bytes:
+    def known_by_content(launches: LaunchPlan) -> bytes:
         digests = {stage.cubin: _digest(stage.cubin) for stage in launches.stages}
         stages = tuple(replace(stage, cubin=digests[stage.cubin]) for stage in launches.stages)
         return _LAUNCHES.dump_json(replace(launches, stages=stages))

@@ -24,7 +24,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Status, Trial
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.live import Gate
 from attnsweep.specs.load import SweepSpec, load_spec
@@ -246,7 +246,7 @@ class Tasks:
 
 
 @cache
-def _declared(directory: str) -> dict[str, Kernel]:
+def _declared(directory: str) -> dict[str, Family]:
     """The shipped families and those of a directory, which may be the shipped one."""
     own = discover()
     if any(str(kernel.source.parent) == directory for kernel in own.values()):

@@ -26,7 +26,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Environment
 from attnsweep.device.cards import InstalledCard
 from attnsweep.device.lock import BusyError, held
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.specs.load import SweepSpec
 from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.messages import Child, Message, StartChild
@@ -448,7 +448,7 @@ def longest_silence_s(spec: SweepSpec) -> float:
     return 3 * START_TIMEOUT_S + spec.measure.timeout_s
 
 
-def opening_of(spec: Path, kernels: Mapping[str, Kernel], names: Sequence[str]) -> Message:
+def opening_of(spec: Path, kernels: Mapping[str, Family], names: Sequence[str]) -> Message:
     """What a child must know of a spec; families are declared again from where they lie."""
     places = {name: str(kernels[name].source.parent.absolute()) for name in names}
     return {"spec": str(spec.absolute()), "families": places}

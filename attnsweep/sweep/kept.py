@@ -16,7 +16,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
 from attnsweep.family.chunks import MODES
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.model import CALLABLE
 from attnsweep.store.run import PACKED, TRIALS, open_run
@@ -128,7 +128,7 @@ def _together(row: Trial) -> Mapping[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def retire(store: Store, families: Mapping[str, Kernel], observer: Observer) -> None:
+def retire(store: Store, families: Mapping[str, Family], observer: Observer) -> None:
     """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
     if (store.directory / PACKED).is_file() and not store.trials:
         observer.note(f"{PACKED} stays there; this run's rows are in {TRIALS} and are read first")

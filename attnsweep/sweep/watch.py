@@ -13,7 +13,7 @@ from pathlib import Path
 from attnsweep.compile.nvrtc import source_closure
 from attnsweep.core.errors import AttnsweepError, ToolchainError
 from attnsweep.core.files import install_command, shipped
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 
 Edits = Callable[[Sequence[Path]], Iterable[object]]
 """Folders to something that yields whenever a file in one of them may have changed."""
@@ -28,7 +28,7 @@ def wakes(folders: Sequence[Path]) -> Iterator[object]:
     yield from watchfiles.watch(*folders, raise_interrupt=True)
 
 
-def files_of(spec: Path, kernels: Iterable[Kernel]) -> list[Path]:
+def files_of(spec: Path, kernels: Iterable[Family]) -> list[Path]:
     """The spec, and each family's declaration, template and headers."""
     found = {spec: None}
     for kernel in kernels:

@@ -21,7 +21,7 @@ from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Resources, Trial
 from attnsweep.family.chunks import MODES
-from attnsweep.family.family import SMS, Config, Kernel, Launch, Param, values_in
+from attnsweep.family.family import SMS, Config, Family, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
 from attnsweep.specs.require import INSTRUCTIONS
@@ -51,7 +51,7 @@ class _OneSm:
 class Inspection:
     """The result. uncounted: None, or the reason why instructions were not counted."""
 
-    kernel: Kernel
+    kernel: Family
     config: Config
     problem: Problem
     arch: Arch
@@ -150,7 +150,7 @@ def _plain(number: float) -> str:
 
 
 def inspect(
-    kernel: Kernel,
+    kernel: Family,
     given: str,
     problem: Problem | None,
     arch: Arch,
@@ -221,14 +221,14 @@ def card_of(arch: Arch, results: Path) -> Environment | None:
     return None
 
 
-def _usual_problem(kernel: Kernel) -> Problem:
+def _usual_problem(kernel: Family) -> Problem:
     head_dim = 64 if 64 in kernel.head_dims else kernel.head_dims[0]
     dtype: Any = kernel.dtypes[0]
     seqlen = 1024 if head_dim <= 256 else 64  # kernels for wide heads take few rows
     return Problem(1, 16, 16, seqlen, seqlen, head_dim, dtype)
 
 
-def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
+def _config(kernel: Family, given: str, problem: Problem, arch: Arch) -> Config:
     declared = {param.name: param for param in kernel.params}
     values: dict[str, tuple[Value, ...]] = {}
     for name, text in values_in(given).items():

@@ -37,7 +37,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Trial
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Kernel, values_in
+from attnsweep.family.family import Config, Family, values_in
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.outputs import _SECTOR_BYTES, FILE, read
 from attnsweep.store.run import Run
@@ -235,7 +235,7 @@ def _wanted(text: str, said: Sequence[Mapping[str, str]], where: str) -> dict[st
     return wanted
 
 
-def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
+def check(trials: Sequence[Trial], kernels: Mapping[str, Family]) -> None:
     """Raise KernelError if a row's config is not one that its family has today."""
     for trial in trials:
         if trial.kernel not in kernels:
@@ -249,7 +249,7 @@ def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
 
 
 def compiled(
-    trials: Sequence[Trial], kernels: Mapping[str, Kernel], arch: Arch, limit: int | None
+    trials: Sequence[Trial], kernels: Mapping[str, Family], arch: Arch, limit: int | None
 ) -> list[Candidate]:
     """The candidates of these rows, compiled from today's kernels.
 
@@ -323,11 +323,11 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 
 def _launch(path: Path) -> None:
     """Launch each candidate twice unseen, and then once seen by the profiler."""
-    from attnsweep.device.bound_call import Pipeline
+    from attnsweep.device.bound_call import BoundCall
     from attnsweep.device.buffers import Buffer
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
-    session = Session()
+    session = CudaSession()
     candidates: list[Candidate] = pickle.loads(path.read_bytes())
     for candidate in candidates:
         plan = candidate.timed
@@ -337,7 +337,7 @@ def _launch(path: Path) -> None:
             buffers[name].upload(bits)
         buffers["o"] = Buffer(plan.problem.bytes_of("o"))
         buffers |= {name: Buffer(nbytes) for name, nbytes in plan.workspaces.items()}
-        call = Pipeline(session, plan, [buffers])
+        call = BoundCall(session, plan, [buffers])
         call.enqueue()
         call.enqueue()
         session.synchronize()

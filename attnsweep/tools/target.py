@@ -12,7 +12,7 @@ from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import refuse_too_large
 from attnsweep.specs.shipped import shipped_specs
@@ -21,7 +21,7 @@ from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.run import environment_of, open_run
 
 
-def named(arch: str, families: Mapping[str, Kernel]) -> Target:
+def named(arch: str, families: Mapping[str, Family]) -> Target:
     """A card of this architecture. Raises SpecError, which says what runs on which."""
     try:
         return Target(arch_named(arch))
@@ -30,7 +30,7 @@ def named(arch: str, families: Mapping[str, Kernel]) -> Target:
         raise SpecError(error.what, where=f"--arch {arch}", hint=hint) from error
 
 
-def here(families: Mapping[str, Kernel], problems: Iterable[Problem] = ()) -> Target:
+def here(families: Mapping[str, Family], problems: Iterable[Problem] = ()) -> Target:
     """This machine's card.
 
     Raises NoGpuError if there is none, if it is too old or too new, or too small for a problem.

@@ -1,6 +1,6 @@
 """Is an output right? Every element of it is compared with float64, on the device.
 
-`Judge` launches device/compare.cu: attention in float64, the comparison with it, and digests
+`Comparer` launches device/compare.cu: attention in float64, the comparison with it, and digests
 that tell whether many calls gave the same bits.
 """
 
@@ -24,7 +24,7 @@ from attnsweep.verify.expected import sign_bits
 from attnsweep.verify.sample import ALL, Sample
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 SOURCE = Path(__file__).parent / "device" / "compare.cu"
 # The fields of compare.cu's Found.
@@ -108,12 +108,12 @@ class Table:
     """Where findings of outputs' tiles go."""
 
 
-class Judge:
+class Comparer:
     """The judging kernels of one dtype on this process's GPU; results wait in slots."""
 
     SLOTS = 4096
 
-    def __init__(self, session: Session, dtype: str, cache_dir: Path | None = None) -> None:
+    def __init__(self, session: CudaSession, dtype: str, cache_dir: Path | None = None) -> None:
         self.dtype = dtype
         self._session, self._cache_dir = session, cache_dir
         self._path = _cubin(session.gpu.arch, dtype, cache_dir)
@@ -193,9 +193,9 @@ class Judge:
             some.download(out)
         return out
 
-    def of_dtype(self, dtype: str) -> Judge:
+    def of_dtype(self, dtype: str) -> Comparer:
         """The judge of another dtype on the same GPU."""
-        return Judge(self._session, dtype, self._cache_dir)
+        return Comparer(self._session, dtype, self._cache_dir)
 
     def _pointers(self, one: Compared) -> tuple[int, ...]:
         first, last = one.expected[0].pointer, one.expected[-1].pointer

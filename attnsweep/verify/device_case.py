@@ -1,6 +1,6 @@
 """A case on the device: its guarded inputs and output, and what the output must be.
 
-`Fixture` is one case, whose expected output NumPy's reference proves on some rows. `Small` takes
+`DeviceCase` is one case, whose expected output NumPy's reference proves on some rows. `Small` takes
 several of them through a check in a few launches.
 """
 
@@ -20,14 +20,14 @@ from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.verify import encoding, measures
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
-from attnsweep.verify.compare import Compared, Judge
+from attnsweep.verify.compare import Compared, Comparer
 from attnsweep.verify.encoding import Tensor, Windows, check_scales
-from attnsweep.verify.expected import OPPOSITE, PLAIN, Known, negated_heads
+from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase, negated_heads
 from attnsweep.verify.measures import TILT, Measures
 from attnsweep.verify.sample import ALL, Sample
 
 if TYPE_CHECKING:
-    from attnsweep.device.cuda import Session
+    from attnsweep.device.cuda import CudaSession
 
 # The device's reference and NumPy's differ by the order of their sums: 1e-15 times a few hundred.
 _PROOF = 1e-11
@@ -41,12 +41,12 @@ class WrongResult(Exception):
         self.detail, self.accuracy = detail, accuracy
 
 
-class BrokenJudge(Exception):
+class BrokenComparison(Exception):
     """The device's float64 reference differs from NumPy's: nothing can be judged here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Errors:
     """What one checked call showed: findings, bytes written outside; lse is 0 if none is there."""
 
     values: dict[str, float]
@@ -62,7 +62,7 @@ class _Side:
     lse: Buffer
 
 
-class Fixture:
+class DeviceCase:
     """One case on the device: guarded inputs and output, and the expected float64 output.
 
     two_sided: the heads of k and v can be negated, each for itself, which gives it other scores
@@ -78,18 +78,18 @@ class Fixture:
         self,
         case: Case,
         seed: int,
-        session: Session,
-        judge: Judge,
+        session: CudaSession,
+        judge: Comparer,
         *,
         two_sided: bool = False,
-        known: Known | None = None,
+        known: ExpectedCase | None = None,
         sample: Sample = ALL,
     ) -> None:
         """known: what is known of the case with this seed; computed now if it is None.
 
         sample: the tiles of queries whose outputs are judged.
         """
-        known = known or Known.of(case, seed, two_sided=two_sided, sample=sample)
+        known = known or ExpectedCase.of(case, seed, two_sided=two_sided, sample=sample)
         self.case, self.judge = case, judge
         self.mix = PLAIN
         self._seed, self._rng = seed, np.random.default_rng(seed)
@@ -143,7 +143,7 @@ class Fixture:
         """Rows that are compared with float64, of all heads."""
         return self.rows if self.sample == ALL else self.sample.rows(self.case.problem)
 
-    def _unrounded(self, known: Known) -> Buffer | None:
+    def _unrounded(self, known: ExpectedCase) -> Buffer | None:
         """The expected output on the inputs before they were rounded, of a timed case in FP8."""
         if known.drawn is None or known.exact is None:
             return None
@@ -184,7 +184,7 @@ class Fixture:
         wrong_lse = np.abs(of_rows(side.lse, (*shape[:3], 1), rows)[..., 0] - exact_lse).max()
         error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
         if not error <= _PROOF:
-            raise BrokenJudge(
+            raise BrokenComparison(
                 f"the float64 reference on this GPU is off by {error:.1e} ({self.case.label}): "
                 "nothing can be judged; run compute-sanitizer, and report this"
             )
@@ -268,7 +268,7 @@ class Fixture:
 
     def accuracy(
         self,
-        found: Found,
+        found: Errors,
         rounds_scores: int,
         *,
         baseline: bool = False,
@@ -347,7 +347,7 @@ class Small:
     issue one than the device to run it.
     """
 
-    def __init__(self, fixtures: Sequence[Fixture], judge: Judge) -> None:
+    def __init__(self, fixtures: Sequence[DeviceCase], judge: Comparer) -> None:
         self.fixtures, self._judge = fixtures, judge
         count = len(fixtures)
         outputs = [(each.buffers["o"], 0, count + i) for i, each in enumerate(fixtures)]
@@ -371,6 +371,6 @@ class Small:
     def look(self, first: int) -> None:
         """Look at the inputs of each into slots from `first` on, then count bytes outside outputs.
 
-        The slots of inputs are those of Fixture.look_at_inputs; there are two for each case.
+        The slots of inputs are those of DeviceCase.look_at_inputs; there are two for each case.
         """
         self._judge.look(self._regions, first)

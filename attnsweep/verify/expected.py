@@ -31,7 +31,7 @@ def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ExpectedCase:
     """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
 
     inputs: Mapping[str, encoding.Tensor]
@@ -44,8 +44,10 @@ class Known:
     """Output and log-sum-exp of the rows on them."""
 
     @classmethod
-    def of(cls, case: Case, seed: int, *, two_sided: bool = False, sample: Sample = ALL) -> Known:
-        """Compute it on the host. two_sided: as is timed; see Fixture. sample: of the rows."""
+    def of(
+        cls, case: Case, seed: int, *, two_sided: bool = False, sample: Sample = ALL
+    ) -> ExpectedCase:
+        """Compute it on the host. two_sided: as is timed; see DeviceCase. sample: of the rows."""
         problem = case.problem
         drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
         inputs: Mapping[str, encoding.Tensor] = (
@@ -59,7 +61,7 @@ class Known:
         return cls(inputs, rows, sides, drawn, exact)
 
     @classmethod
-    def of_turns(cls, case: Case, seed: int) -> Known:
+    def of_turns(cls, case: Case, seed: int) -> ExpectedCase:
         """Compute both sides of short turns, whose many heads need few rows each."""
         inputs = verify_inputs.make_inputs(case, seed)
         rows = reference.sampled_rows(case.problem, seed, flops=0)

@@ -24,7 +24,7 @@ from attnsweep.core.threads import one_blas_thread
 from attnsweep.core.timings import proving
 from attnsweep.device.process import Beside
 from attnsweep.verify import limits
-from attnsweep.verify.expected import Known
+from attnsweep.verify.expected import ExpectedCase
 from attnsweep.verify.measures import Measures
 from attnsweep.verify.sample import ALL, Sample
 
@@ -47,8 +47,8 @@ _COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
 class Answer:
     """What NumPy knows of all cases of a problem with one seed."""
 
-    timed: Known
-    small: list[Known]
+    timed: ExpectedCase
+    small: list[ExpectedCase]
     maths: Maths
     """For scores that are not rounded."""
 
@@ -57,9 +57,9 @@ class Answer:
         """Compute it here."""
         timed, small = Case(problem), verify_cases.small_cases(problem)
 
-        def known(case: Case) -> Known:
+        def known(case: Case) -> ExpectedCase:
             sample = Sample.of(problem, seed) if case is timed else ALL
-            return Known.of(case, seed, two_sided=case is timed, sample=sample)
+            return ExpectedCase.of(case, seed, two_sided=case is timed, sample=sample)
 
         # So that a trial's time limit covers the candidate's work only.
         def maths(case: Case) -> Measures:
@@ -78,9 +78,9 @@ def rounding(problem: Problem, rounds_scores: int) -> Maths:
     return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}
 
 
-def turns(case: Case, seed: int) -> tuple[Known, Maths]:
+def turns(case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
     """What NumPy knows of short turns, and their maths for scores that are not rounded."""
-    return Known.of_turns(case, seed), {(case, 0): limits.same_maths(case, 0)}
+    return ExpectedCase.of_turns(case, seed), {(case, 0): limits.same_maths(case, 0)}
 
 
 class _Process:
@@ -159,7 +159,7 @@ class ReferencePool:
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
         self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
-        self._turns: dict[tuple[Case, int], Future[tuple[Known, Maths]]] = {}
+        self._turns: dict[tuple[Case, int], Future[tuple[ExpectedCase, Maths]]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
         """Have it computed, if it is not being computed."""
@@ -204,7 +204,7 @@ class ReferencePool:
         while len(self._turns) > _TURNS_KEPT:
             self._turns.pop(next(iter(self._turns))).cancel()
 
-    def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
+    def turns(self, case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
         """See the function `turns`."""
         self.begin_turns(case, seed)
         return self._short.waited(self._turns[case, seed])

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import proved, proves, step
 from attnsweep.core.trial import Accuracy
-from attnsweep.device.bound_call import Pipeline
+from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import POISON, Buffer
-from attnsweep.device.cuda import Session
+from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
-from attnsweep.verify.compare import Judge
-from attnsweep.verify.device_case import Fixture, Found, Small, WrongResult
+from attnsweep.verify.compare import Comparer
+from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
 from attnsweep.verify.measures import Measures
 from attnsweep.verify.reference_pool import Maths, ReferencePool
@@ -32,16 +32,16 @@ from attnsweep.verify.sample import Sample
 
 # Repeated calls that are issued rather than captured and replayed.
 _ISSUED = 64
-Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
-_Bound = tuple[Fixture, Launches, Pipeline]
+Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
+_Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
     """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
 
-    fixture: Fixture
-    call: Pipeline
+    fixture: DeviceCase
+    call: BoundCall
     deterministic: bool
     rounds_scores: int
     digests: npt.NDArray[np.uint64]
@@ -55,7 +55,7 @@ class Proven:
 class _Called:
     """A call that is being checked, and the slots of what it shows."""
 
-    fixture: Fixture
+    fixture: DeviceCase
     outside: dict[str, int]
     lse: int | None = None
 
@@ -63,7 +63,7 @@ class _Called:
 Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
 
 
-class Proof:
+class Verifier:
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
     @proves("inputs")
@@ -71,7 +71,7 @@ class Proof:
         self,
         problem: Problem,
         seed: int,
-        session: Session,
+        session: CudaSession,
         cache_dir: Path | None = None,
         then: Problem | None = None,
         rounds_scores: Collection[int] = (),
@@ -89,7 +89,7 @@ class Proof:
         self._maths: Maths = {}
         pool.begin(problem, seed)
         with step("compile the judge"):
-            self._judge = judge = Judge(session, problem.dtype, cache_dir)
+            self._judge = judge = Comparer(session, problem.dtype, cache_dir)
         with step("wait for NumPy's results"):
             known = pool.take(problem, seed)
         self._maths.update(known.maths)
@@ -97,9 +97,9 @@ class Proof:
         self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
             how: dict[str, Any] = {"known": timed, "sample": Sample.of(problem, seed)}
-            self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, **how)
+            self.timed = DeviceCase(Case(problem), seed, session, judge, two_sided=True, **how)
             cases = zip(verify_cases.small_cases(problem), known.small, strict=True)
-            small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+            small = [DeviceCase(c, seed, session, judge, known=k) for c, k in cases]
             self._small = Small(small, judge)
             session.settle()
         if then is not None:
@@ -109,7 +109,7 @@ class Proof:
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
-        self._turns: Fixture | None = None
+        self._turns: DeviceCase | None = None
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
         """Begin what limits of rounded scores and short turns of a problem need."""
@@ -126,7 +126,7 @@ class Proof:
             with step("wait for NumPy's limits"):
                 self._maths.update(self._pool.rounding(case.problem, often))
 
-    def _same(self, of: Fixture, rounds_scores: int) -> Measures | None:
+    def _same(self, of: DeviceCase, rounds_scores: int) -> Measures | None:
         """What the limits of a case come from, if it was computed beside."""
         problem = of.case.problem
         return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
@@ -144,7 +144,7 @@ class Proof:
     def of_candidate(
         self,
         candidate: Candidate,
-        call: Pipeline,
+        call: BoundCall,
         bind: Bind,
         workspaces: Mapping[tuple[str, int], Buffer],
         *,
@@ -173,7 +173,7 @@ class Proof:
     ) -> tuple[list[Accuracy], list[dict[str, float]], Proven]:
         """Check a candidate on the small cases or none, on a case, and on its opposite.
 
-        Returns the accuracies, the findings behind them and those of Fixture.compare_format, and
+        Returns the accuracies, the findings behind them and those of DeviceCase.compare_format, and
         its outputs on the last case. Raises WrongResult.
         """
         judge, (last, launches, pipeline) = self._judge, two_sided
@@ -220,7 +220,7 @@ class Proof:
         for one, values in zip(called, found[:-1], strict=True):
             outside = {name: int(counts[slot]) for name, slot in one.outside.items()}
             off = 0.0 if one.lse is None else float(counts[one.lse : one.lse + 1].view(float)[0])
-            shown = Found(values, outside, off)
+            shown = Errors(values, outside, off)
             same = self._same(one.fixture, candidate.rounds_scores)
             accuracies.append(one.fixture.accuracy(shown, candidate.rounds_scores, same=same))
         how = pipeline, candidate.deterministic, candidate.rounds_scores
@@ -269,7 +269,7 @@ class Proof:
             self._maths.update(maths)
             with step("inputs and float64 outputs"):
                 how = (self._seed, self._session, self._judge)
-                self._turns = Fixture(case, *how, two_sided=True, known=known)
+                self._turns = DeviceCase(case, *how, two_sided=True, known=known)
             parts = max(self.timed.parts, self._turns.parts)
             self._digests = Buffer(2 * 2 * 8 * parts)
         call = bind(launches, [self._turns.buffers])
@@ -280,7 +280,7 @@ class Proof:
     ) -> Accuracy:
         """The accuracy with the seed and the timed error, and in FP8 with what the format costs.
 
-        timed: the findings on the timed problem. of_format: those of Fixture.compare_format.
+        timed: the findings on the timed problem. of_format: those of DeviceCase.compare_format.
         """
         facts: dict[str, Any] = {"seed": self._seed, "timed_err": timed["row"]}
         if self.timed.judged_rows < self.timed.rows:
@@ -292,7 +292,7 @@ class Proof:
     def proved_before(
         self,
         candidate: Candidate,
-        call: Pipeline,
+        call: BoundCall,
         workspaces: Mapping[tuple[str, int], Buffer],
         digests: Digests,
     ) -> Proven:
@@ -326,7 +326,7 @@ class Proof:
             found, of_format = self._judge.found(2)
         same = self._same(self.timed, rounds_scores)
         accuracy = self.timed.accuracy(
-            Found(found, {}), rounds_scores, baseline=not held, same=same
+            Errors(found, {}), rounds_scores, baseline=not held, same=same
         )
         return self._named(accuracy, found, of_format)
 
@@ -355,7 +355,7 @@ class Proof:
         calls = min(most, int(longest_us / max(1.0, each_us)))
         # The host pays for each slot once, to capture it, and for each replay, as if for five.
         balanced = calls if few else math.isqrt(5 * calls)
-        slots = max(1, min(calls // 2, balanced, Judge.SLOTS))
+        slots = max(1, min(calls // 2, balanced, Comparer.SLOTS))
 
         def issue() -> None:
             for slot in range(slots):
@@ -437,8 +437,8 @@ class Proof:
 
     @proves("replays")
     def _compare_outputs(self, proven: Proven, outputs: Sequence[Buffer], looked: bool) -> None:
-        for first in range(0, len(outputs), Judge.SLOTS):
-            some = outputs[first : first + Judge.SLOTS]
+        for first in range(0, len(outputs), Comparer.SLOTS):
+            some = outputs[first : first + Comparer.SLOTS]
             if not looked:
                 self._look_at(some, proven)
             self._compare(proven, len(some))
@@ -467,7 +467,7 @@ class Proof:
             try:
                 for found in self._judge.found(slots):
                     same = self._same(fixture, proven.rounds_scores)
-                    fixture.accuracy(Found(found, {}), proven.rounds_scores, same=same)
+                    fixture.accuracy(Errors(found, {}), proven.rounds_scores, same=same)
             except WrongResult:
                 self._mend(fixture)
                 raise
@@ -484,7 +484,7 @@ class Proof:
                 f"calls gave another output than the checked call ({fixture.case.label})"
             )
 
-    def _mend(self, fixture: Fixture) -> None:
+    def _mend(self, fixture: DeviceCase) -> None:
         """Renew the inputs if the calls that were wrong wrote to them: the next has other calls."""
         with self._session.stream:
             fixture.go_to(PLAIN)

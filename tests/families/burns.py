@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "burns",
     summary="right, and as slow as it is told to be",
     params=(Param("CYCLES", (400_000,), "clock cycles that each block takes"),),

@@ -2,9 +2,9 @@
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "misbehaves",
     summary="right, or wrong in one chosen way",
     params=(

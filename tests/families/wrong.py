@@ -5,13 +5,13 @@ from pathlib import Path
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 
 _LIST = re.search(r"enum Fault \{(.*?)\};", Path(__file__).with_suffix(".cu").read_text(), re.S)
 FAULTS = tuple(re.findall(r"^\s*([A-Z]\w*),", _LIST[1] if _LIST else "", re.M))
 THREADS = 128
 
-kernel = Kernel(
+kernel = Family(
     "wrong",
     summary="right, or wrong in one chosen way",
     params=(Param("FAULT", tuple(range(len(FAULTS))), ", ".join(FAULTS)),),

@@ -13,7 +13,7 @@ from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover, load_kernel
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 
 from .harness import SCHEDULES, BuildError, SimtError, Simulator, config_of
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _shipped(name: str) -> Kernel:
+def _shipped(name: str) -> Family:
     families = discover()
     if name not in families:
         raise SimtError(f"no family {name!r}: there are {', '.join(families)}, or a path to a .py")

@@ -1,6 +1,6 @@
 """A GPU for verify/device/compare.cu: its kernels compiled by g++, on buffers of this process.
 
-`Device` stands for gpu.device.Session and `HostBuffer` for its Buffer, so that the code which
+`Device` stands for device.cuda.CudaSession and `HostBuffer` for its Buffer, so that the code which
 launches these kernels runs unchanged. What is launched has ended when the launch returns; nothing
 here can show a missing wait between streams.
 """
@@ -26,7 +26,7 @@ from attnsweep.device.buffers import GUARD_BYTES, POISON
 from attnsweep.verify import compare as judge_module
 from attnsweep.verify import device_case as fixture_module
 from attnsweep.verify import verifier as proof_module
-from attnsweep.verify.compare import Judge
+from attnsweep.verify.compare import Comparer
 
 from .harness import FLAGS, HERE, SimtError, Simulator, _compile, _compile_as_one, translate
 
@@ -101,9 +101,9 @@ class Device:
         self._simulator, self.schedule = simulator, schedule
         self.gpu = SimpleNamespace(arch="sm_90a", sm_count=2)
 
-    def judge(self, dtype: str) -> Judge:
+    def judge(self, dtype: str) -> Comparer:
         """A judge whose kernels run here, with buffers as those of `take_place`."""
-        return Judge(cast(Any, self), dtype)
+        return Comparer(cast(Any, self), dtype)
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let verify/compare.py and what uses it have host buffers, and the library for a cubin."""

@@ -22,7 +22,7 @@ from attnsweep.compile.nvrtc import default_cache_dir, source_closure
 from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.problem import Value
-from attnsweep.family.family import Config, Kernel, Launch, TensorMap
+from attnsweep.family.family import Config, Family, Launch, TensorMap
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import HALF_ULP, each_draw, limits
@@ -71,7 +71,7 @@ class Result:
         return f"error {self.error:.2e}, limit {self.limit:.2e}{lse}"
 
 
-def config_of(kernel: Kernel, words: str) -> Config:
+def config_of(kernel: Family, words: str) -> Config:
     """Every Param of the family: as `words` say, else its first value."""
     values: dict[str, Value] = {param.name: param.values[0] for param in kernel.params}
     for word in words.split():
@@ -86,7 +86,7 @@ _SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s
 _TWINS = frozenset(str(path.relative_to(HERE)) for path in HERE.rglob("*.cuh"))
 
 
-def sources(kernel: Kernel) -> dict[str, str]:
+def sources(kernel: Family) -> dict[str, str]:
     """The template and the headers it includes that have no twin here: name to text."""
     closure = source_closure(kernel.source)
     return {name: text.decode() for name, text in closure.items() if name not in _TWINS}
@@ -175,7 +175,7 @@ class Simulator:
 
     def _stage(
         self,
-        kernel: Kernel,
+        kernel: Family,
         texts: Mapping[str, str],
         function: str,
         defines: Mapping[str, str],
@@ -210,7 +210,7 @@ class Simulator:
 
     def build(
         self,
-        kernel: Kernel,
+        kernel: Family,
         config: Config,
         case: Case,
         *,
@@ -244,7 +244,7 @@ class Simulator:
 
     def check(
         self,
-        kernel: Kernel,
+        kernel: Family,
         config: Config,
         case: Case,
         *,

@@ -1,4 +1,4 @@
-"""Calls in Python that a Proof on the CPU judges, and the bench that binds them to buffers."""
+"""Calls in Python that a Verifier on the CPU judges, and the bench that binds them to buffers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.verify import encoding, rounded
-from attnsweep.verify.verifier import Proof
+from attnsweep.verify.verifier import Verifier
 
 from .device import HostBuffer
 
@@ -62,10 +62,10 @@ def attend_with_lse(problem, buffers, number=0):
 
 
 class Bench:
-    """A Proof, and the workspaces of the candidates that it is given."""
+    """A Verifier, and the workspaces of the candidates that it is given."""
 
     def __init__(self, device, problem, seed=3):
-        self.proof, self.problem = Proof(problem, seed, device), problem
+        self.proof, self.problem = Verifier(problem, seed, device), problem
         self.calls = []
 
     def prove(self, write, *, small=False, workspaces=None, **facts):
@@ -77,7 +77,7 @@ class Bench:
             return Call(write, launches, {**copies[0], **named})
 
         def launches(problem):
-            return Launches(problem, (), workspaces, lse=lse)
+            return LaunchPlan(problem, (), workspaces, lse=lse)
 
         timed = launches(self.problem)
         self.call = bind(timed, [self.proof.timed.buffers])
@@ -91,7 +91,7 @@ class Bench:
 
     def repeat_turns(self, write, short, calls=12, **facts):
         """Prove calls on `short`, as on short turns, and repeat them."""
-        timed = Launches(self.problem, (), {})
+        timed = LaunchPlan(self.problem, (), {})
         turns = replace(timed, problem=short)
 
         def bind(launches, copies):

@@ -10,7 +10,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.store.run import find_runs, open_run
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -30,13 +30,13 @@ class Winner:
         return f"{self.run} {self.problem.label} {self.kernel} {self.config.label}"
 
 
-def winners(families: Mapping[str, Kernel], results: Path = RESULTS) -> Iterator[Winner]:
+def winners(families: Mapping[str, Family], results: Path = RESULTS) -> Iterator[Winner]:
     """Those of each recorded run."""
     for directory in find_runs(results):
         yield from winners_of(directory, families)
 
 
-def winners_of(directory: Path, families: Mapping[str, Kernel]) -> Iterator[Winner]:
+def winners_of(directory: Path, families: Mapping[str, Family]) -> Iterator[Winner]:
     """The first of each family in the ranking of each problem of a recorded run.
 
     Those of families that are gone, or whose parameters mean something else since, are left out.

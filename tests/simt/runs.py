@@ -9,7 +9,7 @@ from itertools import cycle, product
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Space
 
 from .harness import ARCH, config_of
@@ -126,7 +126,7 @@ def runs():
             yield kernel, replace(BASE, causal=causal, dtype=dtype), words
 
 
-def name_of(kernel: Kernel, problem: Problem, which: int | str) -> str:
+def name_of(kernel: Family, problem: Problem, which: int | str) -> str:
     words = "-".join(which.split()[:3]) if isinstance(which, str) else which
     return f"{kernel}-{problem.label}-{words}".replace(" ", "-")
 
@@ -134,7 +134,7 @@ def name_of(kernel: Kernel, problem: Problem, which: int | str) -> str:
 RUNS = {name_of(*run): run for run in runs()}
 
 
-def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
+def config_for(kernel: Family, problem: Problem, which: int | str) -> Config:
     if isinstance(which, str):
         return config_of(kernel, which)
     dtype = "fp16" if "fp16" in kernel.dtypes else problem.dtype

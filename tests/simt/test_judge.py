@@ -17,7 +17,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures, rounded
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Compared
-from attnsweep.verify.device_case import Fixture, Found, WrongResult
+from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 from attnsweep.verify.measures import TILT, Measures
 from attnsweep.verify.sample import ALL, Sample
@@ -154,7 +154,7 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
     results = []
     for schedule in (0, 1, 2):
         device.schedule = schedule
-        fixture = Fixture(case, 1, device, device.judge("bf16"))
+        fixture = DeviceCase(case, 1, device, device.judge("bf16"))
         results.append(fixture._sides[0].expected.of(np.uint64).copy())
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
@@ -170,9 +170,9 @@ WIDE = Problem(
 
 def sampled(device):
     """A fixture of which a sample is judged, and its expected output in bf16."""
-    whole = Fixture(Case(WIDE), 1, device, device.judge("bf16"))
+    whole = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"))
     right = encoding.to_bits(whole._sides[0].expected.of(np.float64), "bf16")
-    fixture = Fixture(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
+    fixture = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
     return fixture, right.reshape(WIDE.shape_of("o")), whole
 
 
@@ -207,7 +207,7 @@ def test_what_a_sample_finds(device):
         fixture.buffers["o"].upload(output)
         fixture.judge.clear()
         fixture.compare(0)
-        found = Found(fixture.judge.found(1)[0], {})
+        found = Errors(fixture.judge.found(1)[0], {})
         with pytest.raises(WrongResult) if refused else nullcontext():
             fixture.accuracy(found, 0)
 

@@ -17,8 +17,8 @@ from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import reference
-from attnsweep.verify.compare import Judge
-from attnsweep.verify.device_case import BrokenJudge, Fixture, WrongResult
+from attnsweep.verify.compare import Comparer
+from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
 
 from .device import Device, HostBuffer
@@ -175,7 +175,7 @@ def copies_of(bench, count):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("wrong", [None, 0, 4])
 def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, bench, monkeypatch):
-    monkeypatch.setattr(Judge, "SLOTS", 2)
+    monkeypatch.setattr(Comparer, "SLOTS", 2)
     _, proven = bench.prove(attend, deterministic=deterministic)
     copies = copies_of(bench, 4)
     bench.proof.timed.draw()
@@ -418,5 +418,5 @@ def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatc
         return sides
 
     monkeypatch.setattr(reference, "exact_rows", off)
-    with pytest.raises(BrokenJudge, match="the float64 reference on this GPU is off by"):
-        Fixture(Case(PROBLEM), 3, device, device.judge("bf16"), two_sided=True)
+    with pytest.raises(BrokenComparison, match="the float64 reference on this GPU is off by"):
+        DeviceCase(Case(PROBLEM), 3, device, device.judge("bf16"), two_sided=True)

@@ -14,8 +14,8 @@ from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import rounded as verify_rounded
-from attnsweep.verify.device_case import Fixture, WrongResult
-from attnsweep.verify.expected import Known
+from attnsweep.verify.device_case import DeviceCase, WrongResult
+from attnsweep.verify.expected import ExpectedCase
 
 from .harness import COMPILER
 from .proving import Bench, attend, inputs_in
@@ -105,7 +105,7 @@ def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):
 @pytest.mark.parametrize("wrong", [0.0, -1.0, np.inf, np.nan])
 def test_no_fp8_case_is_opened_with_a_scale_that_cannot_be(wrong, device):
     case = Case(FP8[0])
-    known = Known.of(case, 3)
+    known = ExpectedCase.of(case, 3)
     known.inputs["k_scale"][1, 0] = wrong
     with pytest.raises(ProblemError, match=r"k_scale\[1, 0\] is .*finite and above 0"):
-        Fixture(case, 3, device, device.judge("e4m3"), known=known)
+        DeviceCase(case, 3, device, device.judge("e4m3"), known=known)

@@ -16,7 +16,7 @@ import pytest
 from attnsweep.core.cases import Case, Inputs
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 
 from .harness import ARCH, COMPILER, SimtError
 from .shapes import spans
@@ -95,7 +95,7 @@ MOST = 5e8
 
 
 def random_config(
-    kernel: Kernel, rng: random.Random, packed: bool = False
+    kernel: Family, rng: random.Random, packed: bool = False
 ) -> tuple[Problem, Config]:
     """What is compiled in, as a problem, and a config that the rules allow for it.
 
@@ -152,7 +152,7 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
             return Case(shape, rng.choice(get_args(Inputs)))
 
 
-def drawn(kernel: Kernel, seed: str, packed: bool = False) -> tuple[Config, Case]:
+def drawn(kernel: Family, seed: str, packed: bool = False) -> tuple[Config, Case]:
     """The same for the same seed."""
     rng = random.Random(seed)
     problem, config = random_config(kernel, rng, packed)

@@ -16,7 +16,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.export import export
 from attnsweep.serve.runtime.table import (
@@ -161,7 +161,7 @@ def fp8_table(key: GpuKey, compiler: Compiler, place: Path, notes: list[str]) ->
     return read_table(place)
 
 
-def _of_every_kind(key: GpuKey, family: Kernel) -> list[made_of.Winner]:
+def _of_every_kind(key: GpuKey, family: Family) -> list[made_of.Winner]:
     arch, winners = arch_named(family.min_arch), []
     for dtype in ("e4m3", "e4m3_block"):
         for head_dim in family.head_dims:
@@ -175,7 +175,7 @@ def _of_every_kind(key: GpuKey, family: Kernel) -> list[made_of.Winner]:
     return winners
 
 
-def _configs(family: Kernel, head_dim: int) -> list[Config]:
+def _configs(family: Family, head_dim: int) -> list[Config]:
     """Configs that no rule refuses at 1000 tokens, with each way to keep or to save accuracy."""
     first = {param.name: param.values[0] for param in family.params} | {"BLOCK_N": 64}
     first |= {"WARPGROUPS": 2, "OVERLAP": 1, "HEADROOM": 0, "LSE": 0}

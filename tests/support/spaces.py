@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.chunks import MODES, is_used
-from attnsweep.family.family import Config, Kernel
+from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Selection, selected
 
 
 def candidates(
-    kernel: Kernel,
+    kernel: Family,
     problem: Problem,
     arch: Arch,
     selection: Selection | None = None,

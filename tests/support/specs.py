@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 
 from attnsweep.core.files import shipped
-from attnsweep.family.family import Kernel, Launch, Param
+from attnsweep.family.family import Family, Launch, Param
 from attnsweep.specs.load import json_schema
 
 ROOT = shipped("configs").parent
@@ -21,8 +21,8 @@ def with_problem(fields: str) -> str:
     return f"problems:\n  - {{{fields}}}\nkernels: {{naive: {{}}}}\n"
 
 
-def toy(**params: Any) -> dict[str, Kernel]:
+def toy(**params: Any) -> dict[str, Family]:
     """A family with these parameters."""
-    kernel = Kernel("toy", summary="", params=tuple(Param(n, v, "") for n, v in params.items()))
+    kernel = Family("toy", summary="", params=tuple(Param(n, v, "") for n, v in params.items()))
     kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), 32, ()))
     return {"toy": kernel}

@@ -10,11 +10,11 @@ import numpy as np
 
 from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
-from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
-from attnsweep.verify.verifier import Proof, Proven
+from attnsweep.verify.verifier import Proven, Verifier
 
 PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
@@ -120,8 +120,8 @@ class FakeFixture:
 
 
 def proof_of(outputs):
-    """A Proof whose judge sees these digests; outputs gets the number of the look, and the mix."""
-    made = Proof.__new__(Proof)
+    """A Verifier whose Comparer sees these digests; outputs gets the look's number, the mix."""
+    made = Verifier.__new__(Verifier)
     made._session, made._seed, made._poisons = FakeSession(), 0, False
     made._preparation = None
     made.timed, made.timed.mix = PROVEN.fixture, 0
@@ -139,7 +139,7 @@ TURNS = replace(PROVEN, fixture=FakeFixture(cases.short_turns(PROBLEM, 2).proble
 def made(monkeypatch):
     """A bench of PROBLEM whose candidates are right, and whose calls take 1 µs."""
     monkeypatch.setattr(measure, "Buffer", FakeBuffer)
-    monkeypatch.setattr(measure, "Pipeline", FakePipeline)
+    monkeypatch.setattr(measure, "BoundCall", FakePipeline)
     made = Bench.__new__(Bench)
     made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
@@ -166,7 +166,7 @@ def made(monkeypatch):
 
 
 def candidate(nbytes, turns=None):
-    plan = Launches(PROBLEM, (), {"scores": nbytes})
+    plan = LaunchPlan(PROBLEM, (), {"scores": nbytes})
     return Candidate("k", {}, plan, (), 0, turns=turns)
 
 
@@ -182,4 +182,4 @@ class Replay:
 
 def in_turns(nbytes=7):
     problem = TURNS.fixture.case.problem
-    return candidate(64, Launches(problem, (), {"scores": nbytes}))
+    return candidate(64, LaunchPlan(problem, (), {"scores": nbytes}))

@@ -17,7 +17,7 @@ from fake_torch import Tensor, torch_of
 from attnsweep.baselines import cudnn as baselines_cudnn
 from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.baselines.backend import Unavailable, Way
-from attnsweep.baselines.prepare import Baseline, prepare
+from attnsweep.baselines.prepare import BoundBaseline, prepare
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import BASELINES, KNOWN_BASELINES, OWN_BF16
@@ -186,7 +186,7 @@ def test_converted_inputs_are_converted_again_where_they_are(torch):
     calls = []
     way = Way(lambda *given: calls.append(given), lambda q, k, v: (q / 2.0, k))
     copies = [tuple(copy.values()) for copy in inputs()]
-    baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0)
+    baseline = BoundBaseline(way, copies, Session([0.0]), rounds_scores=0)
     baseline.enqueue(1)
     first = calls[0][0]
     np.testing.assert_allclose(first.array, copies[1][0].array / 2)
@@ -202,7 +202,7 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
     """Through the host, an output of 64 MiB took 50 ms of each baseline."""
     copies = [tuple(copy.values()) for copy in inputs()]
     way = Way(lambda q, k, v: q * q, finish=lambda out, q, k, v: out / 2)
-    baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
+    baseline = BoundBaseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
     expected = copies[0][0].array ** 2 / 2
     into = Tensor(np.zeros(expected.shape), "int16")
     baseline.output(into)
@@ -440,7 +440,7 @@ def test_no_garbage_is_collected_while_a_baseline_is_captured(torch):
     """A finalizer that waits for the device, as cuDNN's handle's, would end the capture."""
     seen = []
     way = Way(lambda *inputs: seen.append(gc.isenabled()) or inputs[0])
-    baseline = Baseline(way, [(Tensor(np.zeros(2)),) * 3], Session([0]), rounds_scores=0)
+    baseline = BoundBaseline(way, [(Tensor(np.zeros(2)),) * 3], Session([0]), rounds_scores=0)
     baseline.capture(2)
     assert seen == [False, False]
     assert gc.isenabled()

@@ -26,7 +26,7 @@ from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
 from attnsweep.core import cases, timings
 from attnsweep.verify.device_case import WrongResult
-from attnsweep.verify.verifier import Proof
+from attnsweep.verify.verifier import Verifier
 
 
 def test_a_finalists_workspace_outlives_another_size(bench):
@@ -187,7 +187,7 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
 
     monkeypatch.setattr(bench._proof, "of_candidate", of_candidate)
     bench._launch_times, bench._cold_copies = {}, [bench._timed]
-    monkeypatch.setattr(Proof, "repeat", lambda *_: 8)
+    monkeypatch.setattr(Verifier, "repeat", lambda *_: 8)
     tried, other = candidate(64), candidate(128)
     bench.trial(tried)
     bench.add("tried", candidate(64), cold=True)
@@ -211,7 +211,7 @@ def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench
         return most
 
     bench._launch_times, bench._cold_copies = {}, [bench._timed]
-    monkeypatch.setattr(Proof, "repeat", repeat)
+    monkeypatch.setattr(Verifier, "repeat", repeat)
     accuracy, first = bench.trial(candidate(64))
     assert (accuracy.calls, first.sm_mhz) == (8, 1980.0)
     bench.add("k", candidate(64), cold=False)
@@ -221,7 +221,7 @@ def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench
     def wrong(*_):
         raise WrongResult("a race")
 
-    monkeypatch.setattr(Proof, "repeat", wrong)
+    monkeypatch.setattr(Verifier, "repeat", wrong)
     with pytest.raises(WrongResult, match="a race"):
         bench.confirm("k", 200_000.0)
     with pytest.raises(WrongResult, match="a race"):
@@ -229,13 +229,13 @@ def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench
 
 
 def test_a_finalist_is_confirmed_on_the_timed_problem_and_then_on_short_turns(bench, monkeypatch):
-    asked, repeat = [], Proof.repeat
+    asked, repeat = [], Verifier.repeat
 
     def noted(proof, proven, most, longest_us, each_us=None):
         asked.append((proven.fixture.case.problem, most, longest_us))
         return repeat(proof, proven, most, longest_us, each_us)
 
-    monkeypatch.setattr(Proof, "repeat", noted)
+    monkeypatch.setattr(Verifier, "repeat", noted)
     bench.add("turns", in_turns(), cold=False)
     assert bench.confirm("turns", 100.0) < 7_000
     calls = bench.confirm("turns", 1e9)

@@ -8,7 +8,7 @@ from bench_parts import PROVEN, FakeBuffer, FakePipeline, Replay, candidate, in_
 from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
 from attnsweep.verify.device_case import WrongResult
-from attnsweep.verify.verifier import Proof
+from attnsweep.verify.verifier import Verifier
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_first_time_is_one_call(long):
 
 
 def test_a_trial_counts_the_call_that_it_timed_and_makes_no_more(long, monkeypatch):
-    monkeypatch.setattr(Proof, "repeat", lambda *_: pytest.fail("a call more"))
+    monkeypatch.setattr(Verifier, "repeat", lambda *_: pytest.fail("a call more"))
     accuracy, _ = long.trial(candidate(64))
     assert accuracy.calls == 1
 
@@ -78,13 +78,13 @@ def test_no_copies_of_the_inputs_are_made(long, monkeypatch):
 @pytest.mark.parametrize("call_us", [25_000.0, 180_000.0, 900_000.0])
 def test_two_calls_of_the_winner_are_compared_and_none_of_others(long, monkeypatch, call_us):
     """The finals ask for 200 ms of the winner, and for 2 ms of each other."""
-    asked, repeat = [], Proof.repeat
+    asked, repeat = [], Verifier.repeat
 
     def noted(proof, proven, most, longest_us, each_us=None):
         asked.append((most, each_us))
         return repeat(proof, proven, most, longest_us, each_us)
 
-    monkeypatch.setattr(Proof, "repeat", noted)
+    monkeypatch.setattr(Verifier, "repeat", noted)
     long.add("a", candidate(64), cold=False)
     long._entries["a"].warm_us = call_us
     assert long.confirm("a", 2_000.0) == 0
@@ -112,6 +112,6 @@ def test_a_winner_that_is_wrong_in_one_of_its_two_calls_is_found(long):
 def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(long, monkeypatch, is_long, calls):
     long._long, call = is_long, Captured()
     long._entries["a"] = measure._Entry(call)
-    monkeypatch.setattr(Proof, "settle", lambda self: None, raising=False)
+    monkeypatch.setattr(Verifier, "settle", lambda self: None, raising=False)
     long.eager_us("a")
     assert call.alone == calls

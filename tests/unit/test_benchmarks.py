@@ -20,7 +20,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Space
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -101,7 +101,7 @@ def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
 
 def recorded_toy(search, spec=""):
     """A space of 50 with one candidate within 1 % of the best, and one whose first time lies."""
-    kernel = Kernel("toy", summary="", params=(Param("A", tuple(range(50)), ""),))
+    kernel = Family("toy", summary="", params=(Param("A", tuple(range(50)), ""),))
     kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), 32, ()))
     space = Space.build(kernel, Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"])
     rows = {}

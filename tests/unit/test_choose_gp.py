@@ -21,7 +21,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Space
 from attnsweep.specs.load import load_spec
 from attnsweep.store.run import open_run
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 def space_of(*sizes, problem=PROBLEM):
     params = tuple(Param(f"P{i}", tuple(range(size)), "") for i, size in enumerate(sizes))
-    kernel = Kernel("toy", summary="", params=params)
+    kernel = Family("toy", summary="", params=params)
     kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), 32, ()))
     return Space.build(kernel, problem, ARCHS["sm_90a"])
 

@@ -17,7 +17,7 @@ from attnsweep.compile.candidate import Build
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Measurement, Status, Trial
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.store.run import open_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
@@ -95,7 +95,7 @@ def build_of(kernel, config, problem):
 
 @pytest.fixture
 def family():
-    kernel = Kernel(
+    kernel = Family(
         "toy", summary="", params=(Param("A", tuple(range(9)), ""), Param("B", (0, 1, 2), ""))
     )
     kernel.source = Path("toy.cu")

@@ -18,7 +18,7 @@ from attnsweep.core.files import install_command
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Measurement, Status, Trial
-from attnsweep.family.family import Kernel, Launch, Param
+from attnsweep.family.family import Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.specs.model import SearchSpec
 
@@ -27,7 +27,7 @@ caps = st.none() | st.integers(1, 40)
 
 
 def space_of(count, name="toy", problem=PROBLEM):
-    kernel = Kernel(name, summary="", params=(Param("A", tuple(range(count)), ""),))
+    kernel = Family(name, summary="", params=(Param("A", tuple(range(count)), ""),))
     kernel.stage("fwd")(lambda *_: Launch(name, (1, 1, 1), 32, ()))
     return Space.build(kernel, problem, ARCHS["sm_90a"])
 
@@ -122,7 +122,7 @@ def test_a_strategy_hears_of_every_trial_once_at_the_next_ask(monkeypatch):
 
 def square_space(side=15, forbidden=lambda a, b: (a + b) % 3 == 0):
     params = (Param("A", tuple(range(side)), ""), Param("B", tuple(range(side)), ""))
-    kernel = Kernel("square", summary="", params=params)
+    kernel = Family("square", summary="", params=params)
     kernel.rule("not all")(lambda c, p, a: not forbidden(c.A, c.B))
     kernel.stage("fwd")(lambda *_: Launch("square", (1, 1, 1), 32, ()))
     return Space.build(kernel, PROBLEM, ARCHS["sm_90a"])
@@ -182,7 +182,7 @@ def test_an_unknown_strategy_names_the_known():
 def pipeline_space(sizes, forbidden=frozenset()):
     """A family of one stage a size, each with one parameter; a rule refuses `forbidden`."""
     names = [f"S{n}" for n in range(len(sizes))]
-    kernel = Kernel(
+    kernel = Family(
         "toy",
         summary="",
         params=tuple(
@@ -245,7 +245,7 @@ def test_staged_keeps_to_the_rules():
 
 def linked_space(selection=None):
     """Two stages that share FUSED; the second is left out where FUSED is 2."""
-    kernel = Kernel(
+    kernel = Family(
         "toy",
         summary="",
         params=(

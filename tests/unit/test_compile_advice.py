@@ -22,8 +22,8 @@ from attnsweep.specs.load import load_spec
 
 ARCH = arch_named("sm_90a")
 DECLARATION = """
-from attnsweep.family.family import Kernel, Launch, Param
-kernel = Kernel("mine", summary="", params=(
+from attnsweep.family.family import Family, Launch, Param
+kernel = Family("mine", summary="", params=(
     Param("THREADS", (32, 64), ""), Param("UNROLL", (1, 2), ""), Param("NEVER", (1, 2, 3), ""),
     Param("ORDER", ("rows", "columns"), ""), Param("FIXED", (1,), ""),
 ))

@@ -14,7 +14,7 @@ from fake_compiler import FakeCompiler
 from attnsweep.compile.candidate import Build
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
-from attnsweep.device.bound_call import Pipeline
+from attnsweep.device.bound_call import BoundCall
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 
@@ -82,7 +82,7 @@ class Session:
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "streams"])
 def test_a_graph_holds_ordinary_calls_unless_chained_ones_are_asked_for(name, tmp_path):
     session = Session()
-    call = Pipeline(session, launches_of(name, tmp_path), [{}])
+    call = BoundCall(session, launches_of(name, tmp_path), [{}])
     ordinary = CALLS[name][2]
     call.capture(2)()
     assert session.launched == ordinary * 2

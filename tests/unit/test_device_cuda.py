@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from samples import TEST_GPU
 
-from attnsweep.compile.launches import CompiledStage, Launches
+from attnsweep.compile.launches import CompiledStage, LaunchPlan
 from attnsweep.core.problem import Problem
 from attnsweep.device import cuda
-from attnsweep.device.bound_call import Pipeline
+from attnsweep.device.bound_call import BoundCall
 from attnsweep.family.family import Launch
 
 
@@ -59,14 +59,14 @@ class Log(list):
 
 
 class Session:
-    """Stands for device.Session: launches become lines `stage@stream(copy)`."""
+    """Stands for CudaSession: launches become lines `stage@stream(copy)`."""
 
     def __init__(self):
         self.log = Log()
         self._streams = [Stream(self.log, f"s{n}") for n in range(4)]
         self.stream = self._streams[0]
 
-    capture = cuda.Session.capture
+    capture = cuda.CudaSession.capture
 
     def streams(self, count):
         return self._streams[:count]
@@ -89,7 +89,7 @@ def plan(*stages, streams=1, eager=False):
         CompiledStage(name, "x", launch, stream, {"q": 8 * n})
         for n, (name, stream) in enumerate(stages)
     )
-    return Launches(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
+    return LaunchPlan(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
 
 
 @pytest.fixture
@@ -98,13 +98,13 @@ def session():
 
 
 def test_one_stream_needs_no_event(session):
-    Pipeline(session, plan(("qk", 0), ("pv", 0)), [{"q": "a"}]).enqueue()
+    BoundCall(session, plan(("qk", 0), ("pv", 0)), [{"q": "a"}]).enqueue()
     assert session.log == ["qk@s0(a+0)", "pv@s0(a+8)"]
 
 
 def test_streams_fork_from_and_join_the_first(session):
     stages = (("qk", 0), ("pv", 0), ("qk", 1), ("pv", 1))
-    Pipeline(session, plan(*stages, streams=2), [{"q": "a"}]).enqueue()
+    BoundCall(session, plan(*stages, streams=2), [{"q": "a"}]).enqueue()
     assert session.log == [
         "fork after s0",
         "s1 waits for fork",
@@ -115,14 +115,14 @@ def test_streams_fork_from_and_join_the_first(session):
 
 
 def test_a_stage_alone_is_of_every_chunk(session):
-    pipeline = Pipeline(session, plan(("qk", 0), ("pv", 0), ("qk", 0), ("pv", 0)), [{"q": "a"}])
+    pipeline = BoundCall(session, plan(("qk", 0), ("pv", 0), ("qk", 0), ("pv", 0)), [{"q": "a"}])
     assert pipeline.stage_names == ("qk", "pv")
     pipeline.enqueue(0, "pv")
     assert session.log == ["pv@s0(a+8)", "pv@s0(a+24)"]
 
 
 def test_a_graph_holds_the_calls_and_rotates_over_copies(session):
-    pipeline = Pipeline(session, plan(("fwd", 0)), [{"q": "a"}, {"q": "b"}])
+    pipeline = BoundCall(session, plan(("fwd", 0)), [{"q": "a"}, {"q": "b"}])
     replay = pipeline.capture(3, rotate=True)
     replay()
     assert session.log == [
@@ -132,7 +132,7 @@ def test_a_graph_holds_the_calls_and_rotates_over_copies(session):
 
 
 def test_an_eager_plan_is_launched_anew_at_each_replay(session):
-    replay = Pipeline(session, plan(("fwd", 0), eager=True), [{"q": "a"}]).capture(2)
+    replay = BoundCall(session, plan(("fwd", 0), eager=True), [{"q": "a"}]).capture(2)
     assert session.log == []
     replay()
     replay()
@@ -145,7 +145,7 @@ def test_a_capture_that_fails_is_ended(session):
 
     session.bind = lambda stage, buffers: fail
     with contextlib.suppress(ValueError):
-        Pipeline(session, plan(("fwd", 0)), [{"q": "a"}]).capture(1)
+        BoundCall(session, plan(("fwd", 0)), [{"q": "a"}]).capture(1)
     assert session.log == ["begin", "end"]
 
 
@@ -175,7 +175,7 @@ def nvml(**refused):
 
 
 def test_a_card_says_which_it_is_and_its_uuid_is_hashed():
-    found = cuda.Session.identity(nvml())
+    found = cuda.CudaSession.identity(nvml())
     assert found["sku"] == "233010de:16c110de 692-2G520-0200-000"
     assert found["power_limit_w"] == 700.0
     assert found["uuid"]
@@ -183,10 +183,10 @@ def test_a_card_says_which_it_is_and_its_uuid_is_hashed():
 
 
 def test_what_a_card_does_not_tell_is_left_out_and_ends_nothing():
-    whole = cuda.Session.identity(nvml())
-    part = cuda.Session.identity(nvml(nvmlDeviceGetBoardPartNumber=True))
+    whole = cuda.CudaSession.identity(nvml())
+    part = cuda.CudaSession.identity(nvml(nvmlDeviceGetBoardPartNumber=True))
     assert part == whole | {"sku": "233010de:16c110de"}
-    none = cuda.Session.identity(nvml(nvmlDeviceGetPciInfo=True, nvmlDeviceGetUUID=True))
+    none = cuda.CudaSession.identity(nvml(nvmlDeviceGetPciInfo=True, nvmlDeviceGetUUID=True))
     assert none == {"power_limit_w": 700.0}
 
 
@@ -206,9 +206,9 @@ def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(
         function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
         return SimpleNamespace(get_function=lambda name: function)
 
-    session = object.__new__(cuda.Session)
+    session = object.__new__(cuda.CudaSession)
     session._cupy, session._functions = SimpleNamespace(RawModule=module), {}
-    monkeypatch.setattr(cuda.Session, "_allow_cluster", lambda session, function: None)
+    monkeypatch.setattr(cuda.CudaSession, "_allow_cluster", lambda session, function: None)
     launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
     functions = [session.function("one.cubin", launch) for launch in launches]
     assert functions[0] is functions[1] is functions[2]

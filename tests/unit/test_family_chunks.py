@@ -25,7 +25,7 @@ from attnsweep.family.chunks import (
     schedule_of,
 )
 from attnsweep.family.discover import discover
-from attnsweep.family.family import CHUNKS, Config, Kernel, Launch, Param
+from attnsweep.family.family import CHUNKS, Config, Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
@@ -34,7 +34,7 @@ from attnsweep.verify.rounded import reference
 
 def family():
     """A pipeline whose workspace is two bytes a score."""
-    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), ""),))
+    kernel = Family("toy", summary="", params=(Param("A", (1, 2), ""),))
     kernel.stage("qk")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
     kernel.stage("pv")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
     kernel.workspace(lambda config, p: {"scores": 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k})
@@ -287,7 +287,7 @@ def test_candidates_one_by_one_are_those_of_the_space(selection):
 # ---- configs recorded before their family had a parameter ----
 def grown(absent=None):
     """A family of A that has got B since."""
-    return Kernel("toy", summary="", params=(Param("B", (1, 0), "", absent), Param("A", (1,), "")))
+    return Family("toy", summary="", params=(Param("B", (1, 0), "", absent), Param("A", (1,), "")))
 
 
 def test_a_config_recorded_before_a_parameter_has_what_the_family_did_without():

@@ -17,7 +17,7 @@ from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover, load_kernel
-from attnsweep.family.family import BLOCK_LIMITS, Config, Kernel, Launch, Param
+from attnsweep.family.family import BLOCK_LIMITS, Config, Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
@@ -31,7 +31,7 @@ values = st.dictionaries(
 def family(threads=128, smem_bytes=0, **params):
     """A family of one stage, whose launch is the same for every config."""
     declared = params or {"A": (1, 2), "B": (0, 1)}
-    kernel = Kernel(
+    kernel = Family(
         "toy", summary="", params=tuple(Param(name, of, "") for name, of in declared.items())
     )
     kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), threads, (), smem_bytes))
@@ -127,7 +127,7 @@ class TestSpace:
 
     def test_a_launch_is_only_built_for_what_the_rules_keep(self):
         """So that a stage may divide by what a rule guarantees."""
-        kernel = Kernel("toy", summary="", params=(Param("A", (0, 4), ""),))
+        kernel = Family("toy", summary="", params=(Param("A", (0, 4), ""),))
         kernel.rule("")(lambda config, problem, arch: config.A > 0)
         kernel.stage("fwd")(lambda c, p, a: Launch("toy", (64 // c.A, 1, 1), 32, ()))
         assert [config.A for config in Space.build(kernel, PROBLEM, H200).configs] == [4]
@@ -146,17 +146,17 @@ class TestSpace:
     ],
 )
 def test_a_family_is_refused_where_it_cannot_run(min_arch, arch, refusal):
-    kernel = Kernel("toy", summary="", params=(), min_arch=min_arch)
+    kernel = Family("toy", summary="", params=(), min_arch=min_arch)
     assert kernel.refusal(PROBLEM, ARCHS[arch]) == refusal
 
 
 def test_a_family_is_refused_for_dtypes_and_head_dims_it_does_not_have():
-    kernel = Kernel("toy", summary="", params=(), dtypes=("fp16",), head_dims=(64, 128))
+    kernel = Family("toy", summary="", params=(), dtypes=("fp16",), head_dims=(64, 128))
     bf16, wide = Problem(1, 1, 1, 1, 1, 64, "bf16"), Problem(1, 1, 1, 1, 1, 80)
     assert kernel.refusal(PROBLEM, H200) is None
     assert kernel.refusal(bf16, H200) == "dtype bf16 is not one of fp16"
     assert kernel.refusal(wide, H200) == "head_dim 80 is not one of 64, 128"
-    ranged = Kernel("toy", summary="", params=(), head_dims=range(64, 81, 8))
+    ranged = Family("toy", summary="", params=(), head_dims=range(64, 81, 8))
     assert ranged.refusal(wide, H200) is None
     assert ranged.some_head_dims == (64, 72, 80)
     odd = Problem(1, 1, 1, 1, 1, 76)
@@ -164,7 +164,7 @@ def test_a_family_is_refused_for_dtypes_and_head_dims_it_does_not_have():
 
 
 def test_a_stage_is_launched_when_its_config_needs_it():
-    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), "one or two"),))
+    kernel = Family("toy", summary="", params=(Param("A", (1, 2), "one or two"),))
     kernel.stage("fwd")(lambda *_: Launch("f", (1, 1, 1), 32, ("q",)))
     kernel.stage("join")(lambda c, p, a: Launch("j", (1, 1, 1), 32, ("o",)) if c.A > 1 else None)
     problem, arch = Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"]
@@ -195,8 +195,8 @@ def test_a_stage_sees_its_own_parameters_and_constants_only():
 
 class TestDiscovery:
     GOOD = (
-        "from attnsweep.family.family import Kernel, Launch, Param\n"
-        "kernel = Kernel('mine', summary='', params=(Param('A', (1,), ''),))\n"
+        "from attnsweep.family.family import Family, Launch, Param\n"
+        "kernel = Family('mine', summary='', params=(Param('A', (1,), ''),))\n"
         "kernel.stage('fwd')(lambda c, p, a: Launch('mine', (1, 1, 1), 32, ()))\n"
     )
 
@@ -220,7 +220,7 @@ class TestDiscovery:
         [
             ("\n1 / 0\n", ":2", "ZeroDivisionError: division by zero"),
             ("\nx = (\n", ":2", "SyntaxError: '(' was never closed"),
-            ("kernel = 3\n", "", "defines no `kernel = Kernel(...)`"),
+            ("kernel = 3\n", "", "defines no `kernel = Family(...)`"),
             (GOOD.replace("'mine', s", "'absent', s"), "", "template absent.cu is not next to it"),
             ("".join(GOOD.splitlines(keepends=True)[:2]), "", "declares no stage"),
             (
@@ -271,7 +271,7 @@ class TestBrokenDeclarations:
     PARAMS = (Param("A", (1, 2), "one or two"),)
 
     def family(self, launch=None, rule=None, workspace=None, params=PARAMS):
-        kernel = Kernel("toy", summary="", params=params)
+        kernel = Family("toy", summary="", params=params)
         kernel.stage("fwd")(launch or (lambda *_: Launch("f", (1, 1, 1), 32, ("q",))))
         if rule:
             kernel.rule("a rule")(rule)
@@ -355,7 +355,7 @@ class TestBrokenDeclarations:
     )
     def test_impossible_fields(self, field, words):
         with pytest.raises(KernelError, match=words) as caught:
-            Kernel("toy", summary="", params=self.PARAMS, **field)
+            Family("toy", summary="", params=self.PARAMS, **field)
         assert re.fullmatch(re.escape(__file__) + r":\d+", caught.value.where)
 
     @pytest.mark.parametrize("values", [64, (), (32.5, 64), [1, 2]], ids=str)

@@ -13,7 +13,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import is_used
 from attnsweep.family.discover import discover
-from attnsweep.family.family import BLOCK_LIMITS, Config, Kernel, Launch, Param
+from attnsweep.family.family import BLOCK_LIMITS, Config, Family, Launch, Param
 from attnsweep.family.rules import refused
 from attnsweep.family.space import Selection, Space
 
@@ -24,7 +24,7 @@ VALUES = {"A": (0, 1, 2), "B": (True, 2, 3), "C": ("x", "y")}
 
 def kernel_of(*rules):
     params = tuple(Param(name, values, "") for name, values in VALUES.items())
-    kernel = Kernel("toy", summary="", params=params)
+    kernel = Family("toy", summary="", params=params)
     for number, rule in enumerate(rules):
         kernel.rule("a rule")(rule)
         kernel.rules[f"rule{number}"] = kernel.rules.pop(rule.__name__)

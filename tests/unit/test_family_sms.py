@@ -154,9 +154,9 @@ measure: {rounds: 4}
 """
 # A family of the user's own.
 DECLARATION = """
-from attnsweep.family.family import SMS, Kernel, Launch, Param
+from attnsweep.family.family import SMS, Family, Launch, Param
 
-kernel = Kernel(
+kernel = Family(
     "turns",
     summary="blocks take turns",
     params=(Param("BLOCKS", (0, SMS), "blocks that take turns; 0: one each"),),

@@ -15,7 +15,7 @@ from samples import PROBLEM
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import arch_named
 from attnsweep.family import time_limit
-from attnsweep.family.family import BLOCK_LIMITS, Config, Kernel, Launch, Param
+from attnsweep.family.family import BLOCK_LIMITS, Config, Family, Launch, Param
 from attnsweep.family.space import Space
 from attnsweep.reports import terminal, views
 from attnsweep.specs.plan import PlannedProblem, _removals
@@ -23,8 +23,8 @@ from attnsweep.specs.plan import PlannedProblem, _removals
 ARCH = arch_named("sm_90a")
 
 
-def family(smem: int = 0, threads: int = 32, defines: dict[str, int] | None = None) -> Kernel:
-    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), ""), Param("B", (0, 1), "")))
+def family(smem: int = 0, threads: int = 32, defines: dict[str, int] | None = None) -> Family:
+    kernel = Family("toy", summary="", params=(Param("A", (1, 2), ""), Param("B", (0, 1), "")))
     kernel.stage("fwd")(
         lambda c, p, a: Launch("toy", (1, 1, 1), threads * c.A, (), smem * c.A, defines or {})
     )

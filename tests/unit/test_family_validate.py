@@ -16,8 +16,8 @@ from attnsweep.family.discover import load_kernel
 from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Launch, TensorMap
 
 # Line 1 is the import; a test replaces one part and says on which line the fault is.
-IMPORT = "from attnsweep.family.family import Kernel, Launch, Param, TensorMap\n"
-KERNEL = "kernel = Kernel('mine', summary='', params=(Param('A', (1, 2), ''),))\n"
+IMPORT = "from attnsweep.family.family import Family, Launch, Param, TensorMap\n"
+KERNEL = "kernel = Family('mine', summary='', params=(Param('A', (1, 2), ''),))\n"
 STAGE = """\
 @kernel.stage('fwd')
 def fwd(config, problem, arch):
@@ -205,12 +205,12 @@ LOADED = {
         "from one function",
     ),
     "no stage": (KERNEL, 2, "declares no stage", "add @kernel.stage"),
-    "no kernel": ("x = 1\n", 1, "defines no `kernel = Kernel(...)`", "begin with `_`"),
+    "no kernel": ("x = 1\n", 1, "defines no `kernel = Family(...)`", "begin with `_`"),
     "no template": (
         KERNEL.replace("mine", "absent") + STAGE,
         2,
         "its template absent.cu is not next to it",
-        "correct the name in Kernel(...)",
+        "correct the name in Family(...)",
     ),
     "exit while loading": (KERNEL + STAGE + "raise SystemExit(0)\n", 6, "SystemExit: 0", ""),
     "kernel's name": (KERNEL.replace("'mine'", "'a/b'"), 2, "cannot be 'a/b'", "C identifier"),

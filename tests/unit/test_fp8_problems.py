@@ -13,7 +13,7 @@ from attnsweep.core.errors import KernelError, ProblemError, SpaceError, SpecErr
 from attnsweep.core.hardware import ARCHS, bounds
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Kernel, Launch, Param
+from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Selection
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
@@ -38,7 +38,7 @@ def loaded(tmp_path, text):
 
 
 def family(*args, dtypes=DTYPES, workspace=None):
-    kernel = Kernel("toy", summary="", params=(Param("A", (1,), ""),), dtypes=dtypes)
+    kernel = Family("toy", summary="", params=(Param("A", (1,), ""),), dtypes=dtypes)
     kernel.stage("fwd")(lambda *_: Launch("f", (1, 1, 1), 32, args))
     if workspace:
         kernel.workspace(lambda config, problem: workspace)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from samples import H200, full_run
 
-from attnsweep.compile.launches import Candidate, CompiledStage, Launches
+from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.core.hardware import arch_named
@@ -75,7 +75,7 @@ def ncu(tmp_path: Path):
 def candidate(*stages: str) -> Candidate:
     launch = Launch("f", (1, 1, 1), 32, ())
     compiled = tuple(CompiledStage(name, "x.cubin", launch) for name in stages)
-    return Candidate("k", {}, Launches(Problem(1, 1, 1, 1, 1, 64), compiled, {}), (), 0)
+    return Candidate("k", {}, LaunchPlan(Problem(1, 1, 1, 1, 1, 64), compiled, {}), (), 0)
 
 
 def test_every_launch_has_its_counters_in_our_units(ncu) -> None:

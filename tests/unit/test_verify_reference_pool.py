@@ -12,7 +12,7 @@ import pytest
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 from attnsweep.verify import limits, reference_pool, rounded
-from attnsweep.verify.expected import Known
+from attnsweep.verify.expected import ExpectedCase
 from attnsweep.verify.reference_pool import Answer, ReferencePool, rounding, turns
 
 PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
@@ -108,7 +108,7 @@ def test_what_this_problem_needs_waits_for_no_other(first_sleeps):
 @pytest.mark.parametrize("dtype", ["fp16", "e4m3_block"])
 def test_few_rows_of_every_head_are_known_of_short_turns_on_both_sides(dtype):
     case = cases.short_turns(Problem(1, 4, 2, 500, 500, 32, dtype, causal=True), 2)
-    known, p = Known.of_turns(case, 3), case.problem
+    known, p = ExpectedCase.of_turns(case, 3), case.problem
     assert {0, 63, 64, p.seqlen_q - 1} <= {*known.rows.tolist()}
     assert len(known.rows) < p.seqlen_q / 4
     plain, opposite = (out for out, _ in known.sides)

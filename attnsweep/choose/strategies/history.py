@@ -16,7 +16,7 @@ from typing import Any
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.chunks import row_of_today
-from attnsweep.family.family import Kernel
+from attnsweep.family.family import Family
 
 FILE = Path(__file__).with_name("history.json.gz")
 # Rows kept of each problem: the ROWS fastest, and at most ROWS of the others.
@@ -53,7 +53,7 @@ def shipped_history(kernel: str) -> tuple[History, ...]:
     return _shipped().get(kernel, ())
 
 
-def history_on(kernel: Kernel, sm_count: int) -> tuple[History, ...]:
+def history_on(kernel: Family, sm_count: int) -> tuple[History, ...]:
     """The shipped history of a family for a card: what counts SMs there counts this card's."""
     histories = shipped_history(kernel.name)
     names = {param.name for param in kernel.params if param.counts_sms}
@@ -76,7 +76,7 @@ def _shipped() -> dict[str, tuple[History, ...]]:
 
 
 def recorded_history(
-    trials: Sequence[Trial], run: str, kernels: Mapping[str, Kernel]
+    trials: Sequence[Trial], run: str, kernels: Mapping[str, Family]
 ) -> list[History]:
     """The history of each family and problem of a run: ROWS of the fastest and ROWS others.
 

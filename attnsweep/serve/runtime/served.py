@@ -11,8 +11,7 @@ from typing import Any
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.problem import LOG2E, Problem
-from attnsweep.family.family import Config, Launch
-from attnsweep.family.family import Kernel as Family
+from attnsweep.family.family import Config, Family, Launch
 from attnsweep.family.launch import Arg
 
 
