@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: E402
 from operators import traced  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from attnsweep.core.problem import CAUSAL  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 
@@ -62,8 +63,9 @@ def by_kernels(operator, calls):
 
 def tensors(shape, layout):
     torch.manual_seed(1)
-    batch, heads, heads_kv, seqlen, seqlen_k, head_dim, dtype, _ = shape
-    dtype = DTYPES[dtype]
+    batch, heads, heads_kv = shape.batch, shape.heads, shape.heads_kv
+    seqlen, seqlen_k, head_dim = shape.seqlen_q, shape.seqlen_k, shape.head_dim
+    dtype = DTYPES[shape.dtype]
     if layout == "packed":
         both = torch.randn(batch, seqlen, heads + 2 * heads_kv, head_dim, device="cuda").to(dtype)
         return [t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2)]
@@ -101,11 +103,11 @@ def test_outputs(always, layout, shape):
 def test_every_kernel_of_the_table(always):
     """On the shape that it won: splits, clusters and turns among them."""
     shapes = {
-        winner.kernel.config + str(winner.shape[-3:]): winner.shape
+        (winner.kernel.config, of.head_dim, of.dtype, of.mask): of
         for gpu in always.table.gpus.values()
         for winner in gpu.winners
-        if winner.shape.batch * winner.shape.heads * winner.shape.seqlen_q <= 1 << 17
-        and winner.shape.seqlen_q * winner.shape.seqlen_k <= 1 << 25
+        for of in (winner.problem,)
+        if of.batch * of.heads * of.seqlen_q <= 1 << 17 and of.seqlen_q * of.seqlen_k <= 1 << 25
     }
     assert shapes
     for shape in shapes.values():
@@ -214,9 +216,9 @@ def test_compiled_as_one_graph(always):
 
     block = Block().cuda().half()
     compiled = torch.compile(block, fullgraph=True)
-    batch, heads, _, seqlen, _, head_dim, dtype, causal = recorded.COMPILED
-    assert (heads, head_dim, DTYPES[dtype], causal) == (16, 64, torch.float16, True)
-    x = torch.randn(batch, seqlen, 1024, device="cuda", dtype=torch.float16)
+    asked = recorded.COMPILED
+    assert asked == replace(asked, heads=16, head_dim=64, dtype="fp16", mask=CAUSAL)
+    x = torch.randn(asked.batch, asked.seqlen_q, 1024, device="cuda", dtype=torch.float16)
     gradients = []
     with by_kernels(always, 4):
         assert torch.allclose(compiled(x), block(x), atol=4e-3)

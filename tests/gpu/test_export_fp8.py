@@ -15,14 +15,15 @@ import recorded
 torch = pytest.importorskip("torch")
 
 from attnsweep.compile.nvrtc import Compiler  # noqa: E402
+from attnsweep.core import cases  # noqa: E402
 from attnsweep.core.hardware import arch_named  # noqa: E402
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve import fp8 as made_of  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
-from attnsweep.verify import cases, limits, measures  # noqa: E402
 from attnsweep.verify import inputs as verify_inputs  # noqa: E402
+from attnsweep.verify import limits, measures  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -165,14 +166,13 @@ def test_outputs(operator, dtype, causal, head_dim, sizes):
 def test_every_winner_of_the_recorded_run(package):
     """On the shape that it won, and half a tile off it."""
     table = read_table(Path(package.__file__).parent)
-    winners = [w for w in table.fp8[this_gpu()].winners if w.shape.dtype != "e4m3_block"]
+    winners = [w for w in table.fp8[this_gpu()].winners if w.problem.dtype != "e4m3_block"]
     assert winners
     for winner in winners:
-        s = winner.shape
-        tuned = Problem(*s[:6], s.dtype, causal=s.causal)
+        tuned = winner.problem
         for problem in (tuned, recorded.off(tuned)):
             given = large_inputs(problem)
-            explained = package.explain_fp8(*given, causal=s.causal)
+            explained = package.explain_fp8(*given, causal=tuned.causal)
             if problem is tuned:
                 assert (explained.code, explained.kernel) == ("tuned", winner.kernel.config)
             check(package.attention_fp8, problem, given, explained)
