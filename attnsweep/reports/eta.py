@@ -119,8 +119,15 @@ class Eta:
         """The number of candidates of each problem, in order; whether finals follow."""
         self._planned, self._finals = list(candidates), finals
 
-    def opening(self) -> None:
-        """The next problem begins."""
+    def on(self, card: int) -> Eta:  # noqa: ARG002
+        """What one of several cards has done and has to do."""
+        return self
+
+    def resting(self, *, done: bool) -> None:
+        """One of several cards has no problem any more. done: it is over, and not lost."""
+
+    def opening(self, *, measures: bool = True) -> None:  # noqa: ARG002
+        """The next problem begins. measures: whether an earlier run left something to measure."""
         self._close()
         self._open = True
         self._opened_at = self._looked = self._compile_looked = self._clock()

@@ -38,55 +38,46 @@ from attnsweep.reports.terminal import Form, counted
 # Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
 _JSON_INTERVAL_S = 1.0
-# Steps that take less are not worth a word.
+# `prepared` names no step that took less.
 _SHORT_S = 0.05
 
 
+def _resolved(console: Console, form: Form) -> Form | None:
+    """Bars (AUTO), lines or JSON, whichever suits the console; None with --quiet."""
+    if form is Form.JSON:
+        return form
+    if terminal.talk is terminal.Talk.QUIET:
+        return None
+    return form if console.is_terminal else Form.PLAIN
+
+
 @contextmanager
-def watch(console: Console, form: Form = Form.AUTO) -> Iterator[Observer]:
+def watch(
+    console: Console,
+    form: Form = Form.AUTO,
+    eta: Eta | None = None,
+    bars: Callable[[Progress, Eta], Observer] | None = None,
+) -> Iterator[Observer]:
     """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
 
-    With --quiet it draws nothing, with --verbose also a line for each candidate.
+    With --quiet it draws nothing, with --verbose also a line for each candidate. eta, bars: those
+    of several cards.
     """
-    eta = Eta()
-    last = (_LeftColumn(eta), TextColumn("{task.fields[best]}"))
-    with drawn(
-        console,
-        form,
-        lines=lambda: _JsonLines(console),
-        plain=lambda: _PlainLines(console),
-        last=last,
-        bars=lambda progress: _Bars(progress, eta),
-    ) as observer:
-        yield observer
-
-
-@contextmanager
-def drawn(
-    console: Console,
-    form: Form,
-    *,
-    lines: Callable[[], _JsonLines],
-    plain: Callable[[], Observer],
-    last: Sequence[ProgressColumn],
-    bars: Callable[[Progress], Observer],
-) -> Iterator[Observer]:
-    """The observer of the form that is asked for, or that suits the console. last: columns."""
-    if form is Form.JSON:
-        events = lines()
-        try:
-            yield events
-        finally:
-            events.end()
-        return
-    if terminal.talk is terminal.Talk.QUIET:
-        yield Observer()
-        return
-    if form is Form.PLAIN or not console.is_terminal:
-        yield plain()
-        return
-    with Progress(*_columns(), *last, console=console, transient=True) as progress:
-        yield bars(progress)
+    eta = eta or Eta()
+    match _resolved(console, form):
+        case Form.JSON:
+            events = _JsonLines(console, eta)
+            try:
+                yield events
+            finally:
+                events.write("end")
+        case Form.PLAIN:
+            yield _PlainLines(console, eta)
+        case Form.AUTO:
+            with Progress(*_columns(), _Said(eta), console=console, transient=True) as progress:
+                yield (bars or _Bars)(progress, eta)
+        case None:
+            yield Observer()
 
 
 @contextmanager
@@ -94,20 +85,21 @@ def counting(
     console: Console, what: str, noun: str, form: Form = Form.AUTO
 ) -> Iterator[Callable[[int, int], None]]:
     """Takes how many are done, of how many: a bar on a terminal, a line now and then elsewhere."""
-    if form is Form.JSON:
-        events = _JsonLines(console)
-        try:
-            yield partial(events.count, what)
-        finally:
-            events.end()
-    elif terminal.talk is terminal.Talk.QUIET:
-        yield lambda _done, _total: None
-    elif form is Form.PLAIN or not console.is_terminal:
-        yield _PlainCount(console, what, noun)
-    else:
-        with Progress(*_columns(), console=console, transient=True) as progress:
-            task = progress.add_task(what, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+    match _resolved(console, form):
+        case Form.JSON:
+            events = _JsonLines(console, Eta())
+            try:
+                yield partial(events.count, what)
+            finally:
+                events.write("end")
+        case Form.PLAIN:
+            yield _PlainCount(console, what, noun)
+        case Form.AUTO:
+            with Progress(*_columns(), console=console, transient=True) as progress:
+                task = progress.add_task(what, total=None)
+                yield lambda done, total: progress.update(task, completed=done, total=total)
+        case None:
+            yield lambda _done, _total: None
 
 
 class _PlainCount:
@@ -135,8 +127,8 @@ def _columns() -> tuple[ProgressColumn, ...]:
     )
 
 
-class _LeftColumn(ProgressColumn):
-    """The time left of the whole run, on its own bar only."""
+class _Said(ProgressColumn):
+    """The time left on the bar of the whole sweep, then the `said` of each bar."""
 
     def __init__(self, eta: Eta) -> None:
         super().__init__()
@@ -144,70 +136,114 @@ class _LeftColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = self._eta.left if task.fields.get("whole") else None
-        return Text("" if left is None else str(left), style="progress.remaining")
+        said = Text("" if left is None else str(left), style="progress.remaining")
+        said.append("  " if left and task.fields["said"] else "")
+        return said.append(task.fields["said"], style="none")
 
 
-class _Best(Observer):
-    """Keeps the best time of the open problem, the number of rows by status, and the time left."""
+class _Watched(Observer):
+    """A sweep on one card: its open problem and phase, the best time, rows by status, time left.
 
-    def __init__(self, eta: Eta | None = None) -> None:
+    A form overrides `begin`, `show` and `checked`, and what it prints in its own way.
+    """
+
+    def __init__(self, console: Console, eta: Eta) -> None:
+        self.console, self.eta = console, eta
         self.problem: Problem | None = None
         self.best: Trial | None = None
         self.counts: Counter[Status] = Counter()
         self.shorter = ""
         """Label of the shorter problem that candidates are tried on, if they are."""
-        self.eta = eta or Eta()
+        self.ready = self.total = 0
+        """Candidates that have compiled, and all."""
+        self.done: set[object] = set()
+        """Candidates that have a row on the problem that they are tried on now."""
+        self._seen: set[object] = set()
+        """Candidates of the open problem that have a row on it, or on a shorter one."""
+
+    # -- what a form shows ------------------------------------------------------------------
+
+    def begin(self, candidates: int) -> None:
+        """Candidates are tried on another problem from now on."""
+
+    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
+        """The phase is this far: `search`, `race`, `baselines` or `finals`."""
+
+    def checked(self, *, first: bool) -> None:
+        """One candidate more is in `done`. first: it had no row on a shorter problem."""
+
+    def note(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=not self.console.is_terminal)
+
+    # -- what happens -----------------------------------------------------------------------
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         self.eta.planned(candidates, finals=finals)
 
-    def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
-        self.problem, self.best, self.shorter = problem, None, ""
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        self.problem, self.best = problem, None
         self.counts.clear()
-        self.eta.opening()
+        self._seen.clear()
+        self.eta.opening(measures=kept < candidates)
+        self._try_on("", candidates)
 
-    def trying_on(self, label: str, candidates: int) -> None:  # noqa: ARG002
-        self.shorter = "" if self.problem and label == self.problem.label else label
+    def trying_on(self, label: str, candidates: int) -> None:
+        self._try_on("" if self.problem and label == self.problem.label else label, candidates)
 
-    def compiled(self, done: int, total: int) -> None:  # noqa: ARG002
+    def _try_on(self, shorter: str, candidates: int) -> None:
+        self.shorter, self.ready, self.total = shorter, 0, candidates
+        self.done.clear()
+        self.begin(candidates)
+
+    def compiled(self, done: int, total: int) -> None:
         self.eta.compiled(done)
+        self.ready, self.total = done, max(total, self.total)
+        self.show("search", len(self.done), self.total)
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
-        if trial.provider == OURS:
-            self.eta.tried(trial.key, kept=kept)
         self.counts[trial.status] += 1
         if terminal.talk is terminal.Talk.VERBOSE:
             self.note(_row(trial))
-        if trial.provider != OURS or trial.time_us is None or trial.status is not Status.OK:
+        if trial.provider != OURS:
             return
-        if self.best is None or trial.time_us.median <= _median(self.best):
+        self.eta.tried(trial.key, kept=kept)
+        timed = trial.time_us is not None and trial.status is Status.OK
+        if timed and (self.best is None or _median(trial) <= _median(self.best)):
             self.best = trial
+        if trial.key not in self.done:
+            first = trial.key not in self._seen
+            self.done.add(trial.key)
+            self._seen.add(trial.key)
+            self.checked(first=first)
 
-    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
-        from attnsweep.reports import tables
-
-        lines = tables.first_rows(trials, environment, self.width)
-        self.lines([Text(f"  {line}" if line else "", style=style) for line, style in lines])
-
-    width = 120
-    """Columns of a table that is printed while the sweep goes on."""
-
-    def lines(self, texts: Sequence[Text]) -> None:
-        """Print lines above the bars."""
-
-    def racing(self, alive: int, entrants: int) -> None:  # noqa: ARG002
+    def racing(self, alive: int, entrants: int) -> None:
         self.eta.finals()
+        self.show("race", entrants - alive, entrants)
 
-    def preparing(self, baseline: str, done: int, total: int) -> None:  # noqa: ARG002
+    def preparing(self, baseline: str, done: int, total: int) -> None:
         self.eta.finals()
+        self.show("baselines", done, total, baseline)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         if terminal.talk is terminal.Talk.VERBOSE:
             parts = ", ".join(f"{name} {s:.1f} s" for name, s in steps_s.items() if s >= _SHORT_S)
             self.note(f"  prepared {what} in {took_s:.1f} s" + (f" ({parts})" if parts else ""))
 
-    def timing(self, done: int, total: int) -> None:  # noqa: ARG002
+    def timing(self, done: int, total: int) -> None:
         self.eta.finals()
+        self.show("finals", done, total)
+
+    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
+        from attnsweep.reports import tables
+
+        for line, style in tables.first_rows(trials, environment, self.console.width - 2):
+            text = Text(f"  {line}" if line else "", style=style)
+            self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def resting(self, *, done: bool) -> None:
+        self.eta.resting(done=done)
+
+    # -- in words ---------------------------------------------------------------------------
 
     @property
     def failed(self) -> int:
@@ -216,13 +252,8 @@ class _Best(Observer):
         return sum(self.counts[status] for status in bad)
 
     @property
-    def left(self) -> str:
-        """`about 5 min left`, or nothing while it is unknown."""
-        left = self.eta.left
-        return "" if left is None else str(left)
-
-    @property
     def summary(self) -> str:
+        """`best 7.50 µs flash  1 failed`, or what of it is known."""
         best = f"best {_median(self.best):.2f} µs {self.best.kernel}" if self.best else ""
         failed = f"{self.failed} failed" if self.failed else ""
         return "  ".join(filter(None, (best, failed)))
@@ -242,22 +273,14 @@ def _median(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us else float("inf")
 
 
-class _Bars(_Best):
+class _Bars(_Watched):
     """The whole sweep with its ETA, then a bar each for compiling, checking and timing."""
 
     def __init__(self, progress: Progress, eta: Eta) -> None:
-        super().__init__(eta)
+        super().__init__(progress.console, eta)
         self._progress = progress
-        self._whole = progress.add_task("sweep", total=None, best="", whole=True)
-        self._tasks: dict[str, TaskID] = {}
-        self._checked: set[tuple[object, ...]] = set()
-        self._tried: set[tuple[object, ...]] = set()
-        """Candidates of the check bar: those tried on a shorter problem are tried again."""
-        self.width = progress.console.width - 2
-
-    def lines(self, texts: Sequence[Text]) -> None:
-        for text in texts:
-            self._progress.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+        self._whole = progress.add_task("sweep", total=None, said="", whole=True)
+        self._bars: dict[str, TaskID] = {}
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
@@ -265,138 +288,97 @@ class _Bars(_Best):
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
-        self._begin(candidates)
         resumed = f" [dim]({kept} kept)[/]" if kept else ""
-        self._progress.console.print(
-            f"[bold]{problem.label}[/]: {counted(candidates, 'candidate')}{resumed}"
-        )
+        self.console.print(f"[bold]{problem.label}[/]: {counted(candidates, 'candidate')}{resumed}")
 
-    def trying_on(self, label: str, candidates: int) -> None:
-        super().trying_on(label, candidates)
-        self._begin(candidates)
-
-    def _begin(self, candidates: int) -> None:
-        for task in self._tasks.values():
-            self._progress.remove_task(task)
+    def begin(self, candidates: int) -> None:
+        for bar in self._bars.values():
+            self._progress.remove_task(bar)
+        self._bars.clear()
         on = f" on {self.shorter}" if self.shorter else ""
-        self._tasks = {
-            name: self._progress.add_task(f"  {name}{on}", total=candidates, best="")
-            for name in ("compile", "check")
-        }
-        self._tried.clear()
+        for name in ("compile", "check"):
+            self._update(name, f"{name}{on}", candidates)
 
-    def compiled(self, done: int, total: int) -> None:
-        super().compiled(done, total)
-        self._progress.update(self._tasks["compile"], completed=done, total=total)
-        self._progress.update(self._tasks["check"], total=total)
+    def _update(self, name: str, text: str, total: int, **changes: Any) -> None:
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(f"  {text}", total=total, said="")
+        self._progress.update(self._bars[name], total=total, **changes)
+
+    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
+        if phase == "search":
+            self._update("compile", "compile", total, completed=self.ready)
+            self._update("check", "check", total)
+        else:
+            text = "time" if phase == "finals" else phase
+            self._update(phase, text, total, completed=done, said=baseline)
+
+    def checked(self, *, first: bool) -> None:
+        self._progress.advance(self._bars["check"])
+        if first:
+            self._progress.advance(self._whole)
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         super().tried(trial, kept=kept)
-        if trial.provider == OURS and trial.key not in self._tried:
-            self._tried.add(trial.key)
-            self._progress.advance(self._tasks["check"])
-        if trial.provider == OURS and trial.key not in self._checked:
-            self._checked.add(trial.key)
-            self._progress.advance(self._whole)
-        self._progress.update(self._whole, best=escape(self.summary))
-
-    def racing(self, alive: int, entrants: int) -> None:
-        super().racing(alive, entrants)
-        if "race" not in self._tasks:
-            self._tasks["race"] = self._progress.add_task("  race", total=entrants, best="")
-        self._progress.update(self._tasks["race"], completed=entrants - alive)
-
-    def preparing(self, baseline: str, done: int, total: int) -> None:
-        super().preparing(baseline, done, total)
-        if "baselines" not in self._tasks:
-            self._tasks["baselines"] = self._progress.add_task("  baselines", total=total, best="")
-        self._progress.update(self._tasks["baselines"], completed=done, best=baseline)
+        self._progress.update(self._whole, said=self.summary)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         super().prepared(what, took_s, steps_s)
-        if "baselines" in self._tasks:
-            self._progress.update(self._tasks["baselines"], advance=1, best="")
-
-    def timing(self, done: int, total: int) -> None:
-        super().timing(done, total)
-        if "time" not in self._tasks:
-            self._tasks["time"] = self._progress.add_task("  time", total=total, best="")
-        self._progress.update(self._tasks["time"], completed=done)
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(escape(text))
+        if "baselines" in self._bars:
+            self._progress.update(self._bars["baselines"], advance=1, said="")
 
 
-class _PlainLines(_Best):
-    """For logs: each problem as it begins, then at most a line every ten seconds."""
+class _PlainLines(_Watched):
+    """For logs: each problem as it begins, then at most a line every ten seconds.
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
+    before: what each line begins with: which of several cards it is about.
+    """
+
+    def __init__(self, console: Console, eta: Eta, before: str = "") -> None:
+        super().__init__(console, eta)
+        self._before = before
         self._last = time.monotonic()
-        self._earlier = 0
-        """Rows of candidates on a shorter problem, which no row of this one is."""
-        self.width = console.width - 2
 
-    before = ""
-    """What each line begins with: which of several cards it is about."""
-
-    def lines(self, texts: Sequence[Text]) -> None:
-        for text in texts:
-            self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        return _PlainLines(self.console, self.eta.on(card), f"card {card}: ")
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
-        self._earlier = 0
         resumed = f", {kept} kept" if kept else ""
         self.console.print(
-            f"{self.before}{problem.label}: {counted(candidates, 'candidate')}{resumed}",
+            f"{self._before}{problem.label}: {counted(candidates, 'candidate')}{resumed}",
             soft_wrap=True,
         )
 
-    def trying_on(self, label: str, candidates: int) -> None:
-        super().trying_on(label, candidates)
-        self._earlier = sum(self.counts.values())
-
-    def compiled(self, done: int, total: int) -> None:
-        super().compiled(done, total)
-        checked = min(total, sum(self.counts.values()) - self._earlier)
+    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
+        if time.monotonic() - self._last < _PLAIN_INTERVAL_S:
+            return
+        self._last = time.monotonic()
         on = f" on {self.shorter}" if self.shorter else ""
-        self._say(f"compiled {done}, checked {checked} of {total}{on}")
-
-    def racing(self, alive: int, entrants: int) -> None:
-        super().racing(alive, entrants)
-        self._say(f"race {alive} of {entrants} left")
-
-    def preparing(self, baseline: str, done: int, total: int) -> None:
-        super().preparing(baseline, done, total)
-        self._say(f"prepare {baseline}, baseline {done + 1} of {total}")
-
-    def timing(self, done: int, total: int) -> None:
-        super().timing(done, total)
-        self._say(f"time in rounds {done}/{total}")
-
-    def note(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True)
-
-    def _say(self, text: str) -> None:
-        if time.monotonic() - self._last >= _PLAIN_INTERVAL_S:
-            self._last = time.monotonic()
-            parts = (text, self.left, escape(self.summary))
-            said = "  ".join(filter(None, parts))
-            self.console.print(f"  {self.before}{said}", soft_wrap=True)
+        text = {
+            "search": f"compiled {self.ready}, checked {done} of {total}{on}",
+            "race": f"race {total - done} of {total} left",
+            "baselines": f"prepare {baseline}, baseline {done + 1} of {total}",
+            "finals": f"time in rounds {done}/{total}",
+        }[phase]
+        parts = (text, str(self.eta.left or ""), escape(self.summary))
+        said = "  ".join(filter(None, parts))
+        self.console.print(f"  {self._before}{said}", soft_wrap=True)
 
 
-class _JsonLines(_Best):
-    """For programs: an object a line."""
+class _JsonLines(_Watched):
+    """For programs: an object a line. card: facts that each line of one of several cards has."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
-        self.begun = time.monotonic()
+    def __init__(self, console: Console, eta: Eta, card: Mapping[str, Any] | None = None) -> None:
+        super().__init__(console, eta)
+        self._card = card or {}
+        self._begun = time.monotonic()
         self._last = -_JSON_INTERVAL_S
         self._phase = ""
-        self._compiled = self._done = self._of = 0
+
+    def on(self, card: int, name: str) -> Observer:
+        made = _JsonLines(self.console, self.eta.on(card), {"gpu": card, "uuid": name})
+        made._begun = self._begun
+        return made
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
@@ -404,45 +386,22 @@ class _JsonLines(_Best):
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
-        self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
-        self._tried: set[object] = set()
         self.write("problem", problem=problem.label, candidates=candidates, kept=kept)
 
     def trying_on(self, label: str, candidates: int) -> None:
         super().trying_on(label, candidates)
-        self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
-        self._tried.clear()
         self.write("trying_on", problem=label, candidates=candidates)
 
-    def compiled(self, done: int, total: int) -> None:
-        super().compiled(done, total)
-        self._compiled, self._of = done, max(total, self._of)
-        self._tell("search", self._done, self._of)
+    def begin(self, candidates: int) -> None:  # noqa: ARG002
+        self._phase = ""
 
-    def tried(self, trial: Trial, *, kept: bool = False) -> None:
-        super().tried(trial, kept=kept)
-        if trial.provider == OURS and trial.key not in self._tried:
-            self._tried.add(trial.key)
-            self._done += 1
-            self._tell("search", self._done, self._of)
-
-    def racing(self, alive: int, entrants: int) -> None:
-        super().racing(alive, entrants)
-        self._tell("race", entrants - alive, entrants)
-
-    def preparing(self, baseline: str, done: int, total: int) -> None:
-        super().preparing(baseline, done, total)
-        self._phase = ""  # a line for each: one may take long
-        self._tell("baselines", done, total, baseline=baseline)
+    def checked(self, *, first: bool) -> None:  # noqa: ARG002
+        self.show("search", len(self.done), self.total)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         steps_s = {name: round(spent_s, 3) for name, spent_s in steps_s.items()}
         label = self.problem.label if self.problem else None
         self.write("prepared", problem=label, what=what, took_s=round(took_s, 3), steps_s=steps_s)
-
-    def timing(self, done: int, total: int) -> None:
-        super().timing(done, total)
-        self._tell("finals", done, total)
 
     def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
         from attnsweep.reports import tables
@@ -460,14 +419,13 @@ class _JsonLines(_Best):
             self._last = now
             self.write("progress", phase=phase, done=done, total=total)
 
-    def end(self) -> None:
-        """Nothing more will be told."""
-        self.write("end")
-
-    def _tell(self, phase: str, done: int, total: int, **more: str) -> None:
-        """One line a second, and one where a phase begins and where all of it is done."""
+    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
+        """One line a second, and one for each baseline, which may take long, and where a phase
+        begins and where all of it is done.
+        """
         now = time.monotonic()
-        if phase == self._phase and done < total and now - self._last < _JSON_INTERVAL_S:
+        soon = phase == self._phase and done < total and now - self._last < _JSON_INTERVAL_S
+        if soon and not baseline:
             return
         self._phase, self._last = phase, now
         left, best = self.eta.left, self.best
@@ -477,19 +435,19 @@ class _JsonLines(_Best):
             phase=phase,
             done=done,
             total=total,
-            compiled=self._compiled,
+            compiled=self.ready,
             failed=self.failed,
             best_us=_median(best) if best else None,
             best_kernel=best.kernel if best else None,
             best_config=dict(best.config) if best else None,
             left_s=None if left is None else round(left.seconds, 1),
             **({"on": self.shorter} if self.shorter else {}),
-            **more,
+            **({"baseline": baseline} if baseline else {}),
         )
 
     def write(self, event: str, **facts: Any) -> None:
         """One line."""
-        elapsed_s = round(time.monotonic() - self.begun, 3)
-        line = json.dumps({"event": event, "elapsed_s": elapsed_s, **facts})
+        elapsed_s = round(time.monotonic() - self._begun, 3)
+        line = json.dumps({"event": event, "elapsed_s": elapsed_s, **self._card, **facts})
         self.console.file.write(f"{line}\n")
         self.console.file.flush()
