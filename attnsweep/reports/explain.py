@@ -9,18 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, timed
-from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import AttnsweepError, KernelError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
 from attnsweep.family.chunks import CHUNKS_RULE, MODES, changed_since, of_today
 from attnsweep.family.family import CHUNKS, SMS, Config, Family
-from attnsweep.reports.text import Row, Section, by_problem, first_line
+from attnsweep.reports.text import Row, Section, first_line, kernels_of, sections_of
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store import outputs
 from attnsweep.store.run import Run
@@ -157,15 +154,15 @@ def explain(
     several rows that fit, the first in the ranking is explained. kernels: today's families, whose
     rules say why a config was no candidate. Raises SpecError for an unknown name, value or problem.
     """
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    sections = sections_of(run)
     if problem is not None:
         sections = [_of_problem(sections, problem)]
     recorded = outputs.read(run.directory)
-    spec = _spec_kernels(run)
+    spec = kernels_of(run.spec_text)
     found, error = [], None
     for section in sections:
         try:
-            found.append(_explain(section, _words(given, section), run, kernels, spec, recorded))
+            found.append(_explain(section, _words(given, section), kernels, spec, recorded))
         except SpecError as wrong:
             error = error or wrong
     if not found and error is not None:
@@ -182,15 +179,6 @@ def _of_problem(sections: Sequence[Section], text: str) -> Section:
     if asked not in labels:
         raise SpecError(f"the run has no problem {asked}", hint=nearest(asked, labels))
     return labels[asked]
-
-
-def _spec_kernels(run: Run) -> Mapping[str, Any]:
-    """The families of the run's resolved spec with their values; empty if it cannot be read."""
-    try:
-        kernels = yaml.safe_load(run.spec_text or "")["kernels"]
-    except (yaml.YAMLError, TypeError, KeyError):
-        return {}
-    return kernels if isinstance(kernels, Mapping) else {}
 
 
 # -- the candidate that is meant --------------------------------------------------------------
@@ -308,7 +296,6 @@ def _spec_values(spec: Mapping[str, Any], kernel: str, section: Section) -> dict
 def _explain(
     section: Section,
     wanted: Mapping[str, str],
-    run: Run,
     kernels: Mapping[str, Family],
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
@@ -331,14 +318,7 @@ def _explain(
     trials = [r["trial"] for r in mine]
     best = next((r for r in mine if r["rank"]), None)
     axes = axes_of((spec.get(family) or {}).get("variants"))
-    facts = next(
-        (
-            f
-            for f in run.spaces
-            if f.get("problem") == section.problem.label and f.get("kernel") == family
-        ),
-        {},
-    )
+    facts = next((facts for facts in section.spaces if facts.get("kernel") == family), {})
     removed = facts.get("removed")
     return Explanation(
         section,

@@ -12,7 +12,7 @@ from attnsweep.choose.effects import Effect
 from attnsweep.core.problem import Value
 from attnsweep.core.trial import Status
 from attnsweep.reports.explain import Explanation, Neighbour
-from attnsweep.reports.left_out import judged_line
+from attnsweep.reports.notes import judged_line
 from attnsweep.reports.terminal import GLUE, aligned, wrap
 from attnsweep.reports.text import Row, faster_baseline, figure, first_line, heading, place_of, who
 from attnsweep.reports.views import counters, with_tails

@@ -11,43 +11,35 @@ import base64
 import gzip
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from attnsweep import __version__
 from attnsweep.choose.columns import named
-from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.files import install_command, write_file
 from attnsweep.core.trial import Status
 from attnsweep.reports import gains
-from attnsweep.reports.frontier import frontier_lines
 from attnsweep.reports.html_data import data_of, own_settings, reason_of
-from attnsweep.reports.left_out import judged_line, rest_line, searched_lines
+from attnsweep.reports.notes import notes
 from attnsweep.reports.plots import PlotLibrary
 from attnsweep.reports.tables import LEGEND, table
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
     Section,
-    absent_baselines,
-    baseline_lines,
     bound_line,
-    by_problem,
+    causes,
     conditions_line,
     faster_baseline,
     figure,
     heading,
+    kernels_of,
     ratio_text,
-    recorded_lines,
-    tie_line,
+    sections_of,
     who,
-    winner_lines,
 )
 from attnsweep.store.outputs import refuse_recorded
 from attnsweep.store.run import Run
@@ -127,7 +119,7 @@ def render(
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
     plots = plots or PlotLibrary()
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    sections = sections_of(run)
     rungs = _kernel_order(run)
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
@@ -137,7 +129,7 @@ def render(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    problems = [_problem(section, per_problem, rungs, target_us, run) for section in sections]
+    problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
     one = templates.get_template("problem.html")
     later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
     text: str = templates.get_template("page.html").render(
@@ -195,33 +187,19 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
 
 def _kernel_order(run: Run) -> list[str]:
     """The families in the spec's order, which is that of the ladder, then others as they appear."""
-    try:
-        kernels = yaml.safe_load(run.spec_text or "")["kernels"]
-        order = [str(name) for name in kernels]
-    except (yaml.YAMLError, TypeError, KeyError):
-        order = []
     there = dict.fromkeys(t.kernel for t in run.trials if t.provider == "attnsweep")
-    return [name for name in dict.fromkeys([*order, *there]) if name in there]
+    return [name for name in dict.fromkeys([*kernels_of(run.spec_text), *there]) if name in there]
 
 
 def _problem(
-    section: Section, top: int, rungs: Sequence[str], target_us: float | None, run: Run
+    section: Section, top: int, rungs: Sequence[str], target_us: float | None
 ) -> dict[str, Any]:
     label, *facts = heading(section)
     shown = section.shown(top)
     lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
     won, best = section.winner, section.best_baseline
-    notes = [
-        *winner_lines(section)[1 if won else 0 :],
-        tie_line(section, shown),
-        *frontier_lines(section),
-        rest_line(section, shown, "the list below has all of them"),
-        *searched_lines(section),
-        judged_line(section.rows),
-        *baseline_lines(section),
-        *absent_baselines(section),
-        *recorded_lines(section),
-    ]
+    below = notes(section, shown, "the list below has all of them")
+    said = [note for note, _, errors in below[1 if won else 0 :] if errors is None]
     lines_of_bound = [bound_line(section), conditions_line(section)]
     return {
         "label": label,
@@ -242,11 +220,11 @@ def _problem(
             for row, cells in zip(shown, lines[1:], strict=True)
         ],
         "legend": legend,
-        "notes": [_plain(note.lstrip("*= ")) for note in notes if note],
+        "notes": [_plain(note.lstrip("*= ")) for note in said],
         "candidates": sum(not row["baseline"] for row in section.rows),
         "reasons": _reasons(section),
         "ladder": _ladder(section, rungs, target_us),
-        "ruled_out": _ruled_out(run, section.problem.label),
+        "ruled_out": _ruled_out(section),
     }
 
 
@@ -297,11 +275,7 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
 
     Reasons that differ only in their numbers have one cause, and the first of them stands for it.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in section.rows:
-        if row["status"] != Status.OK and not row["baseline"]:
-            cause = re.sub(r"\d[\d.e+-]*", "#", reason_of(row))
-            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    groups = causes([row for row in section.rows if row["status"] != Status.OK])
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     out = [
         {
@@ -321,12 +295,10 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
     return out
 
 
-def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
+def _ruled_out(section: Section) -> list[dict[str, Any]]:
     """Configs that were no candidates, from the run's spaces: an entry per family, by its rules."""
     out = []
-    for facts in run.spaces:
-        if facts.get("problem") != label:
-            continue
+    for facts in section.spaces:
         removed = facts.get("removed") or {}
         words = ", ".join(f"{rule} {count:,}" for rule, count in removed.items() if count)
         refused = facts.get("refused")

@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import axes_of, effects
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.reports.frontier import frontier_points
-from attnsweep.reports.text import Row, Section, first_line, who
+from attnsweep.reports.text import Row, Section, first_line, kernels_of, who
 
 # Most bars of the stage breakdown; most characters of a reason.
 _MAX_STAGES = 10
@@ -35,7 +33,7 @@ def data_of(
     [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
     the first three are indices too.
     """
-    variants = variants_of(spec_text)
+    families = kernels_of(spec_text)
     kernels: dict[str, dict[str, None]] = {}
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {}
@@ -70,7 +68,7 @@ def data_of(
         of_problem[trial.problem].append(trial)
     return {
         "problems": [
-            _drawn(section, variants) | {"search": best_so_far(of_problem[section.problem])}
+            _drawn(section, families) | {"search": best_so_far(of_problem[section.problem])}
             for section in sections
         ],
         "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
@@ -84,7 +82,7 @@ def _settings(row: Row) -> dict[str, Any]:
     return {**row["trial"].variant, **row["trial"].config}
 
 
-def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
+def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
     """One problem: size, bounds, baselines, the stages of its best pipelines, and effects."""
     problem: Problem = section.problem
     bests = {id(row) for row in section.best_of_families}
@@ -102,7 +100,7 @@ def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
         "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
         "binds": binds,
         "baselines": [_baseline(row) for row in ranked if row["baseline"] or id(row) in bests],
-        "effects": _effects(section, variants),
+        "effects": _effects(section, families),
         "frontier": frontier_points(section),
         "staged": [
             {
@@ -117,13 +115,15 @@ def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _effects(section: Section, variants: Mapping[str, Any]) -> dict[str, Any] | None:
+def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | None:
     """Which parameters of the best family mattered: see choose.effects. None without a winner."""
     won = section.winner
     if won is None:
         return None
     trials = [row["trial"] for row in section.rows if row["kernel"] == won["kernel"]]
-    found = effects(trials, won["trial"], axes_of(variants.get(won["kernel"])))
+    found = effects(
+        trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
+    )
     return {
         "kernel": won["kernel"],
         "parameters": [
@@ -145,15 +145,6 @@ def _effects(section: Section, variants: Mapping[str, Any]) -> dict[str, Any] | 
             for effect in found
         ],
     }
-
-
-def variants_of(spec_text: str | None) -> dict[str, Any]:
-    """Family to the variants in a run's resolved spec; empty if it cannot be read."""
-    try:
-        kernels = yaml.safe_load(spec_text or "")["kernels"]
-        return {str(name): (facts or {}).get("variants") for name, facts in kernels.items()}
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
-        return {}
 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:

@@ -19,31 +19,25 @@ from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.reports import cards, gains
-from attnsweep.reports.frontier import frontier_lines, frontier_points
-from attnsweep.reports.left_out import judged_line, rest_line, searched_lines
+from attnsweep.reports.frontier import frontier_points
+from attnsweep.reports.notes import notes
 from attnsweep.reports.terminal import GLUE, aligned, counted, cut, wrap
 from attnsweep.reports.text import (
     Row,
     Section,
-    absent_baselines,
     apart,
-    baseline_lines,
     bound_line,
     by_problem,
     conditions_line,
     decimals_for,
-    failures,
-    failures_in_full,
     faster_baseline,
     figure,
     heading,
     marks,
     place_of,
     ratio_text,
-    recorded_lines,
-    tie_line,
+    sections_of,
     who,
-    winner_lines,
 )
 from attnsweep.store.run import Run
 
@@ -69,7 +63,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    sections = sections_of(run)
     width = console.width
 
     def say(line: str, style: str = "") -> None:
@@ -155,7 +149,7 @@ def to_json(run: Run) -> dict[str, Any]:
     "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
     whose spec counts a program's calls has "gains" too, and one of several cards "by_card".
     """
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    sections = sections_of(run)
     found = gains.gains(sections, run.spec_text)
     several = cards.by_card(run.trials, sections)
     return {
@@ -363,34 +357,17 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     """The section's lines with their rich styles; each line is no wider than `width`."""
     out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
 
-    def say(line: str | None, style: str = "") -> None:
-        out.extend((part, style) for part in wrap(line or "", width))
-
-    say(bound_line(section), "dim")
-    say(conditions_line(section), "dim")
+    for line in (bound_line(section), conditions_line(section)):
+        out += [(part, "dim") for part in wrap(line or "", width)]
     shown = section.shown(top)
     legend: list[str] = []
     if shown:
         (header, *lines), legend = _table(section, shown, width)
         out += [(header, "bold"), *_styled(section, shown, lines)]
-    for line in winner_lines(section):
-        say(line, "bold" if section.winner else "bold red")
-    say(tie_line(section, shown))
-    for line in legend:
-        say(line, "dim")
-    for line in frontier_lines(section):
-        say(line)
-    say(rest_line(section, shown, more))
-    for line in searched_lines(section):
-        say(line)
-    say(judged_line(section.rows))
-    for line, errors in failures_in_full(section):
-        out.append((cut(line, width), "yellow"))
-        out += [(cut(f"    {text}", width), "") for text in errors]
-    for line in baseline_lines(section):
-        say(line)
-    for line in [*absent_baselines(section), *recorded_lines(section)]:
-        say(line, "dim")
+    for line, style, errors in notes(section, shown, more, legend):
+        parts = wrap(line, width) if errors is None else [cut(line, width)]
+        out += [(part, style) for part in parts]
+        out += [(cut(f"    {text}", width), "") for text in errors or ()]
     return out
 
 
@@ -428,20 +405,8 @@ def to_markdown(
         if shown:
             table, legend = _markdown_table(section, shown)
             out += [*table, ""]
-        notes = [
-            *winner_lines(section),
-            tie_line(section, shown),
-            *legend,
-            *frontier_lines(section),
-            rest_line(section, shown, "all of them: ranking.csv"),
-            *searched_lines(section),
-            judged_line(section.rows),
-            *failures(section),
-            *baseline_lines(section),
-            *absent_baselines(section),
-            *recorded_lines(section),
-        ]
-        out += [f"- {_escaped(note.lstrip('*= '))}" for note in notes if note]
+        below = notes(section, shown, "all of them: ranking.csv", legend)
+        out += [f"- {_escaped(note.lstrip('*= '))}" for note, *_ in below]
         out.append("")
     out.append(LEGEND)
     return "\n".join(out).replace(GLUE, " ").rstrip() + "\n"

@@ -9,17 +9,20 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas
+import yaml
 
 from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
 from attnsweep.choose.columns import bounds_of
+from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import errors_of
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status
 from attnsweep.reports.terminal import GLUE
+from attnsweep.store.run import Run
 
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
@@ -34,10 +37,8 @@ class Section:
     problem: Problem
     rows: list[Row]
     environment: Environment | None
-    planned: Mapping[str, int] = field(default_factory=dict)
-    """Family to its number of candidates, tried or not."""
-    endings: Mapping[str, str] = field(default_factory=dict)
-    """Family to why its search ended, if it said so."""
+    spaces: Sequence[Mapping[str, Any]] = ()
+    """Facts of the families' candidates, tried or not: the entries of its Run."""
 
     @property
     def winner(self) -> Row | None:
@@ -104,25 +105,30 @@ def by_problem(
     for values in zip(*plain.values(), strict=True):
         row = dict(zip(plain, values, strict=True))
         groups.setdefault(str(row["problem"]), []).append(row)
-    there: dict[str, dict[str, int]] = {}
-    endings: dict[str, dict[str, str]] = {}
-    for facts in spaces:
-        if isinstance(facts.get("ended"), str):
-            of_problem = endings.setdefault(str(facts.get("problem")), {})
-            of_problem[str(facts.get("kernel"))] = facts["ended"]
-        if isinstance(facts.get("candidates"), int):
-            counts = there.setdefault(str(facts.get("problem")), {})
-            counts[str(facts.get("kernel"))] = facts["candidates"]
     return [
         Section(
             rows[0]["trial"].problem,
             rows,
             environment,
-            there.get(label, {}),
-            endings.get(label, {}),
+            [facts for facts in spaces if facts.get("problem") == label],
         )
         for label, rows in groups.items()
     ]
+
+
+def sections_of(run: Run) -> list[Section]:
+    """The ranked problems of a run."""
+    return by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+
+
+def kernels_of(spec_text: str | None) -> dict[str, Any]:
+    """The families of a run's resolved spec with what it says of each; empty if unreadable."""
+    try:
+        return {
+            str(name): facts for name, facts in yaml.safe_load(spec_text or "")["kernels"].items()
+        }
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def _unranked_baseline(row: Row) -> bool:
@@ -370,19 +376,23 @@ def first_line(detail: str | None) -> str:
     return next((line.strip() for line in (detail or "").splitlines() if line.strip()), "")
 
 
-def failures(section: Section) -> list[str]:
-    """One line per cause, with its first candidate as the example."""
-    return [line for line, _ in failures_in_full(section)]
-
-
-def failures_in_full(section: Section) -> list[tuple[str, list[str]]]:
-    """The same lines; below each, every error of the compiler with its source line and caret."""
+def causes(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Candidates by status, family and reason; reasons that differ in numbers only are one."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in section.rows:
-        if row["status"] in _FAILED and not row["baseline"]:
-            cause = re.sub(r"\d[\d.e+-]*", "#", first_line(row["detail"]))
-            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    for row in rows:
+        if not row["baseline"]:
+            reason = re.sub(r"\d[\d.e+-]*", "#", first_line(row["detail"]))
+            groups.setdefault((row["status"], row["kernel"], reason), []).append(row)
+    return groups
+
+
+def failures(section: Section) -> list[tuple[str, list[str]]]:
+    """One line per cause, with its first candidate as the example.
+
+    With each, every error of the compiler with its source line and caret.
+    """
     out = []
+    groups = causes([row for row in section.rows if row["status"] in _FAILED])
     for (status, kernel, _), rows in groups.items():
         config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
         what = f"{len(rows)} {status.replace('_', ' ')}"
@@ -464,49 +474,39 @@ def sentence(section: Section) -> str:
         return f"No candidate is right and timed on {label}."
     ours, us = str(row["kernel"]), figure(row["time_us"], 3)
     unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
-    if best is None or row["ratio_to_best_baseline"] is None:
-        return f"{ours} takes {us} {unit} on {label}{_where(row)}; no baseline was timed with it."
+    on, ratio = f" on {label}{_where(row)}", row["ratio_to_best_baseline"]
+    if best is None or ratio is None:
+        return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
     baseline = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
-    baseline_us = fastest_round(best["trial"]) if noisy else best["time_us"]
-    times, ratio = (us, figure(baseline_us, 3)), row["ratio_to_best_baseline"]
+    baseline_us = figure(fastest_round(best["trial"]) if noisy else best["time_us"], 3)
+    times, swapped = f"({us} against {baseline_us} {unit}", f"({baseline_us} against {us} {unit}"
     low, high = row["ratio_low"], row["ratio_high"]
-    on = f" on {label}{_where(row)}"
     if best["over_limit"]:
         on += f"; the error of {baseline} is over the limit"
-    if noisy:
-        if ratio <= 1:
-            return (
-                f"{baseline} was too noisy to compare with {ours} ({times[0]} against {times[1]} "
-                f"{unit} in its fastest round){on}."
-            )
-        return (
+    if noisy and ratio <= 1:
+        said = f"{baseline} was too noisy to compare with {ours} {times} in its fastest round)"
+    elif noisy:
+        said = (
             f"{ours} is at least {_floored(ratio)} times as fast as {baseline}, which was noisy "
-            f"({times[0]} against {times[1]} {unit} in its fastest round){on}."
+            f"{times} in its fastest round)"
         )
-    if low is None or high is None:
-        first, second, factor = (
-            (ours, baseline, ratio) if ratio >= 1 else (baseline, ours, 1 / ratio)
+    elif low is None or high is None:
+        said = f"{ours} is about {ratio:.2f} times as fast as {baseline} {times}"
+        if ratio < 1:
+            said = f"{baseline} is about {1 / ratio:.2f} times as fast as {ours} {swapped}"
+        said += ", not in the same rounds)"
+    elif low <= 1 <= high:
+        said = (
+            f"No difference between {ours} and {baseline} was shown {times}, a ratio of "
+            f"{_pm(ratio, low, high)})"
         )
-        both = times if ratio >= 1 else times[::-1]
-        return (
-            f"{first} is about {factor:.2f} times as fast as {second} ({both[0]} against {both[1]} "
-            f"{unit}, not in the same rounds){on}."
-        )
-    if low <= 1 <= high:
-        return (
-            f"No difference between {ours} and {baseline} was shown ({times[0]} against {times[1]} "
-            f"{unit}, a ratio of {_pm(ratio, low, high)}){on}."
-        )
-    if ratio > 1:
-        return (
-            f"{ours} is {_pm(ratio, low, high)} times as fast as {baseline} ({times[0]} against "
-            f"{times[1]} {unit}){on}."
-        )
-    return (
-        f"{baseline} is {_pm(1 / ratio, 1 / high, 1 / low)} times as fast as {ours}, the best of "
-        f"ours ({times[1]} against {times[0]} {unit}){on}."
-    )
+    elif ratio > 1:
+        said = f"{ours} is {_pm(ratio, low, high)} times as fast as {baseline} {times})"
+    else:
+        by = _pm(1 / ratio, 1 / high, 1 / low)
+        said = f"{baseline} is {by} times as fast as {ours}, the best of ours {swapped})"
+    return f"{said}{on}."
 
 
 def _where(row: Row) -> str:

@@ -16,7 +16,7 @@ from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
 from attnsweep.reports.explain import explain
 from attnsweep.reports.explain_text import lines
-from attnsweep.reports.left_out import judged_line
+from attnsweep.reports.notes import judged_line
 from attnsweep.reports.text import by_problem
 
 SHORT = "(1,32,16384,128) bf16 causal"

@@ -1,4 +1,4 @@
-"""What a problem's table leaves out: candidates not shown, those never tried, rows not judged."""
+"""What stands below a problem's table: its winner, and what the table leaves out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,50 @@ from collections.abc import Iterable, Sequence
 
 from attnsweep.core.length import shorter_of
 from attnsweep.core.trial import Status
+from attnsweep.reports.frontier import frontier_lines
 from attnsweep.reports.terminal import GLUE
-from attnsweep.reports.text import Row, Section, first_line
+from attnsweep.reports.text import (
+    Row,
+    Section,
+    absent_baselines,
+    baseline_lines,
+    failures,
+    first_line,
+    recorded_lines,
+    tie_line,
+    winner_lines,
+)
 
 _NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?!\w)")
 _LAST_NUMBER = re.compile(r"\s*#(\s*(bytes|[KMG]iB))?(\s*of)?$")
+
+
+def notes(
+    section: Section, shown: Sequence[Row], more: str, legend: Sequence[str] = ()
+) -> list[tuple[str, str, list[str] | None]]:
+    """Lines with their styles, those of the winner first. legend: of the table's configs.
+
+    more: where all candidates are. A cause of failures has the compiler's errors with it.
+    """
+    winner = "bold" if section.winner else "bold red"
+    lines: list[tuple[str | None, str]] = [
+        *((line, winner) for line in winner_lines(section)),
+        (tie_line(section, shown), ""),
+        *((line, "dim") for line in legend),
+        *((line, "") for line in frontier_lines(section)),
+        (rest_line(section, shown, more), ""),
+        *((line, "") for line in searched_lines(section)),
+        (judged_line(section.rows), ""),
+    ]
+    after = [
+        *((line, "") for line in baseline_lines(section)),
+        *((line, "dim") for line in [*absent_baselines(section), *recorded_lines(section)]),
+    ]
+    return [
+        *((line, style, None) for line, style in lines if line),
+        *((line, "yellow", errors) for line, errors in failures(section)),
+        *((line, style, None) for line, style in after),
+    ]
 
 
 def _short_reasons(details: Iterable[str | None]) -> Counter[str]:
@@ -69,13 +108,13 @@ def _fate(row: Row) -> str:
 def searched_lines(section: Section) -> list[str]:
     """For each family that was searched in part: how many of its candidates were tried, and why."""
     tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
-    why = {kernel: f": {text}" for kernel, text in section.endings.items()}
-    return [
-        f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]} left out"
-        + why.get(kernel, "")
-        for kernel, there in section.planned.items()
-        if 0 < tried[kernel] < there
-    ]
+    out = []
+    for facts in section.spaces:
+        kernel, there, why = facts.get("kernel"), facts.get("candidates"), facts.get("ended")
+        if isinstance(there, int) and 0 < tried[kernel] < there:
+            left = f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]}"
+            out.append(f"{left} left out" + (f": {why}" if isinstance(why, str) else ""))
+    return out
 
 
 def judged_line(rows: Sequence[Row]) -> str | None:
