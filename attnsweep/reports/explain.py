@@ -6,7 +6,7 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnsweep.choose.columns import named, value_text
@@ -30,27 +30,16 @@ NEXT = 3
 class Neighbour:
     """A config that differs from the explained one in one parameter.
 
-    us, ratio: its first time, and that over the explained one's; None if it has none. fate: `ok`,
-    another status of its row, `removed` by a rule, or `not tried`. why: the rule or the detail.
+    first_us, ratio: its first time, and that over the explained one's; None if it has none. fate:
+    `ok`, another status of its row, `removed` by a rule, or `not tried`. why: rule or detail.
     """
 
-    name: str
+    parameter: str
     value: Value
-    us: float | None
+    first_us: float | None
     ratio: float | None
     fate: str
-    why: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The neighbour as plain data."""
-        return {
-            "parameter": self.name,
-            "value": self.value,
-            "first_us": self.us,
-            "ratio": self.ratio,
-            "fate": self.fate,
-            "why": self.why or None,
-        }
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ class Explanation:
             "ratio_to_winner": self.ratio,
             "candidate": _json_row(self.row),
             "beside": [{"part": part, **_json_row(row)} for part, row in self.beside],
-            "neighbours": [neighbour.to_json() for neighbour in self.neighbours],
+            "neighbours": [asdict(neighbour) for neighbour in self.neighbours],
             "removed_by_rules": dict(self.removed),
             "candidates": {"tried": self.tried, "timed": self.timed},
             "parameters": [effect.to_json() for effect in self.effects],
@@ -239,10 +228,6 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
     )
 
 
-def _fitting(section: Section, wanted: Mapping[str, str]) -> list[Row]:
-    return [row for row in _ours(section) if wanted.items() <= _said(row).items()]
-
-
 def _checked(
     section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Family | None
 ) -> None:
@@ -300,12 +285,10 @@ def _explain(
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
 ) -> Explanation:
-    fitting = _fitting(section, wanted)
-    row: Row | None
+    fitting = [row for row in _ours(section) if wanted.items() <= _said(row).items()]
     if not wanted and section.winner is not None:
-        row, fitting = section.winner, [section.winner]
-    else:
-        row = fitting[0] if fitting else None
+        fitting = [section.winner]
+    row = fitting[0] if fitting else None
     if row is None:
         base = _base(section, wanted.get("kernel"))
         _checked(section, wanted, spec, kernels.get(base["kernel"]))
@@ -446,13 +429,13 @@ def _neighbours(
             there = by_config.get(_frozen(near))
             if there is not None:
                 us = there["trial"].screened_us if there["rank"] else None
-                why = "" if there["rank"] else first_line(there["detail"])
+                why = None if there["rank"] else first_line(there["detail"])
                 ratio = us / own if us and own else None
-                out.append(Neighbour(name, value, us, ratio, there["status"], why))
+                out.append(Neighbour(name, value, us, ratio, there["status"], why or None))
                 continue
             rule = ask.removes(near) if name not in modes else None
             fate = "removed" if rule else "not tried"
-            out.append(Neighbour(name, value, None, None, fate, ": ".join(rule or ())))
+            out.append(Neighbour(name, value, None, None, fate, ": ".join(rule) if rule else None))
     return out
 
 

@@ -13,9 +13,9 @@ from attnsweep.core.problem import Value
 from attnsweep.core.trial import Status
 from attnsweep.reports.explain import Explanation, Neighbour
 from attnsweep.reports.notes import judged_line
-from attnsweep.reports.terminal import GLUE, aligned, wrap
+from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import Row, faster_baseline, figure, first_line, heading, place_of, who
-from attnsweep.reports.views import counters, with_tails
+from attnsweep.reports.views import counters, said, table
 
 HOW = (
     "share: of the variance of the logarithm of all first times of the family, the part between "
@@ -31,38 +31,34 @@ _NAMED = 6
 
 def lines(found: Explanation, width: int) -> list[Text]:
     """The explanation, no line wider than `width` unless names need it."""
-    out: list[Text] = []
-
-    def say(text: str, style: str = "") -> None:
-        out.extend(Text(line, style) for line in wrap(text, width))
-
-    say(" · ".join(heading(found.section)), "bold")
-    say(f"{found.kernel} {named(found.config)}".rstrip())
+    row = found.row
+    out = said(" · ".join(heading(found.section)), width, "bold")
+    out += said(f"{found.kernel} {named(found.config)}".rstrip(), width)
     if found.fit > 1:
-        say(f"{found.fit} candidates fit; this one ranks first among them", "dim")
+        fit = f"{found.fit} candidates fit; this one ranks first among them"
+        out += said(fit, width, "dim")
     out.append(Text())
     for line in verdict(found):
-        say(line, "bold")
-    sampled = judged_line([found.row] if found.row is not None else [])
+        out += said(line, width, "bold")
+    sampled = judged_line([] if row is None else [row])
     if sampled is not None:
-        say(f"{sampled[0].upper()}{sampled[1:]}.")
+        out += said(f"{sampled[0].upper()}{sampled[1:]}.", width)
     for line in differences(found):
-        say(line)
-    if found.row is not None and found.beside:
-        out.append(Text())
-        out += _table(found, width)
+        out += said(line, width)
+    if row is not None and found.beside:
+        out += [Text(), *_table(found, row, width)]
         for line in _stages(found):
-            say(line)
+            out += said(line, width)
     out += _neighbours(found, width)
     out += _effects(found, width)
     if found.counters:
         out += [Text(), *counters(found.counters, width)]
-    elif found.row is not None and found.row["rank"]:
-        say(
+    elif row is not None and row["rank"]:
+        none = (
             "no hardware counters are recorded of it; on its GPU, attnsweep profile RUN --where "
-            "'NAME=value …' records them",
-            "dim",
+            "'NAME=value …' records them"
         )
+        out += said(none, width, "dim")
     return out
 
 
@@ -82,18 +78,18 @@ def verdict(found: Explanation) -> list[str]:
     if found.won:
         baseline = faster_baseline(found.section)
         tied = sum(r["tied"] and not r["baseline"] for r in found.section.rows)
-        said = [
+        sentences = [
             f"It is the best of ours, {us}; {baseline}."
             if baseline
             else f"It won: {us}, the first of {ranked} ranked candidates."
         ]
         if row["tied"] and tied > 1:
-            said.append(
+            sentences.append(
                 f"It shares its rank with {tied - 1} more, for which no difference above 0.4 % was "
                 "shown; of the equally good, it has the least shared memory, then the fewest "
                 "registers."
             )
-        return said
+        return sentences
     if won is None or found.ratio is None:
         return [f"It takes {us}; the problem has no winner."]
     if row["tied"] and won["tied"] and row["rank"] == won["rank"]:
@@ -160,10 +156,8 @@ def _paired(effect: Effect | None, value: str) -> str:
     )
 
 
-def _table(found: Explanation, width: int) -> list[Text]:
+def _table(found: Explanation, row: Row, width: int) -> list[Text]:
     """The explained row and those beside it, fastest first."""
-    row = found.row
-    assert row is not None  # the caller has one
     parts = [("this one", row), *found.beside]
     parts.sort(key=lambda item: item[1]["time_us"] or float("inf"))
     cells = [["", "#", "kernel", "µs", "× this", "regs", "smem", "occ", "limited by"]]
@@ -184,12 +178,8 @@ def _table(found: Explanation, width: int) -> list[Text]:
             ]
         )
         tails.append(_differs(each, row))
-    kept = aligned(cells, "lrlrrrrrl", 10**6)
-    blocks = with_tails(kept, tails, width)
     styles = ["bold", *("bold green" if each is row else "" for _, each in parts)]
-    return [
-        Text(line, style) for style, block in zip(styles, blocks, strict=True) for line in block
-    ]
+    return table(cells, "lrlrrrrrl", tails, width, styles=styles)
 
 
 def _differs(each: Row, row: Row) -> str:
@@ -220,7 +210,7 @@ def _neighbours(found: Explanation, width: int) -> list[Text]:
     """Configs one parameter away: their first times, why they failed, which rule removed them."""
     out: list[Text] = []
     if found.unknown:
-        out += [Text(line, "dim") for line in wrap(f"neighbours: {found.unknown}", width)]
+        out += said(f"neighbours: {found.unknown}", width, "dim")
     there = [n for n in found.neighbours if n.fate not in ("removed", "not tried")]
     if there:
         rows = [["one parameter away", "first µs", "× this"]]
@@ -228,35 +218,32 @@ def _neighbours(found: Explanation, width: int) -> list[Text]:
         for near in there:
             rows.append(
                 [
-                    f"{near.name}={value_text(near.value)}",
-                    "–" if near.us is None else figure(near.us, 4),
+                    f"{near.parameter}={value_text(near.value)}",
+                    "–" if near.first_us is None else figure(near.first_us, 4),
                     "–" if near.ratio is None else f"{near.ratio:.3f}",
                 ]
             )
             ok = near.fate == Status.OK
-            tails.append("" if ok else f"{near.fate.replace('_', ' ')}: {near.why}")
-        blocks = with_tails(aligned(rows, "lrr", 10**6), tails, width)
-        out.append(Text())
-        out += [Text(line, "" if i else "bold") for i, block in enumerate(blocks) for line in block]
+            tails.append("" if ok else f"{near.fate.replace('_', ' ')}: {near.why or ''}")
+        out += [Text(), *table(rows, "lrr", tails, width, styles=["bold"])]
     rules: dict[str, list[Neighbour]] = {}
     for near in found.neighbours:
         if near.fate == "removed":
-            rules.setdefault(near.why, []).append(near)
+            rules.setdefault(near.why or "", []).append(near)
     for why, removed in rules.items():
-        text = f"rule {why}: removes {_listed(removed)}"
-        out += [Text(line) for line in wrap(text, width)]
+        out += said(f"rule {why}: removes {_listed(removed)}", width)
     untried = [near for near in found.neighbours if near.fate == "not tried"]
     if untried:
-        out += [Text(line) for line in wrap(f"not tried: {_listed(untried)}", width)]
+        out += said(f"not tried: {_listed(untried)}", width)
     if found.removed:
         each = ", ".join(f"{rule} {count:,}" for rule, count in found.removed.items())
         text = f"configs of {found.kernel} that rules removed before the sweep: {each}"
-        out += [Text(line, "dim") for line in wrap(text, width)]
+        out += said(text, width, "dim")
     return out
 
 
 def _listed(neighbours: Sequence[Neighbour]) -> str:
-    names = [f"{near.name}={value_text(near.value)}" for near in neighbours]
+    names = [f"{near.parameter}={value_text(near.value)}" for near in neighbours]
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -265,22 +252,21 @@ def _effects(found: Explanation, width: int) -> list[Text]:
     """Which parameters mattered, the most important first."""
     if not found.effects:
         few = f"{found.kernel}: {found.timed} candidates have a time, too few to compare parameters"
-        return [Text(), *(Text(line, "dim") for line in wrap(few, width))]
+        return [Text(), *said(few, width, "dim")]
     rows, tails = [["parameter", "share", "pairs"]], ["values"]
     for effect in found.effects:
         share = "–" if effect.share is None else f"{100 * effect.share:.0f}{GLUE}%"
         rows.append([effect.name, share, str(effect.pairs)])
         tails.append(" · ".join(_value(effect, each) for each in effect.values))
-    blocks = with_tails(aligned(rows, "lrr", 10**6), tails, width)
     title = (
         f"which parameters of {found.kernel} mattered, by {found.timed} timed of {found.tried} "
         "tried candidates"
     )
     return [
         Text(),
-        *(Text(line, "bold") for line in wrap(title, width)),
-        *(Text(line, "" if i else "bold") for i, block in enumerate(blocks) for line in block),
-        *(Text(line, "dim") for line in wrap(HOW, width)),
+        *said(title, width, "bold"),
+        *table(rows, "lrr", tails, width, styles=["bold"]),
+        *said(HOW, width, "dim"),
     ]
 
 

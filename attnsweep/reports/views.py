@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.cells import cell_len
@@ -68,6 +70,24 @@ def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[l
     return out
 
 
+def table(
+    rows: Sequence[Sequence[str]],
+    align: str,
+    tails: Sequence[str],
+    width: int,
+    *,
+    drop: Sequence[int] = (),
+    styles: Sequence[str] = (),
+) -> list[Text]:
+    """Rows in columns, each with its tail of words. styles: of the first rows."""
+    blocks = with_tails(_columns(rows, align, width, drop), tails, width)
+    return [
+        Text(line, style)
+        for block, style in itertools.zip_longest(blocks, styles, fillvalue="")
+        for line in block
+    ]
+
+
 def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Commands, each with its purpose next to it or below it; commands are never broken."""
     longest = max(cell_len(command) for command, _ in rows)
@@ -81,7 +101,8 @@ def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
     """Per problem and family: number of configs and candidates, and what each rule removed."""
-    rows, tails, styles, total = [["kernel", "configs", "candidates"]], ["removed by"], ["bold"], 0
+    rows, tails, total = [["kernel", "configs", "candidates"]], ["removed by"], 0
+    problems, styles = [], []
     for item in items:
         for space in item.spaces:
             removed = [f"{rule}{GLUE}{n}" for rule, n in space.removed.items() if n]
@@ -91,22 +112,13 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
             total += kept
             rows.append([space.kernel.name, str(space.total), str(kept)])
             tails.append(", ".join(removed))
-            styles.append("")
         for name, reason in item.refused.items():
             rows.append([name, "-", "0"])
             tails.append(reason)
-            styles.append("dim")
-    header, *body = [
-        [Text(line, style) for line in lines]
-        for style, lines in zip(
-            styles, with_tails(_columns(rows, "lrr", width), tails, width), strict=True
-        )
-    ]
-    out, left = [], iter(body)
-    for item in items:
-        out += [*said(item.problem.label, width, "bold"), *header]
-        for _ in range(len(item.spaces) + len(item.refused)):
-            out += next(left)
+        problems += [item.problem.label] * (len(item.spaces) + len(item.refused))
+        styles += [""] * len(item.spaces) + ["dim"] * len(item.refused)
+    blocks = with_tails(_columns(rows, "lrr", width), tails, width)
+    out = _grouped(problems, blocks, width, styles)
     out += said(f"{counted(total, 'candidate')}; nothing was compiled", width)
     every = [space for item in items for space in item.spaces]
     broken = {(s.kernel.name, rule) for s in every for rule, n in s.removed.items() if n}
@@ -167,12 +179,12 @@ def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
     """Name, values and meaning, in columns if there is room."""
     if not rows:
         return []
-    lines = aligned([row[:2] for row in rows], "ll", 10**6)
+    names = [row[:2] for row in rows]
     tails = [text for _, _, text in rows]
-    if max(map(cell_len, lines)) + 2 + _TAIL > width:
-        lines = aligned([row[:1] for row in rows], "l", 10**6)
-        tails = [f"{values}: {text}" for _, values, text in rows]
-    return [Text(line) for block in with_tails(lines, tails, width) for line in block]
+    if max(map(cell_len, _columns(names, "ll", width))) + 2 + _TAIL <= width:
+        return table(names, "ll", tails, width)
+    tails = [f"{values}: {text}" for _, values, text in rows]
+    return table([row[:1] for row in rows], "l", tails, width)
 
 
 def _titled(name: str, text: str, width: int) -> list[Text]:
@@ -251,28 +263,17 @@ def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
         out += said(config, width, "dim")
         rows, tails = [header], ["warps waited for"]
         for stage in facts["stages"]:
-
-            def figure(
-                name: str, form: str, figures: Mapping[str, float] = stage["figures"]
-            ) -> str:
-                return form.format(figures[name]) if name in figures else "–"
-
-            def traffic(of: str, figures: Mapping[str, float] = stage["figures"]) -> str:
-                megabytes = [figures.get(f"{of}_{way}_bytes") for way in ("read", "write")]
-                return "+".join("–" if n is None else f"{n / 1e6:.1f}" for n in megabytes)
-
-            shares = [f"{unit}_percent" for unit in ("l2_hit", "tensor", "exp2", "issue")]
-            rows.append(
-                [
-                    *(stage["stage"], figure("duration_us", "{:.1f}")),
-                    *(traffic("dram"), traffic("l2")),
-                    *(figure(share, "{:.0f} %") for share in shares),
-                ]
-            )
+            read = partial(_figure, stage["figures"])
+            traffic = [
+                "+".join(read(f"{of}_{way}_bytes", "{:.1f}", 1e6) for way in ("read", "write"))
+                for of in ("dram", "l2")
+            ]
+            shares = ("l2_hit_percent", "tensor_percent", "exp2_percent", "issue_percent")
+            each = (*traffic, *(read(share, "{:.0f} %") for share in shares))
+            rows.append([stage["stage"], read("duration_us", "{:.1f}"), *each])
             worst = list(stage["stalls"].items())[:3]
             tails.append(", ".join(f"{why}{GLUE}{warps:.1f}" for why, warps in worst))
-        lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
-        out += [Text(line) for block in with_tails(lines, tails, width) for line in block]
+        out += table(rows, "l" + "r" * (len(header) - 1), tails, width, drop=(6, 4))
     out += said(
         "traffic is read+written · a launch runs alone here, so its time differs from a sweep's · "
         "warps waited for: warps in that state per instruction issued",
@@ -282,21 +283,28 @@ def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
     return out
 
 
+def _figure(figures: Mapping[str, float], name: str, form: str, unit: float = 1) -> str:
+    return form.format(figures[name] / unit) if name in figures else "–"
+
+
 def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
     low, high = (form.format(edge) for edge in (min(values), max(values)))
     return low if low == high else f"{low}–{high}"
 
 
-def _grouped(problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -> list[Text]:
+def _grouped(
+    problems: Sequence[str],
+    blocks: Sequence[Sequence[str]],
+    width: int,
+    styles: Sequence[str] = (),
+) -> list[Text]:
     """The blocks of lines under a heading per problem; the first block is the header."""
     header, *body = blocks
     out: list[Text] = []
-    last = None
-    for problem, block in zip(problems, body, strict=True):
-        if problem != last:
-            out += [*said(problem, width, "bold"), *(Text(line, "bold") for line in header)]
-        last = problem
-        out += [Text(line) for line in block]
+    rows = zip(problems, body, styles or [""] * len(body), strict=True)
+    for problem, group in itertools.groupby(rows, key=lambda row: row[0]):
+        out += [*said(problem, width, "bold"), *(Text(line, "bold") for line in header)]
+        out += [Text(line, style) for _, block, style in group for line in block]
     return out
 
 

@@ -88,7 +88,7 @@ def test_a_loser_differs_from_the_winner_in_parameters_and_resources(short, fami
 
 def test_the_figures_of_a_neighbour_are_those_of_the_rows(short, families) -> None:
     (found,) = explain(short, [], SHORT, families)
-    near = {(n.name, n.value): n for n in found.neighbours}
+    near = {(n.parameter, n.value): n for n in found.neighbours}
     own = found.row["trial"]
     other = next(
         t
@@ -98,13 +98,13 @@ def test_the_figures_of_a_neighbour_are_those_of_the_rows(short, families) -> No
         and {**t.config, "BLOCK_N": own.config["BLOCK_N"]} == own.config
         and t.config["BLOCK_N"] == 64
     )
-    assert near["BLOCK_N", 64].us == other.first_us
+    assert near["BLOCK_N", 64].first_us == other.first_us
     assert near["BLOCK_N", 64].ratio == pytest.approx(other.first_us / own.first_us)
 
 
 def test_the_rule_that_removed_a_neighbour_is_named_with_its_meaning(short, families) -> None:
     (found,) = explain(short, [], SHORT, families)
-    near = {(n.name, n.value): n for n in found.neighbours}
+    near = {(n.parameter, n.value): n for n in found.neighbours}
     assert near["KEY_GROUPS", 2].fate == "removed"
     assert near["KEY_GROUPS", 2].why.startswith("groups: BLOCK_N is 64 to 256")
     assert found.removed["registers"] == 450
