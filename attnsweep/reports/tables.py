@@ -69,6 +69,10 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     def say(line: str, style: str = "") -> None:
         console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
 
+    def say_table(rows: Sequence[Sequence[str]], align: str, shrink: Sequence[int]) -> None:
+        for number, line in enumerate(aligned(rows, align, width, shrink=shrink)):
+            say(line, "" if number else "bold")
+
     for line in wrap(f"{run.directory}: {counted(len(run.trials), 'trial')}", width):
         say(line, "dim")
     for section in sections:
@@ -76,15 +80,11 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(text, style)
         say("")
     if len(sections) > 1:
-        header, *body = _summary(sections, intervals=width >= _WIDE)
-        table = aligned([header, *body], "lrrrll", width, shrink=(5, 4, 0))
-        for number, line in enumerate(table):
-            say(line, "" if number else "bold")
+        say_table(_summary(sections, intervals=width >= _WIDE), "lrrrll", (5, 4, 0))
     several = cards.by_card(run.trials, sections)
     if several is not None:
         say("")
-        for number, line in enumerate(aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))):
-            say(line, "" if number else "bold")
+        say_table(several.rows(), cards.ALIGN, (4, 2))
         for line in wrap(several.sentence, width):
             say(line)
     _print_gains(gains.gains(sections, run.spec_text), width, say)
@@ -328,17 +328,11 @@ def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]
     lines = [["problem", "µs", "µs/head", "× base", "base", "best of ours"]]
     for section in sections:
         won, best = section.winner, section.best_baseline
-        ratio = ratio_text(won, name=False, interval=intervals) if won else NONE
-        lines.append(
-            [
-                section.problem.label,
-                figure(won["time_us"], 4) if won else NONE,
-                figure(won["us_per_head"], 3) if won else NONE,
-                ratio,
-                who(best) if best else NONE,
-                who(won) if won else NONE,
-            ]
-        )
+        ours = [NONE] * 4
+        if won is not None:
+            times = figure(won["time_us"], 4), figure(won["us_per_head"], 3)
+            ours = [*times, ratio_text(won, name=False, interval=intervals), who(won)]
+        lines.append([section.problem.label, *ours[:3], who(best) if best else NONE, ours[3]])
     return lines
 
 
@@ -403,8 +397,10 @@ def to_markdown(
         shown = section.shown(top)
         legend: list[str] = []
         if shown:
-            table, legend = _markdown_table(section, shown)
-            out += [*table, ""]
+            rows, align, legend = table(section, shown)
+            for row, cells in zip(shown, rows[1:], strict=True):
+                cells[1] = f"**{cells[1]}**" if row["winner"] else cells[1]
+            out += [*_pipes(rows, align), ""]
         below = notes(section, shown, "all of them: ranking.csv", legend)
         out += [f"- {_escaped(note.lstrip('*= '))}" for note, *_ in below]
         out.append("")
@@ -430,13 +426,6 @@ def table(
         cells = [place_of(row), who(row), configs[index]]
         lines.append([*cells, *(column[index] for column in numbers)])
     return lines, "rll" + "r" * len(columns), legend
-
-
-def _markdown_table(section: Section, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    lines, align, legend = table(section, rows)
-    for row, line in zip(rows, lines[1:], strict=True):
-        line[1] = f"**{line[1]}**" if row["winner"] else line[1]
-    return _pipes(lines, align), legend
 
 
 def _pipes(lines: Sequence[Sequence[str]], align: str) -> list[str]:

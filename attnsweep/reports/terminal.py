@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,8 +30,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from attnsweep.core.errors import INTERNAL, AttnsweepError
-from attnsweep.reports.refusals import refused
+from attnsweep.core.errors import INTERNAL, AttnsweepError, FileError
+from attnsweep.core.files import shipped
 
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
 # services show as much in a log without wrapping.
@@ -227,7 +228,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBI
 
 def _exit_of_error(error: Exception) -> NoReturn:
     """End with what the system refused, a file or the output, or with a fault of ours."""
-    if (of_file := refused(error)) is not None:
+    if (of_file := _refused(error)) is not None:
         _error(of_file.render())
         sys.exit(of_file.exit_code)
     if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
@@ -239,6 +240,47 @@ def _exit_of_error(error: Exception) -> NoReturn:
     with contextlib.suppress(OSError):
         _error(f"cannot write the output: {error.strerror}")
     sys.exit(2)
+
+
+_OURS = (Path(__file__).resolve().parent.parent, shipped("kernels"), shipped("configs"))
+_LOOP = "Symlink loop from "
+_HINTS = {
+    errno.EACCES: "check its permissions, and those of the directories above it",
+    errno.EPERM: "check its permissions, and those of the directories above it",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there",
+}
+
+
+def _refused(error: Exception) -> FileError | None:
+    """What an error of the system says of the file that it names; None if it names none."""
+    if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # pathlib before 3.13
+        where = str(error).removeprefix(_LOOP).strip("'")
+        return FileError(f"cannot be used: {os.strerror(errno.ELOOP)}", where=where)
+    if not isinstance(error, OSError):
+        return None
+    why = error.strerror or str(error)
+    if isinstance(error.filename, str | bytes):
+        path = os.fsdecode(error.filename)
+        hint = _HINTS.get(error.errno or 0)
+        if any(map(Path(path).is_relative_to, _OURS)):
+            hint = "it comes with attnsweep: install that again"
+        return FileError(f"cannot be used: {why}", where=path, hint=hint)
+    if error.errno == errno.ENOENT and not _has_directory():
+        hint = "change to a directory that exists"
+        return FileError(f"cannot be used: {why}", where="the working directory", hint=hint)
+    return None
+
+
+def _has_directory() -> bool:
+    """Whether the directory that this process is in still exists."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 # Frames of a traceback that are shown: an endless recursion has a thousand.

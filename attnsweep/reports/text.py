@@ -499,12 +499,12 @@ def sentence(section: Section) -> str:
     elif low <= 1 <= high:
         said = (
             f"No difference between {ours} and {baseline} was shown {times}, a ratio of "
-            f"{_pm(ratio, low, high)})"
+            f"{plus_minus(ratio, low, high)})"
         )
     elif ratio > 1:
-        said = f"{ours} is {_pm(ratio, low, high)} times as fast as {baseline} {times})"
+        said = f"{ours} is {plus_minus(ratio, low, high)} times as fast as {baseline} {times})"
     else:
-        by = _pm(1 / ratio, 1 / high, 1 / low)
+        by = plus_minus(1 / ratio, 1 / high, 1 / low)
         said = f"{baseline} is {by} times as fast as {ours}, the best of ours {swapped})"
     return f"{said}{on}."
 
@@ -518,7 +518,7 @@ def _floored(ratio: float) -> str:
     return f"{math.floor(100 * ratio) / 100:.2f}"
 
 
-def _pm(ratio: float, low: float, high: float) -> str:
+def plus_minus(ratio: float, low: float, high: float) -> str:
     """`1.10 ± 0.01`: as many decimals as the half-width has, two or three; it is rounded up."""
     half = max(ratio - low, high - ratio, 0.0)
     decimals = 2 if half >= 0.005 else 3

@@ -140,7 +140,6 @@ def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
             clock.now += 1.0
             observer.compiled(number + 1, 40)
             observer.tried(candidate("flash", 30.0 - number, N=number))
-        observer._progress.refresh()
     shown = out.getvalue()
     assert "about 30 s left" in shown
     assert "best 11.00 µs flash" in shown
@@ -249,7 +248,6 @@ def test_a_bar_and_a_log_name_the_baseline_that_is_prepared(clock):
         observer.planned([40])
         observer.opening(PROBLEM, 40, 0)
         observer.preparing("triton_flash", 3, 8)
-        observer._progress.refresh()
     bar = next(line for line in out.getvalue().splitlines() if "triton_flash" in line)
     assert "baselines" in bar
     assert "3/8" in bar

@@ -11,7 +11,7 @@ from samples import H200, baseline, candidate, failed, rounds_of
 
 from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Accuracy, Status
-from attnsweep.reports.text import _pm, by_problem, sentence
+from attnsweep.reports.text import by_problem, plus_minus, sentence
 
 LABEL = "(4,16,1024,64) fp16 full"
 
@@ -112,6 +112,8 @@ def test_a_recorded_time_says_so():
 @given(st.floats(0.01, 100), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_the_printed_interval_holds_the_one_that_was_found(ratio, below, above):
     low, high = ratio * (1 - below), ratio * (1 + above)
-    middle, half = map(float, re.fullmatch(r"([\d.]+) ± ([\d.]+)", _pm(ratio, low, high)).groups())
+    middle, half = map(
+        float, re.fullmatch(r"([\d.]+) ± ([\d.]+)", plus_minus(ratio, low, high)).groups()
+    )
     assert middle - half <= low + 1e-6
     assert middle + half >= high - 1e-6
