@@ -141,9 +141,7 @@ kernels:
 def compiled(tmp_path, require, cache=None):
     path = tmp_path / "small.yaml"
     path.write_text(SPEC + f"require: {require}\n")
-    families = discover()
-    arch = ARCHS["sm_90a"]
-    return compile_all(load_spec(path, families), families, arch, cache_dir=cache)
+    return compile_all(load_spec(path, discover()), ARCHS["sm_90a"], cache_dir=cache)
 
 
 def test_a_requirement_prunes_with_its_reason(tmp_path):

@@ -56,14 +56,12 @@ def shape(
     heads_kv: int | None = None,
     seqlen_k: int | None = None,
     head_dim: int = 64,
-    dtype: str = "bf16",
+    dtype: Any = "bf16",
     causal: bool = False,
 ) -> Problem:
     """A shape with the defaults of PLAIN."""
-    return Problem(
-        *(batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim, dtype),
-        causal=causal,
-    )
+    sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
+    return Problem(*sizes, dtype, causal=causal)
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:

@@ -99,7 +99,7 @@ def unguarded(gpu: TunedGpu) -> TunedGpu:
 
 # ---- calls in 16 bits ----
 def call(
-    batch: int, heads: int, heads_kv: int, seqlen: int, head_dim: int, dtype: str, causal: bool
+    batch: int, heads: int, heads_kv: int, seqlen: int, head_dim: int, dtype: Any, causal: bool
 ) -> Problem:
     """A call with as many queries as keys."""
     return Problem(batch, heads, heads_kv, seqlen, seqlen, head_dim, dtype, causal=causal)
