@@ -37,7 +37,8 @@ TORCH = {"torch/__init__.py": "", "torch/_dynamo.py": ""}
 @pytest.fixture
 def there(tmp_path, monkeypatch):
     """Makes packages of files; and says which of them, or of their modules, are imported."""
-    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("torch")}
+    real = ("torch", "triton")
+    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith(real)}
     monkeypatch.syspath_prepend(tmp_path)
     names = set()
 
