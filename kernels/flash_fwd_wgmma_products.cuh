@@ -16,8 +16,8 @@ struct Products {
     // chunk pairs on, since the swizzle is an XOR too.
     unsigned lane_at;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
-    // Of the tile of queries: its tiles of keys; keys that all of a warp's rows see, that each of
-    // this thread's two rows, and that the last of the warpgroup's 64 queries sees.
+    // The tiles of keys of this tile of queries, and the keys that all rows of the warp see, that
+    // each of this thread's two rows sees, and that the last query of the warpgroup's 64 sees.
     int first_tile, end_tile;
     KeyRange all_see, visible[2], last_sees;
     unsigned remote;          // from a barrier to that of the block that this lane tells

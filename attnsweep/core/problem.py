@@ -59,7 +59,8 @@ class Problem:
     head_dim: int
     dtype: Dtype = "fp16"
     mask: Interval = FULL
-    # Of whole numbers, so that it is the same in all processes; dispatch asks it in each new call.
+    # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
+    # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __init__(

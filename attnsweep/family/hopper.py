@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Protocol
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
@@ -15,21 +14,6 @@ from attnsweep.family.family import TensorMap
 _MOST_REGISTERS = 240
 # Runs of equally long tiles for which groups of heads are weighed: above, in 50 ms of host time.
 _MOST_RUNS = 1 << 16
-
-
-class Sizes(Protocol):
-    """The sizes of an attention call: of a Problem, or of a package's Shape."""
-
-    @property
-    def batch(self) -> int: ...  # noqa: D102
-    @property
-    def heads(self) -> int: ...  # noqa: D102
-    @property
-    def heads_kv(self) -> int: ...  # noqa: D102
-    @property
-    def seqlen_k(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
 
 
 def panels(columns: int) -> int:
@@ -104,7 +88,7 @@ def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_byt
     return fit if heads * len(costs) > _MOST_RUNS else even_turns(heads, fit, costs, blocks)
 
 
-def heads_that_fit(p: Sizes, l2_bytes: int) -> int:
+def heads_that_fit(p: Problem, l2_bytes: int) -> int:
     """Number of heads whose K and V fit in the L2 together; see heads_sharing_l2."""
     fit = l2_bytes * (p.heads // p.heads_kv) // (4 * p.seqlen_k * p.head_dim)
     return min(p.batch * p.heads, max(1, fit))

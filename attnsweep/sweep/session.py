@@ -122,7 +122,7 @@ class SweepSession:
         self.spec, self.observer = spec, observer
         self.shard, self.cache_dir, self.wait = shard, cache_dir, wait
         self.seed = input_seed(spec)
-        """Of the inputs of all problems: a card computes ahead for its next one."""
+        """The seed of all inputs: one, since a card computes ahead for its next problem."""
         self._uuids: set[str | None] = set()
         self._finished: set[Problem] = set()
 

@@ -281,7 +281,7 @@ def with_seconds(run: Run) -> Run:
 
 
 def problems(count: int) -> Run:
-    """A run of so many problems, with eight candidates each."""
+    """A run of `count` problems with eight candidates each."""
     trials = [
         row.with_(problem=Problem(b, 16, 16, 1024, 1024, 64))
         for b in range(1, count + 1)

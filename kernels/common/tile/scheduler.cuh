@@ -44,8 +44,8 @@ struct Schedule {
         int block = LAST_IS_LONGEST ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         return at(SplitCluster ? block / Splits : block, blockIdx.y);
     }
-    // Of blocks that take turns: if tiles differ in length, every second round runs backwards, so
-    // that long meets short.
+    // The tile of a turn. If tiles differ in length, every second round of turns runs backwards, so
+    // that a block gets long and short ones.
     __device__ __forceinline__ WorkTile of_turn(int turn) const {
         int block = LAST_IS_LONGEST && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         int item = turn * gridDim.x + block, tile_m, head;
