@@ -5,7 +5,7 @@
 // ---- a consumer warpgroup: 64 queries ----
 struct Products {
     static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP > 0,
-                          UnseenTiles = Tiles::LAST_IS_LONGEST && WARPGROUPS > 1;
+                          UnseenTiles = Tiles::LAST_IS_LONGEST && WARPGROUPS > 1, Masked = false;
     static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS, KeyGroups = 1,
                          key_group = 0, TileKeys = BLOCK_N;
     const Memory& at;
@@ -81,8 +81,8 @@ struct Products {
         Factors last;
     };
 
-    __device__ __forceinline__ int end_of_seen() const {
-        return call.visible_keys((first_row / 64 + 1) * 64 - 1).end;
+    __device__ __forceinline__ KeyRange seen() const {
+        return {0, call.visible_keys((first_row / 64 + 1) * 64 - 1).end};
     }
     __device__ __forceinline__ bool sees_half(int) const { return false; }
 

@@ -20,6 +20,7 @@
 #include "common/tile/epilogue.cuh"
 #include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
+#include "common/tile/mask_list.cuh"
 #include "common/tile/pipeline.cuh"
 #include "common/tile/scheduler.cuh"
 #include "common/tile/shared_tile.cuh"
@@ -42,6 +43,17 @@ using namespace attn;
 #define ROWS_PARAMETERS
 #endif
 using TensorLayout = Layout<STRIDED, HEAD_DIM>;
+#if MASK
+#define MASK_PARAMETERS                                                           \
+    , const int4 *__restrict__ work, const int2 *__restrict__ bounds,             \
+        const unsigned *__restrict__ bits, int *turns_of_list, int tiles_of_list, \
+        int heads_of_mask, int words
+#define MASK_ARGUMENTS \
+    , { work, bounds, bits, turns_of_list, tiles_of_list, heads_of_mask, words }
+#else
+#define MASK_PARAMETERS
+#define MASK_ARGUMENTS
+#endif
 
 #if STAGE_COMBINE
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
@@ -68,6 +80,41 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
         combine_splits<HEAD_DIM>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
+#elif STAGE_MASK
+// Of each row of a mask the keys that it sees, and of each 64 rows a record. The grid is (records
+// of a mask, masks).
+extern "C" __global__ void __launch_bounds__(MASK_THREADS)
+    flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
+                         int2* __restrict__ bounds, unsigned* __restrict__ bits,
+                         int4* __restrict__ records, int seqlen_q, int seqlen_k, int low, int high,
+                         int words, int masks_of_batch, int batch_stride, int head_stride,
+                         int row_stride, int key_stride) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    int4* of_row = reinterpret_cast<int4*>(smem);
+    const int own = blockIdx.y;
+    const long long first_row = static_cast<long long>(own) * seqlen_q;
+    int4* record = records + own * gridDim.x + blockIdx.x;
+#if MASK == 1
+    const int2 range = KEY_RANGE ? key_range[own] : int2{0, seqlen_k};
+    see_diagonals(low, high, range, bounds + first_row, record, of_row, seqlen_q, seqlen_k);
+#else
+    const int batch = own / masks_of_batch, head = own - batch * masks_of_batch;
+    const unsigned char* of_own = mask + static_cast<long long>(batch) * batch_stride +
+                                  static_cast<long long>(head) * head_stride;
+    see_bytes<MASK_THREADS / 32, WIDE>(of_own, row_stride, key_stride, bits + first_row * words,
+                                       record, of_row, seqlen_q, seqlen_k, words);
+#endif
+}
+#elif STAGE_ORDER
+// The list of the tiles of queries of all masks, from their records.
+extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
+    flash_fwd_wgmma_order(const int4* __restrict__ records, int4* __restrict__ work, int* turns,
+                          int masks, int records_of_mask, int seqlen_k) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    order_tiles<ROW_GROUPS, ORDER_THREADS, ORDER_PLACES>(records, work, masks, records_of_mask,
+                                                         seqlen_k, reinterpret_cast<int*>(smem));
+    if (threadIdx.x < 2) turns[threadIdx.x] = 0;
+}
 #else
 
 constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
@@ -92,6 +139,9 @@ static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER),
               "the splits of a tile are a dimension of the grid");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1),
               "turns are of equal length");
+static_assert(!MASK || (!ORDER && KEY_GROUPS == 1 && SPLITS == 1 && MULTICAST == 1 && !PACK_GQA),
+              "the list of a mask says the order of its tiles, which one block takes");
+static_assert(MASK != 2 || BLOCK_N % 32 == 0, "bits of a mask are in words");
 static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
@@ -120,15 +170,23 @@ constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
 // A tile of packed heads takes all keys: it has some head's last query, which sees them all.
+#if MASK
+using Tiles = MaskedSchedule<BLOCK_N, ROW_GROUPS>;
+#else
 using Tiles = Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0),
                        PACK_GQA>;
+#endif
+// The producer takes the next entry of a list when it is ready for it, and tells the consumers,
+// beside Q: two places, so that the one of two turns ago is free, whose Q has been released.
+constexpr bool TOLD_TURNS = MASK && PERSISTENT;
+constexpr unsigned TOLD_BYTES = 16 * (1 + ROW_GROUPS);
 using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY>;
 // Every 64 rows of a tile see fewer keys than the next ones if later rows see more. A warpgroup
 // passes by the tiles of keys right of its own rows, and of the first that it sees takes half if
 // that is all. At (16,32,1024,64), the best without that took 190.8 us, and 175.9 with it
 // (docs/tried.md).
-constexpr bool UNSEEN_TILES =
-                   Tiles::LAST_IS_LONGEST && ROW_GROUPS > 1 && KEY_GROUPS == 1 && SPLITS == 1,
+constexpr bool UNSEEN_TILES = MASK || (Tiles::LAST_IS_LONGEST && ROW_GROUPS > 1 &&
+                                       KEY_GROUPS == 1 && SPLITS == 1),
                HALF_TILES = UNSEEN_TILES && OVERLAP && !P_SHARED && BLOCK_N == 128;
 
 // Barriers: full and empty of each stage of K and of V; of Q, full of each 64 rows, empty of all
@@ -178,7 +236,7 @@ struct Barriers {
 };
 // Where everything lies in shared memory.
 struct Memory {
-    unsigned q, k, v, p, staging;
+    unsigned q, k, v, p, staging, told;
     Barriers barriers;
     __device__ __forceinline__ explicit Memory(unsigned base)
         : q(base),
@@ -186,7 +244,8 @@ struct Memory {
           v(k + STAGES * KV_BYTES),
           p(v + STAGES * KV_BYTES),
           staging(p + ALL_P_BYTES),
-          barriers{staging + STAGED_BYTES} {}
+          told(staging + STAGED_BYTES),
+          barriers{told + 2 * TOLD_TURNS * TOLD_BYTES} {}
 };
 // Each role makes its own schedule: what both keep from before they part is spilled by the
 // producer, which has 24 registers.
@@ -196,6 +255,9 @@ struct Call {
     float factor;        // of the scores: scale * log2(e)
     TensorLayout layout;
     int queries;  // of one query head
+#if MASK
+    MaskList list;
+#endif
     __device__ __forceinline__ KeyRange visible_keys(int row) const {
         return attn::visible_keys(PACK_GQA ? row % queries : row, queries, seqlen_k);
     }
@@ -207,24 +269,62 @@ struct Call {
         return {first, next ? attn::visible_keys(0, queries, seqlen_k).end : visible_keys(row).end};
     }
     __device__ __forceinline__ Tiles schedule(int rows) const {
+#if MASK
+        return {list, heads_per_l2_section};
+#else
         int tiles_m = ceil_div<MULTICAST * BLOCK_M>(rows) * MULTICAST;
         return {tiles_m, heads, rows, seqlen_k, heads_per_l2_section};
+#endif
     }
 };
 
 // ---- the producer: one thread loads Q, K and V ----
+#if MASK && PERSISTENT
+// Entries of the list, taken from its counter. The last one told has a row below 0.
+struct ListTurns {
+    const Tiles& schedule;
+    int4* told;
+    int item = blockIdx.x;
+    __device__ __forceinline__ WorkTile next(unsigned place) {
+        int4* to = told + place * Tiles::ENTRY;
+        if (item >= schedule.items()) {
+            to->x = -1;
+            return {-1, 0, 0, 0, 0};
+        }
+        int head;
+        const int4* entry = schedule.entry_of(item, head);
+        int4 first = schedule.with_head(*entry, head);
+        *to = first;
+#pragma unroll
+        for (int i = 1; i < Tiles::ENTRY; ++i) to[i] = entry[i];
+        item = gridDim.x + atomicAdd(schedule.list.turns, 1);
+        return schedule.tile(first);
+    }
+    __device__ __forceinline__ void end() const {  // the last block to end clears the counters
+        int* turns = schedule.list.turns;
+        if (atomicAdd(turns + 1, 1) == static_cast<int>(gridDim.x) - 1) turns[0] = turns[1] = 0;
+    }
+};
+#endif
 // K of a tile comes before Q of the first, and V of the tile before.
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
                                            const TensorMap& v, const Memory& at, const Call& call,
-                                           int rank) {
+                                           int rank, int4* told) {
     const Barriers& barriers = at.barriers;
     Tiles schedule = call.schedule(opaque(call.rows));
     Ring<STAGES> k_at, v_at;
     unsigned q_phase = 0;
+#if MASK && PERSISTENT
+    ListTurns turns{schedule, told};
+#endif
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
+#if MASK && PERSISTENT
+        WorkTile work = turns.next(q_phase);
+#else
         WorkTile work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
+#endif
         auto head_kv = call.layout.of_keys(work.head, PACK_GQA ? 1 : call.queries_per_key_head);
 #pragma unroll 1
         for (int j = 0; j <= work.tiles; ++j) {
@@ -240,8 +340,10 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                 for (int i = 0; i < ROW_GROUPS; ++i) {
                     if (PERSISTENT && i < Barriers::Q_EMPTIES)
                         mbarrier_wait(barriers.q_empty(i), q_phase ^ 1);
-                    load_tile<QTile>(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
-                                     call.layout.of_queries(work.head));
+                    if (MASK && work.tiles == 0) mbarrier_arrive(barriers.q_full(i));
+                    else
+                        load_tile<QTile>(at.q + i * Q_BYTES, q, barriers.q_full(i),
+                                         work.row + i * 64, call.layout.of_queries(work.head));
                 }
                 q_phase ^= 1;
                 continue;
@@ -252,11 +354,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                                          schedule.key(j - 1, work.first, work.end), head_kv, rank);
             v_at.next();
         }
-        if (!PERSISTENT) break;
+        if (!PERSISTENT || (TOLD_TURNS && work.row < 0)) break;
     }
+#if MASK && PERSISTENT
+    turns.end();
+#endif
 }
 __device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k, const TensorMap& v,
-                                         const Memory& at, const Call& call) {
+                                         const Memory& at, const Call& call, unsigned char* smem) {
     if (threadIdx.x % 32 == 0) at.barriers.init();
     __syncwarp();
     int rank = 0;
@@ -272,7 +377,7 @@ __device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k,
     if (threadIdx.x % 32 == 0) {
         if (PDL == 2) grid_launch_dependents();
         if (PDL) grid_wait();
-        load_tiles(q, k, v, at, call, rank);
+        load_tiles(q, k, v, at, call, rank, reinterpret_cast<int4*>(smem + (at.told - at.q)));
         if (PDL == 1) grid_launch_dependents();
     }
     if constexpr (SPLIT_CLUSTER) {
@@ -401,15 +506,35 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
+#if MASK
+        int4 entry, record;
+        if constexpr (TOLD_TURNS) {
+            mbarrier_wait(at.barriers.q_full(row_group), q_phase);
+            unsigned told = at.told + q_phase * TOLD_BYTES;
+            entry = load_told(told), record = load_told(told + 16 + 16 * row_group);
+            q_phase ^= 1;
+        } else {
+            entry = self.schedule.of_block();
+            record = self.schedule.entry_of_block()[1 + row_group];
+        }
+        entry = uniform(entry);
+        MaskedTile work = self.schedule.tile(entry);
+        if (PERSISTENT && uniform(work.row < 0)) break;
+#else
         WorkTile work = self.schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
+#endif
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
         Place to{work.head, first_row, first_row + lane / 4};
-        self.first_tile = work.first, self.end_tile = work.end,
+        self.first_tile = work.first, self.end_tile = work.end;
+#if MASK
+        self.look_up(call.list, work.mask, uniform(record), to.row);
+#else
         self.all_see = call.all_see(first_row);
         self.visible[0] = call.visible_keys(to.row);
         self.visible[1] = call.visible_keys(to.row + 8);
-        if (UNSEEN_TILES) self.last_sees = call.visible_keys(work.row + row_group * 64 + 63);
+        if (UNSEEN_TILES) self.group_sees = call.visible_keys(work.row + row_group * 64 + 63);
+#endif
         Consumer::State state;
         auto& [out, rows, p] = state;
 #pragma unroll
@@ -417,10 +542,12 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
 
         if (KEY_GROUPS > 1)
             self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
-        mbarrier_wait(at.barriers.q_full(row_group), q_phase);
-        q_phase ^= 1;
-#pragma unroll
-        for (int i = 0; i < Q_REGISTERS; ++i) self.load_q(self.q_columns[i], i);
+        if constexpr (!TOLD_TURNS) {
+            mbarrier_wait(at.barriers.q_full(row_group), q_phase);
+            q_phase ^= 1;
+        }
+        if constexpr (MASK) rows.clear();
+        else self.load_q_registers();
         self.attend(state, work.tiles);
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
@@ -458,17 +585,16 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                     float* __restrict__ lse, void* __restrict__ of_split, int heads,
                     int queries_per_key_head, int heads_per_l2_section, int seqlen_q, int seqlen_k,
-                    float factor LAYOUT_PARAMETERS) {
+                    float factor MASK_PARAMETERS LAYOUT_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     int rows = PACK_GQA ? queries_per_key_head * seqlen_q : seqlen_q;
-    const Call call{
-        heads,   queries_per_key_head, heads_per_l2_section, rows, seqlen_k, factor, {LAYOUT},
-        seqlen_q};
+    const Call call{heads,    queries_per_key_head,   heads_per_l2_section, rows, seqlen_k, factor,
+                    {LAYOUT}, seqlen_q MASK_ARGUMENTS};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();
-        if (warp == CONSUMERS / 32) producer(q, k, v, at, call);
+        if (warp == CONSUMERS / 32) producer(q, k, v, at, call, smem);
     } else {
         if constexpr (PRODUCER_WARPS == 4) registers_increase<CONSUMER_REGISTERS>();
         consumer(o, at, call, warp, smem, lse, of_split);

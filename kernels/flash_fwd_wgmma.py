@@ -37,10 +37,13 @@ kernel = Family(
     ),
     min_arch="sm_90a",
     head_dims=(64, 96, 128, 192, 256),
+    masks=("full", "causal", "window"),
     lse="LSE",
 )
 COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
+MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up to 5 % slower
+ORDER_THREADS, ORDER_PLACES = 1024, 1024
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
@@ -89,6 +92,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128
     staged = (not c.O_OVER_Q) * q_bytes + merge_bytes(c, p) if c.PERSISTENT else 0
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
+    staged += 2 * 16 * (1 + c.WARPGROUPS) if hopper.mask_define(p) and c.PERSISTENT else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
     if c.SPLIT_CLUSTER:
         staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (p.head_dim // (2 * c.SPLITS) + 4)
@@ -153,6 +157,10 @@ kernel.keep_if(
      or (c.SPLITS in (2, 4, 8) and p.head_dim % (8 * c.SPLITS) == 0)),
 )
 kernel.keep_if(
+    ("masks_in_memory", "a mask in memory has whole rows of a head, in words, and its own order",
+     lambda c, p, arch: not hopper.mask_define(p)
+     or (c.ORDER == c.PACK_GQA == 0 and c.KEY_GROUPS == c.SPLITS == c.CLUSTER == 1
+         and (hopper.mask_define(p) < 2 or c.BLOCK_N % 32 == 0))),
     ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
      lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
@@ -185,7 +193,65 @@ kernel.keep_if(
 def workspace(c, p):
     rows = p.batch * p.heads * p.seqlen_q
     split = {"partial": 4 * c.SPLITS * rows * p.head_dim, "partial_lse": 4 * c.SPLITS * rows}
-    return {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
+    masks, records, tiles = sizes_of_mask(c, p)
+    seen = {"bounds": 8 * masks * p.seqlen_q} if hopper.mask_define(p) == 1 else {}
+    if hopper.mask_define(p) == 2:
+        seen = {"bits": 4 * masks * p.seqlen_q * ceil_div(p.seqlen_k, 32)}
+    listed = {"records": 16 * masks * records, "work": 16 * (1 + c.WARPGROUPS) * tiles, "turns": 8}
+    own = {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
+    return own | (seen | listed if seen else {})
+
+
+def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
+    """Masks of a problem, records of 64 queries of one, and tiles of queries of all masks."""
+    masks = 1
+    records = ceil_div(p.seqlen_q, 64)
+    return masks, records, masks * ceil_div(records, c.WARPGROUPS)
+
+
+@kernel.stage("mask", params=(), constants=())
+def mask(c, p, arch):
+    how = hopper.mask_define(p)
+    if not how:
+        return None
+    masks, records, _ = sizes_of_mask(c, p)
+    threads = 64 if how == 1 else 1024
+    low, high = p.diagonals
+    seen = ("bounds", "bounds") if how == 1 else ("bits", "bits")
+    return Launch(
+        function="flash_fwd_wgmma_mask",
+        grid=(records, masks, 1),
+        threads=threads,
+        args=(
+            *("bounds", "bounds", *seen, "records"),
+            *(p.seqlen_q, p.seqlen_k, low, high, ceil_div(p.seqlen_k, 32)),
+            *(1, 0, 0, p.seqlen_k, 1),
+        ),
+        smem_bytes=64 * 16,
+        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": 0, "WIDE": 0, "HEAD_DIM": 64},
+        once=True,
+    )
+
+
+@kernel.stage("order", params=(), constants=())
+def order(c, p, arch):
+    if not hopper.mask_define(p):
+        return None
+    masks, records, _ = sizes_of_mask(c, p)
+    return Launch(
+        function="flash_fwd_wgmma_order",
+        grid=(1, 1, 1),
+        threads=ORDER_THREADS,
+        args=("records", "work", "turns", masks, records, p.seqlen_k),
+        smem_bytes=4 * ORDER_PLACES,
+        defines={
+            "ROW_GROUPS": c.WARPGROUPS,
+            "ORDER_THREADS": ORDER_THREADS,
+            "ORDER_PLACES": ORDER_PLACES,
+            "HEAD_DIM": 64,
+        },
+        once=True,
+    )
 
 
 # The launch defines CLUSTER, because the splits of a tile can be a cluster too.
@@ -203,6 +269,17 @@ def fwd(c, p, arch):
         grid = (together, tiles_m, heads // together)
     elif c.SPLIT_CLUSTER:
         grid = (tiles_m * c.SPLITS, heads, 1)
+    listed: tuple[str | int, ...] = ()
+    if how := hopper.mask_define(p):
+        masks, _, tiles = sizes_of_mask(c, p)
+        of_mask = heads // masks
+        together = hopper.heads_of_section(p, of_mask, masks, MASKED_L2_BYTES)
+        seen = "bounds" if how == 1 else "bits"
+        listed = ("work", seen, seen, "turns", tiles, of_mask, ceil_div(p.seqlen_k, 32))
+        if c.PERSISTENT:
+            grid = (min(turns, tiles * of_mask), 1, 1)
+        else:
+            grid = (together, tiles, of_mask // together)
     # Splits do not write by TMA: they write partial results, or, in a cluster, columns of o.
     own = ("lse", "o" if c.SPLIT_CLUSTER else "lse")
     outputs = ("partial_lse", "partial") if combines(c) else own
@@ -211,7 +288,7 @@ def fwd(c, p, arch):
     _, producer, consumer = registers_given(c, arch)
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-    defines |= hopper.empty_rows(p)
+    defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
     box = (64, c.BLOCK_N // c.CLUSTER)
     return Launch(
         function="flash_fwd_wgmma",
@@ -224,6 +301,7 @@ def fwd(c, p, arch):
             hopper.tensor_map("o", heads, cut.seqlen_q, p.head_dim, box=(64, 16)),
             *(*outputs, heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
+            *listed,
         ),
         smem_bytes=smem_bytes(c, p),
         defines=defines,

@@ -4,7 +4,8 @@
 
 // ---- a consumer warpgroup: 64 queries, in turns with the other key groups ----
 struct Products {
-    static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP, UnseenTiles = UNSEEN_TILES;
+    static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP, UnseenTiles = UNSEEN_TILES,
+                          Masked = MASK;
     static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS,
                          KeyGroups = KEY_GROUPS, TileKeys = BLOCK_N;
     const Memory& at;
@@ -17,9 +18,11 @@ struct Products {
     unsigned lane_at;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
     // The tiles of keys of this tile of queries, and the keys that all rows of the warp see, that
-    // each of this thread's two rows sees, and that the last query of the warpgroup's 64 sees.
+    // each of this thread's two rows sees, and that the last query of the warpgroup's 64 sees; or,
+    // with MASK, those that all 64 see, and that any of them sees.
     int first_tile, end_tile;
-    KeyRange all_see, visible[2], last_sees;
+    KeyRange all_see, visible[2], group_sees;
+    const unsigned* bits[2];  // of each row
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
@@ -35,9 +38,9 @@ struct Products {
     };
     struct Factors {};  // a tile has none of its own
 
-    __device__ __forceinline__ int end_of_seen() const { return last_sees.end; }
+    __device__ __forceinline__ KeyRange seen() const { return group_sees; }
     __device__ __forceinline__ bool sees_half(int j) const {
-        return HALF_TILES && last_sees.end <= schedule.key(j, first_tile, end_tile) + BLOCK_N / 2;
+        return HALF_TILES && group_sees.end <= schedule.key(j, first_tile, end_tile) + BLOCK_N / 2;
     }
     __device__ __forceinline__ Factors factors_of(int) const { return {}; }
 
@@ -66,6 +69,10 @@ struct Products {
         // By SharedTile::chunk, ptxas orders some of the recorded winners otherwise.
         ldmatrix_x4(fragment,
                     q + i / 4 * QTile::PANEL_BYTES + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+    }
+    __device__ __forceinline__ void load_q_registers() {
+#pragma unroll
+        for (int i = 0; i < Q_REGISTERS; ++i) load_q(q_columns[i], i);
     }
     // s = Q K^T of 64 queries and the first 2 N keys of a tile, BLOCK_N or half of them.
     template <int N>
@@ -147,9 +154,31 @@ struct Products {
     __device__ __forceinline__ void mask(float (&s)[N], int j) const {
         int key = schedule.key(j, first_tile, end_tile);
         if (__builtin_expect(key + BLOCK_N > all_see.end || (HIDES_EARLIER && key < all_see.first),
-                             0))
+                             0)) {
+#if MASK == 2
+            mask_bits(s, bits[0] + key / 32, bits[1] + key / 32);
+#else
             mask_columns(s, visible[0], visible[1], key);
+#endif
+        }
     }
+#if MASK
+    // What this thread's rows, `row` and 8 further, see of a mask, and their 64 by its record.
+    __device__ __forceinline__ void look_up(const MaskList& list, int mask, const int4& record,
+                                            int row) {
+        group_sees = {record.x, record.y}, all_see = {record.z, record.w};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int at = mask * call.rows + min(row + 8 * r, call.rows - 1);
+            if (MASK == 2) {
+                bits[r] = list.bits + static_cast<long long>(at) * list.words;
+            } else {
+                int2 bounds = list.bounds[at];
+                visible[r] = {bounds.x, bounds.y};
+            }
+        }
+    }
+#endif
 
     // Where exponentials go: eight of them are this thread's fragment of P's 16 keys.
     __device__ __forceinline__ auto to_registers(Weights& p) const {

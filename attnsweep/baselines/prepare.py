@@ -30,6 +30,7 @@ class BoundBaseline:
     """A baseline bound to inputs; it is timed exactly as a candidate is."""
 
     stage_names: tuple[str, ...] = ()
+    once_names: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class TimedCall(Protocol):
     """Anything that can be timed: a pipeline of ours, or a baseline."""
 
     stage_names: tuple[str, ...]
+    once_names: tuple[str, ...]
+    """Stages that all calls have in common: refresh issues them, and capture leaves them out."""
 
     def enqueue(self, copy: int = 0, stage: str | None = None) -> None:
         """Issue one call eagerly, or one stage of it; does not wait."""
@@ -154,6 +156,7 @@ class Bench:
             {name: self._screen(call, name) for name in names},
             self._launch_us(candidate.empty),
             sm_mhz,
+            {name: self._screen(call, name) for name in call.once_names},
         )
         return accuracy.model_copy(update={"calls": calls}), first
 

@@ -369,8 +369,9 @@ def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
 
 
 def _stages(trial: Trial) -> tuple[str, ...]:
-    """The stages to be timed alone: none for a candidate of one launch, or for a baseline."""
-    stages = tuple(trial.resources.stages) if trial.resources else ()
+    """The stages to be timed alone: none for a call of one launch, or for a baseline."""
+    every = trial.resources.stages if trial.resources else ()
+    stages = tuple(name for name in every if name not in trial.once_us)
     return stages if len(stages) > 1 else ()
 
 

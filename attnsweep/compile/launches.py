@@ -70,3 +70,5 @@ class FirstTimes:
     launch_us: float | None
     sm_mhz: float | None = None
     """SM clock right after time_us."""
+    once_us: Mapping[str, float] = field(default_factory=dict)
+    """Stages that calls have in common, which time_us leaves out."""

@@ -119,6 +119,11 @@ class Problem:
             )
 
     @property
+    def kind(self) -> str:
+        """What a family declares that it can: the kind of the mask."""
+        return self.mask.kind
+
+    @property
     def causal(self) -> bool:
         """Whether the mask is the causal one."""
         return self.mask == CAUSAL

@@ -164,6 +164,8 @@ class Trial(_Row):
     """Mean power of the board while energy_uj was measured: the median of the stretches."""
     stages_us: dict[str, float] = Field(default_factory=dict)
     """Stage name to the time of that stage of a pipeline, replayed on its own."""
+    once_us: dict[str, float] = Field(default_factory=dict)
+    """The same of stages that calls have in common, as of a mask: no part of a call's time."""
     launch_us: float | None = None
     """Time of the same launches with an empty kernel, issued in the same way."""
     at_least_us: float | None = None

@@ -28,7 +28,10 @@ class BoundCall:
         self._eager = launches.eager
         self._streams = session.streams(launches.streams)
         self._fork, *self._joins = session.marks(launches.streams)
-        self.stage_names = tuple(dict.fromkeys(stage.name for stage in launches.stages))
+        once = {stage.name: None for stage in launches.stages if stage.launch.once}
+        self.once_names = tuple(once)
+        every = dict.fromkeys(stage.name for stage in launches.stages)
+        self.stage_names = tuple(name for name in every if name not in once)
         self._copies = [
             [(stage.name, stage.stream, session.bind(stage, copy)) for stage in launches.stages]
             for copy in buffers
@@ -40,14 +43,22 @@ class BoundCall:
                 (stage.name, stage.stream, session.bind(stage, buffers[0])) for stage in chained
             ] + self._copies[0][1:]
 
-    def refresh(self, copies: int | None = None) -> None:
-        """Nothing: the launches read the inputs themselves."""
+    def refresh(self, copies: int | None = None) -> None:  # noqa: ARG002 (copies share them)
+        """Issue the stages that all calls have in common; the others read the inputs themselves."""
+        for name in self.once_names:
+            self.enqueue(stage=name)
 
-    def enqueue(self, copy: int = 0, stage: str | None = None, *, chained: bool = False) -> None:
-        """Issue one call, or one stage of it; does not wait."""
+    def enqueue(
+        self, copy: int = 0, stage: str | None = None, *, chained: bool = False, once: bool = True
+    ) -> None:
+        """Issue one call, or one stage of it; does not wait.
+
+        once: with the stages that all calls have in common.
+        """
+        wanted = {stage} if stage else {*self.stage_names, *(self.once_names if once else ())}
         main, *others = self._streams
         bound = self._chained if chained else self._copies[copy % len(self._copies)]
-        launches = [(number, launch) for name, number, launch in bound if stage in (None, name)]
+        launches = [(number, launch) for name, number, launch in bound if name in wanted]
         if not others:
             with main:
                 for _, launch in launches:
@@ -74,13 +85,15 @@ class BoundCall:
     ) -> Callable[[], None]:
         """A function that replays back-to-back calls, over all copies if `rotate`.
 
+        Stages that all calls have in common are no part of it: see refresh.
+
         It replays a graph of the calls, unless they are eager: then the host launches each. after:
         enqueues more work after the call of this number.
         """
 
         def issue() -> None:
             for call in range(calls):
-                self.enqueue(call if rotate else 0, stage, chained=chained)
+                self.enqueue(call if rotate else 0, stage, chained=chained, once=False)
                 if after is not None:
                     after(call)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import CAUSAL, Problem, Value
+from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit, validate
 from attnsweep.family.launch import Arg as Arg
 from attnsweep.family.launch import Launch as Launch
@@ -106,7 +106,7 @@ _SLOW_S = 0.5
 PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
     "HEAD_DIM": lambda p: p.head_dim,
     "IS_BF16": lambda p: int(p.dtype == "bf16"),
-    "CAUSAL": lambda p: int(p.mask == CAUSAL),
+    "CAUSAL": lambda p: int(p.kind == "causal"),
 }
 
 

@@ -26,6 +26,11 @@ def empty_rows(problem: Problem) -> dict[str, int]:
     return {"EMPTY_ROWS": 1} if problem.has_empty_rows else {}
 
 
+def mask_define(problem: Problem) -> int:
+    """What memory says of a mask: 0 nothing, 1 an interval of each query, 2 a bit of each key."""
+    return 0 if problem.kind in ("full", "causal") else 2 if problem.kind == "boolean" else 1
+
+
 def tensor_map(
     buffer: str,
     heads: int,
@@ -92,6 +97,12 @@ def heads_that_fit(p: Problem, l2_bytes: int) -> int:
     """Number of heads whose K and V fit in the L2 together; see heads_sharing_l2."""
     fit = l2_bytes * (p.heads // p.heads_kv) // (4 * p.seqlen_k * p.head_dim)
     return min(p.batch * p.heads, max(1, fit))
+
+
+def heads_of_section(p: Problem, heads: int, masks: int, l2_bytes: int) -> int:
+    """Heads of each of `masks` masks whose K and V share L2: a divisor of the heads of a mask."""
+    fit = max(1, heads_that_fit(p, l2_bytes) // masks)
+    return next(n for n in range(min(fit, heads), 0, -1) if heads % n == 0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,6 +37,8 @@ class Launch:
     begin before the launch ahead of it ends (sm_90; the template must wait with
     griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
     for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.
+    `once`: it reads only what calls have in common, such as a mask, and so runs before the first
+    of them. Its time is shown, and is no part of a call's.
     """
 
     function: str
@@ -48,6 +50,7 @@ class Launch:
     min_blocks_per_sm: int = 1
     programmatic: bool = False
     carveout: int = -1
+    once: bool = field(default=False, repr=False)  # fingerprints of rows are of the others
 
     @property
     def arg_bytes(self) -> tuple[int, ...]:

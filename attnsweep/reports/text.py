@@ -329,6 +329,9 @@ def winner_lines(section: Section) -> list[str]:
             each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
             each += _issued(row)
             lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
+        if once := row["trial"].once_us:
+            each = [f"{name}{GLUE}{us:.1f}{GLUE}µs" for name, us in once.items()]
+            lines.append(f"  once for all calls, of the best {who(row)}: {' · '.join(each)}")
     return lines
 
 

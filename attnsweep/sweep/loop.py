@@ -213,6 +213,7 @@ class _ProblemSweep:
             first_us=first.time_us,
             first_mhz=first.sm_mhz,
             stages_us=first.stages_us,
+            once_us=first.once_us,
             launch_us=first.launch_us,
         )
         return held_to(row, self._spec.measure.max_error)

@@ -19,7 +19,7 @@ KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32}
 class Call:
     """One call bound to buffers: `write` gets the problem, the buffers, and the call's number."""
 
-    stage_names = ("fwd",)
+    stage_names, once_names = ("fwd",), ()
 
     def __init__(self, write, launches, buffers):
         self.write, self.problem, self.buffers = write, launches.problem, buffers

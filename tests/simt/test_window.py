@@ -15,13 +15,22 @@ from .harness import ARCH, COMPILER, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILIES = {name: family for name, family in discover().items() if "window" in family.masks}
-CONFIGS = ("", "BLOCK_N=64 NUM_STAGES=2", "NUM_WARPS=8 KEY_GROUPS=2 NUM_STAGES=3")
+CONFIGS = {
+    "flash_fwd_mma": ("", "BLOCK_N=64 NUM_STAGES=2", "NUM_WARPS=8 KEY_GROUPS=2 NUM_STAGES=3"),
+    "flash_fwd_wgmma": (
+        "BLOCK_N=64 WARPGROUPS=2 MAXIMA=1 LSE=1",
+        "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 Q_REGISTERS=4 MAXIMA=2 PERSISTENT=2",
+        "BLOCK_N=64 WARPGROUPS=3 MAXIMA=2 PERSISTENT=1 EXP2_POLY=2",
+        "BLOCK_N=64 WARPGROUPS=2 P_SHARED=1 PERSISTENT=1 O_OVER_Q=1",
+        "BLOCK_N=96 WARPGROUPS=1 BLOCKS_PER_SM=3 OVERLAP=0",
+    ),
+}
+USUAL = {name: configs[0] for name, configs in CONFIGS.items()}
 # Sides that end in a tile, at its edge, beyond the keys; with nothing before, and nothing after.
 WINDOWS = ((20, 0), (31, 64), (0, 0), (500, 3), (None, 17), (40, None))
 
 
-@pytest.mark.parametrize("words", CONFIGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "words"), [(n, w) for n in FAMILIES for w in CONFIGS[n]])
 def test_right_on_windows_of_every_kind(simulator, name, words):
     family = FAMILIES[name]
     config = config_of(family, words)
@@ -35,7 +44,7 @@ def test_right_on_windows_of_every_kind(simulator, name, words):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_right_on_hard_cases_of_a_window(simulator, name):
     family, of = FAMILIES[name], Problem(1, 4, 4, 2048, 2048, 64, "fp16", Interval(256, 0))
-    config = config_of(family, "")
+    config = config_of(family, USUAL[name])
     for case in small_cases(of)[2::3]:
         assert case.problem.mask.left < case.problem.seqlen_k
         result = simulator.check(family, config, case, schedules=(0,))
@@ -45,10 +54,12 @@ def test_right_on_hard_cases_of_a_window(simulator, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_window_without_its_left_side_is_wrong(simulator, monkeypatch, name):
     family, of = FAMILIES[name], Problem(1, 1, 1, 150, 150, 64, "bf16", Interval(20, 0))
-    stage = family.stages["fwd"]
+    by = "mask" if "mask" in family.stages else "fwd"  # which stage knows the window
+    stage = family.stages[by]
 
     def launch(config, problem, arch):
         return stage.launch(config, replace(problem, mask=Interval(149, 0)), arch)
 
-    monkeypatch.setitem(family.stages, "fwd", replace(stage, launch=launch))
-    assert not simulator.check(family, config_of(family, ""), Case(of), schedules=(0,)).ok
+    monkeypatch.setitem(family.stages, by, replace(stage, launch=launch))
+    config = config_of(family, USUAL[name])
+    assert not simulator.check(family, config, Case(of), schedules=(0,)).ok

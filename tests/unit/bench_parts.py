@@ -64,7 +64,7 @@ class FakeSession:
 
 
 class FakePipeline:
-    stage_names = ("fwd",)
+    stage_names, once_names = ("fwd",), ()
 
     def __init__(self, session, plan, copies):
         self.copies = copies

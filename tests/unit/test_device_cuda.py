@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,21 @@ def session():
 def test_one_stream_needs_no_event(session):
     BoundCall(session, plan(("qk", 0), ("pv", 0)), [{"q": "a"}]).enqueue()
     assert session.log == ["qk@s0(a+0)", "pv@s0(a+8)"]
+
+
+def test_what_calls_have_in_common_is_in_no_graph_of_them(session):
+    stages = plan(("mask", 0), ("fwd", 0))
+    mask = replace(stages.stages[0], launch=replace(stages.stages[0].launch, once=True))
+    call = BoundCall(session, replace(stages, stages=(mask, *stages.stages[1:])), [{"q": "a"}])
+    call.enqueue()
+    assert session.log == ["mask@s0(a+0)", "fwd@s0(a+8)"]
+    session.log.clear()
+    call.refresh(1)
+    assert session.log == ["mask@s0(a+0)"]
+    assert (call.stage_names, call.once_names) == (("fwd",), ("mask",))
+    session.log.clear()
+    call.capture(2)
+    assert [line for line in session.log if "@" in line] == ["fwd@s0(a+8)"] * 2
 
 
 def test_streams_fork_from_and_join_the_first(session):

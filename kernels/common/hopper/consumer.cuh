@@ -33,18 +33,27 @@ struct FlashConsumer : Traits {
         if (Traits::Turns && this->warp / 4 == 0) named_barrier_sync(Traits::TurnBarrier, 256);
     }
 
-    // Passes by the tiles that the block's later queries alone see, and returns the first other
-    // one. A stage is given back when it is full: before, its barrier may be one phase behind.
-    __device__ __forceinline__ int pass_unseen(int tiles) {
+    // Passes by tiles from the j-th on, before `end`, and returns the first other one. A stage is
+    // given back when it is full: before, its barrier may be one phase behind.
+    __device__ __forceinline__ int pass(int j, int end) {
         Traits& own = *this;
-        int seen = ceil_div<Traits::TileKeys>(own.end_of_seen()), j = 0;
 #pragma unroll 1
-        for (; j < min(own.end_tile - seen, tiles - 1); ++j) {
+        for (; j < end; ++j) {
             own.wait_for_k(ALONE), own.release_k();
             take_turn(), pass_turn();  // all warpgroups have as many turns
             own.wait_for_v(), own.release_v();
         }
         return j;
+    }
+    // Passes by the tiles that the block's later queries alone see.
+    __device__ __forceinline__ int pass_unseen(int tiles) {
+        Traits& own = *this;
+        int seen = ceil_div<Traits::TileKeys>(own.seen().end);
+        return pass(0, min(own.end_tile - seen, tiles - 1));
+    }
+    // Of queries that nobody has read.
+    __device__ __forceinline__ void release_queries() const {
+        this->release_q(true), this->release_q(false);
     }
     // S = Q K^T and P = softmax(S) of the first tile of keys, or of half of it.
     template <class Scores, class Factors>
@@ -60,7 +69,18 @@ struct FlashConsumer : Traits {
     // O = softmax(Q K^T) V, not yet divided by the sums of its rows.
     __device__ __forceinline__ void attend(State& state, int tiles) {
         Traits& own = *this;
-        const int first = Traits::UnseenTiles ? pass_unseen(tiles) : own.key_group;
+        if (Traits::Masked && tiles == 0) return release_queries();
+        const int first = Traits::UnseenTiles ? pass_unseen(tiles) : own.key_group, all = tiles;
+        if constexpr (Traits::Masked) {
+            // Tiles left of what the warpgroup's 64 queries see are passed by too, at the end.
+            if (own.seen().end == 0) {  // none of them sees a key, and the last tile has no turn
+                own.wait_for_k(ALONE), own.release_k();
+                own.wait_for_v(), own.release_v();
+                return release_queries();
+            }
+            tiles = own.end_tile - own.seen().first / Traits::TileKeys;
+            own.load_q_registers();  // not before it is known that they are used
+        }
         if constexpr (!Traits::Overlaps) {
 #pragma unroll 1
             for (int j = first; j < tiles; j += Traits::KeyGroups) {
@@ -99,6 +119,7 @@ struct FlashConsumer : Traits {
             own.begin_pv(state);
             own.end_pv(state);
         }
+        if (Traits::Masked) pass(tiles, all);
     }
 };
 

@@ -12,6 +12,12 @@ namespace attn {
 #define WINDOW 0
 #endif
 static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
+// What the keys of a query follow from, where it is not its position alone. 1: an interval of each
+// query is in memory. 2: a bit of each query and key is. See common/tile/mask_list.cuh.
+#ifndef MASK
+#define MASK 0
+#endif
+static_assert(!MASK || (!CAUSAL && !WINDOW), "memory says what is causal");
 
 // 1: the mask leaves some queries no key, as a launch knows. Their output is 0 and their
 // log-sum-exp minus infinity. Asking costs every kernel up to 11 instructions, and the recorded
@@ -22,7 +28,11 @@ static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
 
 // Whether rows differ in the first key, and in the last, that they see; and whether later rows see
 // more of them, so that the longest tile of queries is the last.
-enum : bool { HIDES_EARLIER = WINDOW, HIDES_LATER = CAUSAL || WINDOW, LATER_SEE_MORE = CAUSAL };
+enum : bool {
+    HIDES_EARLIER = WINDOW || MASK,
+    HIDES_LATER = CAUSAL || WINDOW || MASK,
+    LATER_SEE_MORE = CAUSAL
+};
 // Keys from `first` on, before `end`.
 struct KeyRange {
     int first, end;
@@ -45,6 +55,22 @@ __device__ __forceinline__ void mask_columns(float (&s)[N], KeyRange low, KeyRan
         int column = i / 4 * 8 + i % 2 + first;
         if (column >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
         if (HIDES_EARLIER && column < (i & 2 ? high : low).first - key) s[i] = minus_infinity();
+    }
+}
+
+// The same by bits: bit 0 of the first word is column 0 of a thread's first row, or of its second.
+template <int N>
+__device__ __forceinline__ void mask_bits(float (&s)[N], const unsigned* low,
+                                          const unsigned* high) {
+    static_assert(N % 16 == 0, "a word has the bits of 32 columns");
+    unsigned first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; i += 16) {
+        unsigned of_low = low[i / 16] >> first, of_high = high[i / 16] >> first;
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+            if (!((j & 2 ? of_high : of_low) & 1u << (j / 4 * 8 + j % 2)))
+                s[i + j] = minus_infinity();
     }
 }
 

@@ -77,6 +77,9 @@ struct OnlineSoftmax {
     static constexpr float MOST = 16384.f, LEAST = 1.f / 16;
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
+    // As of rows without a key.
+    __device__ __forceinline__ void clear() { m[0] = m[1] = minus_infinity(), l[0] = l[1] = 0.f; }
+
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
     template <int N, class Put>
     __device__ static __forceinline__ void exponentials(const float (&s)[N], float factor,

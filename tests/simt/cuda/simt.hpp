@@ -246,6 +246,9 @@ To simt_cast(From x) {
     memcpy(&y, &x, sizeof y);
     return y;
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline float __int_as_float(int x) { return simt_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return simt_cast<float>(x); }
 inline int __float_as_int(float x) { return simt_cast<int>(x); }
