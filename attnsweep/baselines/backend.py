@@ -101,6 +101,8 @@ class Backend:
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     masks: tuple[str, ...] = ("full", "causal", "window")
     rounds_scores: int = 0
+    cannot: Callable[[Problem], str | None] = lambda _: None
+    """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
 
     def supports(self, problem: Problem) -> str | None:
         """Why it cannot do a problem at all; None if it can, as far as that is known before."""
@@ -108,7 +110,8 @@ class Backend:
             return f"{self.name} does not do {problem.dtype}"
         if problem.mask.kind not in self.masks:
             return f"{self.name} has no mask {problem.mask.label}"
-        return None
+        reason = self.cannot(problem)
+        return None if reason is None else f"{self.name} {reason}"
 
 
 TORCH = Package(("torch",), install_command("torch"))

@@ -151,7 +151,8 @@ class _Graph:
     def options(self) -> dict[str, Any]:
         """Arguments of sdpa and of sdpa_fp8."""
         problem, alignment = self._problem, self._cudnn.diagonal_alignment
-        last = problem.seqlen_q != problem.seqlen_k  # the last query sees the last key
+        # The last query sees the last key.
+        last = problem.seqlen_q != problem.seqlen_k and not problem.mask.top_left
         return {
             "name": "sdpa",
             **{

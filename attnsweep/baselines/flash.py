@@ -107,6 +107,11 @@ def loaded(module: str) -> Any:
     return package
 
 
+def cannot(problem: Problem) -> str | None:
+    """What its functions lack for a problem."""
+    return "has no mask that is aligned top-left" if problem.mask.top_left else None
+
+
 def _window(problem: Problem) -> dict[str, tuple[int, int]]:
     """The option of a window: keys before and after the diagonal, -1 for all of them."""
     if problem.mask.kind != "window":

@@ -8,6 +8,7 @@ A baseline that cannot run here gives the reason.
 from __future__ import annotations
 
 from attnsweep.baselines import callable as own
+from attnsweep.baselines import flash
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
@@ -41,15 +42,31 @@ BACKENDS = {
         Backend("unfused", _unfused, TORCH, _FP32, rounds_scores=2),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
-        Backend("flash_attn_2", _flash_attention("flash_attn_2", "flash_attn"), _FLASH_2),
-        Backend("flash_attn_3", _flash_attention("flash_attn_3", *FLASH_3), _FLASH_3),
+        Backend(
+            "flash_attn_2",
+            _flash_attention("flash_attn_2", "flash_attn"),
+            _FLASH_2,
+            cannot=flash.cannot,
+        ),
+        Backend(
+            "flash_attn_3",
+            _flash_attention("flash_attn_3", *FLASH_3),
+            _FLASH_3,
+            cannot=flash.cannot,
+        ),
         Backend(
             "flash_attn_3_fp8",
             _flash_attention("flash_attn_3_fp8", *FLASH_3),
             _FLASH_3,
             (*_HALF, *_FP8),
+            cannot=flash.cannot,
         ),
-        Backend("flash_attn_4", _flash_attention("flash_attn_4", "flash_attn.cute"), _FLASH_4),
+        Backend(
+            "flash_attn_4",
+            _flash_attention("flash_attn_4", "flash_attn.cute"),
+            _FLASH_4,
+            cannot=flash.cannot,
+        ),
         Backend(OWN_BF16, own.own_bf16, TORCH, _FP8, masks=("full", "causal")),
     )
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
-from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -35,20 +36,22 @@ def _sdpa(backend: str) -> Builder:
 
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
-        options: dict[str, Any] = {"is_causal": problem.causal}
+        # Of PyTorch, whose is_causal is aligned top-left.
+        is_causal = problem.mask == replace(CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k)
+        options: dict[str, Any] = {"is_causal": is_causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        if problem.mask.kind == "window":
+        if problem.mask.kind == "window" and not is_causal:
             if backend == "FLASH_ATTENTION":
                 raise Unavailable("PyTorch's flash attention takes no mask but causal")
             options |= {"attn_mask": ~hidden_keys(torch, problem)}
-        elif problem.causal and problem.seqlen_q != problem.seqlen_k:
+        elif problem.causal and not is_causal:
             if backend == "CUDNN_ATTENTION":
                 raise Unavailable("PyTorch reaches cuDNN only with a causal mask aligned top-left")
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(problem.seqlen_q, problem.seqlen_k)
-            options |= {"is_causal": False, "attn_mask": mask}
+            options |= {"attn_mask": mask}
 
         def forward(q: Any, k: Any, v: Any) -> Any:
             with sdpa_kernel([chosen]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attnsweep.core.problem import Interval, Problem, ceil_div
+from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
 """Query rows of a tile of checks: compare.cu takes gains of this many rows together."""
@@ -101,6 +101,6 @@ def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     if mask.empty_rows(seqlen_q, seqlen_k):
         seqlen_q = min(seqlen_q, seqlen_k)
     if mask.left is not None:
-        sides = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
-        mask = Interval(*sides)
+        left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
+        mask = replace(mask, left=left, right=right)
     return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)

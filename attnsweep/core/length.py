@@ -41,7 +41,7 @@ def shorter(problem: Problem) -> Problem:
     return problem
 
 
-_SLOWER_ON = re.compile(r"slower on (\(.+?\) \w+ \w+): ")
+_SLOWER_ON = re.compile(r"slower on (\(.+?\) \w+ .+?): ")
 
 
 def slower_on(label: str, time_us: float, best_us: float) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
 
-_WINDOW = re.compile(r"window\((\d+|all|-1), ?(\d+|all|-1)\)")
+_WINDOW = re.compile(r"window(_top_left)?\((\d+|all|-1), ?(\d+|all|-1)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,13 @@ class Interval:
     """Query i sees the keys from `left` before its diagonal to `right` after it; None: all.
 
     The diagonal of query i is key i + seqlen_k - seqlen_q: aligned bottom-right, as in
-    FlashAttention >= 2.1, whose `window_size` these two numbers are (-1 for None).
+    FlashAttention >= 2.1, whose `window_size` these two numbers are (-1 for None). top_left: it is
+    key i, as PyTorch's is_causal has it.
     """
 
     left: int | None = None
     right: int | None = None
+    top_left: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
@@ -32,67 +35,94 @@ class Interval:
         """(left, right)."""
         return self.left, self.right
 
+    def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Interval:
+        """The one of all equal masks of these lengths that problems have."""
+        same = seqlen_q == seqlen_k or self.sides == (None, None)
+        return replace(self, top_left=False) if self.top_left and same else self
+
     def diagonals(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """(low, high): query i sees the keys j with low <= j - i <= high."""
-        diagonal = seqlen_k - seqlen_q
+        diagonal = 0 if self.top_left else seqlen_k - seqlen_q
         low = 1 - seqlen_q if self.left is None else diagonal - self.left
         high = seqlen_k - 1 if self.right is None else diagonal + self.right
         return max(low, 1 - seqlen_q), min(high, seqlen_k - 1)
 
-    def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Pairs of a query and a key that it sees, of one head."""
+    def pairs(self, seqlen_q: int, seqlen_k: int, keys: Range | None = None) -> int:
+        """Pairs of a query and a key that it sees, of one head.
+
+        keys: the first of the keys that count, and the one after the last (default: all).
+        """
+        first, end = keys or (0, seqlen_k)
         low, high = self.diagonals(seqlen_q, seqlen_k)
 
-        def below(first: int) -> int:
-            """The sum over queries i of the number of keys below first + i."""
-            return _clamped(first + seqlen_q - 1, seqlen_k) - _clamped(first - 1, seqlen_k)
+        def below(diagonal: int) -> int:
+            """The sum over queries i of the number of keys below i + diagonal."""
+            begin, most = diagonal - first, end - first
+            return _clamped(begin + seqlen_q - 1, most) - _clamped(begin - 1, most)
 
         return max(0, below(high + 1) - below(low))
 
-    def empty_rows(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Queries that see no key."""
+    def empty_rows(self, seqlen_q: int, seqlen_k: int, keys: Range | None = None) -> int:
+        """Queries that see no key. keys: as of `pairs`."""
+        first, end = keys or (0, seqlen_k)
         low, high = self.diagonals(seqlen_q, seqlen_k)
-        before = min(seqlen_q, max(0, -high))  # their last key would be before the first one
-        after = min(seqlen_q, max(0, seqlen_q - (seqlen_k - low)))
-        return min(seqlen_q, before + after)
+        before = min(seqlen_q, max(0, first - high))  # their last key would be before the first one
+        after = min(seqlen_q, max(0, seqlen_q - (end - low)))
+        return min(seqlen_q, before + after) if first < end else seqlen_q
 
     @property
     def kind(self) -> str:
-        """`full`, `causal` or `window`: what a family declares that it can."""
+        """`full`, `causal` or `window`: what a family declares that it can.
+
+        A window has its diagonals at launch, so that causal masks aligned top-left are windows.
+        """
         return _NAMED.get(self, "window")
 
     @property
     def label(self) -> str:
-        """`full`, `causal`, `window(512,0)`, `window(all,512)`.
+        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `window_top_left(all,512)`.
 
         An open side is a word: names of files keep no sign, and -1 and 1 would share one.
         """
-        if self in _NAMED:
-            return _NAMED[self]
+        aligned = "_top_left" if self.top_left else ""
+        if (name := _NAMED.get(replace(self, top_left=False))) is not None:
+            return name + aligned
         left, right = ("all" if size is None else size for size in self.sides)
-        return f"window({left},{right})"
+        return f"window{aligned}({left},{right})"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it: `causal`, and `window` only where there is one."""
-        if self in _NAMED:
-            return {"causal": self == CAUSAL}
-        return {"causal": False, "window": [self.left, self.right]}
+        """As rows and specs have it: `causal`, and `window`, `top_left` only where they are."""
+        causal = self.sides == CAUSAL.sides
+        window = {} if causal or self == FULL else {"window": [self.left, self.right]}
+        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {})
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Interval:
+        """The mask of such facts. Raises ProblemError."""
+        window = facts.get("window")
+        if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
+            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
+        left, right = window or (CAUSAL if facts.get("causal") else FULL).sides
+        return cls(left, right, bool(facts.get("top_left")))
 
     @classmethod
     def parse(cls, text: str) -> Interval:
         """The mask of a label. Raises ProblemError for any other text."""
-        for mask, name in _NAMED.items():
-            if text == name:
+        for mask in (FULL, CAUSAL, replace(CAUSAL, top_left=True)):
+            if text == mask.label:
                 return mask
         match = _WINDOW.fullmatch(text)
         if match is None:
-            hint = "write full, causal, or window(LEFT,RIGHT): window(512,0)"
+            hint = "write full, causal, causal_top_left, or window(LEFT,RIGHT): window(512,0)"
             raise ProblemError(f"{text!r} is not a mask", hint=hint)
-        left, right = (None if size in ("all", "-1") else int(size) for size in match.groups())
-        return cls(left, right)
+        aligned, *sizes = match.groups()
+        left, right = (None if size in ("all", "-1") else int(size) for size in sizes)
+        return cls(left, right, top_left=aligned is not None)
 
 
+Range = tuple[int, int]
+"""The first key and the one after the last."""
 FULL = Interval()
 CAUSAL = Interval(None, 0)
 _NAMED = {FULL: "full", CAUSAL: "causal"}

@@ -30,7 +30,7 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!window)(\w+))?(?: +(full|causal|window\([^)]*\)))?"
+    r"(?: +(?!causal_|window)(\w+))?(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?))?"
 )
 
 
@@ -79,12 +79,13 @@ class Problem:
         """causal: in the place of `mask`, CAUSAL or FULL."""
         if causal is not None:
             mask = CAUSAL if causal else FULL
+        mask = mask.of_lengths(seqlen_q, seqlen_k)
         values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
         sides = (-1 if side is None else side for side in mask.sides)
-        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides)
+        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides, mask.top_left)
         object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
@@ -194,11 +195,7 @@ class Problem:
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
-        window = facts.get("window")
-        if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
-            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
-        mask = Interval(*window) if window else CAUSAL if facts.get("causal") else FULL
-        return cls(**own | {"mask": mask})
+        return cls(**own | {"mask": Interval.of(facts)})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -276,7 +273,7 @@ class Problem:
 
 
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-FACTS = frozenset({*SIZES, "dtype", "causal", "window"})
+FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left"})
 """Keys that `Problem.facts` may have."""
 
 Value = int | bool | str

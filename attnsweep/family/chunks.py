@@ -163,7 +163,8 @@ def _keeps_groups(heads: int, group: int) -> bool:
 
 def _splits_queries(problem: Problem) -> bool:
     """Whether some queries with the keys up to their last are a problem with the same mask."""
-    return problem.mask in (FULL, CAUSAL) or problem.mask.right == 0
+    mask = problem.mask
+    return not mask.top_left and (mask in (FULL, CAUSAL) or mask.right == 0)
 
 
 def _wanted(config: Config, problem: Problem) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args
 
@@ -297,12 +298,17 @@ class ProblemSpec(_Model):
         "each tensor, e4m3_block of each 128 keys; o is then bf16.",
     )
     causal: Many[StrictBool] = Field(
-        default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
+        default=[False], description="Mask aligned bottom-right: the last query sees the last key."
     )
     window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
         description="In the place of causal: keys that a query sees before and after its own, "
         "[512, 0]; null is all of them.",
+    )
+    top_left: StrictBool = Field(
+        default=False,
+        description="With causal or window: the diagonal of query i is key i, as in PyTorch's "
+        "is_causal, and not the last query's the last key.",
     )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
@@ -339,7 +345,12 @@ class ProblemSpec(_Model):
         if self.window is not None:
             if masks != [FULL]:
                 raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
-            masks = [Interval(*self.window)]
+            left, right = self.window
+            masks = [Interval(left, right)]
+        if self.top_left:
+            if FULL in masks:
+                raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
+            masks = [replace(mask, top_left=True) for mask in masks]
         axes += [seqlens, self.head_dim, self.dtype, masks]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:

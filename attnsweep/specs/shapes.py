@@ -5,7 +5,8 @@ The grammar, in words apart from each other:
     4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k:
     2,32/8,512x2048,128
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
-    bf16, causal, window(512,0)        after a shape: of that shape alone
+    bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left
+                                       and window_top_left(512,0)
     shapes.csv                         a row for each shape
 """
 
@@ -16,7 +17,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ _KEYS = {
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
 _FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask"}
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
-_WINDOW = re.compile(r",?\s*window\(([^(),]*),([^(),]*)\)", re.IGNORECASE)
+_MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
+_WINDOW = re.compile(r",?\s*(window(?:_top_left)?)\(([^(),]*),([^(),]*)\)", re.IGNORECASE)
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
 
@@ -169,7 +171,7 @@ def _words(text: str) -> list[str]:
 
     A window is one word, with colons for the comma and brackets that shapes are written with.
     """
-    text = _WINDOW.sub(lambda found: f" window:{found[1].strip()}:{found[2].strip()}", text)
+    text = _WINDOW.sub(lambda found: f" {found[1]}:{found[2].strip()}:{found[3].strip()}", text)
     return re.sub(r"\s*([,=/])\s*", r"\1", text).replace("(", " ").replace(")", " ").split()
 
 
@@ -185,7 +187,7 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         if "=" in bare:
             pieces = bare.split(",")
             given = [_named(piece) for piece in pieces]
-        elif bare.lower() in ("causal", "full") or bare.startswith("window:"):
+        elif bare.lower() in ("causal", "causal_top_left", "full") or _is_window(bare):
             given = [("mask", bare.lower())]
         elif bare.lower() in DTYPE_BYTES:
             given = [("dtype", bare.lower())]
@@ -216,6 +218,10 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
             shapes[-1].fields[of] = text
             shapes[-1].words.append(piece)
     return shapes
+
+
+def _is_window(word: str) -> bool:
+    return word.lower().startswith(("window:", "window_top_left:"))
 
 
 def _positional(word: str) -> _Shape:
@@ -339,7 +345,7 @@ def _dtype(text: str) -> str:
 def _mask(text: str) -> Interval:
     if text.lower() in _MASKS:
         return _MASKS[text.lower()]
-    said = re.sub(r"^window:([^:]*):([^:]*)$", r"window(\1,\2)", text.lower())
+    said = re.sub(r"^(window\w*):([^:]*):([^:]*)$", r"\1(\2,\3)", text.lower())
     try:
         return Interval.parse(said)
     except ProblemError as error:
