@@ -39,6 +39,7 @@ kernel = Family(
     head_dims=(64, 96, 128, 192, 256),
     masks=("full", "causal", "window"),
     lse="LSE",
+    empty_rows=True,
 )
 COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share

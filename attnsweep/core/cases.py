@@ -93,14 +93,16 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
 
 
 def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
-    """The problem with other lengths, none of whose rows is empty.
+    """The problem with other lengths, which has empty rows if and only if the problem has some.
 
     A window becomes so narrow that it hides keys on both of its sides.
     """
     mask = problem.mask
-    if mask.empty_rows(seqlen_q, seqlen_k):
-        seqlen_q = min(seqlen_q, seqlen_k)
     if mask.left is not None:
         left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
         mask = replace(mask, left=left, right=right)
+    if not problem.has_empty_rows and mask.empty_rows(seqlen_q, seqlen_k):
+        seqlen_q = min(seqlen_q, seqlen_k)
+    while problem.has_empty_rows and not mask.empty_rows(seqlen_q, seqlen_k):
+        seqlen_q += seqlen_k
     return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)

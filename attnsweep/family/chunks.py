@@ -164,6 +164,8 @@ def _keeps_groups(heads: int, group: int) -> bool:
 def _splits_queries(problem: Problem) -> bool:
     """Whether some queries with the keys up to their last are a problem with the same mask."""
     mask = problem.mask
+    if problem.has_empty_rows:  # the first queries alone may have no keys at all
+        return False
     return not mask.top_left and (mask in (FULL, CAUSAL) or mask.right == 0)
 
 

@@ -131,8 +131,8 @@ class DeviceCase:
             self.look_at_inputs(0)
             norm = judge.found(1)[0]["norm"]
             self._intact = judge.counts(1)[0]
-        # As numerics.measures: a thousandth of the typical norm of a row.
-        self.floor = 1e-3 * float(np.sqrt(norm / self.judged_rows))
+        # As measures.floor: a thousandth of the typical norm of a row.
+        self.floor = 1e-3 * float(np.sqrt(norm / max(1, self.judged_rows))) or 1.0
         for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
             self._prove(side, known.rows, exact, lse)
         self.format_err: float | None = None
@@ -140,8 +140,11 @@ class DeviceCase:
 
     @property
     def judged_rows(self) -> int:
-        """Rows that are compared with float64, of all heads."""
-        return self.rows if self.sample == ALL else self.sample.rows(self.case.problem)
+        """Rows that see a key and are compared with float64, of all heads."""
+        problem = self.case.problem
+        if self.sample == ALL:
+            return problem.heads * problem.rows_with_keys
+        return self.sample.rows(problem)
 
     def _unrounded(self, known: ExpectedCase) -> Buffer | None:
         """The expected output on the inputs before they were rounded, of a timed case in FP8."""
@@ -181,7 +184,8 @@ class DeviceCase:
         problem = self.case.problem
         shape, of_rows = problem.shape_of("o"), self.judge.rows
         error = measures.row_error(of_rows(side.expected, shape, rows), exact)
-        wrong_lse = np.abs(of_rows(side.lse, (*shape[:3], 1), rows)[..., 0] - exact_lse).max()
+        lse = of_rows(side.lse, (*shape[:3], 1), rows)[..., 0]
+        wrong_lse = measures.apart(lse, exact_lse).max()
         error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
         if not error <= _PROOF:
             raise BrokenComparison(
@@ -286,8 +290,8 @@ class DeviceCase:
         of_rounding = verify_limits.scale_of_rounding(self.case, self._seed, often)
         taken = Measures(
             **{name: values[name] for name in ("row", "element", "row_gain", "tile_gain")},
-            rms=float(np.sqrt(values["squares"] / self.judged_rows)),
-            gain=abs(values["gains"]) / self.judged_rows,
+            rms=float(np.sqrt(values["squares"] / max(1, self.judged_rows))),
+            gain=abs(values["gains"]) / max(1, self.judged_rows),
             scale=abs(TILT * values["tilt"] / (values["tilt_norm"] or 1.0) - of_rounding),
         )
         shares = taken.shares(limits)

@@ -12,6 +12,7 @@ from attnsweep.core.length import is_long
 from attnsweep.core.problem import FULL, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify.encoding import Bits, Tensor, Windows, stored, to_bits
+from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
     from attnsweep.core.cases import Case
@@ -116,7 +117,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
             shift[end : problem.seqlen_k - end] = 0
         elif case.inputs == "far_below" and problem.mask.right is not None:
             # Not at the edge of a tile, so that the last tile of some queries has such keys.
-            shift[max(1, problem.seqlen_k - problem.seqlen_q // 2 - 3) :] = 0
+            half = min(problem.seqlen_q, problem.seqlen_k) // 2
+            shift[max(1, problem.seqlen_k - half - 3) :] = 0
         side = np.ones((problem.seqlen_q, 1), np.float32)
         if case.inputs == "far_above":
             side[1:] = rng_q.choice(np.array([1, -1], np.float32), (problem.seqlen_q - 1, 1))
@@ -126,17 +128,17 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
             q, k = q * np.float32(0.5 / each) + side * each, k * np.float32(0.5) + shift
     elif case.inputs == "one_hot":
         # The one of some keys that is farthest from all others: beside a near one those matter, and
-        # what rounding their scores costs is then as rare as it is large. A causal row sees no key
-        # after the last.
+        # what rounding their scores costs is then as rare as it is large.
         shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
-        # A window's row sees none before the first either.
-        low, high = problem.diagonals
-        rows = np.arange(problem.seqlen_q)[:, None]
+        rows = np.arange(problem.seqlen_q)
         if problem.mask == FULL:  # row i then draws of as many keys as in a causal problem
-            low, high = 1 - problem.seqlen_q, max(0, keys - problem.seqlen_q)
-        drawn = rng_q.integers(
-            np.maximum(rows + low, 0), np.minimum(rows + high, keys - 1) + 1, shape
-        )
+            last = np.minimum(rows + max(0, keys - problem.seqlen_q), keys - 1)
+            drawn = rng_q.integers(0, last[:, None] + 1, shape)
+        else:
+            hidden = hidden_keys(problem, rows)
+            seen_first = np.argsort(hidden, axis=-1, kind="stable")
+            count = np.maximum(1, np.sum(~hidden, axis=-1, keepdims=True))
+            drawn = np.take_along_axis(seen_first, rng_q.integers(0, count, shape), -1)
         heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
         products = heads @ heads.swapaxes(2, 3)
         others = np.where(np.eye(keys, dtype=bool), -np.inf, products).max(-1)

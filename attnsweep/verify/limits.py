@@ -18,7 +18,7 @@ from attnsweep.core.cases import TILE, Case
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import Problem
 from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.measures import Measures, by_chance, fitted_scale, measures
+from attnsweep.verify.measures import Measures, apart, by_chance, fitted_scale, measures
 from attnsweep.verify.reference import some_rows, tiles_of_rows
 from attnsweep.verify.rounded import EXACT, Maths, log_sum_exp, references
 
@@ -78,7 +78,7 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     element = max(times.element * same.element, 4 * half if dtype == "fp32" else half)
     if not (row < np.inf and element < np.inf):  # anything would be within it
         raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
-    if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
+    if case.inputs != "normal" or problem.heads * problem.rows_with_keys < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
     # In FP8 sums are cut towards 0, and shrink the more the longer they are: `same` shows it.
     off = _SYSTEMATIC_FP8 if problem.scaled else SYSTEMATIC[dtype]
@@ -119,8 +119,9 @@ def lse_limit(case: Case) -> float:
         inputs = make_inputs(few, 1000 + seed)
         rows = tiles_of_rows(few.problem, seed, TILE)
         exact = log_sum_exp(inputs, few.problem, rows)
-        off = np.abs(log_sum_exp(inputs, few.problem, rows, in_fp8=_in_fp8(case)) - exact)
-        most = max(most, float((off / np.maximum(1, np.abs(exact))).max()))
+        off = apart(log_sum_exp(inputs, few.problem, rows, in_fp8=_in_fp8(case)), exact)
+        size = np.where(np.isfinite(exact), np.abs(exact), 1)
+        most = max(most, float((off / np.maximum(1, size)).max()))
         rows_seen, seed = rows_seen + exact.size, seed + 1
     return _LSE_LIMIT + 3 * most
 
@@ -149,7 +150,7 @@ def same_maths(case: Case, rounds_scores: int) -> Measures:
 
 def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
-    in_all = case.problem.batch * case.problem.heads * case.problem.seqlen_q
+    in_all = max(1, case.problem.heads * case.problem.rows_with_keys)
     windows = is_long(case.problem)
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
     rounds_scores = rounded_scores(case.problem, rounds_scores)

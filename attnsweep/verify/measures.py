@@ -61,7 +61,7 @@ def measures(
     """
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
-    length = np.maximum(np.sqrt(squares), 1e-3 * float(np.sqrt(np.mean(squares))))
+    length = np.maximum(np.sqrt(squares), floor(squares))
     off = np.sqrt(np.einsum("...d,...d->...", difference, difference)) / length
     beyond = np.maximum(np.abs(difference) - HALF_ULP_OUT[dtype] * np.abs(expected), 0).max(-1)
     gains = np.einsum("...d,...d->...", difference, expected) / length**2
@@ -73,10 +73,10 @@ def measures(
     return Measures(
         row=float(off.max()),
         element=float((beyond / length).max()) * math.sqrt(expected.shape[-1]),
-        rms=float(np.sqrt(np.mean(off**2))),
+        rms=float(np.sqrt((off**2).sum() / seen(squares))),
         row_gain=float(np.abs(gains).max()),
         tile_gain=float((np.abs(np.add.reduceat(gains, edges, axis=-1)) / rows).max()),
-        gain=abs(float(gains.mean())),
+        gain=abs(float(gains.sum() / seen(squares))),
         scale=abs(scale),
     )
 
@@ -86,11 +86,26 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
     A row whose expected norm is under a thousandth of the typical one is divided by that.
     """
-    norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
-    floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
+    squares = np.einsum("...d,...d->...", expected, expected).astype(np.float64)
     difference = out.astype(expected.dtype, copy=False) - expected
     errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
-    return float((errors / np.maximum(norms, floor)).max())
+    return float((errors / np.maximum(np.sqrt(squares), floor(squares))).max())
+
+
+def seen(squares: npt.NDArray[Any]) -> int:
+    """Rows that see a key, of their expected squares; at least 1. Empty rows are in no mean."""
+    return max(1, int(np.count_nonzero(squares)))
+
+
+def floor(squares: npt.NDArray[Any]) -> float:
+    """The norm below which a row counts as this long: a thousandth of the typical one."""
+    return 1e-3 * math.sqrt(float(squares.sum()) / seen(squares)) or 1.0
+
+
+def apart(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """|a - b|, which is 0 between two infinities of one sign."""
+    off: npt.NDArray[Any] = np.abs(np.subtract(a, b, out=np.zeros(a.shape), where=a != b))
+    return off
 
 
 def fitted_scale(difference: Float, slope: Float) -> float:
@@ -104,12 +119,12 @@ def by_chance(
     """Standard errors of `gain` and `scale` over this many rows, if rows err independently."""
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
-    floor = 1e-6 * float(np.mean(squares))
-    gains = np.einsum("...d,...d->...", difference, expected) / np.maximum(squares, floor)
-    gain = math.sqrt(float(np.mean(gains**2)) / rows)
+    gains = np.einsum("...d,...d->...", difference, expected)
+    gains /= np.maximum(squares, floor(squares) ** 2)
+    gain = math.sqrt(float((gains**2).sum()) / seen(squares) / rows)
     if tilted is None:
         return gain, 0.0
     slope = tilted - expected
     along = np.einsum("...d,...d->...", difference, slope)
-    spread = math.sqrt(float((along * along).sum()) * gains.size / rows)
+    spread = math.sqrt(float((along * along).sum()) * seen(squares) / rows)
     return gain, TILT * spread / float((slope * slope).sum() or 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,39 @@ def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
     after = np.arange(problem.seqlen_k) - rows[:, None]
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high)
     return hidden
+
+
+def rows_with_keys(problem: Problem) -> npt.NDArray[np.int64]:
+    """Query rows that see a key."""
+    low, high = problem.diagonals
+    rows = np.arange(problem.seqlen_q)
+    first, last = np.maximum(rows + low, 0), np.minimum(rows + high, problem.seqlen_k - 1)
+    some: npt.NDArray[np.int64] = rows[first <= last]
+    return some
+
+
+def exponentials(scores: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """exp(score - largest) of rows of scores, in their place, and the largest: 0 of an empty row.
+
+    Exponentials of an empty row are 0.
+    """
+    largest = scores.max(axis=1, keepdims=True)
+    largest[np.isneginf(largest)] = 0
+    scores -= largest
+    return np.exp(scores, out=scores), largest
+
+
+def sums(p: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Sums of rows of exponentials, by which to divide; 1 of an empty row."""
+    total: npt.NDArray[Any] = p.sum(axis=1, keepdims=True)
+    return np.where(total > 0, total, 1)
+
+
+def log_sums(p: npt.NDArray[Any], largest: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Log-sum-exps of rows, of their exponentials and their largest scores."""
+    with np.errstate(divide="ignore"):
+        log_sums: npt.NDArray[Any] = largest[:, 0] + np.log(p.sum(axis=1))
+    return log_sums
 
 
 def sampled_rows(
@@ -75,11 +109,9 @@ def exact_rows(
                 for sign, (out, lse) in zip(signs, sides, strict=True):
                     signed = scores * sign
                     signed[hidden_keys(problem, some)] = -np.inf
-                    largest = signed.max(axis=1, keepdims=True)
-                    p = np.exp(signed - largest)
-                    total = p.sum(axis=1, keepdims=True)
-                    out[batch, head, block] = p @ v / total * sign
-                    lse[batch, head, block] = (largest + np.log(total))[:, 0]
+                    p, largest = exponentials(signed)
+                    out[batch, head, block] = p @ v / sums(p) * sign
+                    lse[batch, head, block] = log_sums(p, largest)
 
     heads = list(product(range(problem.batch), range(problem.heads_kv)))
     with one_blas_thread():
@@ -89,14 +121,21 @@ def exact_rows(
 
 
 def tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:
-    """At most `most` rows of a head in whole tiles: the first, the last, and random ones."""
-    tiles = ceil_div(problem.seqlen_q, TILE)
+    """At most `most` rows of a head in whole tiles: the first, the last, and random ones.
+
+    Only rows that see a key, if there are any: the others have no error.
+    """
+    there = rows_with_keys(problem) if problem.has_empty_rows else np.arange(problem.seqlen_q)
+    if not len(there):
+        there = np.arange(problem.seqlen_q)
+    tiles = ceil_div(len(there), TILE)
     wanted = max(1, min(tiles, most // TILE))
     rng = np.random.default_rng(seed)
     some = rng.choice(tiles, size=wanted, replace=False).tolist()
     chosen = sorted({0, tiles - 1, *some} if wanted > 2 else {0, *some})
     rows = np.concatenate([np.arange(TILE * tile, TILE * tile + TILE) for tile in chosen])
-    return rows[rows < problem.seqlen_q]
+    rows_there: npt.NDArray[np.int64] = there[rows[rows < len(there)]]
+    return rows_there
 
 
 def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:

@@ -22,7 +22,14 @@ from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import E4M3_MAX, Float, Tensor, round_to, values_of
 from attnsweep.verify.measures import TILT
-from attnsweep.verify.reference import _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG, hidden_keys
+from attnsweep.verify.reference import (
+    _BLOCK_ROWS,
+    _BLOCK_ROWS_OF_LONG,
+    exponentials,
+    hidden_keys,
+    log_sums,
+    sums,
+)
 
 _K = 32  # products that are added at once
 _FRACTION = 13
@@ -164,7 +171,7 @@ def _attend(
         return scores
 
     @cache
-    def exponentials(
+    def from_largest(
         kind: Any, rounds_scores: int, tilt: float, unit: float
     ) -> tuple[npt.NDArray[Any], ...]:
         """exp(score - largest), and by what to multiply it to refer to the first key."""
@@ -178,10 +185,9 @@ def _attend(
             scores *= kind(unit)
         if hidden is not None:
             scores[hidden] = -np.inf
-        largest = scores.max(axis=1, keepdims=True)
-        first = np.maximum(largest - _MOST, scores[:, :1])
-        scores -= largest
-        return np.exp(scores, out=scores), np.exp(largest - first)
+        of_first = scores[:, :1].copy()
+        p, largest = exponentials(scores)
+        return p, np.exp(largest - np.maximum(largest - _MOST, of_first))
 
     @cache
     def fp8_scores(by_term: bool) -> npt.NDArray[Any]:
@@ -197,10 +203,10 @@ def _attend(
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         tilt = TILT if one.tilted else 0.0
         unit = math.log(2) if one.in_log2 else 1.0
-        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0, tilt, unit)
+        p, to_first = from_largest(kind, one.rounds_scores if one.rounding else 0, tilt, unit)
         if one.from_first:
             p = p * to_first
-        total = p.sum(axis=1, keepdims=True)
+        total = sums(p)
         if not one.rounding:
             yield p @ v.astype(kind) / total
         # Rounded factors have few bits: float32 adds their products as well as float64 here.
@@ -214,14 +220,15 @@ def _attend_in_fp8(
     scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: Maths
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
-    reference, scale = scores.max(axis=1, keepdims=True), _P_SCALE
+    p, largest = exponentials(scores.copy())
+    scale = _P_SCALE
     if maths.from_first:
         scale = _P_SCALE_FROM_FIRST
-        reference = np.maximum(reference - math.log(E4M3_MAX / scale), scores[:, :1])
-    p = np.exp(scores - reference)
+        first = np.maximum(largest - math.log(E4M3_MAX / scale), scores[:, :1])
+        p = np.exp(scores - first)
     rounded = round_to(p * scale, "e4m3") / scale
     summed = matmul(rounded, v, by_term=maths.by_term)
-    return round_to(summed / p.sum(axis=1, keepdims=True), problem.out_dtype)
+    return round_to(summed / sums(p), problem.out_dtype)
 
 
 def log_sum_exp(
@@ -246,8 +253,7 @@ def log_sum_exp(
         product = matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
         scores = product * problem.scale
         scores[hidden] = -np.inf
-        largest = scores.max(axis=1)
-        out[batch, head] = largest + np.log(np.exp(scores - largest[:, None]).sum(axis=1))
+        out[batch, head] = log_sums(*exponentials(scores))
 
     heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
     with one_blas_thread():

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from attnsweep.core.cases import TILE
 from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.verify.reference import rows_with_keys
 
 # FLOPs of the device's float64 reference on a problem and its opposite.
 _MOST_FLOPS = 2e13
@@ -43,10 +44,9 @@ class Sample:
         return np.unique(np.minimum(to * TILE + rows % TILE, problem.seqlen_q - 1))
 
     def rows(self, problem: Problem) -> int:
-        """How many rows are judged, of all heads."""
-        tiles = self.tiles(problem)
-        of_a_head = TILE * len(tiles) - (TILE * (int(tiles[-1]) + 1) - problem.seqlen_q)
-        return problem.batch * problem.heads * of_a_head
+        """How many rows that see a key are judged, of all heads."""
+        judged = np.isin(rows_with_keys(problem) // TILE, self.tiles(problem))
+        return problem.batch * problem.heads * int(judged.sum())
 
 
 ALL = Sample()

@@ -283,8 +283,10 @@ class Verifier:
         timed: the findings on the timed problem. of_format: those of DeviceCase.compare_format.
         """
         facts: dict[str, Any] = {"seed": self._seed, "timed_err": timed["row"]}
-        if self.timed.judged_rows < self.timed.rows:
-            facts["judged"] = round(self.timed.judged_rows / self.timed.rows, 4)
+        problem = self.timed.case.problem
+        judged, rows = self.timed.judged_rows, problem.heads * problem.rows_with_keys
+        if judged < rows:
+            facts["judged"] = round(judged / rows, 4)
         if self.timed.format_err is not None:
             facts |= {"format_err": self.timed.format_err, "total_err": of_format["row"]}
         return accuracy.model_copy(update=facts)

@@ -26,7 +26,7 @@ from attnsweep.family.family import Config, Family, Launch, TensorMap
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import HALF_ULP, each_draw, limits
-from attnsweep.verify.measures import row_error
+from attnsweep.verify.measures import apart, row_error
 from attnsweep.verify.rounded import log_sum_exp, reference
 
 HERE = Path(__file__).parent / "cuda"
@@ -287,7 +287,8 @@ class Simulator:
             got = np.fromfile(place / "o", kind).reshape(problem.shape_of("o"))
             if lse is not None:
                 written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
-                lse_error = float(np.max(np.abs(written - lse) / np.maximum(1, np.abs(lse))))
+                size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
+                lse_error = float(np.max(apart(written, lse) / size))
                 if not lse_error <= LSE_LIMIT:
                     return Result(case, worst, limit, lse_error)
                 worst_lse = max(worst_lse, lse_error)

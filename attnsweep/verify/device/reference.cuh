@@ -202,8 +202,10 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
         for (int j = 0; j < COLUMNS / LANES; ++j) {
             int column = begin + x + 16 * j;
             if (column < head_dim)
-                out[(head * seqlen_q + row) * head_dim + column] = acc[i][j] / sum[i];
+                out[(head * seqlen_q + row) * head_dim + column] =
+                    sum[i] > 0. ? acc[i][j] / sum[i] : 0.;  // a query that sees no key
         }
-        if (lse && begin == 0 && x == 0) lse[head * seqlen_q + row] = largest[i] + log(sum[i]);
+        if (lse && begin == 0 && x == 0)
+            lse[head * seqlen_q + row] = (sum[i] > 0. ? largest[i] : 0.) + log(sum[i]);
     }
 }

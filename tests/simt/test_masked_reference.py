@@ -1,0 +1,64 @@
+"""compare.cu's reference of problems that hide more than causal ones, against NumPy's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case
+from attnsweep.core.masks import CAUSAL, Interval
+from attnsweep.core.problem import Problem
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import measures
+from attnsweep.verify.device_case import DeviceCase
+from attnsweep.verify.reference import exact_rows
+
+from .device import HostBuffer, uploaded
+from .harness import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+TOP_LEFT = Interval(None, 0, top_left=True)
+PROBLEMS = (
+    Problem(1, 2, 1, 9, 140, 64, "bf16", TOP_LEFT),
+    Problem(1, 1, 1, 140, 70, 24, "fp32", TOP_LEFT),
+    Problem(2, 2, 1, 5, 300, 16, "fp16", Interval(7, 2, top_left=True)),
+    Problem(1, 2, 2, 200, 70, 64, "bf16", CAUSAL),  # two tiles of queries see no key
+    Problem(2, 4, 2, 130, 20, 32, "e4m3", Interval(3, 0)),
+    Problem(1, 1, 1, 200, 70, 130, "fp16", Interval(8, 3, top_left=True)),  # the last see none
+)
+
+
+def of_device(device, problem, inputs):
+    """The device's output and log-sum-exp."""
+    shape = problem.shape_of("o")
+    out, lse = HostBuffer(8 * math.prod(shape)), HostBuffer(8 * math.prod(shape[:3]))
+    buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+    device.judge(problem.dtype).reference(buffers, problem, out, lse)
+    return out.of(np.float64).reshape(shape), lse.of(np.float64).reshape(shape[:3])
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_the_device_sees_the_keys_that_numpy_sees(problem, device):
+    inputs = verify_inputs.make_inputs(Case(problem), 1)
+    out, lse = of_device(device, problem, inputs)
+    ((expected, log_sums),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
+    assert (np.isneginf(lse) == np.isneginf(log_sums)).all()
+    assert (out[np.isneginf(log_sums)] == 0).all()
+    assert measures.row_error(out, expected) <= 1e-12
+    assert measures.apart(lse, log_sums).max() <= 1e-12
+
+
+def test_log_sum_exps_of_rows_without_keys(device):
+    problem = Problem(1, 1, 1, 200, 70, 64, "bf16", CAUSAL)
+    case = DeviceCase(Case(problem), 1, device, device.judge("bf16"))
+    right = case._sides[0].lse.of(np.float64).astype(np.float32)
+    for row, value, worst in ((0, -np.inf, 0), (0, 1.0, 1e300), (199, -np.inf, np.inf)):
+        written = right.copy()
+        written[row] = value
+        case.judge.clear()
+        case.compare_lse(uploaded(written), 3)
+        found = case.judge.counts(4).view(np.float64)[3]
+        assert found == pytest.approx(worst, abs=1e-6)
