@@ -101,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS)
     const int batch = own / masks_of_batch, head = own - batch * masks_of_batch;
     const unsigned char* of_own = mask + static_cast<long long>(batch) * batch_stride +
                                   static_cast<long long>(head) * head_stride;
-    see_bytes<MASK_THREADS / 32, WIDE>(of_own, row_stride, key_stride, bits + first_row * words,
-                                       record, of_row, seqlen_q, seqlen_k, words);
+    see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, record,
+                                 of_row, seqlen_q, seqlen_k, words);
 #endif
 }
 #elif STAGE_ORDER

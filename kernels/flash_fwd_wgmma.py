@@ -37,7 +37,7 @@ kernel = Family(
     ),
     min_arch="sm_90a",
     head_dims=(64, 96, 128, 192, 256),
-    masks=("full", "causal", "window"),
+    masks=("full", "causal", "window", "dense"),
     lse="LSE",
     empty_rows=True,
 )
@@ -47,6 +47,7 @@ MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up 
 ORDER_THREADS, ORDER_PLACES = 1024, 1024
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
+OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
 
 
@@ -120,6 +121,8 @@ def registers_needed(c: Config, p: Problem) -> int:
     rest = REST["splits combined" if combines(c) else kind]
     if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:
         rest += AGAIN
+    if hopper.mask_define(p) == 2 and not c.P_SHARED:
+        rest += OF_BITS
     return c.BLOCK_N // 2 + of_p + p.head_dim // 2 + 4 * c.Q_REGISTERS + rest
 
 
@@ -161,7 +164,7 @@ kernel.keep_if(
     ("masks_in_memory", "a mask in memory has whole rows of a head, in words, and its own order",
      lambda c, p, arch: not hopper.mask_define(p)
      or (c.ORDER == c.PACK_GQA == 0 and c.KEY_GROUPS == c.SPLITS == c.CLUSTER == 1
-         and (hopper.mask_define(p) < 2 or c.BLOCK_N % 32 == 0))),
+         and (hopper.mask_define(p) < 2 or c.BLOCK_N in (64, 96, 128)))),
     ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
      lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
@@ -197,15 +200,25 @@ def workspace(c, p):
     masks, records, tiles = sizes_of_mask(c, p)
     seen = {"bounds": 8 * masks * p.seqlen_q} if hopper.mask_define(p) == 1 else {}
     if hopper.mask_define(p) == 2:
-        seen = {"bits": 4 * masks * p.seqlen_q * ceil_div(p.seqlen_k, 32)}
+        seen = {"bits": 4 * masks * p.seqlen_q * words_of(p)}
     listed = {"records": 16 * masks * records, "work": 16 * (1 + c.WARPGROUPS) * tiles, "turns": 8}
     own = {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
     return own | (seen | listed if seen else {})
 
 
+def words_of(p: Problem) -> int:
+    """Words of a row's bits: of all keys that a tile of up to 128 may have, in 16 bytes."""
+    return 4 * (ceil_div(p.seqlen_k, 128) + 1)
+
+
+def heads_of_mask(p: Problem) -> int:
+    """Heads, one behind the other in the batch, that have a mask in common."""
+    return 1 if p.mask.of_head else p.heads if p.mask.of_item else p.batch * p.heads
+
+
 def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
     """Masks of a problem, records of 64 queries of one, and tiles of queries of all masks."""
-    masks = 1
+    masks = p.batch * p.heads // heads_of_mask(p)
     records = ceil_div(p.seqlen_q, 64)
     return masks, records, masks * ceil_div(records, c.WARPGROUPS)
 
@@ -218,18 +231,20 @@ def mask(c, p, arch):
     masks, records, _ = sizes_of_mask(c, p)
     threads = 64 if how == 1 else 1024
     low, high = p.diagonals
-    seen = ("bounds", "bounds") if how == 1 else ("bits", "bits")
+    given, seen = ("mask", "bits") if how == 2 else ("bounds", "bounds")
+    # Last come the masks of an item, and the strides of the mask: a package has those of a call.
+    heads, of_head = p.heads if p.mask.of_head else 1, p.seqlen_q * p.seqlen_k
+    strides = (heads, heads * of_head * p.mask.of_item, of_head, p.seqlen_k, 1)
     return Launch(
         function="flash_fwd_wgmma_mask",
         grid=(records, masks, 1),
         threads=threads,
         args=(
-            *("bounds", "bounds", *seen, "records"),
-            *(p.seqlen_q, p.seqlen_k, low, high, ceil_div(p.seqlen_k, 32)),
-            *(1, 0, 0, p.seqlen_k, 1),
+            *(given, seen, seen, seen, "records"),
+            *(p.seqlen_q, p.seqlen_k, low, high, words_of(p), *strides),
         ),
         smem_bytes=64 * 16,
-        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": 0, "WIDE": 0, "HEAD_DIM": 64},
+        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": 0, "HEAD_DIM": 64},
         once=True,
     )
 
@@ -273,10 +288,10 @@ def fwd(c, p, arch):
     listed: tuple[str | int, ...] = ()
     if how := hopper.mask_define(p):
         masks, _, tiles = sizes_of_mask(c, p)
-        of_mask = heads // masks
+        of_mask = heads_of_mask(p)
         together = hopper.heads_of_section(p, of_mask, masks, MASKED_L2_BYTES)
         seen = "bounds" if how == 1 else "bits"
-        listed = ("work", seen, seen, "turns", tiles, of_mask, ceil_div(p.seqlen_k, 32))
+        listed = ("work", seen, seen, "turns", tiles, of_mask, words_of(p))
         if c.PERSISTENT:
             grid = (min(turns, tiles * of_mask), 1, 1)
         else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
 
+_OWN = ("item", "head")
+_DENSE = re.compile(r"dense\((.+?)((?:,(?:item|head))*)\)")
 _WINDOW = re.compile(r"window(_top_left)?\((\d+|all|-1), ?(\d+|all|-1)\)")
 
 
@@ -18,17 +20,24 @@ class Interval:
 
     The diagonal of query i is key i + seqlen_k - seqlen_q: aligned bottom-right, as in
     FlashAttention >= 2.1, whose `window_size` these two numbers are (-1 for None). top_left: it is
-    key i, as PyTorch's is_causal has it.
+    key i, as PyTorch's is_causal has it. dense: whether a call gets it as a boolean tensor, True
+    where a query sees a key: a kernel that reads it takes any other such mask too. Each item of a
+    batch has its own if `of_item`, and each head if `of_head`.
     """
 
     left: int | None = None
     right: int | None = None
     top_left: bool = False
+    dense: bool = False
+    of_item: bool = False
+    of_head: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
             if size is not None and size < 0:
                 raise ProblemError(f"a window's {name} is {size}: it must be at least 0, or None")
+        if (self.of_item or self.of_head) and not self.dense:
+            raise ProblemError("only a dense mask is of an item of the batch, or of a head")
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -71,19 +80,27 @@ class Interval:
         return min(seqlen_q, before + after) if first < end else seqlen_q
 
     @property
+    def plain(self) -> Interval:
+        """What it lets queries see, however a call gets it."""
+        return Interval(self.left, self.right, self.top_left)
+
+    @property
     def kind(self) -> str:
-        """`full`, `causal` or `window`: what a family declares that it can.
+        """`full`, `causal`, `window` or `dense`: what a family declares that it can.
 
         A window has its diagonals at launch, so that causal masks aligned top-left are windows.
         """
-        return _NAMED.get(self, "window")
+        return "dense" if self.dense else _NAMED.get(self, "window")
 
     @property
     def label(self) -> str:
-        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `window_top_left(all,512)`.
+        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `dense(causal,item)`.
 
         An open side is a word: names of files keep no sign, and -1 and 1 would share one.
         """
+        if self.dense:
+            own = [name for name in _OWN if getattr(self, f"of_{name}")]
+            return f"dense({','.join([self.plain.label, *own])})"
         aligned = "_top_left" if self.top_left else ""
         if (name := _NAMED.get(replace(self, top_left=False))) is not None:
             return name + aligned
@@ -92,10 +109,11 @@ class Interval:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it: `causal`, and `window`, `top_left` only where they are."""
+        """As rows and specs have it: `causal`, and the others only where they are."""
         causal = self.sides == CAUSAL.sides
-        window = {} if causal or self == FULL else {"window": [self.left, self.right]}
-        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {})
+        window = {} if causal or self.sides == FULL.sides else {"window": [self.left, self.right]}
+        dense = {"dense": [n for n in _OWN if getattr(self, f"of_{n}")]} if self.dense else {}
+        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {}) | dense
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Interval:
@@ -104,7 +122,14 @@ class Interval:
         if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
             raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
         left, right = window or (CAUSAL if facts.get("causal") else FULL).sides
-        return cls(left, right, bool(facts.get("top_left")))
+        mask = cls(left, right, bool(facts.get("top_left")))
+        return mask if (own := facts.get("dense")) is None else mask.as_dense(own)
+
+    def as_dense(self, own: Iterable[str] = ()) -> Interval:
+        """The same as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
+        if isinstance(own, str) or not {*own} <= {*_OWN}:
+            raise ProblemError(f"a dense mask is of {', '.join(_OWN)}, not of {own!r}")
+        return replace(self, dense=True, of_item="item" in own, of_head="head" in own)
 
     @classmethod
     def parse(cls, text: str) -> Interval:
@@ -112,6 +137,9 @@ class Interval:
         for mask in (FULL, CAUSAL, replace(CAUSAL, top_left=True)):
             if text == mask.label:
                 return mask
+        if dense := _DENSE.fullmatch(text):
+            inside, own = dense.groups()
+            return cls.parse(inside).as_dense([word for word in own.split(",") if word])
         match = _WINDOW.fullmatch(text)
         if match is None:
             hint = "write full, causal, causal_top_left, or window(LEFT,RIGHT): window(512,0)"

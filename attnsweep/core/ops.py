@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
     ("e4m3", "e4m3_tensor", "e4m3_block"), 1
 )
+_ITEM_BYTES = DTYPE_BYTES | {"bool": 1}
 SCALE_BLOCK = 128
 """Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 
@@ -28,7 +29,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ def _keys(p: Problem) -> tuple[int, ...]:
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
     shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
     given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
+    if p.mask.dense:
+        items, heads = p.batch if p.mask.of_item else 1, p.heads if p.mask.of_head else 1
+        given += (Tensor("mask", (items, heads, p.seqlen_q, p.seqlen_k), "bool"),)
     if not p.scaled:
         return given
     each = (p.batch, p.heads_kv)

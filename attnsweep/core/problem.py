@@ -30,7 +30,8 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!causal_|window)(\w+))?(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?))?"
+    r"(?: +(?!causal_|window|dense)(\w+))?"
+    r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|dense\(.+\)))?"
 )
 
 
@@ -86,7 +87,15 @@ class Problem:
             object.__setattr__(self, each.name, value)
         self._check()
         sides = (-1 if side is None else side for side in mask.sides)
-        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides, mask.top_left)
+        numbers = (
+            *values[:6],
+            [*DTYPE_BYTES].index(dtype),
+            *sides,
+            mask.top_left,
+            mask.dense,
+            mask.of_item,
+            mask.of_head,
+        )
         object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
@@ -274,7 +283,7 @@ class Problem:
 
 
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left"})
+FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left", "dense"})
 """Keys that `Problem.facts` may have."""
 
 Value = int | bool | str

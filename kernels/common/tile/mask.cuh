@@ -59,18 +59,31 @@ __device__ __forceinline__ void mask_columns(float (&s)[N], KeyRange low, KeyRan
 }
 
 // The same by bits: bit 0 of the first word is column 0 of a thread's first row, or of its second.
+// Words lie at a multiple of their bytes.
 template <int N>
 __device__ __forceinline__ void mask_bits(float (&s)[N], const unsigned* low,
                                           const unsigned* high) {
-    static_assert(N % 16 == 0, "a word has the bits of 32 columns");
-    unsigned first = threadIdx.x % 4 * 2;
+    constexpr int WORDS = N / 16;  // of 32 columns each
+    static_assert(N % 16 == 0 && WORDS <= 4, "whole words");
+    const unsigned* rows[2] = {low, high};
+    unsigned first = threadIdx.x % 4 * 2, word[2][WORDS];
 #pragma unroll
-    for (int i = 0; i < N; i += 16) {
-        unsigned of_low = low[i / 16] >> first, of_high = high[i / 16] >> first;
+    for (int r = 0; r < 2; ++r) {
+        if constexpr (WORDS == 4) {
+            uint4 x = *reinterpret_cast<const uint4*>(rows[r]);
+            word[r][0] = x.x, word[r][1] = x.y, word[r][2] = x.z, word[r][3] = x.w;
+        } else if constexpr (WORDS == 2) {
+            uint2 x = *reinterpret_cast<const uint2*>(rows[r]);
+            word[r][0] = x.x, word[r][1] = x.y;
+        } else {
 #pragma unroll
-        for (int j = 0; j < 16; ++j)
-            if (!((j & 2 ? of_high : of_low) & 1u << (j / 4 * 8 + j % 2)))
-                s[i + j] = minus_infinity();
+            for (int i = 0; i < WORDS; ++i) word[r][i] = rows[r][i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        unsigned bits = word[i / 2 % 2][i / 16] >> first;
+        if (!(bits & 1u << (i / 4 % 4 * 8 + i % 2))) s[i] = minus_infinity();
     }
 }
 

@@ -142,18 +142,21 @@ __device__ __forceinline__ unsigned bits_of_bytes(const uint4& bytes) {
 }
 
 // Rows of a mask that has a byte for each query and key: their bits. A block has Warps warps, which
-// take a row each in turns; Wide: rows can be read by 16 bytes. A word of bits is of 32 keys.
-template <int Warps, bool Wide>
+// take a row each in turns, by 16 bytes where all rows begin and end at such. A word of bits is of
+// 32 keys.
+template <int Warps>
 __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_stride, int key_stride,
                                           unsigned* bits, int4* record, int4* of_row, int seqlen_q,
                                           int seqlen_k, int words) {
     const int begin = blockIdx.x * 64, rows = min(64, seqlen_q - begin);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool wide = key_stride == 1 && (row_stride | seqlen_k) % 16 == 0 &&
+                      reinterpret_cast<unsigned long long>(mask) % 16 == 0;
     for (int r = warp; r < rows; r += Warps) {
         const unsigned char* of_q = mask + static_cast<long long>(begin + r) * row_stride;
         unsigned* to = bits + static_cast<long long>(begin + r) * words;
         SeenKeys seen{NO_KEY, -1, 0};
-        if constexpr (Wide) {
+        if (wide) {
             constexpr int LOADS = 4;
             for (int first = 0; first < words * 32; first += 512 * LOADS) {
                 uint4 bytes[LOADS];
