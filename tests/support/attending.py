@@ -43,6 +43,62 @@ class Kernel:
             rows[:] = scores.logsumexp(-1).ravel()
 
 
+class MaskedKernel(Kernel):
+    """What the launches of a call with a boolean mask compute: a scan's bits, which fwd reads.
+
+    Scans are counted. The list of tiles is taken as made: it holds its mask's number of tiles.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scans = 0
+
+    def __call__(self, launch: dict[str, Any]) -> None:
+        """Write the bits, the list, or the output."""
+        name, values = launch["function"][1], launch["values"]
+        if name.endswith("_mask"):
+            self.scans += 1
+            self._scan(launch["config"].gridDimY, *values)
+        elif name.endswith("_order"):
+            _ints(values[1], 1)[:] = 77
+            _ints(values[2], 2)[:] = 0
+        else:
+            assert _ints(values[12], 1)[0] == 77, "a list that was made"
+            self._attend(launch)
+
+    def _scan(self, masks: int, mask: int, _: int, __: int, bits: int, *rest: int) -> None:
+        _, rows, keys, _, _, words, of_item, *steps = rest
+        for number in range(masks):
+            at = mask + number // of_item * steps[0] + number % of_item * steps[1]
+            extent = (rows - 1) * steps[2] + (keys - 1) * steps[3] + 1
+            memory = (ctypes.c_uint8 * extent).from_address(at)
+            seen: Any = np.ndarray((rows, keys), np.uint8, memory, strides=steps[2:])
+            padded = np.zeros((rows, 32 * words), bool)
+            padded[:, :keys] = seen != 0
+            to = _ints(bits + 4 * number * rows * words, rows * words).view(np.uint8)
+            to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
+
+    def _attend(self, launch: dict[str, Any]) -> None:
+        q, k, v, o = map(tensor_of, launch["values"][:4])
+        _, _, heads, group, _, rows, keys, factor = launch["values"][4:12]
+        _, _, bits, _, _, of_mask, words, per_batch, *_ = launch["values"][12:]
+        assert (heads, per_batch, rows, keys) == (
+            q.shape[0] * q.shape[1],
+            *q.shape[1:3],
+            k.shape[2],
+        )
+        own = _ints(bits, heads // of_mask * rows * words).view(np.uint8)
+        unpacked = np.unpackbits(own, bitorder="little").reshape(-1, rows, 32 * words)[..., :keys]
+        seen = torch.from_numpy(unpacked.astype(bool).repeat(of_mask, 0)).view(*q.shape[:3], keys)
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        scores = (q.float() @ k.mT * (factor / math.log2(math.e))).masked_fill(~seen, -math.inf)
+        o.copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)
+
+
+def _ints(address: int, count: int) -> Any:
+    return np.ndarray((count,), np.int32, (ctypes.c_int32 * count).from_address(address))
+
+
 class Fp8Kernel:
     """What a launch of flash_fwd_fp8_wgmma computes, on contiguous tensors.
 

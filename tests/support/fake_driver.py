@@ -147,8 +147,15 @@ class FakeDriver:
         if "cuLaunchKernelEx" in self.refuses or not getattr(self.contexts, "current", 0):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
+        masked = b" dense " in self.modules[function[0]]
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
+        elif function[1].endswith("_mask"):
+            kinds = "ppppp" + "iiiii" + "iiiii"
+        elif function[1].endswith("_order"):
+            kinds = "ppp" + "iii"
+        elif masked:
+            kinds = "mmmmpp" + "iiiii" + "f" + "pppp" + "iii" + "iiii"
         elif function[1] == "flash_fwd_fp8_wgmma":
             kinds = "mmmm" + "pppp" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)

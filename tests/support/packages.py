@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import CAUSAL, FULL, Problem
 from attnsweep.family.family import Config
 from attnsweep.serve import export
 from attnsweep.serve.runtime.served import WGMMA
@@ -58,10 +58,12 @@ def shape(
     head_dim: int = 64,
     dtype: Any = "bf16",
     causal: bool = False,
+    dense: tuple[str, ...] | None = None,
 ) -> Problem:
-    """A shape with the defaults of PLAIN."""
+    """A shape with the defaults of PLAIN. dense: of what a mask is its own; None for no mask."""
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
-    return Problem(*sizes, dtype, causal=causal)
+    mask = CAUSAL if causal else FULL
+    return Problem(*sizes, dtype, mask if dense is None else mask.as_dense(dense))
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
@@ -73,10 +75,11 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         digest = hashlib.sha256(data).hexdigest()
         file = f"{digest[:16]}.cubin"
         (directory / CUBINS / file).write_bytes(data)
-        suffix = "_combine" if stage == "combine" else ""
+        suffix = "" if stage == "fwd" else f"_{stage}"
         return Code(file, digest, f"flash_fwd_wgmma{suffix}")
 
-    names = ("fwd", "combine") if WGMMA.combines(kernel.values) else ("fwd",)
+    scan = ("mask", "order") if kernel.mask == "dense" else ()
+    names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
     return replace(kernel, stages=(both[0], both[1]))
 

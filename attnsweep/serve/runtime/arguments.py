@@ -30,6 +30,52 @@ def never(attn_mask: Any, dropout_p: float) -> Choice | None:
     return None
 
 
+def unserved_mask(
+    mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool, gradients: bool
+) -> Choice | None:
+    """Why no kernel serves a call with this mask, or None.
+
+    query, key: of four dimensions. gradients: whether the call records them.
+    """
+    if type(mask) not in PLAIN or mask.is_nested or mask.layout is not torch.strided:
+        return Choice(None, "mask", "attn_mask is no plain tensor")
+    if mask.dtype is not torch.bool:
+        return Choice(None, "mask", f"attn_mask is {mask.dtype}, not torch.bool")
+    if mask.device != query.device:
+        return Choice(None, "device", "attn_mask is on another device")
+    if is_causal:
+        return Choice(None, "mask", "attn_mask and is_causal are given")
+    if gradients:
+        return Choice(None, "mask", "attn_mask is given, and gradients are recorded")
+    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if not 2 <= mask.dim() <= 4 or any(n not in (1, m) for n, m in zip(sizes, whole, strict=True)):
+        return Choice(None, "mask", f"attn_mask is {tuple(mask.shape)}, and scores are {whole}")
+    return None
+
+
+def mask_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Interval:
+    """The kind of a boolean mask that `unserved_mask` lets pass: whatever it hides, as if nothing.
+
+    What it hides is known on the device alone. Other masks take less time.
+    """
+    items, heads, *_ = mask_strides(mask, query, key)
+    return Interval(dense=True, of_item=items > 0, of_head=heads > 0)
+
+
+def mask_strides(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[int, int, int, int]:
+    """Elements of a mask from item to item, head to head, query to query and key to key.
+
+    0 where it has one for all.
+    """
+    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    found = mask.expand(whole).stride()
+    sized = [step if size > 1 else 0 for size, step in zip(whole[:2], found[:2], strict=True)]
+    return sized[0], sized[1], found[2], found[3]
+
+
 def number(scale: Any) -> Any:
     """A scale as PyTorch reads it: of NumPy's types and tensors of one element their value.
 

@@ -10,14 +10,26 @@ from typing import Any
 import torch
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import CAUSAL, FULL, Problem
+from attnsweep.core.problem import CAUSAL, FULL, Interval, Problem
 
 from . import served
-from .arguments import DTYPES, autocast, never, number, plain, problem_of, strides
+from .arguments import (
+    DTYPES,
+    autocast,
+    mask_of,
+    mask_strides,
+    never,
+    number,
+    plain,
+    problem_of,
+    strides,
+    unserved_mask,
+)
 from .call_cache import Seen, transformed
 from .dispatch import Choice, choose
 from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned, cuda_driver, unmapped
 from .gradients import Gradient, like, with_gradient, with_lse
+from .mask_lists import MaskList, MaskLists
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import asked_once, sdpa
 from .sdpa_patch import pytorchs as _sdpa
@@ -40,6 +52,7 @@ SHORT = Choice(
     "short_training",
     "a step with gradients this short takes as long as the host's part of it",
 )
+_NOT_BOOLEAN = Choice(None, "mask", "attn_mask is not boolean")
 # Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
 # starts anew, so that it never grows.
 _MOST_PLANS = 4096
@@ -64,6 +77,7 @@ class Operator:
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
+        self._masks = MaskLists(self._capture_of)
         self._gpus: dict[int, TunedGpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forked = False
@@ -84,16 +98,20 @@ class Operator:
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
         made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
-        self.library = register(wanted, devices, *made)
+        masked = (self._impl_attention_masked, self._impl_forward_masked)
+        self.library = register(wanted, devices, *made, *masked)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
         self._attention = ops.attention.default
+        self._attention_masked = ops.attention_masked.default
+        self._forward_masked = ops.forward_masked.default
 
     def _after_fork(self) -> None:
         self._forked = bool(self._devices)
         self._plans.clear()  # so that a call asks again
         self._seen.clear()
+        self._masks.forget()
 
     # ---- the operators ----
     def _impl_attention(
@@ -103,7 +121,7 @@ class Operator:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         gpu = self._gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, causal, grad)
+            choice, _ = _choice(gpu, query, key, CAUSAL if causal else FULL, grad)
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -132,7 +150,103 @@ class Operator:
             return done[0], done[1]
         return with_lse(query, key, value, causal, scale)
 
+    def _impl_attention_masked(
+        self, query: Any, key: Any, value: Any, mask: Any, scale: float
+    ) -> torch.Tensor:
+        """As `_impl_attention`, with a mask."""
+        gpu = self._gpu(query.device.index or 0)
+        if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
+            choice, _ = _choice(gpu, query, key, mask_of(mask, query, key), False)
+            if choice.kernel is None:
+                grouped = query.shape[1] != key.shape[1]
+                return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
+        return self._forward_masked(query, key, value, mask, scale)
+
+    def _impl_forward_masked(
+        self, query: Any, key: Any, value: Any, mask: Any, scale: float
+    ) -> torch.Tensor:
+        """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
+        done = self.masked(query, key, value, mask, scale=scale, keep=False)
+        if done is not None:
+            return done
+        grouped = query.shape[1] != key.shape[1]
+        out = _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
+        return like(out, query)
+
     # ---- one call ----
+    def masked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = True,
+        *,
+        keep: bool = True,
+    ) -> torch.Tensor | None:
+        """`attention` with a mask, or None, which is counted, if no kernel serves the call.
+
+        mask: boolean, True where a query sees a key; broadcasts to (batch, heads, seqlen_q,
+        seqlen_k), with any strides. A query that sees none has output 0. keep: whether what a scan
+        makes of the mask is used again while the mask is unchanged: see mask_lists.
+        """
+        if getattr(mask, "dtype", None) is not torch.bool:  # nothing else needs to be asked
+            self._fell_back(_NOT_BOOLEAN)
+            return None
+        plan = self._masked_plan(query, key, value, mask, is_causal, scale, enable_gqa)
+        if not plan.calls:
+            self._fell_back(plan.choice)
+            return None
+        done = self._run(plan, query, key, value, mask, keep)
+        return None if done is None else done[0]
+
+    def _masked_plan(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Plan:
+        if transformed():
+            return TRANSFORMED
+        if (
+            not plain(query, key, value)
+            or _modes()
+            or query.is_neg()
+            or key.is_neg()
+            or value.is_neg()
+        ):
+            return SUBCLASS
+        if type(mask) is not _TENSOR:
+            return Plan(_NOT_BOOLEAN)
+        try:
+            what = (
+                *(query.shape, query.stride(), query.dtype, query.get_device()),
+                *(key.shape, key.stride(), key.dtype, key.get_device()),
+                *(value.shape, value.stride(), value.dtype, value.get_device()),
+                *(mask.shape, mask.stride(), mask.dtype, mask.get_device()),
+                *(is_causal, scale, enable_gqa),
+                _is_grad_enabled()
+                and (query.requires_grad or key.requires_grad or value.requires_grad),
+            )
+            plan = self._plans.get(what)
+        except (RuntimeError, TypeError):  # no strides, or symbolic ones
+            return SUBCLASS
+        if plan is None:
+            if self._forked:
+                return FORKED
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+                self._seen.clear()
+            plan = self._made(query, key, value, False, scale, enable_gqa, False, mask, is_causal)
+            self._plans[what] = plan
+        return plan
+
     def attention(
         self,
         query: torch.Tensor,
@@ -176,8 +290,12 @@ class Operator:
         if _any_autocast():
             query, key, value = self._cast(query, key, value)
         choice: Choice | None = None
-        if attn_mask is not None or dropout_p != 0.0:
-            choice = never(attn_mask, dropout_p)
+        if attn_mask is not None and dropout_p == 0.0:
+            out = self.masked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if out is not None:
+                return out
+        elif dropout_p != 0.0:
+            choice = never(None, dropout_p)
         elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
             if not seen.calls:
                 choice = seen.choice
@@ -206,8 +324,8 @@ class Operator:
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
                 if grad:
-                    out: torch.Tensor = Gradient.apply(query, key, value, self._run, plan)
-                    return out
+                    with_grad: torch.Tensor = Gradient.apply(query, key, value, self._run, plan)
+                    return with_grad
                 done = self._run(plan, query, key, value)
                 if done is not None:
                     return done[0]
@@ -244,6 +362,11 @@ class Operator:
         Where the compiler knows all sizes, `_impl_attention` hands over what no kernel serves.
         """
         given = query, key, value = self._cast(query, key, value)
+        if attn_mask is not None and self._traces_mask(
+            *given, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        ):
+            by = scale if scale is not None else query.shape[3] ** -0.5
+            return self._attention_masked(query, key, value, attn_mask, by)
         if (
             never(attn_mask, dropout_p)
             or not plain(*given)
@@ -255,6 +378,27 @@ class Operator:
             )
         by = scale if scale is not None else query.shape[3] ** -0.5
         return self._attention(query, key, value, is_causal, by)
+
+    def _traces_mask(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> bool:
+        """Whether a kernel may serve a compiler's call with a mask."""
+        if dropout_p or not plain(query, key, value):
+            return False
+        if self._unserved(query, key, value, False, scale, enable_gqa):
+            return False
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if unserved_mask(mask, query, key, is_causal, grad):
+            return False
+        return self._is_known(query.device.index or 0)
 
     def explain(
         self,
@@ -272,10 +416,15 @@ class Operator:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
         query, key, value = self._cast(query, key, value)
         scale = number(scale)
-        choice = never(attn_mask, dropout_p)
+        choice = never(None, dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
-        if choice is None:
+        if choice is None and attn_mask is not None:
+            plan = self._masked_plan(
+                query, key, value, attn_mask, is_causal or causal, scale, enable_gqa
+            )
+            choice = plan.choice
+        elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self._plan(query, key, value, is_causal or causal, scale, enable_gqa, grad)
             choice = plan.choice
@@ -391,8 +540,14 @@ class Operator:
         scale: float | None,
         enable_gqa: bool,
         lse: bool,
+        mask: Any = None,
+        causal_too: bool = False,
     ) -> Plan:
+        """mask: a boolean one, with which causal_too and gradients are not served."""
         unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
+        if unserved is None and mask is not None:
+            gradients = _is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            unserved = unserved_mask(mask, query, key, causal_too, gradients)
         if unserved is not None:
             return Plan(unserved)
         gpu = self._gpu(query.device.index or 0)
@@ -409,22 +564,45 @@ class Operator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        choice, problem = _choice(gpu, query, key, causal, lse)
+        seen = CAUSAL if causal else FULL if mask is None else mask_of(mask, query, key)
+        choice, problem = _choice(gpu, query, key, seen, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
         kernel = choice.kernel
         by = scale if scale is not None else problem.scale
         layout = tensors["o"].strides
-        made = served.launches(WGMMA, kernel.values, problem, by, lse=lse, o_strides=layout)
+        steps = mask_strides(mask, query, key) if mask is not None else ()
+        if max(steps, default=0) >= 2**31:
+            return Plan(Choice(None, "too_large", "attn_mask spans 2^31 elements or more"))
+        options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
+        made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
-        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
         stages = kernel.stages[lse]
         if not made.keys() <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
-        floats, rows = tuple(spaces.values()), (problem.batch, problem.heads, problem.seqlen_q)
-        how = (bool(causal), by, problem.heads != problem.heads_kv)
-        device = query.get_device()
-        return Plan(choice, made, stages, tensors, device, lse, floats, names, *how, rows)
+        calls = {name: launch for name, launch in made.items() if not launch.once}
+        shared = served.of_masks(made)
+        listed = [name for name in spaces if name in shared]
+        own = [name for name in spaces if name not in shared]
+        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
+        rows = (problem.batch, problem.heads, problem.seqlen_q)
+        return Plan(
+            choice,
+            calls,
+            stages,
+            tensors,
+            query.get_device(),
+            lse,
+            tuple(spaces[name] for name in own),
+            names,
+            bool(causal),
+            by,
+            problem.heads != problem.heads_kv,
+            rows,
+            scan={name: launch for name, launch in made.items() if launch.once},
+            scan_names=(*listed, "mask"),
+            scan_floats=tuple(spaces[name] for name in listed),
+        )
 
     # ---- launching ----
     def _served(
@@ -436,16 +614,27 @@ class Operator:
         self._fell_back(plan.choice)
         return None
 
-    def _run(self, plan: Plan, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, ...] | None:
-        """The output, and the log-sum-exp if the plan has it; None if nothing could be launched."""
+    def _run(
+        self,
+        plan: Plan,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        keep: bool = True,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The output, and the log-sum-exp if the plan has it; None if nothing could be launched.
+
+        mask: of a plan that scans one; keep: as of `masked`.
+        """
         index = plan.index
         if index >= 0 and index != self._current_device():
             with torch.cuda.device(index):
-                return self._run(plan, query, key, value)
+                return self._run(plan, query, key, value, mask, keep)
         out = _empty_like(query)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
-            return self._run(plan, query.clone(), key.clone(), value.clone())
+            return self._run(plan, query.clone(), key.clone(), value.clone(), mask, keep)
         made: tuple[torch.Tensor, ...] = (out,)
         addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
         if plan.lse:
@@ -462,6 +651,9 @@ class Operator:
             if launches is None:  # another thread has tried it in vain since this one asked
                 self._fell_back(plan.choice)
                 return None
+            if mask is not None:
+                listed = self._listed(plan, mask, stream, keep)
+                addresses += listed.addresses
             launches.issue(addresses, stream)
         except Unaligned:
             self._fell_back(UNALIGNED)
@@ -482,9 +674,37 @@ class Operator:
             return None
         if index not in self._devices:
             self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
-        made = self._devices[index].launches(calls, plan.stages, plan.tensors, plan.names)
+        device = self._devices[index]
+        if plan.scan:
+            plan.scans = device.launches(plan.scan, plan.stages, plan.tensors, plan.scan_names)
+        made = device.launches(calls, plan.stages, plan.tensors, plan.names)
         plan.launches = made
         return made
+
+    def _listed(self, plan: Plan, mask: torch.Tensor, stream: int, keep: bool) -> MaskList:
+        """What a call reads of its mask: made in this stream, now or before. Raises DriverError."""
+        found = self._masks.find(mask, plan, stream) if keep else None
+        if found is None and plan.scans is not None:
+            memory = tuple([mask.new_empty(n, dtype=torch.int32) for n in plan.scan_floats])
+            addresses = tuple([each.data_ptr() for each in memory])
+            plan.scans.issue((*addresses, mask.data_ptr()), stream)
+            found = MaskList(addresses, memory)
+            if keep:
+                self._masks.keep(mask, plan, stream, found)
+        if found is None:
+            raise DriverError("the scan of a mask is not loaded")
+        return found
+
+    def _capture_of(self, stream: int) -> int | None:
+        """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""
+        if not self._on_cuda or not torch.cuda.is_current_stream_capturing():
+            return 0
+        try:
+            cuda = self._cuda or cuda_driver()
+            status, _, number, *_ = cuda.cuStreamGetCaptureInfo(cuda.CUstream(stream))
+        except (AttributeError, TypeError, ValueError, DriverError):
+            return None
+        return None if int(status) else int(number)
 
 
 # Reasons that say nothing is wrong with the caller's tensors.
@@ -494,11 +714,11 @@ _EXPECTED = frozenset(
 
 
 def _choice(
-    gpu: TunedGpu, query: torch.Tensor, key: torch.Tensor, causal: bool, gradients: bool
+    gpu: TunedGpu, query: torch.Tensor, key: torch.Tensor, mask: Interval, gradients: bool
 ) -> tuple[Choice, Problem | None]:
     """What serves a call that `Operator._unserved` lets pass, and its problem if it has one."""
     try:
-        problem = problem_of(query, key, CAUSAL if causal else FULL)
+        problem = problem_of(query, key, mask)
     except ProblemError as error:
         return Choice(None, "far", error.what), None
     return choose(gpu, problem, gradients=gradients), problem

@@ -42,6 +42,8 @@ class Plan:
     attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
     kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
+    scan: the launches that make the list of a mask, with names and floats of what they write and,
+    last, the mask itself; scans: once they are loaded. listed: what of it a call reads.
     """
 
     choice: Choice
@@ -59,6 +61,11 @@ class Plan:
     launches: BoundLaunches | None = None
     met: int = 0
     backward: tuple[Any, ...] | None = None
+    scan: Mapping[str, Launch] = field(default_factory=dict)
+    scan_names: tuple[str, ...] = ()
+    scan_floats: tuple[int, ...] = ()
+    listed: tuple[int, ...] = ()
+    scans: BoundLaunches | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")

@@ -78,12 +78,14 @@ def launches(
     *,
     lse: bool = False,
     o_strides: tuple[int, ...] = (),
+    mask_strides: tuple[int, ...] = (),
 ) -> dict[str, Launch]:
-    """The launches of one attention call, by stage, in order.
+    """The launches of one attention call, by stage, in order; first those that scan its mask.
 
     scale: of the scores. lse: whether the kernel writes the log-sum-exp, float32 (batch, heads,
     seqlen_q), contiguous; otherwise its pointer is null, named ``. o_strides: elements from batch
     to batch, head to head and row to row of the output, for code that was compiled with STRIDED.
+    mask_strides: the same of a mask, in bytes, and from key to key.
     """
 
     def here(arg: Arg) -> Arg:
@@ -94,11 +96,16 @@ def launches(
     made: dict[str, Launch] = {}
     for name, launch in _launches(declaration, config, problem).items():
         args = [here(arg) for arg in launch.args]
+        if launch.once:
+            if mask_strides and "mask" in args:
+                args[-4:] = mask_strides
+            made[name] = replace(launch, args=tuple(args))
+            continue
         if o_strides:
-            args += [problem.seqlen_q] if made else []
+            args += [problem.seqlen_q] if name == "combine" else []
             args += [problem.heads, *o_strides[:3]]
         # The first one follows a launch of PyTorch's, which lets nobody begin early.
-        programmatic = launch.programmatic and bool(made)
+        programmatic = launch.programmatic and name == "combine"
         made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
     return made
 
@@ -107,3 +114,9 @@ def workspaces(declaration: Any, config: Config, problem: Problem) -> Mapping[st
     """Floats of each workspace by name, but for the log-sum-exp."""
     sizes: Mapping[str, int] = declaration.kernel.workspace_of(config, problem)
     return {name: size // 4 for name, size in sizes.items() if name != "lse"}
+
+
+def of_masks(made: Mapping[str, Launch]) -> set[str]:
+    """Names of the buffers that the launches which scan a mask read and write."""
+    once = (launch.args for launch in made.values() if launch.once)
+    return {arg for args in once for arg in args if isinstance(arg, str)}

@@ -12,6 +12,7 @@ from .gradients import backward, save_for_backward
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _ATTENTION = f"attention({_GIVEN}) -> Tensor"
 _FORWARD = f"forward({_GIVEN}) -> Tensor"
+_MASKED = "Tensor query, Tensor key, Tensor value, Tensor mask, float scale"
 _FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
 _FORWARD_FP8 = (
     "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
@@ -25,11 +26,14 @@ def register(
     attention: Callable[..., torch.Tensor],
     forward: Callable[..., torch.Tensor],
     forward_lse: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    attention_masked: Callable[..., torch.Tensor],
+    forward_masked: Callable[..., torch.Tensor],
 ) -> Any:
-    """Define `attention`, `forward` and `forward_lse`; returns the library, with which they live.
+    """Define the operators of these names; returns the library, with which they live.
 
     A package that is imported again gets another namespace: `ns` of the library is the one.
-    `attention` is what a compiler sees: it is made of other operators, once their sizes are known.
+    `attention` and `attention_masked` are what a compiler sees: they are made of the others, once
+    their sizes are known.
     The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
     seqlen_q), contiguous. devices: types, as `cuda`.
     """
@@ -38,11 +42,16 @@ def register(
     library.define(_ATTENTION, tags=tags)
     library.define(_FORWARD, tags=tags)
     library.define(_FORWARD_LSE, tags=tags)
+    library.define(f"attention_masked({_MASKED}) -> Tensor", tags=tags)
+    library.define(f"forward_masked({_MASKED}) -> Tensor", tags=tags)
     library.impl("attention", attention, "CompositeImplicitAutograd")
+    library.impl("attention_masked", attention_masked, "CompositeImplicitAutograd")
     for kind in devices:
         library.impl("forward", forward, kind.upper())
+        library.impl("forward_masked", forward_masked, kind.upper())
         library.impl("forward_lse", forward_lse, kind.upper())
     torch.library.register_fake(f"{namespace}::forward", _fake_forward, lib=library)
+    torch.library.register_fake(f"{namespace}::forward_masked", _fake_masked, lib=library)
     torch.library.register_fake(f"{namespace}::forward_lse", _fake_forward_lse, lib=library)
     torch.library.register_autograd(
         f"{namespace}::forward_lse", backward, setup_context=save_for_backward, lib=library
@@ -87,6 +96,12 @@ def _defined(namespace: str, most: int = 99) -> Any:
 
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def _fake_masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
     return torch.empty_like(query)
 

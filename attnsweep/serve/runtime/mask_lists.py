@@ -1,0 +1,83 @@
+"""What a scan made of a mask, kept while the mask is provably what it was.
+
+A mask is met again if the very tensor is alive, at its address, and PyTorch's version counter says
+that nobody has written to it: autograd's own criterion. It misses writes through `.data`, DLPack,
+raw kernels and replays of CUDA graphs that fill a mask from outside; `forget` serves those. While a
+CUDA graph is captured, only what the same capture has scanned is met again: a replay must scan what
+it is given then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# A model has a mask or two a forward. Of more that are alive, the oldest are forgotten.
+_MOST = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskList:
+    """addresses: of what a call reads. memory: keeps it alive."""
+
+    addresses: tuple[int, ...]
+    memory: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    mask: Callable[[], Any]  # a weak reference
+    plan: Any  # kept, so that no other has its number
+    version: int
+    pointer: int
+    stream: int
+    capture: int
+    made: MaskList
+
+
+class MaskLists:
+    """The lists of masks that are alive, by mask and by plan: what a kernel needs of one.
+
+    capture_of: the number of the CUDA graph that a stream is capturing, 0 if none, None if unknown.
+    """
+
+    def __init__(self, capture_of: Callable[[int], int | None]) -> None:
+        self._capture_of = capture_of
+        self._kept: dict[tuple[int, int], _Kept] = {}
+
+    def find(self, mask: torch.Tensor, plan: Any, stream: int) -> MaskList | None:
+        """The list of an unchanged mask that `keep` got in this stream, or None."""
+        kept = self._kept.get((id(mask), id(plan)))
+        if (
+            kept is None
+            or kept.mask() is not mask
+            or kept.stream != stream
+            or kept.pointer != mask.data_ptr()
+            or kept.version != mask._version
+            or kept.capture != self._capture_of(stream)
+        ):
+            return None
+        return kept.made
+
+    def keep(self, mask: torch.Tensor, plan: Any, stream: int, made: MaskList) -> None:
+        """Remember what was made of a mask in a stream, if a change of it would show."""
+        capture = self._capture_of(stream)
+        if mask.is_inference() or capture is None:  # it has no version; or nothing would show
+            return
+        what = (id(mask), id(plan))
+
+        def gone(_: Any, what: tuple[int, int] = what) -> None:
+            self._kept.pop(what, None)
+
+        while len(self._kept) >= _MOST:
+            self._kept.pop(next(iter(self._kept)), None)
+        own = weakref.ref(mask, gone)
+        self._kept[what] = _Kept(own, plan, mask._version, mask.data_ptr(), stream, capture, made)
+
+    def forget(self) -> None:
+        """Scan each mask anew from now on."""
+        self._kept.clear()

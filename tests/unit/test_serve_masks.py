@@ -1,0 +1,272 @@
+"""Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from attending import MaskedKernel  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from operators import close, make, tensors  # noqa: E402
+from packages import shape, winner  # noqa: E402
+
+from attnsweep.serve.runtime import mask_lists  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH, HEADS, ROWS = 2, 4, 256
+
+
+@pytest.fixture
+def kernel(driver):
+    driver.on_launch = MaskedKernel()
+    return driver.on_launch
+
+
+@pytest.fixture
+def operator(tmp_path, driver, kernel):
+    """An operator that has a kernel for each form of a mask, with as many heads, and grouped."""
+    winners = [
+        winner(shape(BATCH, HEADS, ROWS, heads_kv=kv, dense=own))
+        for own in ((), ("item",), ("head",), ("item", "head"))
+        for kv in (HEADS, 2)
+    ]
+    return make(tmp_path, driver, *winners)
+
+
+def random_mask(*sizes, seed=0):
+    return torch.rand(*sizes, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+def sdpa(q, k, v, mask, **options):
+    """PyTorch's, by float32, and 0 where a query sees no key."""
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        *(t.float() for t in (q, k, v)), attn_mask=mask, enable_gqa=grouped, **options
+    )
+    return out.nan_to_num(0)
+
+
+FORMS = {
+    "one": (ROWS, ROWS),
+    "of three dimensions": (1, ROWS, ROWS),
+    "of four": (1, 1, ROWS, ROWS),
+    "of items": (BATCH, 1, ROWS, ROWS),
+    "of heads": (1, HEADS, ROWS, ROWS),
+    "of both": (BATCH, HEADS, ROWS, ROWS),
+    "of keys": (BATCH, 1, 1, ROWS),
+    "of queries": (BATCH, 1, ROWS, 1),
+}
+
+
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_that_broadcasts(operator, form, heads_kv):
+    q, k, v = tensors(BATCH, HEADS, ROWS, heads_kv)
+    mask = random_mask(*FORMS[form])
+    out = operator.attention(q, k, v, mask, enable_gqa=heads_kv != HEADS)
+    assert close(out, sdpa(q, k, v, mask))
+    assert operator.counters() == {"kernel": 1}
+
+
+STRIDES = {
+    "expanded": lambda m: m[:1].expand(BATCH, 1, ROWS, ROWS),
+    "transposed": lambda m: m.mT,
+    "sliced": lambda m: torch.cat([m, m], -1)[..., 3 : 3 + ROWS],
+    "every second key": lambda m: m.repeat_interleave(2, -1)[..., ::2],
+    "of one key": lambda m: m[..., :1].expand(BATCH, 1, ROWS, ROWS),
+}
+
+
+@pytest.mark.parametrize("how", STRIDES)
+def test_strides(operator, how):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = STRIDES[how](random_mask(BATCH, 1, ROWS, ROWS))
+    assert close(operator.attention(q, k, v, mask), sdpa(q, k, v, mask))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_queries_without_a_key_are_zeros(operator):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = random_mask(BATCH, 1, ROWS, ROWS)
+    mask[:, :, 5:9] = False
+    out = operator.attention(q, k, v, mask)
+    assert (out[:, :, 5:9] == 0).all()
+    assert close(out, sdpa(q, k, v, mask))
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_masks_at_random(operator, data):
+    """Sizes, form, layout and content drawn at random, against PyTorch in float32."""
+    heads_kv = data.draw(st.sampled_from([HEADS, 2]))
+    sizes = [data.draw(st.sampled_from([1, n])) for n in (BATCH, HEADS, ROWS, ROWS)]
+    mask = random_mask(*sizes, seed=data.draw(st.integers(0, 99)))
+    if data.draw(st.booleans()):
+        mask = mask.mT.contiguous().mT
+    layout = data.draw(st.sampled_from(["bhsd", "bshd", "packed"]))
+    q, k, v = tensors(BATCH, HEADS, ROWS, heads_kv, layout)
+    scale = data.draw(st.sampled_from([None, 0.3]))
+    out = operator.attention(q, k, v, mask, scale=scale, enable_gqa=heads_kv != HEADS)
+    assert close(out, sdpa(q, k, v, mask, scale=scale))
+
+
+REFUSED = {
+    "of floats": lambda q, k, v: ((q, k, v, torch.zeros(ROWS, ROWS).bfloat16()), {}),
+    "with dropout": lambda q, k, v: ((q, k, v, random_mask(ROWS, ROWS), 0.5), {}),
+    "with gradients": lambda q, k, v: ((q.requires_grad_(), k, v, random_mask(ROWS, ROWS)), {}),
+    "negated": lambda q, k, v: ((torch._neg_view(q), k, v, random_mask(ROWS, ROWS)), {}),
+    "not tuned": lambda q, k, v: ((q[:, :, :3], k, v, random_mask(3, ROWS)), {}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_not_served_is_pytorchs(operator, driver, why):
+    arguments, options = REFUSED[why](*tensors(BATCH, HEADS, ROWS))
+    assert operator.explain(*arguments, **options).kernel is None
+    torch.manual_seed(1)
+    got = operator.attention(*arguments, **options)
+    torch.manual_seed(1)
+    assert torch.equal(got, F.scaled_dot_product_attention(*arguments, **options))
+    assert driver.launches == []
+
+
+WRONG = {
+    "numbers": lambda q: torch.ones(ROWS, ROWS, dtype=torch.uint8),
+    "another length": lambda q: random_mask(ROWS, ROWS - 1),
+    "five dimensions": lambda q: random_mask(1, 1, 1, ROWS, ROWS),
+    "of more items": lambda q: random_mask(3, 1, ROWS, ROWS),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_pytorchs_errors_stay(operator, driver, what):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    with pytest.raises((RuntimeError, ValueError)):
+        operator.attention(q, k, v, WRONG[what](q))
+    assert driver.launches == []
+
+
+def test_a_mask_and_is_causal_are_pytorchs(operator, driver):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = random_mask(ROWS, ROWS)
+    try:
+        expected = F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            operator.attention(q, k, v, mask, is_causal=True)
+    else:
+        assert torch.equal(operator.attention(q, k, v, mask, is_causal=True), expected)
+    assert driver.launches == []
+
+
+# ---- never a stale answer ----
+def same(operator, given, mask):
+    return close(operator.attention(*given, mask), sdpa(*given, mask))
+
+
+def test_a_mask_that_stays_is_scanned_once(operator, kernel):
+    given = tensors(BATCH, HEADS, ROWS)
+    mask = random_mask(BATCH, 1, ROWS, ROWS)
+    assert all(same(operator, given, mask) for _ in range(3))
+    assert kernel.scans == 1
+    other = random_mask(BATCH, 1, ROWS, ROWS, seed=1)
+    assert same(operator, given, other)
+    assert same(operator, given, mask)
+    assert kernel.scans == 2
+
+
+CHANGES = {
+    "in place": lambda m: m.logical_not_(),
+    "one element": lambda m: m.__setitem__((0, 0, 3, 3), ~m[0, 0, 3, 3]),
+    "through a view": lambda m: m[1, 0].zero_(),
+    "by copy_": lambda m: m.copy_(~m),
+    "another memory": lambda m: m.set_(~m),
+    "another memory behind autograd": lambda m: setattr(m, "data", ~m),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_changed_mask_is_scanned_again(operator, how):
+    given = tensors(BATCH, HEADS, ROWS)
+    mask = random_mask(BATCH, 1, ROWS, ROWS)
+    assert same(operator, given, mask)
+    CHANGES[how](mask)
+    assert same(operator, given, mask)
+
+
+def test_a_view_sees_what_is_written_to_the_whole(operator):
+    given = tensors(BATCH, HEADS, ROWS)
+    whole = random_mask(BATCH, 1, ROWS, 2 * ROWS)
+    mask = whole[..., :ROWS]
+    assert same(operator, given, mask)
+    whole.logical_not_()
+    assert same(operator, given, mask)
+
+
+def test_a_mask_at_the_address_of_one_that_is_gone(operator):
+    given = tensors(BATCH, HEADS, ROWS)
+    memory = torch.empty(BATCH, 1, ROWS, ROWS, dtype=torch.bool)
+    for seed in range(6):  # views of the same memory: new objects, at one address, of one version
+        memory.data.copy_(random_mask(BATCH, 1, ROWS, ROWS, seed=seed))
+        mask = memory.view(BATCH, 1, ROWS, ROWS)
+        assert same(operator, given, mask)
+        del mask
+        gc.collect()
+    assert not operator._masks._kept
+
+
+def test_what_stands_under_the_number_of_another_mask_is_not_its():
+    """Numbers of objects are used again: here at once, as no weak reference would have noticed."""
+    lists, plan = mask_lists.MaskLists(lambda _: 0), object()
+    mask = random_mask(2, 2)
+    alike = mask.view(2, 2)  # with its memory and version
+    made = mask_lists.MaskList((1,), ())
+    lists.keep(mask, plan, 0, made)
+    assert lists.find(mask, plan, 0) is made
+    lists._kept[id(alike), id(plan)] = lists._kept[id(mask), id(plan)]
+    assert lists.find(alike, plan, 0) is None
+
+
+def test_under_inference_mode_nothing_is_kept(operator, kernel):
+    given = tensors(BATCH, HEADS, ROWS)
+    with torch.inference_mode():
+        mask = random_mask(BATCH, 1, ROWS, ROWS)
+        for _ in range(2):
+            assert same(operator, given, mask)
+            mask.logical_not_()
+    assert kernel.scans == 2
+
+
+def test_each_stream_scans_for_itself(operator, kernel, monkeypatch):
+    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        assert same(operator, given, mask)
+    assert kernel.scans == 3
+
+
+def test_a_capture_scans_what_it_replays(operator, kernel, monkeypatch):
+    """Twice in a capture one scan; none from before it, of another one, or where none is known."""
+    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
+    scans = []
+    for capture in (0, 7, 7, 8, 0, None, None):
+        monkeypatch.setattr(operator._masks, "_capture_of", lambda _, n=capture: n)
+        assert same(operator, given, mask)
+        scans.append(kernel.scans)
+    assert scans == [1, 2, 2, 3, 4, 5, 6]
+
+
+def test_many_masks_that_live_are_not_all_kept(operator):
+    given = tensors(BATCH, HEADS, ROWS)
+    alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(mask_lists._MOST + 3)]
+    for mask in alive:
+        operator.attention(*given, mask)
+    assert len(operator._masks._kept) == mask_lists._MOST
+    assert same(operator, given, alive[0])
