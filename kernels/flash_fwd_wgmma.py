@@ -37,7 +37,8 @@ kernel = Family(
     ),
     min_arch="sm_90a",
     head_dims=(64, 96, 128, 192, 256),
-    masks=("full", "causal", "window", "dense"),
+    masks=("full", "causal", "window", "boolean"),
+    layouts=("dense", "padded"),
     lse="LSE",
     empty_rows=True,
 )
@@ -213,7 +214,8 @@ def words_of(p: Problem) -> int:
 
 def heads_of_mask(p: Problem) -> int:
     """Heads, one behind the other in the batch, that have a mask in common."""
-    return 1 if p.mask.of_head else p.heads if p.mask.of_item else p.batch * p.heads
+    of_item = p.mask.of_item or p.kind == "padded"
+    return 1 if p.mask.of_head else p.heads if of_item else p.batch * p.heads
 
 
 def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
@@ -232,6 +234,7 @@ def mask(c, p, arch):
     threads = 64 if how == 1 else 1024
     low, high = p.diagonals
     given, seen = ("mask", "bits") if how == 2 else ("bounds", "bounds")
+    padded = p.kind == "padded"
     # Last come the masks of an item, and the strides of the mask: a package has those of a call.
     heads, of_head = p.heads if p.mask.of_head else 1, p.seqlen_q * p.seqlen_k
     strides = (heads, heads * of_head * p.mask.of_item, of_head, p.seqlen_k, 1)
@@ -240,11 +243,11 @@ def mask(c, p, arch):
         grid=(records, masks, 1),
         threads=threads,
         args=(
-            *(given, seen, seen, seen, "records"),
+            *(given, "key_range" if padded else seen, seen, seen, "records"),
             *(p.seqlen_q, p.seqlen_k, low, high, words_of(p), *strides),
         ),
         smem_bytes=64 * 16,
-        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": 0, "HEAD_DIM": 64},
+        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": int(padded), "HEAD_DIM": 64},
         once=True,
     )
 

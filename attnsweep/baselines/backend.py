@@ -100,6 +100,7 @@ class Backend:
     package: Package
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     masks: tuple[str, ...] = ("full", "causal", "window")
+    layouts: tuple[str, ...] = ("dense",)
     rounds_scores: int = 0
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
@@ -110,6 +111,8 @@ class Backend:
             return f"{self.name} does not do {problem.dtype}"
         if problem.mask.kind not in self.masks:
             return f"{self.name} has no mask {problem.mask.label}"
+        if problem.layout.kind not in self.layouts:
+            return f"{self.name} has no padding"
         reason = self.cannot(problem)
         return None if reason is None else f"{self.name} {reason}"
 

@@ -130,7 +130,7 @@ def prepare(
     tensors = [
         (
             *(torch.from_dlpack(copy[t].view(bits)).view(own) for t in "qkv"),
-            *(torch.from_dlpack(copy[t]) for t in problem.inputs[3:]),
+            *(torch.from_dlpack(copy[t]) for t in problem.scales),
         )
         for copy in copies
     ]

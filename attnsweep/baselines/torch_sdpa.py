@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -23,11 +23,19 @@ def _import_torch() -> Any:
 
 
 def hidden_keys(torch: Any, problem: Problem) -> Any:
-    """A boolean tensor (seqlen_q, seqlen_k) of the pairs that the mask hides."""
+    """A boolean tensor of the pairs that no query sees: (seqlen_q, seqlen_k), or of each item.
+
+    Of a padded problem it is (batch, 1, seqlen_q, seqlen_k), as models pass it.
+    """
     low, high = problem.diagonals
     rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
-    after = torch.arange(problem.seqlen_k, device="cuda") - rows
-    return (after < low) | (after > high)
+    keys = torch.arange(problem.seqlen_k, device="cuda")
+    after = keys - rows
+    hidden = (after < low) | (after > high)
+    if problem.kind != "padded":
+        return hidden
+    first, end = torch.tensor(problem.key_ranges, device="cuda").T[:, :, None, None, None]
+    return hidden | (keys < first) | (keys >= end)
 
 
 def _sdpa(backend: str) -> Builder:
@@ -37,11 +45,14 @@ def _sdpa(backend: str) -> Builder:
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
         # Of PyTorch, whose is_causal is aligned top-left.
-        is_causal = problem.mask == replace(CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k)
+        is_causal = problem.kind != "padded" and problem.mask == replace(
+            CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k
+        )
         options: dict[str, Any] = {"is_causal": is_causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        if problem.mask.kind == "window" and not is_causal:
+        masked = problem.kind in ("window", "padded") and not is_causal
+        if masked:
             if backend == "FLASH_ATTENTION":
                 raise Unavailable("PyTorch's flash attention takes no mask but causal")
             options |= {"attn_mask": ~hidden_keys(torch, problem)}
@@ -57,7 +68,16 @@ def _sdpa(backend: str) -> Builder:
             with sdpa_kernel([chosen]):
                 return attention(q, k, v, **options)
 
-        return [Way(forward)]
+        def repeated(q: Any, k: Any, v: Any) -> Any:
+            group = problem.heads // problem.heads_kv
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            with sdpa_kernel([chosen]):
+                return attention(q, k, v, attn_mask=options["attn_mask"])
+
+        ways = [Way(forward)]
+        if masked and "enable_gqa" in options and backend == "EFFICIENT_ATTENTION":
+            ways.append(Way(repeated))  # as models call it, since it takes no grouped heads
+        return ways
 
     return build
 
@@ -67,7 +87,7 @@ def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     item = DTYPE_BYTES[problem.dtype]
     if scores * item * 4 > session.free_bytes:
         raise Unavailable(f"its scores need four times {scores * item / 2**30:.0f} GiB")
-    mask = None if problem.mask == FULL else hidden_keys(torch, problem)
+    mask = None if problem.kind == "full" else hidden_keys(torch, problem)
     group = problem.heads // problem.heads_kv
 
     def forward(q: Any, k: Any, v: Any) -> Any:

@@ -356,7 +356,7 @@ class Bench:
                     self.problem.shape_of(tensor),
                     np.float32 if tensor.endswith("_scale") else self._dtype,
                 )
-                for tensor in self.problem.inputs
+                for tensor in ("q", "k", "v", *self.problem.scales)
             }
             for copy in (self._timed, *self._cold())
         ]

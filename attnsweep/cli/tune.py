@@ -61,6 +61,15 @@ def tune(
         bool,
         typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
     ] = False,
+    padding: Annotated[
+        str | None,
+        typer.Option(
+            "--padding",
+            metavar="SIDE,PERCENT",
+            help="Pad every shape that does not say `padded`: right,40 gives the shortest item "
+            "of a batch 40 % of the keys, and the longest all.",
+        ),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -147,13 +156,14 @@ def tune(
         refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
     if json_:
         refuse_idle(context, ("top",), "with --json, which has every row")
-    problems = read_shapes(shapes, dtype=dtype, causal=causal)
+    problems = read_shapes(shapes, dtype=dtype, causal=causal, padding=padding)
     families = discover(kernels)
     try:
         target = _target(arch, replay, problems, families)
     except NoGpuError as error:
         options = [word for name in kernel or () for word in ("--kernel", name)]
         options += [] if kernels is None else ["--kernels", str(kernels)]
+        options += [] if padding is None else ["--padding", padding]
         raise _without_gpu(error, [*shapes, *options], causal, dtype) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else DEFAULT_STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}

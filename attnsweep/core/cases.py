@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from attnsweep.core.layouts import DENSE, Padded
 from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
@@ -20,6 +21,7 @@ Inputs = Literal[
     "one_hot",
     "wide",
     "sink",
+    "huge_padding",
 ]
 # Short turns: queries and keys of a sequence, and of a causal one. 100 keys are two tiles of 64 or
 # one of 128, and end in a tail; a causal sequence has turns of other lengths too.
@@ -46,6 +48,8 @@ class Case:
 def small_cases(problem: Problem) -> tuple[Case, ...]:
     """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
+    Of a padded problem, each has padding, and there are items with no key, one, and all of them.
+
     Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
     kind of hard input that make_inputs has.
     """
@@ -57,7 +61,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         shape = _shaped(problem, seqlen_q, seqlen_k)
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
-    return (
+    cases = (
         case(1, 1, 1, 1, "normal"),
         case(2, 1, 1, 17, "normal"),
         case(4, 2, 97, 161, "normal", batch=2),
@@ -70,6 +74,35 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(1, 1, 64, 321, "wide"),
         case(1, 1, 66, 513, "sink"),
     )
+    layout = problem.layout
+    if not isinstance(layout, Padded):
+        return cases
+    more = (
+        case(2, 1, 130, 321, "huge_padding", batch=3),
+        case(2, 1, 70, 321, "huge_padding", batch=3),
+        case(1, 1, 200, 400, "normal", batch=5),
+        case(2, 2, 200, 400, "normal", batch=5),
+        case(1, 1, 66, 130, "normal", batch=1),
+        case(1, 1, 66, 130, "normal", batch=1),
+    )
+    # A pair of cases for each, as padding lies on either side in turns.
+    least = (*(layout.least,) * len(cases), 0, 0, 0, 0, 1, 1)
+    return tuple(
+        _padded(case, number, percent)
+        for number, (case, percent) in enumerate(zip((*cases, *more), least, strict=True))
+    )
+
+
+def _padded(case: Case, number: int, least: int) -> Case:
+    """A case with padding on the right or the left, in turns, whose second item has other keys.
+
+    Kernels learn the ranges on the device, so that those of a case may be any. The item with all
+    keys keeps hard inputs hard.
+    """
+    problem = case.problem
+    batch = problem.batch if least == 1 else max(2, problem.batch)
+    layout = Padded(("right", "left")[number % 2], least, seed=number // 2)
+    return replace(case, problem=replace(problem, batch=batch, layout=layout))
 
 
 def short_turns(problem: Problem, sm_count: int) -> Case | None:
@@ -89,11 +122,14 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.head_dim))
     if batch == 0:
         return None
-    return Case(replace(of_one, batch=batch, heads=group, heads_kv=1))
+    layout = problem.layout
+    if isinstance(layout, Padded):
+        layout = replace(layout, least=0)
+    return Case(replace(of_one, batch=batch, heads=group, heads_kv=1, layout=layout))
 
 
 def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
-    """The problem with other lengths, which has empty rows if and only if the problem has some.
+    """The problem with other lengths, which has empty rows if and only if a dense problem has some.
 
     A window becomes so narrow that it hides keys on both of its sides.
     """
@@ -101,6 +137,8 @@ def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     if mask.left is not None:
         left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
         mask = replace(mask, left=left, right=right)
+    if problem.layout != DENSE:
+        return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)
     if not problem.has_empty_rows and mask.empty_rows(seqlen_q, seqlen_k):
         seqlen_q = min(seqlen_q, seqlen_k)
     while problem.has_empty_rows and not mask.empty_rows(seqlen_q, seqlen_k):

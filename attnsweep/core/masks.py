@@ -10,7 +10,7 @@ from typing import Any
 from attnsweep.core.errors import ProblemError
 
 _OWN = ("item", "head")
-_DENSE = re.compile(r"dense\((.+?)((?:,(?:item|head))*)\)")
+_BOOLEAN = re.compile(r"boolean\((.+?)((?:,(?:item|head))*)\)")
 _WINDOW = re.compile(r"window(_top_left)?\((\d+|all|-1), ?(\d+|all|-1)\)")
 
 
@@ -20,7 +20,7 @@ class Interval:
 
     The diagonal of query i is key i + seqlen_k - seqlen_q: aligned bottom-right, as in
     FlashAttention >= 2.1, whose `window_size` these two numbers are (-1 for None). top_left: it is
-    key i, as PyTorch's is_causal has it. dense: whether a call gets it as a boolean tensor, True
+    key i, as PyTorch's is_causal has it. boolean: whether a call gets it as a boolean tensor, True
     where a query sees a key: a kernel that reads it takes any other such mask too. Each item of a
     batch has its own if `of_item`, and each head if `of_head`.
     """
@@ -28,7 +28,7 @@ class Interval:
     left: int | None = None
     right: int | None = None
     top_left: bool = False
-    dense: bool = False
+    boolean: bool = False
     of_item: bool = False
     of_head: bool = False
 
@@ -36,8 +36,8 @@ class Interval:
         for name, size in (("left", self.left), ("right", self.right)):
             if size is not None and size < 0:
                 raise ProblemError(f"a window's {name} is {size}: it must be at least 0, or None")
-        if (self.of_item or self.of_head) and not self.dense:
-            raise ProblemError("only a dense mask is of an item of the batch, or of a head")
+        if (self.of_item or self.of_head) and not self.boolean:
+            raise ProblemError("only a boolean mask is of an item of the batch, or of a head")
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -86,21 +86,21 @@ class Interval:
 
     @property
     def kind(self) -> str:
-        """`full`, `causal`, `window` or `dense`: what a family declares that it can.
+        """`full`, `causal`, `window` or `boolean`: what a family declares that it can.
 
         A window has its diagonals at launch, so that causal masks aligned top-left are windows.
         """
-        return "dense" if self.dense else _NAMED.get(self, "window")
+        return "boolean" if self.boolean else _NAMED.get(self, "window")
 
     @property
     def label(self) -> str:
-        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `dense(causal,item)`.
+        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `boolean(causal,item)`.
 
         An open side is a word: names of files keep no sign, and -1 and 1 would share one.
         """
-        if self.dense:
+        if self.boolean:
             own = [name for name in _OWN if getattr(self, f"of_{name}")]
-            return f"dense({','.join([self.plain.label, *own])})"
+            return f"boolean({','.join([self.plain.label, *own])})"
         aligned = "_top_left" if self.top_left else ""
         if (name := _NAMED.get(replace(self, top_left=False))) is not None:
             return name + aligned
@@ -112,8 +112,8 @@ class Interval:
         """As rows and specs have it: `causal`, and the others only where they are."""
         causal = self.sides == CAUSAL.sides
         window = {} if causal or self.sides == FULL.sides else {"window": [self.left, self.right]}
-        dense = {"dense": [n for n in _OWN if getattr(self, f"of_{n}")]} if self.dense else {}
-        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {}) | dense
+        boolean = {"boolean": [n for n in _OWN if getattr(self, f"of_{n}")]} if self.boolean else {}
+        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {}) | boolean
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Interval:
@@ -123,13 +123,13 @@ class Interval:
             raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
         left, right = window or (CAUSAL if facts.get("causal") else FULL).sides
         mask = cls(left, right, bool(facts.get("top_left")))
-        return mask if (own := facts.get("dense")) is None else mask.as_dense(own)
+        return mask if (own := facts.get("boolean")) is None else mask.as_boolean(own)
 
-    def as_dense(self, own: Iterable[str] = ()) -> Interval:
+    def as_boolean(self, own: Iterable[str] = ()) -> Interval:
         """The same as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
         if isinstance(own, str) or not {*own} <= {*_OWN}:
-            raise ProblemError(f"a dense mask is of {', '.join(_OWN)}, not of {own!r}")
-        return replace(self, dense=True, of_item="item" in own, of_head="head" in own)
+            raise ProblemError(f"a boolean mask is of {', '.join(_OWN)}, not of {own!r}")
+        return replace(self, boolean=True, of_item="item" in own, of_head="head" in own)
 
     @classmethod
     def parse(cls, text: str) -> Interval:
@@ -137,9 +137,9 @@ class Interval:
         for mask in (FULL, CAUSAL, replace(CAUSAL, top_left=True)):
             if text == mask.label:
                 return mask
-        if dense := _DENSE.fullmatch(text):
-            inside, own = dense.groups()
-            return cls.parse(inside).as_dense([word for word in own.split(",") if word])
+        if boolean := _BOOLEAN.fullmatch(text):
+            inside, own = boolean.groups()
+            return cls.parse(inside).as_boolean([word for word in own.split(",") if word])
         match = _WINDOW.fullmatch(text)
         if match is None:
             hint = "write full, causal, causal_top_left, or window(LEFT,RIGHT): window(512,0)"
@@ -162,3 +162,21 @@ def _clamped(to: int, most: int) -> int:
         return 0
     whole = min(to, most)
     return whole * (whole + 1) // 2 + (to - whole) * most
+
+
+def mixed(number: int) -> int:
+    """Sixty-four bits at random that follow from a number: the finaliser of SplitMix64."""
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _BITS
+    return number ^ number >> 31
+
+
+def drawn_order(count: int, *seed: int) -> list[int]:
+    """The numbers below count in an order at random, the same in every version of Python."""
+    begin = 0
+    for part in seed:
+        begin = mixed((begin + part + 1) * 0x9E3779B97F4A7C15 & _BITS)
+    return sorted(range(count), key=lambda at: mixed(begin + at * 0x9E3779B97F4A7C15 & _BITS))
+
+
+_BITS = 2**64 - 1

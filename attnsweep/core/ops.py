@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
     ("e4m3", "e4m3_tensor", "e4m3_block"), 1
 )
-_ITEM_BYTES = DTYPE_BYTES | {"bool": 1}
+_ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "bool": 1}
 SCALE_BLOCK = 128
 """Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 
@@ -53,15 +53,31 @@ def _keys(p: Problem) -> tuple[int, ...]:
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
     shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
     given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
-    if p.mask.dense:
-        items, heads = p.batch if p.mask.of_item else 1, p.heads if p.mask.of_head else 1
-        given += (Tensor("mask", (items, heads, p.seqlen_q, p.seqlen_k), "bool"),)
+    return given + _scales(p) + _mask(p) + _key_range(p)
+
+
+def _mask(p: Problem) -> tuple[Tensor, ...]:
+    """The mask as a tensor, True where a query sees a key, if a call gets it so."""
+    if not p.mask.boolean:
+        return ()
+    items, heads = p.batch if p.mask.of_item else 1, p.heads if p.mask.of_head else 1
+    return (Tensor("mask", (items, heads, p.seqlen_q, p.seqlen_k), "bool"),)
+
+
+def _scales(p: Problem) -> tuple[Tensor, ...]:
     if not p.scaled:
-        return given
+        return ()
     each = (p.batch, p.heads_kv)
     blocks = (*each, -(-p.seqlen_k // SCALE_BLOCK)) if p.dtype == "e4m3_block" else each
     scales = {"q_scale": each, "k_scale": blocks, "v_scale": blocks}
-    return given + tuple(Tensor(name, shape, "fp32") for name, shape in scales.items())
+    return tuple(Tensor(name, shape, "fp32") for name, shape in scales.items())
+
+
+def _key_range(p: Problem) -> tuple[Tensor, ...]:
+    """The first key of each item and the one after its last, if items have keys of their own."""
+    if p.layout.kind == "dense":
+        return ()
+    return (Tensor("key_range", (p.batch, 2), "int32"),)
 
 
 def _forward_outputs(p: Problem) -> tuple[Tensor, ...]:

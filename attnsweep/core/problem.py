@@ -6,12 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.layouts import DENSE, Dense, of_facts
+from attnsweep.core.layouts import Padded as Padded
 from attnsweep.core.masks import CAUSAL as CAUSAL
 from attnsweep.core.masks import FULL as FULL
 from attnsweep.core.masks import Interval as Interval
+from attnsweep.core.masks import Range
 from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
 from attnsweep.core.ops import FORWARD, Op, Tensor
 from attnsweep.core.ops import SCALE_BLOCK as SCALE_BLOCK
@@ -30,8 +34,9 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!causal_|window|dense)(\w+))?"
-    r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|dense\(.+\)))?"
+    r"(?: +(?!causal_|window|boolean|padded)(\w+))?"
+    r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
+    r"(?: +(padded\([^)]*\)))?"
 )
 
 
@@ -42,7 +47,9 @@ class Problem:
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
     contiguous. Query head h reads key head h // (heads // heads_kv). `mask` says which keys a query
     sees; causal=True is another way to write mask=CAUSAL. A query that sees none has output 0, and
-    a log-sum-exp of minus infinity.
+    a log-sum-exp of minus infinity. In a padded `layout`, an item of the batch has keys of its own
+    range alone, which is one more input of a call, `key_range`, int32 (batch, 2): the first key and
+    the one after the last. A query sees a key if the mask and the range let it.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -61,6 +68,7 @@ class Problem:
     head_dim: int
     dtype: Dtype = "fp16"
     mask: Interval = FULL
+    layout: Dense | Padded = DENSE
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -75,6 +83,7 @@ class Problem:
         head_dim: int,
         dtype: Dtype = "fp16",
         mask: Interval = FULL,
+        layout: Dense | Padded = DENSE,
         *,
         causal: bool | None = None,
     ) -> None:
@@ -82,20 +91,13 @@ class Problem:
         if causal is not None:
             mask = CAUSAL if causal else FULL
         mask = mask.of_lengths(seqlen_q, seqlen_k)
-        values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask)
+        values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask, layout)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
         sides = (-1 if side is None else side for side in mask.sides)
-        numbers = (
-            *values[:6],
-            [*DTYPE_BYTES].index(dtype),
-            *sides,
-            mask.top_left,
-            mask.dense,
-            mask.of_item,
-            mask.of_head,
-        )
+        own = (mask.top_left, mask.boolean, mask.of_item, mask.of_head, *layout.numbers)
+        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides, *own)
         object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
@@ -116,17 +118,12 @@ class Problem:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
             )
-        if self.min_bytes > MOST_MEMORY_BYTES:
+        if self.tensor_bytes > MOST_MEMORY_BYTES:
             raise ProblemError(
-                f"{self.label}: q, k, v and o need {self.min_bytes / 2**30:,.0f} GiB, and the "
+                f"{self.label}: q, k, v and o need {self.tensor_bytes / 2**30:,.0f} GiB, and the "
                 f"largest card has {MOST_MEMORY_BYTES // 2**30} GiB",
                 hint="make batch, heads, seqlen or head_dim smaller",
             )
-
-    @property
-    def kind(self) -> str:
-        """What a family declares that it can: the kind of the mask."""
-        return self.mask.kind
 
     @property
     def causal(self) -> bool:
@@ -136,13 +133,24 @@ class Problem:
     @property
     def rows_with_keys(self) -> int:
         """Queries of a head that see a key, in the whole batch."""
-        empty = self.mask.empty_rows(self.seqlen_q, self.seqlen_k)
-        return self.batch * (self.seqlen_q - empty)
+        return _rows_with_keys(self)
 
     @property
     def has_empty_rows(self) -> bool:
         """Whether some queries see no key: their output is 0, their log-sum-exp minus infinity."""
         return self.rows_with_keys < self.batch * self.seqlen_q
+
+    @property
+    def kind(self) -> str:
+        """What dispatch and families ask for: `full`, `causal`, `window`, `padded` or `boolean`."""
+        if self.mask.boolean or self.layout == DENSE:
+            return self.mask.kind
+        return self.layout.kind
+
+    @property
+    def key_ranges(self) -> tuple[Range, ...]:
+        """The keys that each item of the batch has: the first, and the one after the last."""
+        return self.layout.ranges(self.batch, self.seqlen_k)
 
     @property
     def diagonals(self) -> tuple[int, int]:
@@ -155,14 +163,18 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`."""
+        """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`.
+
+        With padding, `(4,8,512,64) bf16 causal padded(right,40)`.
+        """
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
             f"{self.seqlen_q}"
             if self.seqlen_q == self.seqlen_k
             else f"{self.seqlen_q}x{self.seqlen_k}"
         )
-        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {self.mask.label}"
+        sizes = f"({self.batch},{heads},{seqlen},{self.head_dim})"
+        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}"
 
     @classmethod
     def parse(cls, text: str) -> Problem:
@@ -177,10 +189,11 @@ class Problem:
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )
-        b, heads, kv, q, k, d, dtype, mask = match.groups()
+        b, heads, kv, q, k, d, dtype, mask, padding = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
-        return cls(*sizes, dtype=known, mask=Interval.parse(mask) if mask else FULL)
+        layout = Padded.parse(padding) if padding else DENSE
+        return cls(*sizes, known, Interval.parse(mask) if mask else FULL, layout)
 
     def __repr__(self) -> str:
         """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
@@ -191,7 +204,7 @@ class Problem:
     def facts(self) -> dict[str, Any]:
         """Sizes, dtype and mask as rows have them in JSON."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        return sizes | {"dtype": self.dtype} | self.mask.facts
+        return sizes | {"dtype": self.dtype} | self.mask.facts | self.layout.facts
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -205,7 +218,7 @@ class Problem:
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
-        return cls(**own | {"mask": Interval.of(facts)})
+        return cls(**own | {"mask": Interval.of(facts), "layout": of_facts(facts)})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -240,8 +253,13 @@ class Problem:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of a call's inputs: q, k, v, and their scales if there are any."""
+        """Names of a call's inputs: q, k, v, their scales and key_range if there are any."""
         return tuple(tensor.name for tensor in self.op.inputs(self))
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the scales of q, k and v."""
+        return ("q_scale", "k_scale", "v_scale") if self.scaled else ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -269,7 +287,7 @@ class Problem:
     @property
     def pairs(self) -> int:
         """Unmasked (query, key) pairs over all heads: the pairs that both products and exp need."""
-        return self.batch * self.heads * self.mask.pairs(self.seqlen_q, self.seqlen_k)
+        return self.heads * _pairs(self)
 
     @property
     def flops(self) -> int:
@@ -278,12 +296,37 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of the inputs read once and the outputs written once."""
+        """Bytes of the inputs read once, without padding of k and v, and of the outputs."""
+        if self.layout == DENSE:
+            return self.tensor_bytes
+        padding = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
+        row = self.heads_kv * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.tensor_bytes - 2 * padding * row
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all inputs and outputs."""
         return sum(t.nbytes for t in (*self.op.inputs(self), *self.op.outputs(self)))
 
 
+@lru_cache(maxsize=1024)
+def _pairs(p: Problem) -> int:
+    """Pairs of a query and a key that it sees, of one head in the whole batch."""
+    if p.layout == DENSE:
+        return p.batch * p.mask.pairs(p.seqlen_q, p.seqlen_k)
+    return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
+
+
+@lru_cache(maxsize=1024)
+def _rows_with_keys(p: Problem) -> int:
+    if p.layout == DENSE:
+        return p.batch * (p.seqlen_q - p.mask.empty_rows(p.seqlen_q, p.seqlen_k))
+    empty = (p.mask.empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
+    return p.batch * p.seqlen_q - sum(empty)
+
+
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left", "dense"})
+FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding"})
 """Keys that `Problem.facts` may have."""
 
 Value = int | bool | str

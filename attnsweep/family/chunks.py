@@ -117,6 +117,8 @@ def is_used(config: Config, problem: Problem) -> bool:
         return False
     if rows and not _splits_queries(problem):
         return False
+    if not _splits(problem) and (heads or rows or _number(config, "STREAMS") > 1):
+        return False
     if heads and (heads > total or not _keeps_groups(heads, group)):
         return False
     if heads == total and not rows:
@@ -142,7 +144,8 @@ def schedule_of(
 
     def fits(schedule: ChunkPlan) -> bool:
         used = sum(schedule.workspaces.values())
-        return workspace_limit is None or used <= workspace_limit
+        # Items with keys of their own are one call.
+        return not _splits(problem) or workspace_limit is None or used <= workspace_limit
 
     if not _number(config, "CHUNK_HEADS") and not _number(config, "CHUNK_ROWS"):
         group = problem.heads // problem.heads_kv
@@ -161,10 +164,16 @@ def _keeps_groups(heads: int, group: int) -> bool:
     return heads % group == 0 or group % heads == 0
 
 
+def _splits(problem: Problem) -> bool:
+    """Whether some heads of all items are a problem of their own."""
+    return problem.layout.kind == "dense"
+
+
 def _splits_queries(problem: Problem) -> bool:
     """Whether some queries with the keys up to their last are a problem with the same mask."""
     mask = problem.mask
-    if problem.has_empty_rows:  # the first queries alone may have no keys at all
+    # The first queries alone may have no keys at all.
+    if problem.has_empty_rows or not _splits(problem):
         return False
     return not mask.top_left and (mask in (FULL, CAUSAL) or mask.right == 0)
 
@@ -172,6 +181,8 @@ def _splits_queries(problem: Problem) -> bool:
 def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
     """Heads and queries of a chunk, before a workspace limit shrinks it."""
     total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
+    if not _splits(problem):
+        return total, problem.seqlen_q
     rows = _number(config, "CHUNK_ROWS")
     if rows and rows < problem.seqlen_q:
         return 1, rows

@@ -174,11 +174,12 @@ class Family:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
-    causal, window. deterministic: equal calls give equal
-    bits, and the bits of a head follow from its own q, k and v alone, which is checked; False for a
-    family with atomic sums. empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a
-    query that sees no key. lse: name of the switch with which the family writes the log-sum-exp of
-    every row (float32, natural) to the workspace `lse`; it is then checked too.
+    causal, window. layouts: dense, and padded if it reads `key_range`, with each of its masks; it
+    must then have empty_rows, as ranges are known on the device alone. deterministic: equal calls
+    give equal bits, and the bits of a head follow from its own q, k and v alone, which is checked;
+    False for a family with atomic sums. empty_rows: it writes 0, and a log-sum-exp of minus
+    infinity, for a query that sees no key. lse: name of the switch with which the family writes the
+    log-sum-exp of every row (float32, natural) to the workspace `lse`; it is then checked too.
     """
 
     name: str
@@ -188,6 +189,7 @@ class Family:
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dims: tuple[int, ...] | range = (64, 128, 256)
     masks: tuple[str, ...] = ("full", "causal")
+    layouts: tuple[str, ...] = ("dense",)
     empty_rows: bool = False
     rounds_scores: int = 0
     deterministic: bool = True
@@ -353,6 +355,8 @@ class Family:
             return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
         if problem.mask.kind not in self.masks:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
+        if problem.layout.kind not in self.layouts:
+            return f"layout {problem.layout.kind} is not one of {', '.join(self.layouts)}"
         if problem.has_empty_rows and not self.empty_rows:
             return f"cannot do queries that see no key, which {problem.label} has"
         return None

@@ -28,7 +28,7 @@ def empty_rows(problem: Problem) -> dict[str, int]:
 
 def mask_define(problem: Problem) -> int:
     """What memory says of a mask: 0 nothing, 1 an interval of each query, 2 a bit of each key."""
-    return 0 if problem.kind in ("full", "causal") else 2 if problem.kind == "dense" else 1
+    return 0 if problem.kind in ("full", "causal") else 2 if problem.kind == "boolean" else 1
 
 
 def tensor_map(

@@ -76,6 +76,12 @@ def of_kernel(kernel: Any) -> Fault | None:
     if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
         what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
         return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")
+    if not isinstance(kernel.layouts, tuple) or not {*kernel.layouts} <= {"dense", "padded"}:
+        what = f"layouts are a tuple of dense, padded, not {kernel.layouts!r}"
+        return Fault(what, 'write layouts=("dense", "padded")')
+    if "padded" in kernel.layouts and kernel.empty_rows is not True:
+        what = "layouts have padded, but the family has no empty_rows"
+        return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
     if not isinstance(kernel.deterministic, bool):
         return Fault(f"deterministic is not {kernel.deterministic!r}", "write True or False")
     return None

@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    StrictInt,
     StrictStr,
     WithJsonSchema,
     model_validator,
@@ -27,6 +28,7 @@ from pydantic import (
 
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
+from attnsweep.core.layouts import of_facts
 from attnsweep.core.problem import CAUSAL, FULL, Dtype, Interval, Problem
 from attnsweep.specs.require import RequireSpec
 from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
@@ -310,6 +312,14 @@ class ProblemSpec(_Model):
         description="With causal or window: the diagonal of query i is key i, as in PyTorch's "
         "is_causal, and not the last query's the last key.",
     )
+    padding: Annotated[list[StrictStr | StrictInt], Field(min_length=2, max_length=3)] | None = (
+        Field(
+            default=None,
+            description="Items of a batch that have keys of their own number: the padded side, "
+            "right or left, and percent of the keys that the shortest has, [right, 40]; a seed of "
+            "their order may follow.",
+        )
+    )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
     )
@@ -356,8 +366,9 @@ class ProblemSpec(_Model):
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
         try:
+            layout = of_facts({"padding": self.padding})
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask)
+                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout)
                 for b, heads, kv, (q, k), d, dtype, mask in itertools.product(*axes)
             ]
         except ProblemError as error:

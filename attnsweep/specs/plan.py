@@ -49,9 +49,9 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
 def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:
     """Raise NoGpuError if the tensors of a problem do not fit the memory of this card."""
     for problem in problems:
-        if problem.min_bytes > 0.9 * card.memory_bytes:
+        if problem.tensor_bytes > 0.9 * card.memory_bytes:
             raise NoGpuError(
-                f"{problem.label}: q, k, v and o need {problem.min_bytes / 2**30:.1f} GiB, "
+                f"{problem.label}: q, k, v and o need {problem.tensor_bytes / 2**30:.1f} GiB, "
                 f"{card.gpu} has {card.memory_bytes / 2**30:.1f}",
                 hint="make the problem smaller",
             )

@@ -5,8 +5,8 @@ The grammar, in words apart from each other:
     4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k:
     2,32/8,512x2048,128
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
-    bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left
-                                       and window_top_left(512,0)
+    bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
+                                       window_top_left(512,0) and padded(right,40)
     shapes.csv                         a row for each shape
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Interval, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Interval, Padded, Problem
 from attnsweep.specs.model import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest
 
@@ -38,21 +38,30 @@ _KEYS = {
 }
 """The short name of each size; dtype and causal have none."""
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
-_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask"}
+_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padding"}
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
-_WINDOW = re.compile(r",?\s*(window(?:_top_left)?)\(([^(),]*),([^(),]*)\)", re.IGNORECASE)
+# What has brackets of its own, and the field that it is of.
+_CALLS = {"window": "mask", "window_top_left": "mask", "padded": "padding"}
+_CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
+_OF_SHAPE = ("dtype", "mask", "padding")
+_MASK_WORDS = ("causal", "full", "window(LEFT,RIGHT)", "padded(SIDE,PERCENT)")
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
 
 def read_shapes(
-    arguments: Sequence[str], *, dtype: str = "fp16", causal: bool = False, option: str = ""
+    arguments: Sequence[str],
+    *,
+    dtype: str = "fp16",
+    causal: bool = False,
+    padding: str | None = None,
+    option: str = "",
 ) -> list[Problem]:
     """The problems that these arguments name, each once, in their order.
 
-    dtype, causal: of each shape that does not say its own. option: its name, for errors; the
-    arguments of a command have none. Raises ProblemError, which says where, what and what fits; of
-    a CSV file for up to five rows at once.
+    dtype, causal, padding: of each shape that does not say its own. option: its name, for errors;
+    the arguments of a command have none. Raises ProblemError, which says where, what and what fits;
+    of a CSV file for up to five rows at once.
     """
     found: list[Problem] = []
     words: list[str] = []
@@ -60,7 +69,7 @@ def read_shapes(
     def written() -> Iterator[Problem]:
         try:
             for shape in _shapes(_words(" ".join(words))):
-                yield shape.problem(dtype, causal, repr(shape.text))
+                yield shape.problem(dtype, causal, padding, repr(shape.text))
         except ProblemError as error:
             where = f"{option} {error.where or ''}".strip() or None
             raise ProblemError(error.what, where=where, hint=error.hint) from error
@@ -69,7 +78,7 @@ def read_shapes(
     for argument in arguments:
         if _is_file(argument):
             found += written()
-            found += read_csv(Path(argument), dtype=dtype, causal=causal)
+            found += read_csv(Path(argument), dtype=dtype, causal=causal, padding=padding)
         else:
             words.append(argument)
     found += written()
@@ -89,7 +98,9 @@ def read_dtype(text: str, where: str) -> str:
         raise ProblemError(error.what, where=where, hint=error.hint) from error
 
 
-def read_csv(path: Path, *, dtype: str = "fp16", causal: bool = False) -> list[Problem]:
+def read_csv(
+    path: Path, *, dtype: str = "fp16", causal: bool = False, padding: str | None = None
+) -> list[Problem]:
     """The problems of a CSV file: a row each, below a row of names or without one.
 
     The names are those of a spec's fields, or B, H, Hkv, S, Sq, Sk, D. Without names the columns
@@ -113,7 +124,7 @@ def read_csv(path: Path, *, dtype: str = "fp16", causal: bool = False) -> list[P
         where = f"{path}:{line}"
         try:
             shape = _of_row(columns, cells) if named else _of_cells(cells)
-            found.append(shape.problem(dtype, causal, where))
+            found.append(shape.problem(dtype, causal, padding, where))
         except _Wrong as error:
             wrong.append(ProblemError(error.what, where=where, hint=error.hint))
         except ProblemError as error:
@@ -147,7 +158,7 @@ class _Shape:
     def text(self) -> str:
         return " ".join(self.words)
 
-    def problem(self, dtype: str, causal: bool, where: str) -> Problem:
+    def problem(self, dtype: str, causal: bool, padding: str | None, where: str) -> Problem:
         """Its Problem. Raises ProblemError."""
         try:
             sizes = _sizes({of: text for of, text in self.fields.items() if of in _KEYS.values()})
@@ -156,8 +167,10 @@ class _Shape:
         except _Wrong as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error
         try:
-            chosen = mask or (CAUSAL if causal else FULL)
-            return Problem.of({**sizes, "dtype": own} | chosen.facts)
+            facts = (mask or (CAUSAL if causal else FULL)).facts
+            if (said := self.fields.get("padding", padding)) is not None:
+                facts |= Padded.parse(_bracketed(said)).facts
+            return Problem.of({**sizes, "dtype": own} | facts)
         except ProblemError as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error
 
@@ -171,7 +184,11 @@ def _words(text: str) -> list[str]:
 
     A window is one word, with colons for the comma and brackets that shapes are written with.
     """
-    text = _WINDOW.sub(lambda found: f" {found[1]}:{found[2].strip()}:{found[3].strip()}", text)
+
+    def one_word(found: re.Match[str]) -> str:
+        return f" {':'.join([found[1], *map(str.strip, found[2].split(','))])}"
+
+    text = _CALL.sub(one_word, text)
     return re.sub(r"\s*([,=/])\s*", r"\1", text).replace("(", " ").replace(")", " ").split()
 
 
@@ -187,8 +204,10 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         if "=" in bare:
             pieces = bare.split(",")
             given = [_named(piece) for piece in pieces]
-        elif bare.lower() in ("causal", "causal_top_left", "full") or _is_window(bare):
+        elif bare.lower() in ("causal", "causal_top_left", "full"):
             given = [("mask", bare.lower())]
+        elif (of := _CALLS.get(bare.lower().partition(":")[0])) is not None:
+            given = [(of, bare.lower())]
         elif bare.lower() in DTYPE_BYTES:
             given = [("dtype", bare.lower())]
         elif bare[:1].isdigit() or bare[:1] in "-+.":
@@ -203,13 +222,13 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         else:
             raise _unknown(bare)
         for piece, (of, text) in zip(pieces, given, strict=True):
-            if not shapes and of in ("dtype", "mask"):
+            if not shapes and of in _OF_SHAPE:
                 raise ProblemError(
                     f"{piece!r} stands before its shape",
                     hint=f"write the shape first: 4,32,4096,128 {piece}",
                 )
             if not shapes or of in shapes[-1].fields:
-                if of in ("dtype", "mask"):
+                if of in _OF_SHAPE:
                     raise ProblemError(
                         f"{piece!r} is the second {of} of one shape",
                         where=repr(shapes[-1].text),
@@ -220,8 +239,10 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
     return shapes
 
 
-def _is_window(word: str) -> bool:
-    return word.lower().startswith(("window:", "window_top_left:"))
+def _bracketed(word: str) -> str:
+    """`window:512:0` as it is written: `window(512,0)`."""
+    name, colon, values = word.lower().partition(":")
+    return f"{name}({values.replace(':', ',')})" if colon else name
 
 
 def _positional(word: str) -> _Shape:
@@ -262,7 +283,7 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
 
 def _unknown_cell(text: str) -> _Wrong:
     """The error for a cell after the numbers that is neither a dtype nor a mask."""
-    known = [*DTYPE_BYTES, "causal", "full", "window(LEFT,RIGHT)"]
+    known = [*DTYPE_BYTES, *_MASK_WORDS]
     close = closest(text, known)
     guess = f"did you mean {close!r}? " if close else ""
     return _Wrong(
@@ -293,7 +314,7 @@ def _nearest(name: str) -> str:
 
 
 def _unknown(word: str) -> ProblemError:
-    known = [*DTYPE_BYTES, "causal", "full", "window(LEFT,RIGHT)"]
+    known = [*DTYPE_BYTES, *_MASK_WORDS]
     close = closest(word, known)
     guess = f"did you mean {close!r}? " if close else ""
     return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
@@ -345,7 +366,7 @@ def _dtype(text: str) -> str:
 def _mask(text: str) -> Interval:
     if text.lower() in _MASKS:
         return _MASKS[text.lower()]
-    said = re.sub(r"^(window\w*):([^:]*):([^:]*)$", r"\1(\2,\3)", text.lower())
+    said = _bracketed(text)
     try:
         return Interval.parse(said)
     except ProblemError as error:

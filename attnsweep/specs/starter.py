@@ -249,7 +249,8 @@ def _entry(problem: Problem) -> dict[str, Any]:
     entry |= {"seqlen": p.seqlen_q} if same else {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     entry["head_dim"] = p.head_dim
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
-    return entry | {name: value for name, value in p.mask.facts.items() if value}
+    said = p.mask.facts | p.layout.facts
+    return entry | {name: value for name, value in said.items() if value}
 
 
 def _families_for(

@@ -160,9 +160,10 @@ class Comparer:
         sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
         scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
         if problem.scaled:
-            scales = [inputs[name].pointer for name in problem.inputs[3:]]
+            scales = [inputs[name].pointer for name in problem.scales]
             if problem.dtype == "e4m3_block":
                 per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
+        ranges = inputs["key_range"].pointer if "key_range" in problem.inputs else 0
         self._launch(
             f"reference_{columns}",
             tiles * problem.batch * problem.heads,
@@ -171,6 +172,7 @@ class Comparer:
                 *map(np.int32, (*sizes, problem.head_dim)),
                 *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
+                *(np.uint64(ranges), np.int32(problem.heads)),
                 *(np.int32(sample.every), np.int32(sample.phase)),
             ],
             8 * doubles,

@@ -138,6 +138,13 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
 _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 
+def ranges_of(problem: Problem) -> dict[str, Bits]:
+    """The input that says which keys each item has, if items have keys of their own."""
+    if "key_range" not in problem.inputs:
+        return {}
+    return {"key_range": np.array(problem.key_ranges, np.int32)}
+
+
 # -- scales ---------------------------------------------------------------------------------
 
 
@@ -179,7 +186,7 @@ def _spread(scale: npt.NDArray[Any], name: str, problem: Problem) -> npt.NDArray
 
 def check_scales(inputs: Mapping[str, Tensor], problem: Problem) -> None:
     """Raise ProblemError if scales are missing, of another shape, or not finite and above 0."""
-    for name in problem.inputs[3:]:
+    for name in problem.scales:
         if name not in inputs:
             raise ProblemError(
                 f"{name} is missing: {problem.dtype} has a scale of q, of k and of v",

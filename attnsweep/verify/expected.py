@@ -51,7 +51,9 @@ class ExpectedCase:
         problem = case.problem
         drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
         inputs: Mapping[str, encoding.Tensor] = (
-            stored(drawn, problem) if drawn else verify_inputs.make_inputs(case, seed)
+            stored(drawn, problem) | encoding.ranges_of(problem)
+            if drawn
+            else verify_inputs.make_inputs(case, seed)
         )
         rows = sample.moved(reference.sampled_rows(problem, seed), problem)
         sides = reference.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))

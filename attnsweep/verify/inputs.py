@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.length import is_long
-from attnsweep.core.problem import FULL, SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
-from attnsweep.verify.encoding import Bits, Tensor, Windows, stored, to_bits
+from attnsweep.verify.encoding import Bits, Tensor, Windows, ranges_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _SELECTED = 128.0
 # 640 others, each has a weight of 5e-5. In FP8 a weight of that size may have no bits left, and
 # has 1e-3.
 _SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
+# What k and v have in padding that no query may see, in one case: products of it are finite.
+_HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
 # octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
 # numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
@@ -43,6 +45,11 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
+    return {**_qkv(case, seed, windows), **ranges_of(case.problem)}
+
+
+def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
+    """q, k and v, with their scales if they have any."""
     windows = is_long(case.problem) if windows is None else windows
     if windows and case.inputs == "normal" and not case.problem.scaled:
         return _windows(case.problem, seed)
@@ -86,6 +93,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     one_hot: every query selects one key, and exp overflows if it is referred to any other. wide:
     values whose sums over the keys overflow fp16 (and which fp16 cannot hold at all, if the dtype
     is wider). sink: the first key has nearly all the weight, and others all that is in the output.
+    huge_padding: huge values of k and v in padding. Elsewhere padding is drawn as all keys are, but
+    that in far_below it is far above them.
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models.
     """
@@ -111,14 +120,16 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         size = _FAR * np.sqrt(problem.head_dim) / (few or problem.head_dim)
         each = np.float32(np.sqrt(size))
         sign = 1 if case.inputs == "far_above" else -1
-        shift = np.full((problem.seqlen_k, 1), sign * each, np.float32)
+        shift = np.full((problem.batch, 1, problem.seqlen_k, 1), sign * each, np.float32)
         if case.inputs == "tiny_ends":
             end = min(256, 2 * problem.seqlen_k // 5)
-            shift[end : problem.seqlen_k - end] = 0
+            shift[:, :, end : problem.seqlen_k - end] = 0
         elif case.inputs == "far_below" and problem.mask.right is not None:
             # Not at the edge of a tile, so that the last tile of some queries has such keys.
             half = min(problem.seqlen_q, problem.seqlen_k) // 2
-            shift[max(1, problem.seqlen_k - half - 3) :] = 0
+            shift[:, :, max(1, problem.seqlen_k - half - 3) :] = 0
+        if case.inputs == "far_below":
+            shift *= _in_range(problem)
         side = np.ones((problem.seqlen_q, 1), np.float32)
         if case.inputs == "far_above":
             side[1:] = rng_q.choice(np.array([1, -1], np.float32), (problem.seqlen_q - 1, 1))
@@ -131,20 +142,24 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         # what rounding their scores costs is then as rare as it is large.
         shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
         rows = np.arange(problem.seqlen_q)
-        if problem.mask == FULL:  # row i then draws of as many keys as in a causal problem
+        if problem.kind == "full":  # row i then draws of as many keys as in a causal problem
             last = np.minimum(rows + max(0, keys - problem.seqlen_q), keys - 1)
-            drawn = rng_q.integers(0, last[:, None] + 1, shape)
+            drawn = rng_q.integers(0, last[:, None] + 1, shape)[None, None]
         else:
-            hidden = hidden_keys(problem, rows)
+            # Items of a dense batch draw the same.
+            items = range(1 if problem.layout.kind == "dense" else problem.batch)
+            hidden = np.stack([hidden_keys(problem, rows, item) for item in items])
             seen_first = np.argsort(hidden, axis=-1, kind="stable")
             count = np.maximum(1, np.sum(~hidden, axis=-1, keepdims=True))
-            drawn = np.take_along_axis(seen_first, rng_q.integers(0, count, shape), -1)
+            draws = rng_q.integers(0, count, (len(items), *shape))
+            drawn = np.take_along_axis(seen_first, draws, -1)[:, None]
         heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
         products = heads @ heads.swapaxes(2, 3)
         others = np.where(np.eye(keys, dtype=bool), -np.inf, products).max(-1)
         apart = np.diagonal(products, axis1=2, axis2=3) - np.maximum(others, 0)
-        farthest = apart[:, :, drawn].argmax(-1)[..., None]
-        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), farthest, -1)
+        drawn = np.broadcast_to(drawn, (*q.shape[:3], 32))
+        farthest = np.take_along_axis(apart[:, :, None], drawn, -1).argmax(-1)[..., None]
+        chosen = np.take_along_axis(drawn, farthest, -1)
         size = np.float32(_SELECTED / np.sqrt(problem.head_dim))
         q = size * np.take_along_axis(heads, chosen, 2)
     elif case.inputs == "wide":
@@ -154,7 +169,21 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
         k[:, :, 0, 0] = (_SINK_FP8 if problem.scaled else _SINK) * np.sqrt(problem.head_dim) / 4
         v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
+    elif case.inputs == "huge_padding":
+        # What a kernel weighs by 0, or sees before it hides it, is finite yet.
+        inside = _in_range(problem)
+        for x in (k, v):
+            huge = np.abs(x).max() if problem.scaled else _HUGE[problem.dtype]
+            np.copyto(x, np.copysign(np.float32(huge), x), where=~inside)
     return {"q": q, "k": k, "v": v}
+
+
+def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:
+    """(batch, 1, seqlen_k, 1): whether a key is in its item's range."""
+    first, end = np.array(problem.key_ranges).T[:, :, None, None, None]
+    keys = np.arange(problem.seqlen_k)[:, None]
+    inside: npt.NDArray[np.bool_] = (keys >= first) & (keys < end)
+    return inside
 
 
 def _as_in_models(

@@ -132,9 +132,14 @@ def _in_fp8(case: Case) -> Maths:
 
 
 def _few_heads(case: Case) -> Case:
-    """The case with four heads at most: heads are alike, so they show the dtype's error."""
-    heads = min(case.problem.heads, 4)
-    return replace(case, problem=replace(case.problem, batch=1, heads=heads, heads_kv=heads))
+    """The case with four heads at most: heads are alike, so they show the dtype's error.
+
+    Items that have keys of their own are not: there are up to four of these.
+    """
+    problem = case.problem
+    batch = 1 if problem.layout.kind == "dense" else min(problem.batch, 4)
+    heads = min(problem.heads, 4 // batch)
+    return replace(case, problem=replace(problem, batch=batch, heads=heads, heads_kv=heads))
 
 
 def _draws(case: Case) -> int:
@@ -154,7 +159,7 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     windows = is_long(case.problem)
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
     rounds_scores = rounded_scores(case.problem, rounds_scores)
-    problem, heads = case.problem, case.problem.heads
+    problem, heads = case.problem, case.problem.batch * case.problem.heads
     found: list[Measures] = []
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]

@@ -22,20 +22,22 @@ _REFERENCE_FLOPS = 2e9
 _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 
 
-def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(rows, seqlen_k): the keys that these query rows do not see."""
+def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt.NDArray[np.bool_]:
+    """(rows, seqlen_k): the keys that these query rows of an item of the batch do not see."""
     low, high = problem.diagonals
-    after = np.arange(problem.seqlen_k) - rows[:, None]
-    hidden: npt.NDArray[np.bool_] = (after < low) | (after > high)
+    first, end = problem.key_ranges[item]
+    keys = np.arange(problem.seqlen_k)
+    after = keys - rows[:, None]
+    hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
 
 
-def rows_with_keys(problem: Problem) -> npt.NDArray[np.int64]:
-    """Query rows that see a key."""
+def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
+    """(batch, seqlen_q): the query rows that see a key."""
     low, high = problem.diagonals
     rows = np.arange(problem.seqlen_q)
-    first, last = np.maximum(rows + low, 0), np.minimum(rows + high, problem.seqlen_k - 1)
-    some: npt.NDArray[np.int64] = rows[first <= last]
+    first, end = np.array(problem.key_ranges).T[:, :, None]
+    some: npt.NDArray[np.bool_] = np.maximum(rows + low, first) <= np.minimum(rows + high, end - 1)
     return some
 
 
@@ -106,9 +108,10 @@ def exact_rows(
                 some = rows[block]
                 q = values_of(inputs, problem, "q", batch, head, some).astype(np.float64)
                 scores = q @ k.T * problem.scale
+                hidden = hidden_keys(problem, some, batch)
                 for sign, (out, lse) in zip(signs, sides, strict=True):
                     signed = scores * sign
-                    signed[hidden_keys(problem, some)] = -np.inf
+                    signed[hidden] = -np.inf
                     p, largest = exponentials(signed)
                     out[batch, head, block] = p @ v / sums(p) * sign
                     lse[batch, head, block] = log_sums(p, largest)
@@ -125,9 +128,9 @@ def tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int6
 
     Only rows that see a key, if there are any: the others have no error.
     """
-    there = rows_with_keys(problem) if problem.has_empty_rows else np.arange(problem.seqlen_q)
-    if not len(there):
-        there = np.arange(problem.seqlen_q)
+    there = np.arange(problem.seqlen_q)
+    if problem.has_empty_rows and (seen := rows_with_keys(problem).any(axis=0)).any():
+        there = there[seen]
     tiles = ceil_div(len(there), TILE)
     wanted = max(1, min(tiles, most // TILE))
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core.problem import FULL, Problem
+from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import E4M3_MAX, Float, Tensor, round_to, values_of
 from attnsweep.verify.measures import TILT
@@ -142,7 +142,8 @@ def references(
         some = rows[begin : begin + size]
         q = values_of(inputs, problem, "q", batch, head, some)
         k, v = (values_of(inputs, problem, name, batch, head // group) for name in "kv")
-        for out, rounded in zip(outs, _attend(q, k, v, some, problem, maths), strict=True):
+        hidden = None if problem.kind == "full" else hidden_keys(problem, some, batch)
+        for out, rounded in zip(outs, _attend(q, k, v, hidden, problem, maths), strict=True):
             out[batch, head, begin : begin + size] = rounded
 
     blocks = range(0, len(rows), size)
@@ -157,17 +158,18 @@ def _attend(
     q: npt.NDArray[Any],
     k: npt.NDArray[Any],
     v: npt.NDArray[Any],
-    rows: npt.NDArray[np.int64],
+    hidden: npt.NDArray[np.bool_] | None,
     problem: Problem,
     maths: Sequence[Maths],
 ) -> Iterator[npt.NDArray[Any]]:
-    """Some rows of one head (rows, head_dim), by each of the maths."""
+    """Some rows of one head (rows, head_dim), by each of the maths. hidden: keys not to see."""
     dtype = problem.dtype
-    hidden = None if problem.mask == FULL else hidden_keys(problem, rows)
 
     @cache
     def raw_scores(kind: Any) -> npt.NDArray[Any]:
         scores: npt.NDArray[Any] = q.astype(kind) @ k.astype(kind).T
+        if hidden is not None:  # before they are rounded: those of padding may overflow
+            scores[hidden] = -np.inf
         return scores
 
     @cache
@@ -183,8 +185,6 @@ def _attend(
             scores = round_to(scores, dtype).astype(kind)
         if unit != 1:
             scores *= kind(unit)
-        if hidden is not None:
-            scores[hidden] = -np.inf
         of_first = scores[:, :1].copy()
         p, largest = exponentials(scores)
         return p, np.exp(largest - np.maximum(largest - _MOST, of_first))
@@ -244,7 +244,6 @@ def log_sum_exp(
     in_fp8: of scores as Hopper's FP8 products add them, by this maths.
     """
     group = problem.heads // problem.heads_kv
-    hidden = hidden_keys(problem, rows)
     out = np.empty((problem.batch, problem.heads, len(rows)))
 
     def one(batch: int, head: int) -> None:
@@ -252,7 +251,7 @@ def log_sum_exp(
         keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
         product = matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
         scores = product * problem.scale
-        scores[hidden] = -np.inf
+        scores[hidden_keys(problem, rows, batch)] = -np.inf
         out[batch, head] = log_sums(*exponentials(scores))
 
     heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()

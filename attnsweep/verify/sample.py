@@ -45,8 +45,8 @@ class Sample:
 
     def rows(self, problem: Problem) -> int:
         """How many rows that see a key are judged, of all heads."""
-        judged = np.isin(rows_with_keys(problem) // TILE, self.tiles(problem))
-        return problem.batch * problem.heads * int(judged.sum())
+        judged = np.isin(np.arange(problem.seqlen_q) // TILE, self.tiles(problem))
+        return problem.heads * int((rows_with_keys(problem) & judged).sum())
 
 
 ALL = Sample()

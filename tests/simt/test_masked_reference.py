@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from attnsweep.core.cases import Case
-from attnsweep.core.masks import CAUSAL, Interval
+from attnsweep.core.layouts import Padded
+from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import measures
@@ -28,6 +29,9 @@ PROBLEMS = (
     Problem(1, 2, 2, 200, 70, 64, "bf16", CAUSAL),  # two tiles of queries see no key
     Problem(2, 4, 2, 130, 20, 32, "e4m3", Interval(3, 0)),
     Problem(1, 1, 1, 200, 70, 130, "fp16", Interval(8, 3, top_left=True)),  # the last see none
+    Problem(3, 2, 1, 130, 200, 64, "bf16", CAUSAL, Padded("left", 0)),
+    Problem(5, 4, 2, 70, 300, 24, "fp32", FULL, Padded("right", 0, 1)),
+    Problem(2, 4, 4, 150, 150, 32, "e4m3_block", Interval(30, 3), Padded("right", 40)),
 )
 
 
@@ -49,6 +53,36 @@ def test_the_device_sees_the_keys_that_numpy_sees(problem, device):
     assert (out[np.isneginf(log_sums)] == 0).all()
     assert measures.row_error(out, expected) <= 1e-12
     assert measures.apart(lse, log_sums).max() <= 1e-12
+
+
+@pytest.mark.parametrize("inputs", ["huge_padding", "far_below", "one_hot"])
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_hard_padding(inputs, dtype, device):
+    problem = Problem(3, 2, 1, 70, 200, 64, dtype, CAUSAL, Padded("left", 0))
+    made = verify_inputs.make_inputs(Case(problem, inputs), 1)
+    out, lse = of_device(device, problem, made)
+    ((expected, log_sums),) = exact_rows(made, problem, np.arange(problem.seqlen_q))
+    assert measures.row_error(out, expected) <= 1e-11
+    size = np.maximum(1, np.abs(np.where(np.isfinite(log_sums), log_sums, 1)))
+    assert (measures.apart(lse, log_sums) / size).max() <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_a_padded_case_on_the_device_is_proved_and_timed_in_two_sides(dtype, device):
+    problem = Problem(3, 2, 1, 70, 200, 64, dtype, CAUSAL, Padded("left", 0))
+    case = DeviceCase(Case(problem), 1, device, device.judge(dtype), two_sided=True)
+    assert case.judged_rows == 2 * problem.rows_with_keys < case.rows
+    case.judge.clear()
+    case.look_at_inputs(0)
+    before = case.judge.counts(1)[0]
+    case.buffers["key_range"].main[0] ^= 1  # a kernel that writes to it is found
+    case.judge.clear()
+    case.look_at_inputs(0)
+    assert case.judge.counts(1)[0] != before
+    assert case.renew_inputs(0)
+    case.judge.clear()
+    case.look_at_inputs(0)
+    assert case.judge.counts(1)[0] == before
 
 
 def test_log_sum_exps_of_rows_without_keys(device):

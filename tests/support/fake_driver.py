@@ -147,7 +147,7 @@ class FakeDriver:
         if "cuLaunchKernelEx" in self.refuses or not getattr(self.contexts, "current", 0):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
-        masked = b" dense " in self.modules[function[0]]
+        masked = b" boolean " in self.modules[function[0]]
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):

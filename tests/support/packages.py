@@ -58,12 +58,12 @@ def shape(
     head_dim: int = 64,
     dtype: Any = "bf16",
     causal: bool = False,
-    dense: tuple[str, ...] | None = None,
+    boolean: tuple[str, ...] | None = None,
 ) -> Problem:
-    """A shape with the defaults of PLAIN. dense: of what a mask is its own; None for no mask."""
+    """A shape with the defaults of PLAIN. boolean: of what a mask is its own; None for no mask."""
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
     mask = CAUSAL if causal else FULL
-    return Problem(*sizes, dtype, mask if dense is None else mask.as_dense(dense))
+    return Problem(*sizes, dtype, mask if boolean is None else mask.as_boolean(boolean))
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
@@ -78,7 +78,7 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         suffix = "" if stage == "fwd" else f"_{stage}"
         return Code(file, digest, f"flash_fwd_wgmma{suffix}")
 
-    scan = ("mask", "order") if kernel.mask == "dense" else ()
+    scan = ("mask", "order") if kernel.mask == "boolean" else ()
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
     return replace(kernel, stages=(both[0], both[1]))

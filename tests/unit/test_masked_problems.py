@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import asdict, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.baselines.registry import backend_of
-from attnsweep.core.cases import Case, short_turns, small_cases
-from attnsweep.core.errors import ProblemError
+from attnsweep.core.cases import Case, Inputs, short_turns, small_cases
+from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
+from attnsweep.core.layouts import DENSE, Padded
+from attnsweep.core.length import shorter, shorter_of, slower_on
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
+from attnsweep.family.chunks import is_used, schedule_of
 from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family
 from attnsweep.specs.model import ProblemSpec
 from attnsweep.specs.shapes import read_shapes
 from attnsweep.verify import rounded
@@ -25,7 +30,7 @@ from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import measures
-from attnsweep.verify.reference import exact_rows
+from attnsweep.verify.reference import exact_rows, hidden_keys, rows_with_keys
 
 SIDES = st.none() | st.integers(0, 12)
 LENGTHS = st.integers(1, 10)
@@ -120,9 +125,10 @@ EMPTY = (
 def dense(problem, item=0):
     """(seqlen_q, seqlen_k): the pairs of an item of the batch, counted one by one."""
     low, high = problem.diagonals
+    first, end = problem.key_ranges[item]
     pairs = np.zeros((problem.seqlen_q, problem.seqlen_k), bool)
     for query, key in itertools.product(range(problem.seqlen_q), range(problem.seqlen_k)):
-        pairs[query, key] = low <= key - query <= high
+        pairs[query, key] = low <= key - query <= high and first <= key < end
     return pairs
 
 
@@ -202,3 +208,188 @@ def test_a_family_says_that_it_cannot_do_empty_rows():
     assert families["flash_fwd_wgmma"].refusal(asked, arch_named("sm_90a")) is None
     refused = families["flash_fwd_mma"].refusal(asked, arch_named("sm_90a"))
     assert "queries that see no key" in refused
+
+
+# -- padding --------------------------------------------------------------------------------------
+
+LAYOUTS = st.builds(
+    Padded, st.sampled_from(["right", "left"]), st.integers(0, 100), st.integers(0, 5)
+)
+MASKS = st.sampled_from([FULL, CAUSAL, TOP_LEFT]) | st.builds(Interval, SIDES, SIDES)
+
+
+@given(LAYOUTS, MASKS, st.integers(1, 5), LENGTHS, st.integers(1, 14))
+def test_padded_problems_count_the_pairs_of_each_item(layout, mask, batch, seqlen_q, seqlen_k):
+    made = Problem(batch, 2, 1, seqlen_q, seqlen_k, 64, "bf16", mask, layout)
+    pairs = np.stack([dense(made, item) for item in range(batch)])
+    assert made.pairs == 2 * pairs.sum()
+    assert made.flops == 4 * 64 * made.pairs
+    assert made.rows_with_keys == pairs.any(axis=2).sum()
+    assert made.has_empty_rows == (not pairs.any(axis=2).all())
+    assert (rows_with_keys(made) == pairs.any(axis=2)).all()
+    hidden = [hidden_keys(made, np.arange(seqlen_q), item) for item in range(batch)]
+    assert (~np.stack(hidden) == pairs).all()
+    unread = seqlen_k * batch - sum(end - first for first, end in made.key_ranges)
+    assert made.tensor_bytes - made.min_bytes == 2 * unread * 64 * 2
+
+
+@given(LAYOUTS, st.integers(2, 40), st.integers(1, 3000))
+def test_lengths_are_spread_from_the_least_to_all_keys(layout, batch, seqlen_k):
+    ranges = layout.ranges(batch, seqlen_k)
+    lengths = sorted(end - first for first, end in ranges)
+    assert lengths[-1] == seqlen_k
+    assert lengths[0] == max(layout.least > 0, seqlen_k * layout.least // 100)
+    steps = np.diff(lengths)
+    assert steps.max() - steps.min() <= 2
+    assert all(first == 0 if layout.side == "right" else end == seqlen_k for first, end in ranges)
+    ((first, end),) = layout.ranges(1, seqlen_k)
+    assert end - first == lengths[0]
+
+
+def test_the_seed_draws_the_order_of_lengths():
+    orders = {Padded("right", 0, seed).ranges(4, 300) for seed in range(300)}
+    assert len(orders) == 24
+    assert len({Padded("right", 40, seed).ranges(2, 300) for seed in range(4)}) == 2
+
+
+@given(LAYOUTS, MASKS)
+def test_padded_problems_are_read_back(layout, mask):
+    made = problem(9, 30, mask, layout=layout)
+    assert Problem.parse(made.label) == made
+    assert Problem.of(json.loads(json.dumps(made.facts))) == made
+    assert read_shapes([made.label]) == read_shapes(made.label.split()) == [made]
+    assert made.kind == "padded"
+    other = replace(made, layout=replace(layout, seed=layout.seed + 1))
+    assert (other != made, other.label != made.label) == (True, True)
+
+
+def test_padding_in_words():
+    made = problem(9, 30, CAUSAL, layout=Padded("right", 40))
+    assert made.label == "(2,4/2,9x30,64) bf16 causal padded(right,40)"
+    assert made.facts["padding"] == ["right", 40, 0]
+    assert "padding" not in problem(9, 30, CAUSAL).facts
+    assert made.inputs == ("q", "k", "v", "key_range")
+    assert (made.shape_of("key_range"), made.bytes_of("key_range")) == ((2, 2), 16)
+    scaled = replace(made, dtype="e4m3")
+    assert scaled.inputs == ("q", "k", "v", "q_scale", "k_scale", "v_scale", "key_range")
+    assert problem(9, 30, CAUSAL).kind == "causal"
+
+
+def test_padding_in_a_spec_and_on_the_command_line():
+    wanted = problem(9, 30, CAUSAL, layout=Padded("left", 25))
+    assert of_entry(causal=True, padding=["left", 25]) == wanted
+    assert of_entry(causal=True, padding=["left", 25, 0]) == wanted
+    seeded = replace(wanted, layout=Padded("left", 25, 3))
+    assert of_entry(causal=True, padding=["left", 25, 3]) == seeded
+    sizes = ["2,4/2,9x30,64", "bf16"]
+    assert read_shapes(sizes, causal=True, padding="left,25") == [wanted]
+    assert read_shapes([*sizes, "causal", "padded(left,25)"], padding="right,40") == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("padding", "says"),
+    [(["up", 40], "right or left"), (["right", 101], "0 to 100"), (["right", 40, -1], "seed")],
+)
+def test_what_is_no_padding(padding, says):
+    with pytest.raises(Exception, match=says):
+        of_entry(padding=padding)
+    with pytest.raises(ProblemError):
+        Padded.parse("(right,40")
+
+
+PADDED = (
+    Problem(3, 2, 1, 70, 90, 64, "bf16", CAUSAL, Padded("left", 0)),
+    Problem(3, 2, 1, 70, 90, 64, "fp32", FULL, Padded("right", 30)),
+    Problem(3, 2, 1, 70, 90, 64, "fp16", Interval(9, 2), Padded("right", 0)),
+)
+
+
+@pytest.mark.parametrize("problem", PADDED, ids=lambda p: p.label)
+@pytest.mark.parametrize("kind", ["normal", "huge_padding", "far_below"])
+def test_references_of_padded_problems_are_attention_with_a_dense_mask(problem, kind):
+    inputs = make_inputs(Case(problem, kind), 1)
+    assert inputs["key_range"].tolist() == [list(keys) for keys in problem.key_ranges]
+    rows = np.arange(problem.seqlen_q)
+    expected, log_sums = attention(inputs, problem)
+    ((out, lse),) = exact_rows(inputs, problem, rows)
+    for one in (out, rounded.reference(inputs, problem, rows)):
+        assert measures(one, expected, problem.dtype).row < 1e-9
+    for one in (lse, rounded.log_sum_exp(inputs, problem, rows)):
+        assert same(one, log_sums)
+
+
+@pytest.mark.parametrize("kind", ["normal", "huge_padding", "far_below"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "e4m3_block"])
+def test_a_kernel_that_reads_padding_is_wrong(kind, dtype):
+    """Its answer is that without padding, which differs by far more than any limit."""
+    padded = Problem(3, 4, 2, 70, 90, 64, dtype, CAUSAL, Padded("right", 30))
+    inputs, rows = make_inputs(Case(padded, kind), 1), np.arange(70)
+    right = rounded.reference(inputs, padded, rows)
+    wrong = rounded.reference(inputs, replace(padded, layout=DENSE), rows)
+    limit = limits(Case(padded, kind), 0)
+    assert measures(wrong, right, padded.out_dtype).row > 3 * limit.row
+
+
+def test_the_far_end_of_padding_is_finite_and_huge():
+    padded = Problem(2, 1, 1, 70, 90, 64, "bf16", FULL, Padded("right", 30))
+    inputs = make_inputs(Case(padded, "huge_padding"), 1)
+    for name in "kv":
+        values = from_bits(inputs[name], "bf16")
+        assert np.isfinite(values).all()
+        for item, (_, end) in enumerate(padded.key_ranges):
+            assert (np.abs(values[item, :, end:]) == 2.0**40).all()
+            assert np.abs(values[item, :, :end]).max() < 10
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Interval(300, 0)], ids=lambda mask: mask.label)
+def test_cases_of_padded_problems(mask):
+    asked = Problem(8, 8, 2, 2048, 2048, 64, "bf16", mask, Padded("right", 40))
+    cases = small_cases(asked)
+    assert len({case.label for case in cases}) == len(cases)
+    lengths = [
+        (end - first, case.problem.seqlen_k)
+        for case in cases
+        for first, end in case.problem.key_ranges
+    ]
+    assert {0, 1} < {length for length, _ in lengths}
+    assert any(length == seqlen_k > 300 for length, seqlen_k in lengths)
+    assert {case.problem.layout.side for case in cases} == {"right", "left"}
+    assert {case.inputs for case in cases} == {*get_args(Inputs)}
+    first_tiles = [case.problem for case in cases if case.problem.key_ranges[0][0] > 128]
+    last_tiles = [c.problem for c in cases if c.problem.key_ranges[0][1] < c.problem.seqlen_k - 128]
+    assert first_tiles
+    assert last_tiles
+    if mask == CAUSAL:
+        seen = [(p, rows_with_keys(p)) for p in (case.problem for case in cases)]
+        assert any(p.seqlen_q > 64 and not rows[:, :64].any(axis=1).all() for p, rows in seen)
+    turns = short_turns(asked, 132).problem
+    assert (turns.layout.side, turns.layout.least) == ("right", 0)
+
+
+def test_a_longer_and_a_shorter_problem_have_the_same_rule():
+    long = Problem(4, 32, 8, 65536, 65536, 128, "bf16", CAUSAL, Padded("right", 40))
+    short = shorter(long)
+    assert short.layout == long.layout
+    assert short.seqlen_k < long.seqlen_k or short.batch < long.batch
+    said = slower_on(short.label, 5.0, 4.0)
+    assert shorter_of(said) == short.label
+
+
+def test_families_declare_padding_with_empty_rows():
+    asked = Problem(2, 1, 1, 200, 200, 64, "bf16", CAUSAL, Padded("right", 40))
+    refused = discover()["flash_fwd_mma"].refusal(asked, arch_named("sm_90a"))
+    assert refused == "layout padded is not one of dense"
+    with pytest.raises(KernelError, match="no empty_rows"):
+        Family("some", "", (), layouts=("dense", "padded"))
+    with pytest.raises(KernelError, match="layouts are a tuple"):
+        Family("some", "", (), layouts=("sparse",))
+
+
+def test_a_padded_problem_is_one_call():
+    family = next(iter(discover().values()))
+    asked = Problem(4, 8, 2, 256, 256, 64, "bf16", FULL, Padded("right", 40))
+    config = Config({param.name: param.values[0] for param in family.params})
+    assert len(schedule_of(family, config, asked, workspace_limit=1).pieces) == 1
+    for mode, value in (("CHUNK_HEADS", 2), ("CHUNK_ROWS", 64), ("STREAMS", 2)):
+        assert not is_used(Config({**config, mode: value}), asked)
+    assert is_used(config, asked)

@@ -31,7 +31,7 @@ def kernel(driver):
 def operator(tmp_path, driver, kernel):
     """An operator that has a kernel for each form of a mask, with as many heads, and grouped."""
     winners = [
-        winner(shape(BATCH, HEADS, ROWS, heads_kv=kv, dense=own))
+        winner(shape(BATCH, HEADS, ROWS, heads_kv=kv, boolean=own))
         for own in ((), ("item",), ("head",), ("item", "head"))
         for kv in (HEADS, 2)
     ]

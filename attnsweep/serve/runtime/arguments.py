@@ -60,7 +60,7 @@ def mask_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Inter
     What it hides is known on the device alone. Other masks take less time.
     """
     items, heads, *_ = mask_strides(mask, query, key)
-    return Interval(dense=True, of_item=items > 0, of_head=heads > 0)
+    return Interval(boolean=True, of_item=items > 0, of_head=heads > 0)
 
 
 def mask_strides(

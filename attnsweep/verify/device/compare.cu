@@ -3,7 +3,8 @@
 // verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
-// seqlen_k, head_dim). Query i sees the keys i + low to i + high. In e4m3 (q, k and v, while o is
+// seqlen_k, head_dim). Query i sees the keys i + low to i + high, of those in its item's key_range
+// if there is one. In e4m3 (q, k and v, while o is
 // bf16), a stored value times its scale is the value.
 
 #include "reference.cuh"
@@ -145,17 +146,19 @@ extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                 int every, int phase) {
+                 const int* key_range, int heads, int every, int phase) {
     attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                   Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
+                   Scales{of_q, of_k, of_v, block, blocks}, KeyRange{key_range, heads},
+                   Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                   int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                   const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                  int every, int phase) {
+                  const int* key_range, int heads, int every, int phase) {
     attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                    Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
+                    Scales{of_q, of_k, of_v, block, blocks}, KeyRange{key_range, heads},
+                    Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,

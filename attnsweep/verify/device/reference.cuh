@@ -80,12 +80,22 @@ struct Sample {
     }
 };
 
+// The first key of each item of the batch and the one after its last, if items have their own.
+struct KeyRange {
+    const int* of_items;
+    int heads;  // of queries, of an item
+    __device__ int first(long long head) const { return of_items ? of_items[2 * (head / heads)] : 0; }
+    __device__ int end(long long head, int seqlen_k) const {
+        return of_items ? of_items[2 * (head / heads) + 1] : seqlen_k;
+    }
+};
+
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials.
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int low, int high, S all_scales, Sample sample) {
+                       double scale, int low, int high, S all_scales, KeyRange range, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -106,9 +116,10 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
-    // Query i sees the keys i + low to i + high.
-    int end = min(seqlen_k, first + TILE + high);
-    for (int key = max(0, first + low) / TILE * TILE; key < end; key += TILE) {
+    // Query i sees the keys i + low to i + high, of those in the range.
+    int first_key = range.first(head), end_key = range.end(head, seqlen_k);
+    int end = min(end_key, first + TILE + high);
+    for (int key = max(first_key, first + low) / TILE * TILE; key < end; key += TILE) {
         double s[4][4] = {};
         for (int d = 0; d < head_dim; d += CHUNK) {
             __syncthreads();
@@ -148,7 +159,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 int column = key + x + 16 * j;
-                bool seen = column < seqlen_k && column >= row + low && column <= row + high;
+                bool seen = column >= max(first_key, row + low) && column < end_key &&
+                            column <= row + high;
                 s[i][j] = seen ? s[i][j] * scale : -1e300;
                 grown = fmax(grown, s[i][j]);
             }

@@ -74,7 +74,7 @@ def served(simulator, config, case, inputs, schedule):
     sizes = FAMILY.workspaces(config, problem)
     with simulator._lock:
         simulator._runs += 1
-        place = simulator.root / f"dense{simulator._runs}"
+        place = simulator.root / f"boolean{simulator._runs}"
     place.mkdir()
     written = {"o": problem.bytes_of("o")} | sizes
     poison = {name: np.full(nbytes, POISON, np.uint8) for name, nbytes in written.items()}
@@ -93,7 +93,7 @@ def served(simulator, config, case, inputs, schedule):
 @pytest.mark.parametrize("words", CONFIGS)
 def test_each_query_sees_what_the_mask_says(simulator, words, batch_to_keys, own):
     config = config_of(FAMILY, words)
-    case = Case(Problem(*batch_to_keys, CONFIGS[words], "bf16", FULL.as_dense(own)))
+    case = Case(Problem(*batch_to_keys, CONFIGS[words], "bf16", FULL.as_boolean(own)))
     problem, rng = case.problem, np.random.default_rng(3)
     assert FAMILY.refused_by(config, problem, ARCH) in (None, "turns_of_blocks")
     drawn = {name: make_inputs(case, 1)[name] for name in "qkv"}

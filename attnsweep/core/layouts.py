@@ -1,0 +1,113 @@
+"""Layouts: which keys each item of a batch has. The standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.masks import Range, drawn_order
+
+_PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
+_HINT = "write the padded side and percent of the keys that the shortest item has: right,40"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Every item has all keys."""
+
+    kind = "dense"
+    label = ""
+    numbers = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it: nothing."""
+        return {}
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+        """The keys of each item."""
+        return ((0, seqlen_k),) * batch
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Items have keys of their own number, and padding on one side of them, which no query sees.
+
+    least: percent of seqlen_k that the shortest item has. Lengths are spread evenly from it to all
+    keys, and seed draws their order. A batch of one has the least. The mask's diagonal is that of
+    the whole seqlen_k, as in the padded batches of models.
+    """
+
+    side: str
+    least: int
+    seed: int = 0
+    kind = "padded"
+
+    def __post_init__(self) -> None:
+        if self.side not in ("right", "left"):
+            raise ProblemError(f"padding is right or left, not {self.side!r}", hint=_HINT)
+        if type(self.least) is not int or not 0 <= self.least <= 100:
+            what = f"the shortest item has 0 to 100 percent of the keys, not {self.least!r}"
+            raise ProblemError(what, hint=_HINT)
+        if type(self.seed) is not int or self.seed < 0:
+            raise ProblemError(f"the seed of padding is a whole number, not {self.seed!r}")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells two such layouts apart."""
+        return int(self.side == "left"), self.least, self.seed
+
+    @property
+    def _values(self) -> list[Any]:
+        return [self.side, self.least, *([self.seed] if self.seed else [])]
+
+    @property
+    def label(self) -> str:
+        """` padded(right,40)`; with the seed after it if it is not 0."""
+        return f" padded({','.join(map(str, self._values))})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it."""
+        return {"padding": [self.side, self.least, self.seed]}
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+        """The keys of each item: the first, and the one after the last."""
+        return _ranges(self, batch, seqlen_k)
+
+    @classmethod
+    def parse(cls, text: str) -> Padded:
+        """The layout of a label, or of `right,40`. Raises ProblemError for any other text."""
+        match = _PADDED.fullmatch(text.strip())
+        if match is None or (text.strip()[:1] == "p") != text.strip().endswith(")"):
+            raise ProblemError(f"{text!r} is not a padding", hint=_HINT)
+        side, least, seed = match.groups()
+        return cls(side, int(least), int(seed or 0))
+
+
+DENSE = Dense()
+
+
+def of_facts(facts: Mapping[str, Any]) -> Dense | Padded:
+    """The layout of a problem's facts. Raises ProblemError."""
+    padding = facts.get("padding")
+    if padding is None:
+        return DENSE
+    if not isinstance(padding, list | tuple) or len(padding) not in (2, 3):
+        raise ProblemError(f"padding is [SIDE, PERCENT], not {padding!r}", hint=_HINT)
+    return Padded(*padding)
+
+
+@lru_cache(maxsize=256)
+def _ranges(layout: Padded, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+    steps, least = max(1, batch - 1), layout.least
+    percents = (least * steps + (100 - least) * step for step in range(batch))
+    lengths = [max(int(least > 0), seqlen_k * percent // (100 * steps)) for percent in percents]
+    ordered = [lengths[item] for item in drawn_order(batch, layout.seed)]
+    if layout.side == "right":
+        return tuple((0, length) for length in ordered)
+    return tuple((seqlen_k - length, seqlen_k) for length in ordered)
