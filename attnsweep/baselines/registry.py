@@ -8,7 +8,7 @@ A baseline that cannot run here gives the reason.
 from __future__ import annotations
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import flash
+from attnsweep.baselines import flash, flex
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
@@ -41,6 +41,7 @@ BACKENDS = {
         Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32, layouts=_MASKED),
         Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, layouts=_MASKED, rounds_scores=2),
         Backend("unfused", _unfused, TORCH, _FP32, layouts=_MASKED, rounds_scores=2),
+        Backend("flex", flex.flex, TORCH, layouts=_MASKED, cannot=flex.cannot),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
         Backend(

@@ -22,19 +22,19 @@ def _import_torch() -> Any:
     return torch
 
 
-def hidden_keys(torch: Any, problem: Problem) -> Any:
+def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     """A boolean tensor of the pairs that no query sees: (seqlen_q, seqlen_k), or of each item.
 
     Of a padded problem it is (batch, 1, seqlen_q, seqlen_k), as models pass it.
     """
     low, high = problem.diagonals
-    rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
-    keys = torch.arange(problem.seqlen_k, device="cuda")
+    rows = torch.arange(problem.seqlen_q, device=device)[:, None]
+    keys = torch.arange(problem.seqlen_k, device=device)
     after = keys - rows
     hidden = (after < low) | (after > high)
     if problem.kind != "padded":
         return hidden
-    first, end = torch.tensor(problem.key_ranges, device="cuda").T[:, :, None, None, None]
+    first, end = torch.tensor(problem.key_ranges, device=device).T[:, :, None, None, None]
     return hidden | (keys < first) | (keys >= end)
 
 

@@ -455,6 +455,7 @@ _TITLES = {
     "torch_efficient": "PyTorch's memory-efficient attention",
     "torch_math": "PyTorch's plain attention",
     "unfused": "unfused attention",
+    "flex": "FlexAttention",
     "cudnn": "cuDNN",
     "triton_flash": "Triton's fused attention",
     "flash_attn_2": "FlashAttention-2",

@@ -20,7 +20,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.family import Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec, load_spec
-from attnsweep.specs.model import UnservedCalls
+from attnsweep.specs.model import FLEX, UnservedCalls
 from attnsweep.specs.shipped import shipped_specs
 from attnsweep.specs.yaml_file import Flow, dump, nearest
 
@@ -74,6 +74,10 @@ class Target:
             f"no shipped spec was made on {self.arch.name}; the space of {self.spec} runs there, "
             "but was chosen on another card"
         )
+
+
+# Baselines that take any mask, beside those of a shipped spec.
+_OF_MASKS = ("torch_efficient", FLEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,9 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
     lines.append("kernels:")
     for (family, source), name in spaces.items():
         lines += _block(family, name, source)
-    lines.append(f"baselines: [{', '.join(base.baselines)}]")
+    masked = any(problem.kind not in ("full", "causal") for problem in request.problems)
+    baselines = dict.fromkeys((*base.baselines, *(_OF_MASKS if masked else ())))
+    lines.append(f"baselines: [{', '.join(baselines)}]")
     if request.search:
         lines.append(f"search: {_flow(dict(request.search))}")
     lines.append(f"measure: {_flow({'replay_us': base.measure.replay_us})}")

@@ -25,6 +25,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.specs.model import ProblemSpec
 from attnsweep.specs.shapes import read_shapes
+from attnsweep.specs.starter import Request, Target, starter
 from attnsweep.verify import rounded
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
@@ -393,3 +394,15 @@ def test_a_padded_problem_is_one_call():
     for mode, value in (("CHUNK_HEADS", 2), ("CHUNK_ROWS", 64), ("STREAMS", 2)):
         assert not is_used(Config({**config, mode: value}), asked)
     assert is_used(config, asked)
+
+
+def test_tune_asks_for_baselines_that_take_masks():
+    target = Target(arch_named("sm_90a"), "NVIDIA H100 80GB HBM3")
+    window = Problem(1, 4, 4, 2048, 2048, 64, "bf16", Interval(512, 0))
+    kernels = ("flash_fwd_mma",)
+    made = [
+        starter(Request([p], "mine", kernels), target, discover())
+        for p in (window, replace(window, mask=CAUSAL))
+    ]
+    assert "torch_efficient, flex]" in made[0]
+    assert "flex" not in made[1]

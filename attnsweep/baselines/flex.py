@@ -1,0 +1,53 @@
+"""The baseline `flex`: PyTorch's FlexAttention, compiled, with its BlockMask made beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import Way
+from attnsweep.core.problem import Problem
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import CudaSession
+
+
+def cannot(problem: Problem) -> str | None:
+    """What it is not timed for."""
+    return "is for masks, and this problem has none" if problem.kind == "full" else None
+
+
+def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:
+    """The problem's mask as FlexAttention asks for it: of batch, head, query and key."""
+    low, high = problem.diagonals
+
+    def between(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return (key - query >= low) & (key - query <= high)
+
+    if problem.kind != "padded":
+        return between
+    first, end = torch.tensor(problem.key_ranges, device=device).T
+
+    def in_range(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return between(batch, head, query, key) & (key >= first[batch]) & (key < end[batch])
+
+    return in_range
+
+
+def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    """FlexAttention as its users compile it; the compiler works in the first call."""
+    from torch.nn.attention import flex_attention
+
+    p = problem
+    items = p.batch if p.kind == "padded" else None
+    mask = flex_attention.create_block_mask(
+        mask_of(torch, p), items, None, p.seqlen_q, p.seqlen_k, device="cuda"
+    )
+    torch.compiler.reset()  # it compiles one function for eight problems at most
+    attention = torch.compile(flex_attention.flex_attention, dynamic=False)
+    options = {"block_mask": mask, "enable_gqa": p.heads != p.heads_kv}
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, **options)
+
+    return [Way(forward)]
