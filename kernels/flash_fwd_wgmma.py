@@ -173,7 +173,7 @@ kernel.keep_if(
      and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, min(ceil_div(p.seqlen_k, c.BLOCK_N), 384 // c.BLOCK_N))),
     ("block_order", "longest first needs blocks of different lengths, and turns then need it",
-     lambda c, p, arch: (p.causal and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
+     lambda c, p, arch: (p.kind == "causal" and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
                                                                    [False, not c.PERSISTENT])),
     ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
      lambda c, p, arch: tiles_of_queries(c, p) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
@@ -202,9 +202,15 @@ def workspace(c, p):
     seen = {"bounds": 8 * masks * p.seqlen_q} if hopper.mask_define(p) == 1 else {}
     if hopper.mask_define(p) == 2:
         seen = {"bits": 4 * masks * p.seqlen_q * words_of(p)}
-    listed = {"records": 16 * masks * records, "work": 16 * (1 + c.WARPGROUPS) * tiles, "turns": 8}
+    listed = {"records": 16 * masks * records, list_of(c): 16 * (1 + c.WARPGROUPS) * tiles}
+    listed |= {"turns": 8}
     own = {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
     return own | (seen | listed if seen else {})
+
+
+def list_of(c: Config) -> str:
+    """The name of the list of a mask's tiles of queries, which differs with their size."""
+    return f"work_{block_m(c)}"
 
 
 def words_of(p: Problem) -> int:
@@ -261,7 +267,7 @@ def order(c, p, arch):
         function="flash_fwd_wgmma_order",
         grid=(1, 1, 1),
         threads=ORDER_THREADS,
-        args=("records", "work", "turns", masks, records, p.seqlen_k),
+        args=("records", list_of(c), "turns", masks, records, p.seqlen_k),
         smem_bytes=4 * ORDER_PLACES,
         defines={
             "ROW_GROUPS": c.WARPGROUPS,
@@ -294,7 +300,7 @@ def fwd(c, p, arch):
         of_mask = heads_of_mask(p)
         together = hopper.heads_of_section(p, of_mask, masks, MASKED_L2_BYTES)
         seen = "bounds" if how == 1 else "bits"
-        listed = ("work", seen, seen, "turns", tiles, of_mask, words_of(p))
+        listed = (list_of(c), seen, seen, "turns", tiles, of_mask, words_of(p))
         if c.PERSISTENT:
             grid = (min(turns, tiles * of_mask), 1, 1)
         else:

@@ -24,7 +24,7 @@ def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[...,
     def between(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return (key - query >= low) & (key - query <= high)
 
-    if problem.kind != "padded":
+    if problem.layout.kind != "padded":
         return between
     first, end = torch.tensor(problem.key_ranges, device=device).T
 
@@ -39,7 +39,7 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     from torch.nn.attention import flex_attention
 
     p = problem
-    items = p.batch if p.kind == "padded" else None
+    items = p.batch if p.layout.kind == "padded" else None
     mask = flex_attention.create_block_mask(
         mask_of(torch, p), items, None, p.seqlen_q, p.seqlen_k, device="cuda"
     )

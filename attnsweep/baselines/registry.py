@@ -19,7 +19,10 @@ from attnsweep.specs.model import CALLABLE, OWN_BF16
 
 _HALF = ("fp16", "bf16")
 _FP32 = (*_HALF, "fp32")
-_MASKED = ("dense", "padded")
+_MASKED: Any = {
+    "masks": ("full", "causal", "window", "boolean"),
+    "layouts": ("dense", "padded"),
+}
 _FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 _FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
 _FLASH_3 = Package(
@@ -37,11 +40,11 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH),
-        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, layouts=_MASKED),
-        Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32, layouts=_MASKED),
-        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, layouts=_MASKED, rounds_scores=2),
-        Backend("unfused", _unfused, TORCH, _FP32, layouts=_MASKED, rounds_scores=2),
-        Backend("flex", flex.flex, TORCH, layouts=_MASKED, cannot=flex.cannot),
+        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED),
+        Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32, **_MASKED),
+        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, rounds_scores=2, **_MASKED),
+        Backend("unfused", _unfused, TORCH, _FP32, rounds_scores=2, **_MASKED),
+        Backend("flex", flex.flex, TORCH, cannot=flex.cannot, **_MASKED),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
         Backend(
@@ -79,4 +82,4 @@ def backend_of(name: str) -> Backend:
     if CALLABLE.fullmatch(name) is None:
         return BACKENDS[name]
     package = Package((), f"put {name.partition(':')[0]} where Python finds it")
-    return Backend(name, own.ways_of(name), package, _FP32, layouts=_MASKED)
+    return Backend(name, own.ways_of(name), package, _FP32, **_MASKED)

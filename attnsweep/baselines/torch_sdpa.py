@@ -32,7 +32,9 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     keys = torch.arange(problem.seqlen_k, device=device)
     after = keys - rows
     hidden = (after < low) | (after > high)
-    if problem.kind != "padded":
+    if problem.mask.of_item:
+        hidden = hidden.expand(problem.batch, 1, *hidden.shape).contiguous()
+    if problem.layout.kind != "padded":
         return hidden
     first, end = torch.tensor(problem.key_ranges, device=device).T[:, :, None, None, None]
     return hidden | (keys < first) | (keys >= end)
@@ -45,13 +47,13 @@ def _sdpa(backend: str) -> Builder:
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
         # Of PyTorch, whose is_causal is aligned top-left.
-        is_causal = problem.kind != "padded" and problem.mask == replace(
+        is_causal = problem.layout.kind != "padded" and problem.mask == replace(
             CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k
         )
         options: dict[str, Any] = {"is_causal": is_causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        masked = problem.kind in ("window", "padded") and not is_causal
+        masked = problem.kind in ("window", "padded", "boolean") and not is_causal
         if masked:
             if backend == "FLASH_ATTENTION":
                 raise Unavailable("PyTorch's flash attention takes no mask but causal")

@@ -84,7 +84,7 @@ def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_byt
     heads, fit = p.batch * p.heads, heads_that_fit(p, l2_bytes)
     if not blocks:
         return next(n for n in range(fit, 0, -1) if heads % n == 0)
-    if not p.causal:
+    if p.kind != "causal":
         return fit
     # A tile of queries costs one per tile of keys, plus one and a half; here all of it doubled.
     rows = range(ceil_div(p.seqlen_q, block_m) * block_m, 0, -block_m)

@@ -38,7 +38,8 @@ class Launch:
     griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
     for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.
     `once`: it reads only what calls have in common, such as a mask, and so runs before the first
-    of them. Its time is shown, and is no part of a call's.
+    of them. Its time is shown, and is no part of a call's. Configs share workspaces of one name and
+    size, so what it writes needs a name of its own for each thing that it may be.
     """
 
     function: str

@@ -323,6 +323,11 @@ class ProblemSpec(_Model):
             "their order may follow.",
         )
     )
+    boolean: list[Literal["item", "head"]] | None = Field(
+        default=None,
+        description="Calls get the mask as a boolean tensor: one for all, [], or of each item of "
+        "the batch and of each head, [item, head].",
+    )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
     )
@@ -364,6 +369,8 @@ class ProblemSpec(_Model):
             if FULL in masks:
                 raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
             masks = [replace(mask, top_left=True) for mask in masks]
+        if self.boolean is not None:
+            masks = [mask.as_boolean(self.boolean) for mask in masks]
         axes += [seqlens, self.head_dim, self.dtype, masks]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:

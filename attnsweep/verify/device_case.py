@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _PROOF = 1e-11
 
 
+_OF_MASKS = ("key_range", "mask")
+
+
 class WrongResult(Exception):
     """A candidate that ran but is wrong; `accuracy`, if known, says by how much."""
 
@@ -154,7 +157,7 @@ class DeviceCase:
         inputs = {name: Buffer(values.nbytes) for name, values in known.drawn.items()}
         for name, values in known.drawn.items():
             inputs[name].upload(np.ascontiguousarray(values))
-        inputs |= {name: self.buffers[name] for name in encoding.ranges_of(problem)}
+        inputs |= {name: self.buffers[name] for name in problem.inputs if name in _OF_MASKS}
         size = 8 * int(np.prod(problem.shape_of("o")))
         made = _Side(Buffer(size), Buffer(8 * self.rows))
         self._session.settle()

@@ -138,11 +138,22 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
 _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 
-def ranges_of(problem: Problem) -> dict[str, Bits]:
-    """The input that says which keys each item has, if items have keys of their own."""
-    if "key_range" not in problem.inputs:
-        return {}
-    return {"key_range": np.array(problem.key_ranges, np.int32)}
+def of_masks(problem: Problem) -> dict[str, Bits]:
+    """The inputs that say which keys queries see: the keys of each item, and a boolean mask."""
+    found: dict[str, Bits] = {}
+    if "key_range" in problem.inputs:
+        found["key_range"] = np.array(problem.key_ranges, np.int32)
+    if "mask" in problem.inputs:
+        low, high = problem.diagonals
+        keys = np.arange(problem.seqlen_k)
+        after = keys - np.arange(problem.seqlen_q)[:, None]
+        seen = (low <= after) & (after <= high)
+        shape = problem.shape_of("mask")
+        made = np.empty(shape, np.uint8)
+        for item, (first, end) in enumerate(problem.key_ranges[: shape[0]]):
+            made[item] = seen & (first <= keys) & (keys < end)
+        found["mask"] = made
+    return found
 
 
 # -- scales ---------------------------------------------------------------------------------

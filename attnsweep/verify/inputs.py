@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
-from attnsweep.verify.encoding import Bits, Tensor, Windows, ranges_of, stored, to_bits
+from attnsweep.verify.encoding import Bits, Tensor, Windows, of_masks, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
-    return {**_qkv(case, seed, windows), **ranges_of(case.problem)}
+    return {**_qkv(case, seed, windows), **of_masks(case.problem)}
 
 
 def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
