@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Way
+from attnsweep.core import drawn
 from attnsweep.core.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ def cannot(problem: Problem) -> str | None:
 
 def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:
     """The problem's mask as FlexAttention asks for it: of batch, head, query and key."""
+    if problem.mask.boolean and problem.layout.kind == "dense":
+        dense = torch.from_numpy(drawn.tensor(problem)).to(device)[:, 0]
+
+        def element(batch: Any, _head: Any, query: Any, key: Any) -> Any:
+            return dense[batch if problem.mask.of_item else 0, query, key]
+
+        return element
     low, high = problem.diagonals
 
     def between(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
@@ -39,7 +47,7 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     from torch.nn.attention import flex_attention
 
     p = problem
-    items = p.batch if p.layout.kind == "padded" else None
+    items = p.batch if p.items_differ else None
     mask = flex_attention.create_block_mask(
         mask_of(torch, p), items, None, p.seqlen_q, p.seqlen_k, device="cuda"
     )

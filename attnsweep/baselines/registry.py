@@ -7,6 +7,8 @@ A baseline that cannot run here gives the reason.
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnsweep.baselines import callable as own
 from attnsweep.baselines import flash, flex
 from attnsweep.baselines.backend import TORCH, Backend, Package
@@ -42,9 +44,9 @@ BACKENDS = {
         Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH),
         Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED),
         Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32, **_MASKED),
-        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, rounds_scores=2, **_MASKED),
-        Backend("unfused", _unfused, TORCH, _FP32, rounds_scores=2, **_MASKED),
-        Backend("flex", flex.flex, TORCH, cannot=flex.cannot, **_MASKED),
+        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, rounds_scores=2),
+        Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, rounds_scores=2),
+        Backend("flex", flex.flex, TORCH, **_MASKED, cannot=flex.cannot),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
         Backend(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
+from attnsweep.core import drawn
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ def _import_torch() -> Any:
 def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     """A boolean tensor of the pairs that no query sees: (seqlen_q, seqlen_k), or of each item.
 
-    Of a padded problem it is (batch, 1, seqlen_q, seqlen_k), as models pass it.
+    Of a padded problem, or a boolean mask, it has four dimensions, as models pass it.
     """
+    if problem.mask.boolean and problem.layout.kind == "dense":
+        return ~torch.from_numpy(drawn.tensor(problem)).to(device)
     low, high = problem.diagonals
     rows = torch.arange(problem.seqlen_q, device=device)[:, None]
     keys = torch.arange(problem.seqlen_k, device=device)
@@ -53,7 +56,7 @@ def _sdpa(backend: str) -> Builder:
         options: dict[str, Any] = {"is_causal": is_causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        masked = problem.kind in ("window", "padded", "boolean") and not is_causal
+        masked = problem.kind in ("window", "boolean", "padded") and not is_causal
         if masked:
             if backend == "FLASH_ATTENTION":
                 raise Unavailable("PyTorch's flash attention takes no mask but causal")

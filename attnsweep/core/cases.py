@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import DENSE, Padded
+from attnsweep.core.masks import CAUSAL, Interval
 from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
@@ -28,6 +30,11 @@ Inputs = Literal[
 _SHORT, _SHORT_CAUSAL = (300, 100), (150, 150)
 # Tiles of 64 queries for an SM, which has room for the accumulators of four: three turns.
 _TURNS_OF_AN_SM = 3 * 4
+# Boolean masks of cases, beside that of the problem: kernels learn a mask on the device.
+_MASKS: tuple[Boolean | Interval, ...] = (
+    *(Boolean("blocks", 1), Boolean("documents", 3), Boolean("holes", 50), Boolean("padding", 0)),
+    *(CAUSAL.as_boolean(), Boolean("holes", 1, 1)),
+)
 # Elements of an output at most: 256 MB in float64.
 _MOST_ELEMENTS = 2**25
 
@@ -74,7 +81,13 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(1, 1, 64, 321, "wide"),
         case(1, 1, 66, 513, "sink"),
     )
-    layout = problem.layout
+    layout, mask = problem.layout, problem.mask
+    if mask.boolean:
+        masks = (mask, *_MASKS)
+        return tuple(
+            replace(case, problem=replace(case.problem, batch=2, mask=masks[n % len(masks)]))
+            for n, case in enumerate((*cases, case(2, 2, 200, 400, "normal"), *cases[3:5]))
+        )
     if not isinstance(layout, Padded):
         return cases
     more = (
@@ -134,10 +147,10 @@ def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     A window becomes so narrow that it hides keys on both of its sides.
     """
     mask = problem.mask
-    if mask.left is not None:
+    if isinstance(mask, Interval) and mask.left is not None:
         left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
         mask = replace(mask, left=left, right=right)
-    if problem.layout != DENSE:
+    if problem.layout != DENSE or not isinstance(mask, Interval) or mask.boolean:
         return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)
     if not problem.has_empty_rows and mask.empty_rows(seqlen_q, seqlen_k):
         seqlen_q = min(seqlen_q, seqlen_k)

@@ -44,6 +44,12 @@ class Interval:
         """(left, right)."""
         return self.left, self.right
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells two such masks apart."""
+        left, right = (-1 if side is None else side for side in self.sides)
+        return left, right, *map(int, (self.top_left, self.boolean, self.of_item, self.of_head))
+
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Interval:
         """The one of all equal masks of these lengths that problems have."""
         same = seqlen_q == seqlen_k or self.sides == (None, None)
@@ -127,7 +133,8 @@ class Interval:
 
     def as_boolean(self, own: Iterable[str] = ()) -> Interval:
         """The same as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
-        if isinstance(own, str) or not {*own} <= {*_OWN}:
+        own = [own] if isinstance(own, str) else [*own]
+        if not {*own} <= {*_OWN}:
             raise ProblemError(f"a boolean mask is of {', '.join(_OWN)}, not of {own!r}")
         return replace(self, boolean=True, of_item="item" in own, of_head="head" in own)
 

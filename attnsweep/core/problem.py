@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from attnsweep.core.boolean import Boolean as Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Dense, of_facts
 from attnsweep.core.layouts import Padded as Padded
@@ -49,7 +50,8 @@ class Problem:
     sees; causal=True is another way to write mask=CAUSAL. A query that sees none has output 0, and
     a log-sum-exp of minus infinity. In a padded `layout`, an item of the batch has keys of its own
     range alone, which is one more input of a call, `key_range`, int32 (batch, 2): the first key and
-    the one after the last. A query sees a key if the mask and the range let it.
+    the one after the last. A query sees a key if the mask and the range let it. A Boolean mask is
+    an input too, `mask`.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -67,7 +69,7 @@ class Problem:
     seqlen_k: int
     head_dim: int
     dtype: Dtype = "fp16"
-    mask: Interval = FULL
+    mask: Interval | Boolean = FULL
     layout: Dense | Padded = DENSE
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
@@ -82,7 +84,7 @@ class Problem:
         seqlen_k: int,
         head_dim: int,
         dtype: Dtype = "fp16",
-        mask: Interval = FULL,
+        mask: Interval | Boolean = FULL,
         layout: Dense | Padded = DENSE,
         *,
         causal: bool | None = None,
@@ -95,9 +97,8 @@ class Problem:
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
-        sides = (-1 if side is None else side for side in mask.sides)
-        own = (mask.top_left, mask.boolean, mask.of_item, mask.of_head, *layout.numbers)
-        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides, *own)
+        own = [*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers
+        numbers = (*values[:6], *own)
         object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
@@ -117,6 +118,16 @@ class Problem:
         if self.heads % self.heads_kv:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
+            )
+        if isinstance(self.mask, Boolean) and self.layout != DENSE:
+            raise ProblemError(
+                f"{self.label}: a boolean mask has no padding beside it",
+                hint="boolean(padding,40) hides padding by itself",
+            )
+        if self.mask.boolean and self.layout != DENSE and not self.mask.of_item:
+            raise ProblemError(
+                f"{self.label}: a boolean mask that hides padding is of each item",
+                hint="write boolean: [item]",
             )
         if self.tensor_bytes > MOST_MEMORY_BYTES:
             raise ProblemError(
@@ -193,7 +204,7 @@ class Problem:
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = Padded.parse(padding) if padding else DENSE
-        return cls(*sizes, known, Interval.parse(mask) if mask else FULL, layout)
+        return cls(*sizes, known, Boolean.parse(mask) if mask else FULL, layout)
 
     def __repr__(self) -> str:
         """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
@@ -218,7 +229,7 @@ class Problem:
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
-        return cls(**own | {"mask": Interval.of(facts), "layout": of_facts(facts)})
+        return cls(**own | {"mask": Boolean.of(facts), "layout": of_facts(facts)})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -255,6 +266,11 @@ class Problem:
     def inputs(self) -> tuple[str, ...]:
         """Names of a call's inputs: q, k, v, their scales and key_range if there are any."""
         return tuple(tensor.name for tensor in self.op.inputs(self))
+
+    @property
+    def items_differ(self) -> bool:
+        """Whether items of the batch see other keys."""
+        return self.mask.of_item or self.layout != DENSE
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -312,6 +328,10 @@ class Problem:
 @lru_cache(maxsize=1024)
 def _pairs(p: Problem) -> int:
     """Pairs of a query and a key that it sees, of one head in the whole batch."""
+    if isinstance(p.mask, Boolean):
+        from attnsweep.core import drawn  # packages have no NumPy, and no such problem
+
+        return drawn.counts(p)[0]
     if p.layout == DENSE:
         return p.batch * p.mask.pairs(p.seqlen_q, p.seqlen_k)
     return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
@@ -319,6 +339,10 @@ def _pairs(p: Problem) -> int:
 
 @lru_cache(maxsize=1024)
 def _rows_with_keys(p: Problem) -> int:
+    if isinstance(p.mask, Boolean):
+        from attnsweep.core import drawn
+
+        return drawn.counts(p)[1]
     if p.layout == DENSE:
         return p.batch * (p.seqlen_q - p.mask.empty_rows(p.seqlen_q, p.seqlen_k))
     empty = (p.mask.empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)

@@ -166,7 +166,7 @@ def _keeps_groups(heads: int, group: int) -> bool:
 
 def _splits(problem: Problem) -> bool:
     """Whether some heads of all items are a problem of their own."""
-    return problem.layout.kind == "dense"
+    return problem.layout.kind == "dense" and not problem.mask.boolean
 
 
 def _splits_queries(problem: Problem) -> bool:

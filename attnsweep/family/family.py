@@ -174,12 +174,13 @@ class Family:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
-    causal, window. layouts: dense, and padded if it reads `key_range`, with each of its masks; it
-    must then have empty_rows, as ranges are known on the device alone. deterministic: equal calls
-    give equal bits, and the bits of a head follow from its own q, k and v alone, which is checked;
-    False for a family with atomic sums. empty_rows: it writes 0, and a log-sum-exp of minus
-    infinity, for a query that sees no key. lse: name of the switch with which the family writes the
-    log-sum-exp of every row (float32, natural) to the workspace `lse`; it is then checked too.
+    causal, window, and boolean if it reads `mask`. layouts: dense, and padded if it reads
+    `key_range`, with each of its masks. For either it must have empty_rows, since those inputs are
+    known on the device alone. deterministic: equal calls give equal bits, and the bits of a head
+    follow from its own q, k and v alone, which is checked; False for a family with atomic sums.
+    empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
+    name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
+    to the workspace `lse`; it is then checked too.
     """
 
     name: str

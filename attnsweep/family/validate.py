@@ -82,6 +82,9 @@ def of_kernel(kernel: Any) -> Fault | None:
     if "padded" in kernel.layouts and kernel.empty_rows is not True:
         what = "layouts have padded, but the family has no empty_rows"
         return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
+    if "boolean" in kernel.masks and kernel.empty_rows is not True:
+        what = "masks have boolean, but the family has no empty_rows"
+        return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
     if not isinstance(kernel.deterministic, bool):
         return Fault(f"deterministic is not {kernel.deterministic!r}", "write True or False")
     return None

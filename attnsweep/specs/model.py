@@ -29,7 +29,7 @@ from pydantic import (
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.layouts import of_facts
-from attnsweep.core.problem import CAUSAL, FULL, Dtype, Interval, Problem
+from attnsweep.core.problem import CAUSAL, FULL, Boolean, Dtype, Interval, Problem
 from attnsweep.specs.require import RequireSpec
 from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
 
@@ -323,10 +323,12 @@ class ProblemSpec(_Model):
             "their order may follow.",
         )
     )
-    boolean: list[Literal["item", "head"]] | None = Field(
+    boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = Field(
         default=None,
         description="Calls get the mask as a boolean tensor: one for all, [], or of each item of "
-        "the batch and of each head, [item, head].",
+        "the batch and each head, [item, head]. Or a mask that is no interval, [blocks, 30]. "
+        "blocks: percent of 128 x 128 blocks that are seen; documents: their number; holes: "
+        "percent of causal pairs; padding: percent as in padding. A seed may follow.",
     )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
@@ -359,7 +361,7 @@ class ProblemSpec(_Model):
                     raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
             seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
         axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
-        masks = [CAUSAL if causal else FULL for causal in self.causal]
+        masks: list[Any] = [CAUSAL if causal else FULL for causal in self.causal]
         if self.window is not None:
             if masks != [FULL]:
                 raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
@@ -370,7 +372,7 @@ class ProblemSpec(_Model):
                 raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
             masks = [replace(mask, top_left=True) for mask in masks]
         if self.boolean is not None:
-            masks = [mask.as_boolean(self.boolean) for mask in masks]
+            masks = [_boolean(mask, self.boolean, alone=not self.padding) for mask in masks]
         axes += [seqlens, self.head_dim, self.dtype, masks]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
@@ -383,6 +385,18 @@ class ProblemSpec(_Model):
             ]
         except ProblemError as error:
             raise wrong(error.what, error.hint) from error
+
+
+def _boolean(mask: Interval, values: list[str | int], *, alone: bool) -> Boolean | Interval:
+    """The mask as a boolean tensor, or the one that the values name in the place of none."""
+    try:
+        if not values or not any(isinstance(value, int) for value in values):
+            return mask.as_boolean(map(str, values))
+        if mask != FULL or not alone:
+            raise wrong("a pattern of boolean beside another mask", "give boolean alone")
+        return Boolean.of({"boolean": values})
+    except ProblemError as error:
+        raise wrong(error.what, error.hint) from error
 
 
 class SearchSpec(_Model):

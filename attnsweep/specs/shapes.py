@@ -6,7 +6,8 @@ The grammar, in words apart from each other:
     2,32/8,512x2048,128
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
-                                       window_top_left(512,0) and padded(right,40)
+                                       window_top_left(512,0), boolean(blocks,30) and
+                                       padded(right,40)
     shapes.csv                         a row for each shape
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Interval, Padded, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Padded, Problem
 from attnsweep.specs.model import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest
 
@@ -42,7 +43,7 @@ _FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padd
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
-_CALLS = {"window": "mask", "window_top_left": "mask", "padded": "padding"}
+_CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padded": "padding"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 _OF_SHAPE = ("dtype", "mask", "padding")
 _MASK_WORDS = ("causal", "full", "window(LEFT,RIGHT)", "padded(SIDE,PERCENT)")
@@ -363,12 +364,12 @@ def _dtype(text: str) -> str:
     return text.lower()
 
 
-def _mask(text: str) -> Interval:
+def _mask(text: str) -> Interval | Boolean:
     if text.lower() in _MASKS:
         return _MASKS[text.lower()]
     said = _bracketed(text)
     try:
-        return Interval.parse(said)
+        return Boolean.parse(said)
     except ProblemError as error:
         raise _Wrong(f"mask cannot be {said!r}", "write causal, full or window(512,0)") from error
 

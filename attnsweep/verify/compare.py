@@ -18,7 +18,7 @@ import numpy.typing as npt
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.problem import SCALE_BLOCK, Boolean, Problem, ceil_div
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
 from attnsweep.verify.expected import sign_bits
 from attnsweep.verify.sample import ALL, Sample
@@ -164,6 +164,8 @@ class Comparer:
             if problem.dtype == "e4m3_block":
                 per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
         ranges = inputs["key_range"].pointer if "key_range" in problem.inputs else 0
+        # Other masks are between two diagonals.
+        mask = inputs["mask"].pointer if isinstance(problem.mask, Boolean) else 0
         self._launch(
             f"reference_{columns}",
             tiles * problem.batch * problem.heads,
@@ -172,7 +174,8 @@ class Comparer:
                 *map(np.int32, (*sizes, problem.head_dim)),
                 *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
-                *(np.uint64(ranges), np.int32(problem.heads)),
+                *(np.uint64(ranges), np.uint64(mask), np.int32(problem.heads)),
+                np.int32(problem.items_differ),
                 *(np.int32(sample.every), np.int32(sample.phase)),
             ],
             8 * doubles,

@@ -157,7 +157,7 @@ class DeviceCase:
         inputs = {name: Buffer(values.nbytes) for name, values in known.drawn.items()}
         for name, values in known.drawn.items():
             inputs[name].upload(np.ascontiguousarray(values))
-        inputs |= {name: self.buffers[name] for name in problem.inputs if name in _OF_MASKS}
+        inputs |= {name: self.buffers[name] for name in problem.inputs if name not in inputs}
         size = 8 * int(np.prod(problem.shape_of("o")))
         made = _Side(Buffer(size), Buffer(8 * self.rows))
         self._session.settle()

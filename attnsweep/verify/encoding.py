@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.core import drawn
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
@@ -138,22 +139,12 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
 _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 
-def of_masks(problem: Problem) -> dict[str, Bits]:
-    """The inputs that say which keys queries see: the keys of each item, and a boolean mask."""
-    found: dict[str, Bits] = {}
+def mask_of(problem: Problem) -> dict[str, Bits]:
+    """The inputs that say which keys queries see, if there are any: mask and key_range."""
+    made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.boolean else {}
     if "key_range" in problem.inputs:
-        found["key_range"] = np.array(problem.key_ranges, np.int32)
-    if "mask" in problem.inputs:
-        low, high = problem.diagonals
-        keys = np.arange(problem.seqlen_k)
-        after = keys - np.arange(problem.seqlen_q)[:, None]
-        seen = (low <= after) & (after <= high)
-        shape = problem.shape_of("mask")
-        made = np.empty(shape, np.uint8)
-        for item, (first, end) in enumerate(problem.key_ranges[: shape[0]]):
-            made[item] = seen & (first <= keys) & (keys < end)
-        found["mask"] = made
-    return found
+        made["key_range"] = np.array(problem.key_ranges, np.int32)
+    return made
 
 
 # -- scales ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
-from attnsweep.verify.encoding import Bits, Tensor, Windows, of_masks, stored, to_bits
+from attnsweep.verify.encoding import Bits, Tensor, Windows, mask_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
-    return {**_qkv(case, seed, windows), **of_masks(case.problem)}
+    return {**_qkv(case, seed, windows), **mask_of(case.problem)}
 
 
 def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
@@ -146,8 +146,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
             last = np.minimum(rows + max(0, keys - problem.seqlen_q), keys - 1)
             drawn = rng_q.integers(0, last[:, None] + 1, shape)[None, None]
         else:
-            # Items of a dense batch draw the same.
-            items = range(1 if problem.layout.kind == "dense" else problem.batch)
+            # Items that see the same keys draw the same.
+            items = range(problem.batch if problem.items_differ else 1)
             hidden = np.stack([hidden_keys(problem, rows, item) for item in items])
             seen_first = np.argsort(hidden, axis=-1, kind="stable")
             count = np.maximum(1, np.sum(~hidden, axis=-1, keepdims=True))

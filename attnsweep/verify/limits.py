@@ -137,7 +137,7 @@ def _few_heads(case: Case) -> Case:
     Items that have keys of their own are not: there are up to four of these.
     """
     problem = case.problem
-    batch = 1 if problem.layout.kind == "dense" else min(problem.batch, 4)
+    batch = min(problem.batch, 4) if problem.items_differ else 1
     heads = min(problem.heads, 4 // batch)
     return replace(case, problem=replace(problem, batch=batch, heads=heads, heads_kv=heads))
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.core import drawn
 from attnsweep.core.cases import TILE, Case
-from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.core.problem import Boolean, Problem, ceil_div
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import Float, Tensor, values_of
 
@@ -28,6 +29,8 @@ def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt
     first, end = problem.key_ranges[item]
     keys = np.arange(problem.seqlen_k)
     after = keys - rows[:, None]
+    if isinstance(problem.mask, Boolean):
+        return ~drawn.seen(problem, rows, item)
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
 
@@ -36,6 +39,9 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
     """(batch, seqlen_q): the query rows that see a key."""
     low, high = problem.diagonals
     rows = np.arange(problem.seqlen_q)
+    if isinstance(problem.mask, Boolean):
+        items = range(problem.batch)
+        return np.stack([~hidden_keys(problem, rows, item).all(axis=1) for item in items])
     first, end = np.array(problem.key_ranges).T[:, :, None]
     some: npt.NDArray[np.bool_] = np.maximum(rows + low, first) <= np.minimum(rows + high, end - 1)
     return some

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from attnsweep.core.boolean import Boolean
 from attnsweep.core.cases import Case
 from attnsweep.core.layouts import Padded
 from attnsweep.core.masks import CAUSAL, FULL, Interval
@@ -32,6 +33,10 @@ PROBLEMS = (
     Problem(3, 2, 1, 130, 200, 64, "bf16", CAUSAL, Padded("left", 0)),
     Problem(5, 4, 2, 70, 300, 24, "fp32", FULL, Padded("right", 0, 1)),
     Problem(2, 4, 4, 150, 150, 32, "e4m3_block", Interval(30, 3), Padded("right", 40)),
+    Problem(2, 2, 1, 200, 300, 64, "bf16", Boolean("blocks", 20)),
+    Problem(2, 4, 2, 130, 70, 24, "fp16", Boolean("holes", 30)),
+    Problem(3, 2, 1, 70, 300, 32, "e4m3", Boolean("padding", 0)),
+    Problem(1, 1, 1, 150, 90, 130, "fp32", Boolean("documents", 5)),
 )
 
 

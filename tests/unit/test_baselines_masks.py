@@ -7,6 +7,7 @@ import pytest
 
 from attnsweep.baselines import flex, torch_sdpa
 from attnsweep.baselines.registry import BACKENDS, backend_of
+from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import Padded
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
@@ -18,6 +19,8 @@ PROBLEMS = (
     Problem(2, 2, 2, 150, 150, 64, "bf16", Interval(20, 3), Padded("right", 30)),
     Problem(2, 2, 1, 150, 40, 64, "bf16", Interval(None, 0, top_left=True)),
     Problem(1, 2, 1, 150, 200, 64, "bf16", Interval(17, 0)),
+    Problem(2, 4, 2, 200, 150, 64, "bf16", Boolean("blocks", 30)),
+    Problem(3, 4, 2, 40, 150, 64, "bf16", Boolean("padding", 0)),
 )
 MASKED = ("torch_cudnn", "torch_efficient", "torch_math", "unfused", "flex")
 
@@ -32,7 +35,7 @@ def hidden(problem):
 def test_sdpa_gets_the_mask_of_numpy(problem):
     torch = pytest.importorskip("torch")
     made = torch_sdpa.hidden_keys(torch, problem, "cpu").numpy()
-    assert made.ndim == (4 if problem.kind == "padded" else 2)
+    assert made.ndim == (4 if problem.kind in ("padded", "boolean") else 2)
     made = made[:, 0] if made.ndim == 4 else made[None]
     assert (np.broadcast_to(made, hidden(problem).shape) == hidden(problem)).all()
 
@@ -55,7 +58,7 @@ def test_flex_attention_is_that_of_a_mask(problem):
     flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
     p, generator = problem, torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(p.shape_of(name), generator=generator) for name in "qkv")
-    items = p.batch if p.kind == "padded" else None
+    items = p.batch if p.items_differ else None
     mask = flex_attention.create_block_mask(
         flex.mask_of(torch, p, "cpu"), items, None, p.seqlen_q, p.seqlen_k, device="cpu"
     )
@@ -66,9 +69,10 @@ def test_flex_attention_is_that_of_a_mask(problem):
     assert torch.allclose(out, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("problem", [PROBLEMS[0], PROBLEMS[-1]], ids=lambda p: p.kind)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_baseline_without_padding_says_so(name):
-    said = backend_of(name).supports(PROBLEMS[0])
+def test_a_baseline_without_such_masks_says_so(name, problem):
+    said = backend_of(name).supports(problem)
     if name in MASKED:
         assert said is None
     else:

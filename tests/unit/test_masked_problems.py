@@ -9,10 +9,12 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnsweep.baselines.registry import backend_of
+from attnsweep.core import drawn
+from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case, Inputs, short_turns, small_cases
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
@@ -27,7 +29,7 @@ from attnsweep.specs.model import ProblemSpec
 from attnsweep.specs.shapes import read_shapes
 from attnsweep.specs.starter import Request, Target, starter
 from attnsweep.verify import rounded
-from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.encoding import from_bits, mask_of
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import measures
@@ -127,6 +129,9 @@ def dense(problem, item=0):
     """(seqlen_q, seqlen_k): the pairs of an item of the batch, counted one by one."""
     low, high = problem.diagonals
     first, end = problem.key_ranges[item]
+    if isinstance(problem.mask, Boolean):
+        tensor = drawn.tensor(problem)
+        return tensor[item % len(tensor), 0]
     pairs = np.zeros((problem.seqlen_q, problem.seqlen_k), bool)
     for query, key in itertools.product(range(problem.seqlen_q), range(problem.seqlen_k)):
         pairs[query, key] = low <= key - query <= high and first <= key < end
@@ -406,3 +411,106 @@ def test_tune_asks_for_baselines_that_take_masks():
     ]
     assert "torch_efficient, flex]" in made[0]
     assert "flex" not in made[1]
+
+
+# -- boolean masks --------------------------------------------------------------------------------
+
+BOOLEANS = st.builds(
+    Boolean, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
+) | st.builds(Boolean, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
+
+
+@given(BOOLEANS, st.integers(1, 3), st.integers(1, 300), st.integers(1, 300))
+@settings(max_examples=40)
+def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
+    made = Problem(batch, 2, 1, seqlen_q, seqlen_k, 64, "bf16", mask)
+    tensor = drawn.tensor(made)
+    assert made.shape_of("mask") == tensor.shape
+    assert made.bytes_of("mask") == tensor.nbytes
+    pairs = np.broadcast_to(tensor[:, 0], (batch, seqlen_q, seqlen_k))
+    assert made.pairs == 2 * pairs.sum()
+    assert made.rows_with_keys == pairs.any(axis=2).sum()
+    rows = np.arange(0, seqlen_q, 7)
+    for item in range(batch):
+        assert (hidden_keys(made, rows, item) == ~pairs[item, rows]).all()
+    assert (mask_of(made)["mask"] == tensor).all()
+
+
+@given(BOOLEANS)
+def test_boolean_problems_are_read_back(mask):
+    made = problem(9, 30, mask)
+    assert Problem.parse(made.label) == made
+    assert Problem.of(json.loads(json.dumps(made.facts))) == made
+    assert read_shapes([made.label]) == read_shapes(made.label.split()) == [made]
+    assert of_entry(boolean=made.facts["boolean"]) == made
+    assert made.kind == "boolean"
+
+
+def test_patterns_of_boolean_masks():
+    def of(pattern, density, seed=0, sizes=(700, 900)):
+        return drawn.tensor(Problem(2, 1, 1, *sizes, 64, mask=Boolean(pattern, density, seed)))
+
+    blocks = of("blocks", 30, sizes=(1280, 1280))[0, 0]
+    assert (blocks.reshape(10, 128, 10, 128) == blocks[::128, ::128][:, None, :, None]).all()
+    assert blocks.any(axis=1).all()
+    assert 0.2 < blocks.mean() < 0.5
+    assert (of("blocks", 0, sizes=(1280, 1280)).sum(axis=-1) == 128).all()
+    documents = of("documents", 4)[0, 0]
+    assert len({tuple(row) for row in documents.tolist()}) == 4
+    assert (documents.sum(axis=0) > 0).all()
+    assert (np.abs(np.diff(documents.astype(int), axis=1)).sum(axis=1) <= 2).all()
+    causal = np.tri(700, 900, 200, bool)
+    as_boolean = drawn.tensor(Problem(3, 2, 1, 700, 900, 64, mask=CAUSAL.as_boolean(["head"])))
+    assert as_boolean.shape == (1, 2, 700, 900)
+    assert (as_boolean == causal).all()
+    holes = of("holes", 60)[0, 0]
+    assert (holes <= causal).all()
+    assert 0.58 < holes.sum() / causal.sum() < 0.62
+    assert holes[np.arange(700), np.arange(700) + 200].all()
+    padding = of("padding", 40)
+    assert padding.shape == (2, 1, 700, 900)
+    lengths = [end for _, end in Padded("right", 40).ranges(2, 900)]
+    assert padding.sum(axis=-1)[:, 0, 0].tolist() == lengths
+    assert (of("holes", 60, 1) != of("holes", 60)).any()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_references_of_boolean_masks(pattern):
+    made = Problem(2, 2, 1, 70, 90, 64, "fp16", Boolean(pattern, 30))
+    inputs, rows = make_inputs(Case(made), 1), np.arange(70)
+    expected, log_sums = attention(inputs, made)
+    ((out, lse),) = exact_rows(inputs, made, rows)
+    assert measures(out, expected, "fp16").row < 1e-9
+    assert same(lse, log_sums)
+    assert measures(rounded.reference(inputs, made, rows), expected, "fp16").row < 1e-9
+
+
+def test_cases_of_boolean_masks():
+    asked = Problem(4, 8, 2, 2048, 2048, 64, "bf16", Boolean("blocks", 30))
+    cases = small_cases(asked)
+    drawn_masks = [case.problem.mask for case in cases if isinstance(case.problem.mask, Boolean)]
+    assert {mask.pattern for mask in drawn_masks} == {*PATTERNS}
+    assert len({case.label for case in cases}) == len(cases)
+    assert any(case.problem.has_empty_rows for case in cases)
+    assert all(np.isfinite(limits(case, 0).row) for case in cases)
+    assert short_turns(asked, 132).problem.mask == asked.mask
+    with pytest.raises(ProblemError, match="no padding beside it"):
+        replace(asked, layout=Padded("right", 40))
+    refused = discover()["flash_fwd_mma"].refusal(asked, arch_named("sm_90a"))
+    assert refused == "mask boolean(blocks,30) is not one of full, causal, window"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["bands", 3], "no pattern"),
+        (["bands"], "of item, head"),
+        (["blocks", 101], "0 to 100"),
+        (["documents", 0], "1 to"),
+    ],
+)
+def test_what_is_no_boolean_mask(values, says):
+    with pytest.raises(Exception, match=says):
+        of_entry(boolean=values)
+    with pytest.raises(Exception, match="beside another mask"):
+        of_entry(boolean=["blocks", 30], causal=True)

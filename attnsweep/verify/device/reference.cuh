@@ -80,13 +80,20 @@ struct Sample {
     }
 };
 
-// The first key of each item of the batch and the one after its last, if items have their own.
-struct KeyRange {
-    const int* of_items;
+// What items of the batch see, if there is either: keys from the first to the one after the last of
+// each, or a mask (seqlen_q, seqlen_k), of each item if they are `apart`.
+struct Seen {
+    const int* ranges;
+    const unsigned char* mask;
     int heads;  // of queries, of an item
-    __device__ int first(long long head) const { return of_items ? of_items[2 * (head / heads)] : 0; }
+    int apart;
+    __device__ int first(long long head) const { return ranges ? ranges[2 * (head / heads)] : 0; }
     __device__ int end(long long head, int seqlen_k) const {
-        return of_items ? of_items[2 * (head / heads) + 1] : seqlen_k;
+        return ranges ? ranges[2 * (head / heads) + 1] : seqlen_k;
+    }
+    __device__ bool pair(long long head, int row, int column, int seqlen_q, int seqlen_k) const {
+        long long above = (apart ? head / heads * seqlen_q : 0) + row;
+        return !mask || (row < seqlen_q && mask[above * seqlen_k + column]);
     }
 };
 
@@ -95,7 +102,7 @@ struct KeyRange {
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int low, int high, S all_scales, KeyRange range, Sample sample) {
+                       double scale, int low, int high, S all_scales, Seen keys, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -117,7 +124,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
     // Query i sees the keys i + low to i + high, of those in the range.
-    int first_key = range.first(head), end_key = range.end(head, seqlen_k);
+    int first_key = keys.first(head), end_key = keys.end(head, seqlen_k);
     int end = min(end_key, first + TILE + high);
     for (int key = max(first_key, first + low) / TILE * TILE; key < end; key += TILE) {
         double s[4][4] = {};
@@ -160,7 +167,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
             for (int j = 0; j < 4; ++j) {
                 int column = key + x + 16 * j;
                 bool seen = column >= max(first_key, row + low) && column < end_key &&
-                            column <= row + high;
+                            column <= row + high &&
+                            keys.pair(head, row, column, seqlen_q, seqlen_k);
                 s[i][j] = seen ? s[i][j] * scale : -1e300;
                 grown = fmax(grown, s[i][j]);
             }
