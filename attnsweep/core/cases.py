@@ -83,11 +83,14 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     )
     layout, mask = problem.layout, problem.mask
     if mask.boolean:
-        masks = (mask, *_MASKS)
-        return tuple(
-            replace(case, problem=replace(case.problem, batch=2, mask=masks[n % len(masks)]))
-            for n, case in enumerate((*cases, case(2, 2, 200, 400, "normal"), *cases[3:5]))
-        )
+        masks = ((mask, layout), *((other, DENSE) for other in _MASKS))
+
+        def masked(number: int, case: Case) -> Case:
+            own, padding = masks[number % len(masks)]
+            return replace(case, problem=replace(case.problem, batch=2, mask=own, layout=padding))
+
+        every = (*cases, case(2, 2, 200, 400, "normal"), *cases[3:5])
+        return tuple(masked(number, case) for number, case in enumerate(every))
     if not isinstance(layout, Padded):
         return cases
     more = (

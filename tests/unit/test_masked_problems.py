@@ -514,3 +514,11 @@ def test_what_is_no_boolean_mask(values, says):
         of_entry(boolean=values)
     with pytest.raises(Exception, match="beside another mask"):
         of_entry(boolean=["blocks", 30], causal=True)
+
+
+def test_small_cases_of_a_boolean_mask_that_hides_padding_too():
+    of = Problem.parse("(4,32/8,2048,128) bf16 boolean(causal,item) padded(right,40)")
+    cases = small_cases(of)
+    assert {case.problem.kind for case in cases} == {"boolean"}
+    assert {case.problem.layout.kind for case in cases} == {"dense", "padded"}
+    assert of.mask in {case.problem.mask for case in cases}
