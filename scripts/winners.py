@@ -43,7 +43,7 @@ def grouped(table: Mapping[str, Any]) -> dict[str, list[str]]:
 
     def likeness(kernel: Mapping[str, Any]) -> tuple[object, ...]:
         config = [int(number) for number in re.findall(r"\d+", table["configs"][kernel["config"]])]
-        return kernel["head_dim"], config, kernel["causal"], kernel["dtype"]
+        return kernel["head_dim"], config, kernel["mask"], kernel["dtype"]
 
     codes = (
         f"{kernel['stages'][stage][lse][:16]}.cubin"

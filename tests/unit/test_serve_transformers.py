@@ -115,10 +115,36 @@ def test_padding_gets_pytorchs_attention(package):
     expected = logits(model, ids, attention_mask=mask)
     model.set_attn_implementation(package.register())
     assert torch.equal(logits(model, ids, attention_mask=mask), expected)
-    assert package.counters() == {}, "by the function that transformers has for it"
+    assert package.counters() == {"not_tuned": 2}, "by the function that transformers has for it"
     everything = torch.ones_like(ids)
     logits(model, ids, attention_mask=everything)
-    assert package.counters() == {"kernel": 2}, "a mask of ones hides nothing"
+    assert package.counters()["kernel"] == 2, "a mask of ones hides nothing"
+
+
+def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
+    """k and v are not repeated, and a mask is scanned once for all layers."""
+    from attending import MaskedKernel
+    from fake_driver import FakeDriver
+    from operators import make
+    from packages import shape, winner
+
+    from attnsweep.serve.runtime.transformers_hook import _implementation
+
+    kernel = MaskedKernel()
+    own = make(
+        tmp_path, FakeDriver(kernel), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",)))
+    )
+    forward = _implementation(own.attention, own.masked, None)
+    q, k, v = (torch.randn(2, n, 256, 64).bfloat16() for n in (4, 2, 2))
+    mask = torch.rand(2, 1, 256, 256) < 0.5
+    for _ in range(2):
+        out, _ = forward(None, q, k, v, mask)
+        k_all, v_all = (t.float().repeat_interleave(2, 1) for t in (k, v))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        assert torch.allclose(
+            out.transpose(1, 2).float(), sdpa(q.float(), k_all, v_all, mask), atol=3e-2
+        )
+    assert (own.counters(), kernel.scans) == ({"kernel": 2}, 1)
 
 
 def test_generated_tokens_are_the_same(package, driver):
@@ -168,7 +194,7 @@ def test_a_compiled_model_is_one_graph(package, monkeypatch, exporting):
     with torch.no_grad():
         got = compiled(ids).logits.float()
         assert torch.allclose(got, expected, atol=3e-2, rtol=3e-2)
-        assert package.counters() == {"kernel": 2 * (1 if exporting else 2)}
+        assert package.counters()["kernel"] == 2 * (1 if exporting else 2)
         # Without a cache compiled code cannot know that no sequences are packed: a mask it is.
         assert torch.allclose(compiled(ids, use_cache=False).logits.float(), expected, atol=3e-2)
 

@@ -174,7 +174,7 @@ def register(name: str = _name) -> str:
     After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
     PackageError if the name means something else there, ImportError without transformers.
     """
-    return transformers_hook.register(name, attention)
+    return transformers_hook.register(name, attention, _operator.masked)
 
 
 __all__ = [

@@ -15,11 +15,12 @@ _UNKNOWN = ("softcap", "s_aux")
 _OTHERS = ("position_bias", "cache")
 
 
-def register(name: str, attention: Callable[..., Any]) -> str:
+def register(name: str, attention: Callable[..., Any], masked: Callable[..., Any]) -> str:
     """Add `attention` to transformers' AttentionInterface under a name, which is returned.
 
-    Masks are those of `sdpa`: a causal model without padding gets none. Raises
-    PackageError for a name that transformers reads otherwise, ImportError without transformers.
+    Masks are those of `sdpa`: a causal model without padding gets none. masked: the same with a
+    boolean mask, or None where no kernel serves the call. Raises PackageError for a name that
+    transformers reads otherwise, ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -31,7 +32,8 @@ def register(name: str, attention: Callable[..., Any]) -> str:
             'like register("tuned")'
         )
     AttentionMaskInterface.register(name, _masks(AttentionMaskInterface()["sdpa"]))
-    AttentionInterface.register(name, _implementation(attention, AttentionInterface()["sdpa"]))
+    theirs = AttentionInterface()["sdpa"]
+    AttentionInterface.register(name, _implementation(attention, masked, theirs))
     return name
 
 
@@ -53,7 +55,9 @@ def _masks(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     return mask
 
 
-def _implementation(attention: Callable[..., Any], sdpa: Callable[..., Any]) -> Callable[..., Any]:
+def _implementation(
+    attention: Callable[..., Any], masked: Callable[..., Any], sdpa: Callable[..., Any]
+) -> Callable[..., Any]:
     """An attention function as transformers' models call it. sdpa: transformers' own."""
 
     def forward(
@@ -76,7 +80,17 @@ def _implementation(attention: Callable[..., Any], sdpa: Callable[..., Any]) -> 
         others = any(options.get(name) is not None for name in _OTHERS)
         others = others or bool(options.get("output_attentions"))
         head_dims_differ = key.shape[-1] != value.shape[-1] or key.shape[-1] > 256
-        if attention_mask is not None or dropout != 0.0 or others or head_dims_differ:
+        others = others or dropout != 0.0 or head_dims_differ
+        if attention_mask is not None and not others:
+            # Compiled code is PyTorch's own where no kernel serves, which repeats k and v itself.
+            if not torch.compiler.is_compiling():
+                out = masked(query, key, value, attention_mask, scale=scaling)
+                if out is not None:
+                    return out.transpose(1, 2).contiguous(), None
+            elif query.shape[1] == key.shape[1]:
+                out = attention(query, key, value, attention_mask, scale=scaling)
+                return out.transpose(1, 2).contiguous(), None
+        if attention_mask is not None or others:
             given = (module, query, key, value, attention_mask)
             return sdpa(  # type: ignore[no-any-return]
                 *given, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
