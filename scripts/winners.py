@@ -19,8 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep import export, exported_table, find_runs
-from attnsweep.serve.export import table_text
+from attnsweep import exported_table, find_runs
+from attnsweep.family.discover import discover
+from attnsweep.serve.export import export, table_text
+from attnsweep.serve.export_code import FAMILY
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
@@ -68,7 +70,6 @@ def packed(cubins: Path, files: Sequence[str]) -> bytes:
 def write(made: Path) -> None:
     """Put the table and the cubins of an exported package in their place."""
     table = json.loads((made / TABLE.name).read_text())
-    table.pop("fp8", None)  # what comes with attnsweep serves 16 bits
     table["archives"] = grouped(table)
     if CUBINS.exists():
         shutil.rmtree(CUBINS)
@@ -99,7 +100,9 @@ def main() -> int:
     """Write the table and the archives, or compare the table."""
     if "--check" not in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as place:
-            done = export(recorded(), Path(place) / "winners")
+            # What comes with attnsweep serves 16 bits.
+            of_16_bits = {FAMILY: discover()[FAMILY]}
+            done = export(recorded(), Path(place) / "winners", of_16_bits)
             write(done.directory / done.name)
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
         print(f"{done.winners} winners, {done.kernels} kernels, {size:.0f} KiB of cubins")

@@ -261,7 +261,7 @@ def _table(
         "source": source_digest(family),
         "configs": list(configs),
         "kernels": [
-            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.mask.kind}
+            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.kind}
             | {"config": configs[config.label], "stages": stages[number]}
             for number, (config, p) in enumerate(selected.codes.values())
         ],
@@ -356,7 +356,7 @@ Kind = tuple[int, str]
 
 
 def _kind(problem: Problem) -> Kind:
-    return (problem.head_dim, problem.mask.kind)
+    return (problem.head_dim, problem.kind)
 
 
 def _served(

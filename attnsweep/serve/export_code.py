@@ -11,7 +11,7 @@ from typing import Any
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
-from attnsweep.core.problem import FULL, SIZES, Problem
+from attnsweep.core.problem import SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
@@ -29,12 +29,12 @@ Strides = Mapping[str, tuple[int, int, int]]
 def order_of(problem: Problem) -> tuple[object, ...]:
     """A problem's place in a table: by its sizes, and those without a mask first."""
     sizes = (getattr(problem, name) for name in SIZES)
-    return (*sizes, problem.dtype, *kind_of_mask(problem), problem.mask.label)
+    return (*sizes, problem.dtype, *kind_of_mask(problem), problem.label)
 
 
 def kind_of_mask(problem: Problem) -> tuple[bool, str]:
     """The kind of its mask, in the order of a table."""
-    return problem.mask != FULL, problem.mask.kind
+    return problem.kind != "full", problem.kind
 
 
 def contiguous(problem: Problem) -> Strides:

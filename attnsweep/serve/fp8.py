@@ -170,7 +170,7 @@ def spares(
 # ---- machine code ----
 def row(config: Config, problem: Problem, configs: Mapping[str, int]) -> dict[str, Any]:
     """What a table says of a config of FAMILY, but for its code. configs: numbers by label."""
-    kind = {"head_dim": problem.head_dim, "mask": problem.mask.kind}
+    kind = {"head_dim": problem.head_dim, "mask": problem.kind}
     return kind | {"scale_block": _scale_block(problem), "config": configs[config.label]}
 
 

@@ -88,7 +88,7 @@ def winner(
     of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None
 ) -> Winner:
     """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
-    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.mask.kind)
+    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.kind)
     return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)
 
 

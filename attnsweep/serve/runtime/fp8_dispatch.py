@@ -30,7 +30,7 @@ def choose(gpu: TunedFp8Gpu, problem: Problem) -> Choice | str:
     mask and kind of scales that the family's rules allow to run there, and if there is none, a
     spare kernel. Scales of heads and of tensors are of one kind: their machine code is the same.
     """
-    kind = (problem.head_dim, problem.mask.kind, problem.dtype == BLOCK)
+    kind = (problem.head_dim, problem.kind, problem.dtype == BLOCK)
     known = [winner for winner in gpu.winners if _kind(winner.kernel) == kind]
     if not known:
         tuned = sorted({_named(*_kind(winner.kernel)) for winner in gpu.winners})

@@ -382,7 +382,7 @@ def _gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedGpu:
         facts = dict(each)
         problem = Problem.parse(facts.pop("problem"))
         kernel = _numbered(kernels, facts.pop("kernel"))
-        kind = (problem.head_dim, problem.dtype, problem.mask.kind)
+        kind = (problem.head_dim, problem.dtype, problem.kind)
         if (kernel.head_dim, kernel.dtype, kernel.mask) != kind:
             raise ValueError(f"a kernel of other code serves {problem.label}")
         others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))
@@ -414,7 +414,7 @@ def _fp8_gpu(raw: Mapping[str, Any], kernels: list[CompiledFp8Kernel]) -> TunedF
     winners = []
     for each in raw["winners"]:
         problem, kernel = Problem.parse(each["problem"]), _numbered(kernels, each["kernel"])
-        kind = (problem.head_dim, problem.mask.kind, problem.dtype == "e4m3_block")
+        kind = (problem.head_dim, problem.kind, problem.dtype == "e4m3_block")
         if (kernel.head_dim, kernel.mask, kernel.scale_block > 0) != kind:
             raise ValueError(f"a kernel of other code serves {problem.label}")
         winners.append(_sound(Fp8Winner(problem, kernel, each["time_us"])))

@@ -1,0 +1,187 @@
+"""Time calls with a boolean mask, and models whose batches are padded, with attnsweep and without.
+
+Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has winners for.
+
+Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
+sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
+`attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
+a mask. Times are medians of the device's, microseconds a call; `ratio` is the median of the rounds'
+PyTorch over ours. `host_us`: from call to return, with a mask that stays, and without one.
+Models: random weights, bf16, a batch that is padded on the right to 40 to 100 % of its length;
+milliseconds a forward, by transformers' sdpa and by `register_attention()`, in turns; `served`:
+calls by a kernel of all layers; `off`: the norm of the difference of the logits of tokens that are
+no padding, over their norm.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import setting
+import torch
+import torch.nn.functional as F
+from setting import console
+
+import attnsweep
+from attnsweep import Worker
+
+ROUNDS, SAMPLE_US = 11, 4000
+# batch, heads, heads_kv, seqlen, head_dim, mask
+CALLS = (
+    (4, 32, 8, 2048, 128, "causal, padded right"),
+    (4, 32, 8, 2048, 128, "causal, padded left"),
+    (8, 32, 32, 512, 64, "padded right"),
+    (32, 12, 12, 512, 64, "padded right"),
+    (1, 32, 8, 8192, 128, "window of 1024"),
+    (2, 16, 16, 4096, 128, "window of 512"),
+    (4, 16, 16, 4096, 128, "all"),
+    (8, 32, 32, 512, 64, "all"),
+    (2, 16, 16, 4096, 128, "causal with holes"),
+    (2, 16, 16, 4096, 128, "8 documents"),
+    (1, 12, 12, 256, 64, "padded right"),
+)
+
+
+def mask_of(kind: str, batch: int, seqlen: int) -> Any:
+    """(batch, 1, seqlen, seqlen), True where a query sees a key."""
+    i, j = torch.arange(seqlen, device="cuda")[:, None], torch.arange(seqlen, device="cuda")
+    length = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()[:, None, None, None]
+    causal, all_of_them = i >= j, torch.ones(batch, 1, seqlen, seqlen, device="cuda").bool()
+    made = {
+        "all": causal | True,
+        "padded right": j < length,
+        "causal, padded right": causal & (j < length),
+        "causal, padded left": causal & (j >= seqlen - length),
+        "window of 1024": causal & (i - j < 1024),
+        "window of 512": causal & (i - j < 512),
+        "causal with holes": causal & (j % 7 != 3),
+        "8 documents": i * 8 // seqlen == j * 8 // seqlen,
+    }[kind]
+    return (made & all_of_them).contiguous()
+
+
+def sample_us(call: Callable[[], Any], calls: int) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # the host queues the calls meanwhile
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e3 / calls
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - begin) / 20 * 1e6)
+    return statistics.median(times)
+
+
+def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
+    batch, heads, heads_kv, seqlen, head_dim, kind = shape
+    sizes = [(batch, n, seqlen, head_dim) for n in (heads, heads_kv, heads_kv)]
+    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
+    mask, options = mask_of(kind, batch, seqlen), {"enable_gqa": heads != heads_kv}
+    ways: dict[str, Callable[[], Any]] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, *whole, mask),
+        "ours": lambda: attnsweep.attention(q, k, v, mask, **options),
+        "unmasked": lambda: F.scaled_dot_product_attention(q, *whole),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    counts = {n: max(1, int(SAMPLE_US / sample_us(call, 2))) for n, call in ways.items()}
+    for _ in range(ROUNDS):
+        for name in random.sample([*ways], len(ways)):
+            times[name].append(sample_us(ways[name], counts[name]))
+    ratio = statistics.median(a / b for a, b in zip(times["sdpa"], times["ours"], strict=True))
+    found = {f"{name}_us": round(statistics.median(each), 1) for name, each in times.items()}
+    explained = attnsweep.explain_attention(q, k, v, mask, **options)
+    grouped = F.scaled_dot_product_attention(q, *whole, mask).float()
+    off = (ways["ours"]().float() - grouped).norm() / grouped.norm()
+    host = {"host_us": round(host_us(ways["ours"]), 1)}
+    host["host_unmasked_us"] = round(host_us(lambda: attnsweep.attention(q, k, v, **options)), 1)
+    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
+    facts = {"call": label, "ratio": round(ratio, 3), "code": explained.code}
+    return facts | found | host | {"off": float(off)}
+
+
+def time_model(name: str, config: Any, model_of: Any, batch: int, seqlen: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = model_of(config).cuda().bfloat16().eval()
+    ids = torch.randint(0, config.vocab_size, (batch, seqlen), device="cuda")
+    length = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()[:, None]
+    keep = torch.arange(seqlen, device="cuda") < length
+    times: dict[str, list[float]] = {"sdpa": [], attnsweep.register_attention(): []}
+    logits, served = {}, 0
+    with torch.no_grad():
+        for turn in range(7):
+            for way in times:
+                model.set_attn_implementation(way)
+                before = attnsweep.attention_counters().get("kernel", 0)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                out = model(ids, attention_mask=keep.long())[0]
+                torch.cuda.synchronize()
+                if turn:
+                    times[way].append((time.perf_counter() - begin) * 1e3)
+                served = attnsweep.attention_counters().get("kernel", 0) - before
+                logits[way] = out[keep].float()
+    theirs, ours = times
+    off = (logits[ours] - logits[theirs]).norm() / logits[theirs].norm()
+    medians = {way: statistics.median(each) for way, each in times.items()}
+    return {
+        "model": f"{name}, {batch} x {seqlen}",
+        "sdpa_ms": round(medians[theirs], 2),
+        "ours_ms": round(medians[ours], 2),
+        "ratio": round(medians[theirs] / medians[ours], 3),
+        "served": f"{served} of {config.num_hidden_layers}",
+        "off": float(off),
+    }
+
+
+def models() -> list[dict[str, Any]]:
+    import transformers as t
+
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "vocab_size": 1024}
+    wide = sizes | {"intermediate_size": 14336, "num_attention_heads": 32}
+    grouped = wide | {"num_key_value_heads": 8, "head_dim": 128}
+    bert = {"num_hidden_layers": 6, "vocab_size": 1024}
+    return [
+        time_model("Llama kind", t.LlamaConfig(**grouped), t.LlamaForCausalLM, 4, 2048),
+        time_model("Qwen3 kind", t.Qwen3Config(**grouped), t.Qwen3ForCausalLM, 4, 2048),
+        time_model(
+            *("Mistral kind, window 1024", t.MistralConfig(**grouped, sliding_window=1024)),
+            *(t.MistralForCausalLM, 1, 8192),
+        ),
+        time_model("BERT kind", t.BertConfig(**bert), t.BertModel, 32, 512),
+    ]
+
+
+def main() -> None:
+    found: dict[str, Any] = {"calls": [], "models": []}
+    for shape in CALLS:
+        found["calls"].append(time_call(shape))
+        console.print(found["calls"][-1])
+        torch.cuda.empty_cache()
+    for row in models():
+        found["models"].append(row)
+        console.print(row)
+    for name in sys.argv[1:]:
+        with Worker() as worker:
+            setting.write(Path(name), worker.describe(), found)
+
+
+if __name__ == "__main__":
+    main()
