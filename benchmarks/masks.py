@@ -67,6 +67,7 @@ def mask_of(kind: str, batch: int, seqlen: int) -> Any:
 
 
 def sample_us(call: Callable[[], Any], calls: int) -> float:
+    """Microseconds of a call on the device, the mean of `calls` in a row."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000)  # the host queues the calls meanwhile
@@ -79,6 +80,7 @@ def sample_us(call: Callable[[], Any], calls: int) -> float:
 
 
 def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds from a call to its return, while the device works."""
     times = []
     for _ in range(15):
         torch.cuda.synchronize()
@@ -90,6 +92,7 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
+    """A row of a call with a mask."""
     batch, heads, heads_kv, seqlen, head_dim, kind = shape
     sizes = [(batch, n, seqlen, head_dim) for n in (heads, heads_kv, heads_kv)]
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
@@ -118,6 +121,7 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def time_model(name: str, config: Any, model_of: Any, batch: int, seqlen: int) -> dict[str, Any]:
+    """A row of a model whose batch is padded."""
     torch.manual_seed(0)
     model = model_of(config).cuda().bfloat16().eval()
     ids = torch.randint(0, config.vocab_size, (batch, seqlen), device="cuda")
@@ -152,6 +156,7 @@ def time_model(name: str, config: Any, model_of: Any, batch: int, seqlen: int) -
 
 
 def models() -> list[dict[str, Any]]:
+    """A row of each model."""
     import transformers as t
 
     sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "vocab_size": 1024}
@@ -170,6 +175,7 @@ def models() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Time everything; write it to the file that was asked for."""
     found: dict[str, Any] = {"calls": [], "models": []}
     for shape in CALLS:
         found["calls"].append(time_call(shape))
@@ -179,7 +185,7 @@ def main() -> None:
         found["models"].append(row)
         console.print(row)
     for name in sys.argv[1:]:
-        with Worker() as worker:
+        with Worker(timeout_s=60) as worker:
             setting.write(Path(name), worker.describe(), found)
 
 
