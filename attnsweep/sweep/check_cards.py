@@ -26,6 +26,7 @@ from attnsweep.regress.verdicts import Comparison, Finding, Verdict
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of
 from attnsweep.store.run import SPEC, Run
+from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.cards import (
     Engine,
@@ -35,7 +36,7 @@ from attnsweep.sweep.cards import (
     opening_of,
     refusal_of,
 )
-from attnsweep.sweep.messages import PROGRESS, Message, StartChild, progress, start_child
+from attnsweep.sweep.messages import PROGRESS, Message, progress
 
 # Two processes take less for most problems. With a smaller share none would be decided.
 _LEAST_SHARE_S = 15.0
@@ -52,13 +53,12 @@ def check(
     wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
-    start_child: StartChild = start_child,
     silence_s: float | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
     """The verdict on every problem, as `live.check` gives it, with a child process for each card.
 
-    start_child, silence_s: see `sweeps.run`; the other arguments and errors: see `live.check`. A
+    silence_s: see `Fleet`; the other arguments and errors: see `live.check`. A
     problem gets an equal share of the time that all cards have left when its card begins it. One
     that no card could check is inconclusive.
     """
@@ -70,7 +70,7 @@ def check(
             locks.enter_context(all_held(cards, wait, observer))
         hello = hello_of(spec, cache_dir) | {"preload": []}
         silence_s = silence_s or longest_silence_s(spec) + budget.total_s
-        engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
+        engine = Engine(cards, messages.start_child, hello, silence_s=silence_s, note=observer.note)
         at_end.enter_context(engine)
         try:
             here = engine.first()

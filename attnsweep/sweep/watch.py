@@ -15,9 +15,6 @@ from attnsweep.core.errors import AttnsweepError, ToolchainError
 from attnsweep.core.files import install_command, shipped
 from attnsweep.family.family import Family
 
-Edits = Callable[[Sequence[Path]], Iterable[object]]
-"""Folders to something that yields whenever a file in one of them may have changed."""
-
 
 def wakes(folders: Sequence[Path]) -> Iterator[object]:
     """Something for each burst of changes in these folders. Raises ToolchainError."""
@@ -66,7 +63,6 @@ def keep_running(
     once: Callable[[], object],
     files: Callable[[], Sequence[Path]],
     say: Callable[[str], None],
-    edits: Edits = wakes,
 ) -> None:
     """Call `once`, and again after each edit of `files`, until Ctrl-C, which is raised.
 
@@ -79,7 +75,7 @@ def keep_running(
     while True:
         folders = sorted({path.parent for path in watched if path.parent.is_dir()})
         say(f"watching {len(watched)} file{'s' * (len(watched) != 1)}; Ctrl-C ends")
-        for _ in edits(folders):
+        for _ in wakes(folders):
             # Again at once if a file was edited while the sweep ran.
             while edited := changes(state, now := state_of(watched)):
                 state = now

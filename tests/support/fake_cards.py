@@ -10,10 +10,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from nursery import Nursery
 
 import attnsweep
+from attnsweep.device import cards as installed_cards
 from attnsweep.device.cards import VISIBLE, InstalledCard
+from attnsweep.sweep import messages
 from attnsweep.sweep.messages import Child, Deliver, Process
 
 
@@ -33,6 +36,11 @@ class FakeCards:
         self.facts: dict[str, Any] = {"all": everywhere, "log": str(place / "calls.log")}
         self.children: list[Process] = []
         self.started: Counter[int] = Counter()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Have commands find these cards on this machine, and use them."""
+        patch.setattr(installed_cards, "installed", lambda: self.cards)
+        patch.setattr(messages, "start_child", self.start_child)
 
     def on(self, number: int, **facts: Any) -> None:
         """What happens on one card."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 from attnsweep.compile.nvrtc import Cubin, default_cache_dir, source_closure
 from attnsweep.core.errors import CompileError
@@ -32,13 +33,16 @@ class FakeCompiler:
     version = "0.0"
     submitted = 0
     """Stages asked for, by any of them."""
-    errors: Mapping[str, CompileError] = {}
-    """What compiling a template raises, by its file name."""
+    made: ClassVar[list[Arch]] = []
+    """Architectures of those that were made in a test."""
+    errors: ClassVar[dict[str, CompileError]] = {}
+    """What compiling a template raises, by its file name; empty at the start of a test."""
 
     def __init__(
         self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
     ) -> None:
         self.arch = arch
+        self.made.append(arch)
         self.cache_dir = cache_dir or default_cache_dir() / "fake"
         self._closures: dict[Path, dict[str, bytes]] = {}
 

@@ -13,6 +13,7 @@ from samples import TEST_GPU
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.compile.launches import Candidate, FirstTimes
 from attnsweep.core.errors import NoGpuError
+from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Status
 from attnsweep.device.energy import Stretch
@@ -27,8 +28,10 @@ class FakeGpu:
     is not in it is not installed. chaining: entries whose calls can be chained. faults: what a call
     of (method, name) raises. calls: every call but `describe`, as (method, name); the name is the
     entry's, the config's of `trial`, or the problem's of `open`. environment: what `describe`
-    answers, or raises. watts: mean power by entry (default: 500); None for a card whose counter of
-    energy stands still.
+    answers, or raises. installed: the architecture that NVML tells before. watts: mean power by
+    entry (default: 500); None for a card whose counter of energy stands still. trial_s: what a
+    trial takes on the clock `now_s`. opened: what each `open` was told, by name. first: what
+    `describe` was told of the first problem.
     """
 
     def __init__(
@@ -45,6 +48,10 @@ class FakeGpu:
         self.proof_s: dict[str, float] = {}
         self.steps_s: dict[str, float] = {}
         self.watts: dict[str, float] | None = {}
+        self.installed: Arch | None = None
+        self.now_s = self.trial_s = 0.0
+        self.opened: list[dict[str, Any]] = []
+        self.first: tuple[Problem, int] | None = None
 
     # -- what a test may override -------------------------------------------------------------
 
@@ -82,6 +89,7 @@ class FakeGpu:
     def describe(
         self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
+        self.first = first
         if isinstance(self.environment, NoGpuError):
             raise self.environment
         return self.environment
@@ -96,10 +104,13 @@ class FakeGpu:
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
     ) -> None:
+        told = {"problem": problem, "seed": seed, "then": then, "rounds_scores": rounds_scores}
+        self.opened.append(told)
         self.heard("open", problem.label)
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         self.heard("trial", label_of(candidate))
+        self.now_s += self.trial_s
         return RIGHT, self.first_times(candidate)
 
     def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:

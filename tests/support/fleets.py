@@ -34,7 +34,8 @@ class Heard(Observer):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.tried_on: Counter[int] = Counter()
+        self.tried: list[object] = []
+        """Labels of rows, and (label, candidates) where those of another problem begin."""
         self.opened_on: list[tuple[int, str, int, int]] = []
         self.counts: list[int] | None = None
         self.ranking: list[str] = []
@@ -63,7 +64,10 @@ class OnCard(Observer):
         self.everywhere.opened_on.append((self.card, problem.label, candidates, kept))
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
-        self.everywhere.tried_on[self.card] += 1
+        self.everywhere.tried.append(trial.problem.label)
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        self.everywhere.tried.append((label, candidates))
 
     def note(self, text: str) -> None:
         self.everywhere.note(text)

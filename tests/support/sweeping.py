@@ -12,7 +12,7 @@ from fake_gpu import FakeGpu
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Trial
 from attnsweep.regress import live
-from attnsweep.sweep import session, start
+from attnsweep.sweep import check_cards, session, start
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import target
 
@@ -49,13 +49,16 @@ def compiler_for(spec: Any, arch: Any, cache_dir: Path | None = None) -> FakeCom
 
 def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
     """Have commands compile nothing."""
-    for place in (start, live, compile_tool):
+    for place in (start, live, check_cards, compile_tool):
         patch.setattr(place, "compiler_for", compiler_for)
+    FakeCompiler.made.clear()
+    FakeCompiler.errors.clear()
 
 
 def use(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
     """Have commands run on this GPU, and compile nothing."""
     for place in (session, target, live):
         patch.setattr(place, "Worker", gpu)
+    patch.setattr(start, "installed_arch", lambda: gpu.installed)
     use_fake_compiler(patch)
     return gpu

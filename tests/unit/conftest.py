@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import fleets
 import pytest
 from fake_cards import FakeCards
 from fake_gpu import FakeGpu
+from rich.progress import Progress
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
+from attnsweep.reports import progress
 from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
-from attnsweep.sweep import session
+from attnsweep.sweep import candidates, session
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -88,6 +91,27 @@ def error_of(load, tmp_path):
 def gpu(monkeypatch):
     """A fake GPU and a fake compiler for sweeps."""
     return use(monkeypatch, FakeGpu(TIMES))
+
+
+@pytest.fixture
+def clock(gpu, monkeypatch):
+    """The clock of a problem's time, `gpu.now_s`: `gpu.trial_s` moves it, or a test."""
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: gpu.now_s))
+    return gpu
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Every bar of `progress` as it is after each step: description, completed, total."""
+    shown = []
+
+    class Bars(Progress):
+        def advance(self, *step):
+            super().advance(*step)
+            shown.extend((task.description, task.completed, task.total) for task in self.tasks)
+
+    monkeypatch.setattr(progress, "Progress", Bars)
+    return shown
 
 
 @pytest.fixture

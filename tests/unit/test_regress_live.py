@@ -198,7 +198,7 @@ def test_code_that_fails(check, changed, card, call, status, verdict, why):
 
 def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, changed, monkeypatch):
     said = "burns.cu(12): error: invalid combination of type specifiers"
-    monkeypatch.setattr(FakeCompiler, "errors", {"burns.cu": CompileError(said, log=said)})
+    FakeCompiler.errors["burns.cu"] = CompileError(said, log=said)
     code, data, _ = check()
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
     assert data["problems"][0]["why"] == f"compile error: {said}"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from fake_compiler import FakeCompiler
 
-from attnsweep.compile import candidate
 from attnsweep.core.hardware import arch_named
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
@@ -22,15 +19,6 @@ problems:
 kernels: {naive: {THREADS: [32, 64, 96, 128, 160]}}
 baselines: []
 """
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(queue_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(candidate, "as_ready", list)
-    monkeypatch.setattr(queue_module, "as_ready", list)  # ready in the order of asking
-    return clock
 
 
 @pytest.fixture
@@ -71,7 +59,7 @@ def test_after_the_deadline_it_gives_the_measured_ones_and_asks_for_no_more(queu
     given = []
     for build in queue.compiled({id(builds[0]), id(builds[3])}, ignore):
         given.append(build.config["THREADS"])
-        clock.now += 3.0
+        clock.now_s += 3.0
     assert given == [32, 64, 128]
     assert queue.ask() == []
 
@@ -80,7 +68,7 @@ def test_compiling_past_the_deadline_leaves_one_candidate_to_the_problem(queue_o
     queue = queue_of("{budget_s: 5}")
     queue.start()
     queue.ask()
-    clock.now = 6.0
+    clock.now_s = 6.0
     assert threads(queue.compiled((), ignore)) == [32]
 
 
@@ -91,14 +79,14 @@ def test_compiling_a_later_batch_past_the_deadline_leaves_none(queue_of, clock, 
     queue.ask()
     assert threads(queue.compiled((), ignore)) == [32, 64]
     queue.ask()
-    clock.now = 6.0
+    clock.now_s = 6.0
     assert threads(queue.compiled((), ignore)) == []
 
 
 def test_time_starts_anew_with_each_problem(queue_of, clock):
     first, second = queue_of("{budget_s: 5}"), queue_of("{budget_s: 5}")
     first.start()
-    clock.now = 6.0
+    clock.now_s = 6.0
     assert first.ask() == []
     second.start()
     assert len(second.ask()) == 5
@@ -109,8 +97,8 @@ def test_progress_comes_at_the_start_now_and_then_and_at_the_end(queue_of, clock
     queue.ask()
     queue.submit()
     seen = []
-    for _ in queue.compiled((), lambda done, total: seen.append((clock.now, done, total))):
-        clock.now += 0.06
+    for _ in queue.compiled((), lambda done, total: seen.append((clock.now_s, done, total))):
+        clock.now_s += 0.06
     assert [(round(now, 2), done, total) for now, done, total in seen] == [
         (0.0, 5, 5),
         (0.12, 5, 5),
@@ -135,7 +123,7 @@ def test_a_queue_that_is_left_some_configs_asks_for_them_alone_also_when_time_is
     queue = queue_of("{budget_s: 5}")
     queue.start()
     queue.ask()
-    clock.now = 6.0
+    clock.now_s = 6.0
     queue.only([("naive", Config({"THREADS": n})) for n in (96, 64)])
     assert threads(queue.builds) == [96, 64]
     queue.submit()

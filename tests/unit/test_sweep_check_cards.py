@@ -8,18 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import use
 
 from attnsweep.core.problem import Problem
-from attnsweep.device import cards as installed_cards
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.regress.budget import Budget
 from attnsweep.specs.load import load_spec
 from attnsweep.store.run import Run
-from attnsweep.sweep import check_cards, session, start
+from attnsweep.sweep import check_cards, session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -32,37 +31,25 @@ check: {slower: 0.02, budget_s: 60}
 LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (64, 128, 256)]
 
 
-def compiler_for(spec, arch, cache_dir=None):
-    return FakeCompiler(arch, cache_dir)
-
-
 @pytest.fixture
 def cards(tmp_path, monkeypatch, nursery):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.setattr(check_cards, "compiler_for", compiler_for)
-    monkeypatch.setattr(start, "compiler_for", compiler_for)
+    use(monkeypatch, FakeGpu({"CYCLES=400000": 20.0}))
     times = {"CYCLES=400000": 20.0, "old": 20.0, "new": 21.0}
     cards = FakeCards(tmp_path, nursery=nursery, times=times, together=2, trial_s=0.1)
-    monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
-    check = check_cards.check
-    monkeypatch.setattr(
-        check_cards,
-        "check",
-        lambda *a, **o: check(*a, **o, start_child=cards.start_child),
-    )
+    cards.install(monkeypatch)
     return cards
 
 
 @pytest.fixture
-def check(tmp_path, cards, monkeypatch, attnsweep):
+def check(tmp_path, cards, attnsweep):
     """Record a baseline, edit the kernel if asked to, and check on both cards."""
     (tmp_path / "ci.yaml").write_text(SPEC)
     families = tmp_path / "families"
     families.mkdir()
     for file in ("burns.py", "burns.cu"):
         (families / file).write_bytes((FAMILIES / file).read_bytes())
-    monkeypatch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
     kernels = discover(families)
     spec = load_spec(tmp_path / "ci.yaml", kernels)
     baseline = session.run(spec, results=tmp_path, cache_dir=tmp_path / "c").run.directory

@@ -7,16 +7,15 @@ import json
 
 import pytest
 from fake_cards import FakeCards
+from filelock import FileLock
 from rich.console import Console
 from samples import PROBLEM, candidate
 from sweeping import use_fake_compiler
 
-from attnsweep.device import cards as installed_cards
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.reports import fleet_progress
 from attnsweep.reports.fleet_progress import FleetLeft
 from attnsweep.reports.terminal import Form
-from attnsweep.sweep import messages
 
 SPEC = """
 problems:
@@ -34,8 +33,7 @@ def cards(tmp_path, monkeypatch, nursery):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     use_fake_compiler(monkeypatch)
     cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
-    monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
-    monkeypatch.setattr(messages, "start_child", cards.start_child)
+    cards.install(monkeypatch)
     (tmp_path / "small.yaml").write_text(SPEC)
     return cards
 
@@ -86,16 +84,13 @@ def test_lost_cards_are_exit_code_3_with_the_tables_so_far(attnsweep, cards):
     assert "(1,2,512,64) fp16 full" in done.stdout
 
 
-def test_a_busy_card_is_exit_code_3_with_who_has_it(attnsweep, cards, monkeypatch):
-    from attnsweep.device import lock
-
-    def busy(file, owner, name, wait, say):
-        raise lock.BusyError(f"{name} is in use by process 7", hint="--wait waits")
-
-    monkeypatch.setattr(lock, "_acquire", busy)
-    done = attnsweep("run", "small.yaml", "--gpus", "all")
+def test_busy_cards_are_exit_code_3_with_all_of_them(attnsweep, cards, tmp_path):
+    (tmp_path / "locks").mkdir()
+    first, second = (FileLock(tmp_path / "locks" / f"{card.hashed}.lock") for card in cards.cards)
+    with first, second:  # not the process's own, as those of another process
+        done = attnsweep("run", "small.yaml", "--gpus", "all")
     assert done.returncode == 3
-    assert "card 0, NVIDIA Test 1 (GPU-00000000) is in use by process 7" in done.stderr
+    assert "card 0, NVIDIA Test 1 (GPU-00000000) is in use" in done.stderr
     assert "card 1, NVIDIA Test 1" in done.stderr
     assert "What works here" not in done.stderr
 

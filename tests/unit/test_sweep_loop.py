@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from samples import TEST_GPU
 from sweeping import SPEC, Notes, by_config
 
 from attnsweep.bench.gpu import WorkerError
-from attnsweep.compile import candidate as compile_candidate
-from attnsweep.compile import cubin as compile_cubin
+from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.core.hardware import arch_named, arch_on
@@ -26,7 +25,6 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.plan import Shard
 from attnsweep.store.run import pack, read_trials
 from attnsweep.sweep import candidates as sweep_candidates
-from attnsweep.sweep import start
 
 pytestmark = pytest.mark.usefixtures("gpu")
 FAMILIES = Path(__file__).parent.parent / "families"
@@ -66,62 +64,40 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
 
 
-def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monkeypatch):
-    submit, early = FakeCompiler.submit, threading.Event()
+def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu):
+    before = FakeCompiler.submitted
 
-    def told(self, source, defines):
-        early.set()
-        return submit(self, source, defines)
-
-    def describe(*, preload=(), first=None):
-        assert early.wait(10), "nothing is compiled before the GPU process has answered"
+    def describe(**_):
+        ends = time.monotonic() + 10
+        while FakeCompiler.submitted == before:
+            assert time.monotonic() < ends, "nothing compiles before the GPU process answers"
         return TEST_GPU
 
-    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
-    monkeypatch.setattr(FakeCompiler, "submit", told)
-    monkeypatch.setattr(gpu, "describe", describe)
+    gpu.installed, gpu.describe = arch_on(TEST_GPU), describe
     assert by_config(go())[(64,)].status is Status.OK
 
 
-def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, monkeypatch):
-    describe, open_, asked = gpu.describe, gpu.open, []
-
-    def described(*, preload=(), first=None):
-        asked.append(first)
-        return describe()
-
-    def opened(problem, *, seed, **options):
-        asked.append((problem, seed))
-        return open_(problem, seed=seed, **options)
-
-    monkeypatch.setattr(gpu, "describe", described)
-    monkeypatch.setattr(gpu, "open", opened)
+def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu):
     go()
-    assert asked[0] == asked[1]  # also of a seed that was drawn
-    asked.clear()
+    (opened,) = gpu.opened
+    assert gpu.first == (opened["problem"], opened["seed"])  # also of a seed that was drawn
     go(shard=Shard(1, 1))
-    assert asked[0] is None  # a part may not have the spec's first problem
+    assert gpu.first is None  # a part may not have the spec's first problem
 
 
-def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu, monkeypatch):
-    open_, seeds = gpu.open, []
-
-    def opened(problem, *, seed, **options):
-        seeds.append(seed)
-        return open_(problem, seed=seed, **options)
-
-    monkeypatch.setattr(gpu, "open", opened)
+def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu):
     seeded = SPEC.replace("{rounds: 4}", "{rounds: 4, input_seed: 7}")
     for number, text in enumerate((SPEC, SPEC, seeded, seeded)):
         go(f"name: run{number}\n{text}")
-    assert len(set(seeds[:2])) == 2
-    assert seeds[2:] == [7, 7]
+    first, second, *rest = [opened["seed"] for opened in gpu.opened]
+    assert first != second
+    assert rest == [7, 7]
 
 
-def test_a_row_keeps_the_clock_of_its_first_time(go, gpu, monkeypatch):
+def test_a_row_keeps_the_clock_of_its_first_time(go, gpu):
     """Cycles decide which candidates race: at the power cap a time alone says little."""
     times = gpu.first_times
-    monkeypatch.setattr(gpu, "first_times", lambda each: replace(times(each), sm_mhz=1395.0))
+    gpu.first_times = lambda each: replace(times(each), sm_mhz=1395.0)
     rows = by_config(go())
     assert {rows[threads,].first_mhz for threads in (32, 64, 128)} == {1395.0}
 
@@ -134,28 +110,15 @@ def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path)
 
 
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
-def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, monkeypatch, there):
+def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, there):
     """The spec names another one, or NVML does not tell."""
-    made, archs = compile_cubin.compiler_for, []
-
-    def told(spec, arch, cache_dir):
-        archs.append(arch.name)
-        return made(spec, arch, cache_dir)
-
-    monkeypatch.setattr(start, "installed_arch", lambda: there and arch_named(there))
-    monkeypatch.setattr(start, "compiler_for", told)
+    gpu.installed = there and arch_named(there)
     assert go(f"arch: {TEST_GPU.arch}\n{SPEC}").exit_code == 0
-    assert archs == [TEST_GPU.arch]
+    assert [arch.name for arch in FakeCompiler.made] == [TEST_GPU.arch]
 
 
-@pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
-def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch, ready):
-    """Whichever of them is compiled first."""
-    monkeypatch.setattr(compile_candidate, "as_ready", ready)
-    monkeypatch.setattr(sweep_candidates, "as_ready", ready)
-    monkeypatch.setattr(
-        compile_candidate.Build, "machine_code", lambda self: self.config["THREADS"] < 128
-    )
+def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch):
+    monkeypatch.setattr(Build, "machine_code", lambda self: self.config["THREADS"] < 128)
     rows = by_config(go())
     assert rows[(32,)].status is Status.OK
     assert rows[(64,)].status is Status.PRUNED
@@ -176,18 +139,15 @@ measure: {rounds: 4, finalists: 2}
 """
 
 
-def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu, monkeypatch):
+def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu):
     families = discover(FAMILIES)
-    monkeypatch.setattr(compile_candidate, "as_ready", list)
-    monkeypatch.setattr(sweep_candidates, "as_ready", list)
 
     def first_times(candidate):
         score, mix = candidate.config["SCORE_THREADS"], candidate.config["MIX_THREADS"]
         stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
         return FirstTimes(sum(stages.values()), stages, 1.0)
 
-    monkeypatch.setattr(gpu, "first_times", first_times)
-    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
+    gpu.first_times, gpu.sample = first_times, lambda name, kind: 20.0
     rows = by_config(go(PIPELINES, families))
     assert rows[128, 64].status is Status.PRUNED
     assert "stages too slow in other configs: at least 64.0 us" in rows[128, 64].detail
@@ -245,22 +205,13 @@ def test_a_changed_parameter_list_keeps_what_holds(go, gpu):
     assert gpu.names("trial") == ["THREADS=128"]
 
 
-def test_candidates_asked_for_later_may_be_measured_already(go, gpu, monkeypatch):
+@pytest.mark.parametrize("more", ["[32, 64]", "[64, 32]"])
+def test_candidates_before_and_behind_measured_ones_are_tried(go, gpu, monkeypatch, more):
     monkeypatch.setattr(sweep_candidates, "_LOOKAHEAD", 1)
-    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
+    one = SPEC.replace("[32, 64, 128]", "[64]")
     assert by_config(go(one))[64,].status is Status.OK
     gpu.calls.clear()
-    rows = by_config(go(one.replace("[64]", "[32, 64]")))
-    assert {rows[32,].status, rows[64,].status} == {Status.OK}
-    assert gpu.names("trial") == ["THREADS=32"]
-
-
-def test_candidates_behind_measured_ones_are_tried(go, gpu, monkeypatch):
-    monkeypatch.setattr(sweep_candidates, "_LOOKAHEAD", 1)
-    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
-    go(one)
-    gpu.calls.clear()
-    rows = by_config(go(one.replace("[64]", "[64, 32]")))
+    rows = by_config(go(one.replace("[64]", more)))
     assert {rows[32,].status, rows[64,].status} == {Status.OK}
     assert gpu.names("trial") == ["THREADS=32"]
 
@@ -337,13 +288,9 @@ def test_every_candidate_wrong_is_exit_code_1(go, gpu):
     assert go().exit_code == 1
 
 
-def test_a_spread_out_time_is_noisy(go, gpu, monkeypatch):
+def test_a_spread_out_time_is_noisy(go, gpu):
     times, sample = itertools.cycle([20.0, 60.0]), gpu.sample
-
-    def jumping(name, kind):
-        return next(times) if "THREADS=64" in name else sample(name, kind)
-
-    monkeypatch.setattr(gpu, "sample", jumping)
+    gpu.sample = lambda name, kind: next(times) if "=64" in name else sample(name, kind)
     row = by_config(go())[(64,)]
     assert row.status is Status.NOISY
     assert "quartiles" in row.detail
@@ -485,7 +432,7 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
 def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, monkeypatch):
     """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
     monkeypatch.setattr(time_limit, "LIMIT_S", 0.2)
-    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
+    gpu.installed = arch_on(TEST_GPU)
     kernels = discover()
     naive = kernels["naive"]
 

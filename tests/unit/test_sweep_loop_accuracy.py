@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture
-def accuracies(gpu, monkeypatch):
+def accuracies(gpu):
     """Errors by config: the fastest of SPEC errs most."""
     errors = {"THREADS=32": 0.01, "THREADS=64": 0.05, "THREADS=128": 0.02}
     right = gpu.trial
@@ -26,7 +26,7 @@ def accuracies(gpu, monkeypatch):
         changes = {"limit": 0.1, "rel_err": errors[name], "timed_err": errors[name]}
         return accuracy.model_copy(update=changes), first
 
-    monkeypatch.setattr(gpu, "trial", trial)
+    gpu.trial = trial
     return errors
 
 
@@ -70,17 +70,10 @@ def test_a_replay_can_ask_for_another_accuracy(go, tmp_path, accuracies):
     assert rows[32,].status is Status.OK
 
 
-def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu, monkeypatch):
+def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):
     """What limits of rounded scores come from took 6 s of a run, beside imports."""
-    kernels, asked = discover(), []
-    open_ = gpu.open
+    kernels = discover()
     kernels["naive"] = copy.copy(kernels["naive"])
     object.__setattr__(kernels["naive"], "rounds_scores", 2)
-
-    def opened(problem, *, rounds_scores, **options):
-        asked.append(rounds_scores)
-        return open_(problem, **options)
-
-    monkeypatch.setattr(gpu, "open", opened)
     go(kernels=kernels)
-    assert asked == [{2}]
+    assert [opened["rounds_scores"] for opened in gpu.opened] == [{2}]

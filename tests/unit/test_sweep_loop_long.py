@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import RIGHT, FakeGpu, label_of
 from rich.console import Console
-from sweeping import by_config, use
+from sweeping import Notes, by_config, use
 
 from attnsweep.bench.gpu import WorkerError
-from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
 from attnsweep.reports import progress
 from attnsweep.reports.terminal import Form
-from attnsweep.sweep import candidates
 
 SPEC = """
 problems:
@@ -44,18 +41,18 @@ class TwoLengths(FakeGpu):
     def __init__(self):
         super().__init__({f"THREADS={n}": 2800.0 + n for n in THREADS} | {"torch_flash": 2500.0})
         self.longer, self.wrong = {}, set()
-        self.opened = ""
+        self.open_now = ""
 
     def time_us(self, name):
-        times = 1 if self.opened == SHORT else self.longer.get(name.rpartition("=")[2], LONGER)
+        times = 1 if self.open_now == SHORT else self.longer.get(name.rpartition("=")[2], LONGER)
         return times * super().time_us(name)
 
     def open(self, problem, **options):
-        self.opened = problem.label
+        self.open_now = problem.label
         super().open(problem, **options)
 
     def trial(self, candidate):
-        if (self.opened, candidate.config.get("THREADS")) in self.wrong:
+        if (self.open_now, candidate.config.get("THREADS")) in self.wrong:
             self.calls.append(("trial", label_of(candidate)))
             raise WorkerError(Status.WRONG, "too far off", RIGHT)
         return super().trial(candidate)
@@ -222,11 +219,10 @@ def test_what_changes_a_row_or_adds_to_them_is_measured(go, gpu, changed):
 def test_another_code_of_a_candidate_that_was_left_out_is_tried(go, gpu, monkeypatch):
     go(SPEC)
     key = FakeCompiler.key
-
-    def edited(self, source, defines):
-        return key(self, source, defines) + "edited" * (defines.get("THREADS") == "320")
-
-    monkeypatch.setattr(FakeCompiler, "key", edited)
+    edited = {"THREADS": "320"}.items()
+    monkeypatch.setattr(
+        FakeCompiler, "key", lambda *a: key(*a) + "edited" * (edited <= a[-1].items())
+    )
     gpu.calls.clear()
     gpu.times["THREADS=320"] = 2700.0
     assert 320 in timed(go(SPEC))
@@ -244,7 +240,7 @@ def test_a_run_interrupted_while_it_chooses_goes_on(go, gpu, after):
 
 
 @pytest.mark.parametrize("where", ["open", "trial", "add", "replay", "confirm"])
-def test_a_run_interrupted_on_the_long_problem_goes_on(go, gpu, monkeypatch, where):
+def test_a_run_interrupted_on_the_long_problem_goes_on(go, gpu, where):
     """Also if the shorter problem's times are others by then, so that others are chosen."""
     heard = gpu.heard
 
@@ -253,9 +249,9 @@ def test_a_run_interrupted_on_the_long_problem_goes_on(go, gpu, monkeypatch, whe
         if method == where and LONG in gpu.names("open"):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu, "heard", interrupted)
+    gpu.heard = interrupted
     assert go(SPEC).interrupted
-    monkeypatch.setattr(gpu, "heard", heard)
+    gpu.heard = heard
     gpu.calls.clear()
     gpu.times |= {f"THREADS={n}": 4000.0 - n for n in THREADS}
     assert chosen_among_all(go(SPEC), gpu, THREADS[5:])
@@ -287,48 +283,29 @@ def test_a_candidate_that_failed_on_the_long_problem_stays_so_if_it_is_not_chose
 
 def test_without_the_shorter_problem_all_are_tried_on_the_long_one(go, gpu):
     gpu.faults["open", SHORT] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
-    said = []
-
-    class Listener(Observer):
-        def note(self, text):
-            said.append(text)
-
-    outcome = go(SPEC, observer=Listener())
+    notes = Notes()
+    outcome = go(SPEC, observer=notes)
     assert gpu.names("open") == [SHORT, LONG]
     assert sorted(gpu.tried_on(LONG)) == THREADS
     assert set(statuses(outcome).values()) == {Status.OK}
     assert winner(outcome) == 32
-    assert f"{SHORT} cannot be opened: out of memory" in said
+    assert f"{SHORT} cannot be opened: out of memory" in notes.texts
     gpu.calls.clear()
     go(SPEC)
     assert not gpu.measured()
 
 
-def test_time_that_is_up_after_the_shorter_problem_leaves_the_entrants(go, gpu, monkeypatch):
+def test_time_that_is_up_after_the_shorter_problem_leaves_the_entrants(go, gpu, clock):
     """A budget is for the search, which is on the shorter problem."""
-    now, trial = [0.0], gpu.trial
-
-    def slow(candidate):
-        now[0] += 0.7
-        return trial(candidate)
-
-    monkeypatch.setattr(gpu, "trial", slow)
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock.trial_s = 0.7
     outcome = go(SPEC + "search: {strategy: random, budget_s: 4}\n")
     assert len(gpu.tried_on(SHORT)) == 6
     assert len(timed(outcome)) == len(gpu.tried_on(LONG)) == 5
     assert len(ours(outcome)) == 6
 
 
-def test_the_search_of_a_long_problem_has_seven_seconds_at_most(go, gpu, monkeypatch):
-    now, trial = [0.0], gpu.trial
-
-    def slow(candidate):
-        now[0] += 1.6
-        return trial(candidate)
-
-    monkeypatch.setattr(gpu, "trial", slow)
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_the_search_of_a_long_problem_has_seven_seconds_at_most(go, gpu, clock):
+    clock.trial_s = 1.6
     go(SPEC)
     assert len(gpu.tried_on(SHORT)) == 5
 
@@ -363,22 +340,18 @@ def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_afforda
     assert rows[32].warm_us == rows[32].time_us.median
 
 
-def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu, monkeypatch):
-    sample, noise, said = gpu.sample, itertools.cycle([1.0, 1.3]), []
+def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu):
+    sample, noise, notes = gpu.sample, itertools.cycle([1.0, 1.3]), Notes()
 
     def noisy(name, kind):
         return sample(name, kind) * (next(noise) if name == "torch_flash" else 1.0)
 
-    class Listener(Observer):
-        def note(self, text):
-            said.append(text)
-
-    monkeypatch.setattr(gpu, "sample", noisy)
-    row = by_config(go(SPEC, observer=Listener()))["torch_flash"]
+    gpu.sample = noisy
+    row = by_config(go(SPEC, observer=notes))["torch_flash"]
     assert row.status is Status.NOISY
     assert len(row.time_us.rounds) == gpu.names("replay").count("torch_flash") == 8
     assert row.time_us.discarded == []
-    assert not [text for text in said if "timed again" in text]
+    assert not [text for text in notes.texts if "timed again" in text]
 
 
 def test_progress_counts_no_candidate_twice(go, monkeypatch):
@@ -397,22 +370,11 @@ def test_progress_counts_no_candidate_twice(go, monkeypatch):
     assert {on for on, _, _ in told} == {SHORT, None}
 
 
-def test_bars_count_no_candidate_twice_and_name_the_shorter_problem(go, monkeypatch):
-    shown = []
-    console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with progress.watch(console) as observer:
-        advance = observer._progress.advance
-
-        def watched(task):
-            advance(task)
-            shown.extend((t.description, t.completed, t.total) for t in observer._progress.tasks)
-
-        monkeypatch.setattr(observer._progress, "advance", watched)
+def test_bars_count_no_candidate_twice_and_name_the_shorter_problem(go, bars):
+    with progress.watch(Console(file=io.StringIO(), force_terminal=True)) as observer:
         go(SPEC, observer=observer)
-    assert ("sweep", 10, 10) in shown
-    assert (f"  check on {SHORT}", 10, 10) in shown
-    assert ("  check", 5, 5) in shown
-    assert [each for each in shown if each[2] is not None and each[1] > each[2]] == []
+    assert {("sweep", 10, 10), (f"  check on {SHORT}", 10, 10), ("  check", 5, 5)} <= {*bars}
+    assert [bar for bar in bars if bar[2] is not None and bar[1] > bar[2]] == []
 
 
 def test_plain_lines_name_the_shorter_problem(go, monkeypatch):

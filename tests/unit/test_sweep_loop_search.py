@@ -10,12 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from sweeping import SPEC, by_config
+from sweeping import SPEC, Notes, by_config
 
 from attnsweep.choose.strategies import gp, tpe
-from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
-from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
 from attnsweep.reports import progress
 from attnsweep.reports.terminal import Form
@@ -24,24 +22,11 @@ from attnsweep.sweep import candidates, loop, session
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
-@pytest.fixture
-def slow_trials(gpu, monkeypatch):
-    """A clock that stands still but while a candidate is tried, which takes 0.7 s."""
-    now, trial = [0.0], gpu.trial
-
-    def slow(candidate):
-        now[0] += 0.7
-        return trial(candidate)
-
-    monkeypatch.setattr(gpu, "trial", slow)
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-
-@pytest.mark.usefixtures("slow_trials")
 @pytest.mark.parametrize("lookahead", [1, 64])
 def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
-    go, gpu, monkeypatch, lookahead
+    go, gpu, clock, monkeypatch, lookahead
 ):
+    clock.trial_s = 0.7
     monkeypatch.setattr(candidates, "_LOOKAHEAD_IN_TIME", lookahead)
     spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
     rows = by_config(go(spec))
@@ -92,20 +77,11 @@ def test_json_never_tells_of_more_candidates_done_than_there_are(go, monkeypatch
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_bars_never_show_more_candidates_than_there_are(go, monkeypatch):
-    shown = []
-    console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with progress.watch(console) as observer:
-        advance = observer._progress.advance
-
-        def watched(task):
-            advance(task)
-            shown.extend((t.completed, t.total) for t in observer._progress.tasks)
-
-        monkeypatch.setattr(observer._progress, "advance", watched)
+def test_bars_never_show_more_candidates_than_there_are(go, bars):
+    with progress.watch(Console(file=io.StringIO(), force_terminal=True)) as observer:
         go(observer=observer)
-    assert (3, 3) in shown
-    assert [pair for pair in shown if pair[0] > pair[1]] == []
+    assert ("sweep", 3, 3) in bars
+    assert [bar for bar in bars if bar[1] > bar[2]] == []
 
 
 @pytest.fixture
@@ -130,8 +106,7 @@ def model(gpu, monkeypatch):
     def sample(name, kind):
         return 9.0 if kind == "eager" else 50.0 * next(drift) - int(name.split("=")[1]) / 10
 
-    monkeypatch.setattr(gpu, "first_times", first_times)
-    monkeypatch.setattr(gpu, "sample", sample)
+    gpu.first_times, gpu.sample = first_times, sample
     return found
 
 
@@ -169,10 +144,8 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
 ):
     for name, value in {"FEW": 2, "LEAST": 2, "PATIENCE": 1, "EXPECTED": 0.1}.items():
         monkeypatch.setattr(gp, name, value)
-    monkeypatch.setattr(Observer, "note", lambda self, text: said.append(text))
-    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
-    said: list[str] = []
-    outcome = go(SEARCHED)
+    gpu.sample, notes = lambda name, kind: 20.0, Notes()
+    outcome = go(SEARCHED, observer=notes)
     tried = len(model.tried)
     assert 2 <= tried < 8
     (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
@@ -180,7 +153,7 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
         r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
         facts["ended"],
     )
-    assert said == [f"(1,2,256,64) fp16 full: naive: the search ended: {facts['ended']}"]
+    assert notes.texts == [f"(1,2,256,64) fp16 full: naive: the search ended: {facts['ended']}"]
     left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
     assert left in (outcome.run.directory / "ranking.md").read_text()
 
@@ -210,22 +183,3 @@ def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go
     assert sorted(s for s in first.values() if s is not None) == [1, 2]  # baselines have none
     assert {key: again[key] for key in first} == first
     assert [s for key, s in again.items() if key not in first] == [3]
-
-
-def test_a_candidate_is_made_once_for_its_row_and_its_trial(go, gpu, monkeypatch):
-    """The GPU waits while its launches on a dozen cases are made."""
-    made, before_trials = [], []
-    make, trial = Build.candidate, gpu.trial
-
-    def counted(build):
-        made.append(build.key)
-        return make(build)
-
-    def tried(candidate):
-        before_trials.append(len(made))
-        return trial(candidate)
-
-    monkeypatch.setattr(Build, "candidate", counted)
-    monkeypatch.setattr(gpu, "trial", tried)
-    go()
-    assert before_trials == [1, 2, 3]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from attnsweep.cli import app
 from attnsweep.core.errors import CompileError, KernelError
 from attnsweep.core.files import shipped
-from attnsweep.sweep import start, watch
+from attnsweep.sweep import watch
 
 SPEC = """
 problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]
@@ -29,11 +31,7 @@ measure: {rounds: 4}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    gpu = FakeGpu({"THREADS=32": 30.0, "THREADS=64": 20.0})
-    use(monkeypatch, gpu)
-    monkeypatch.setattr(start, "installed_arch", lambda: None)
-    monkeypatch.setattr(FakeCompiler, "errors", {})
-    return gpu
+    return use(monkeypatch, FakeGpu({"THREADS=32": 30.0, "THREADS=64": 20.0}))
 
 
 @pytest.fixture
@@ -57,22 +55,25 @@ def arguments(mine: Path, *more: str) -> list[str]:
     ]
 
 
-def edits_of(*steps):
-    """A watcher that does one step, an edit, before each wake; then Ctrl-C."""
+@pytest.fixture
+def edits(monkeypatch):
+    """Steps, each an edit, that the watcher does before a wake; then comes Ctrl-C."""
+    steps = []
 
-    def edits(folders):
-        for step in steps:
-            step()
+    def watched(*folders, raise_interrupt):
+        while steps:
+            steps.pop(0)()
             yield set()
         raise KeyboardInterrupt
 
-    return edits
+    monkeypatch.setitem(sys.modules, "watchfiles", SimpleNamespace(watch=watched))
+    return steps
 
 
 @pytest.fixture
-def go(gpu, mine, monkeypatch):
+def go(gpu, mine, edits):
     def run(*steps, options=()):
-        monkeypatch.setattr(watch.keep_running, "__defaults__", (edits_of(*steps),))
+        edits.extend(steps)
         return CliRunner().invoke(app, arguments(mine, "--watch", *options))
 
     return run
@@ -125,18 +126,16 @@ def test_a_declaration_that_is_broken_for_a_while_ends_nothing(go, mine) -> None
     assert done.stdout.count("* winner") == 2
 
 
-def test_a_template_that_does_not_compile_says_why_and_goes_on(go, mine, monkeypatch) -> None:
+def test_a_template_that_does_not_compile_says_why_and_goes_on(go, mine) -> None:
     template = mine / "mine.cu"
     log = 'mine.cu(3): error: identifier "y" is undefined\n  y\n  ^\n'
 
     def breaks() -> None:
-        monkeypatch.setattr(
-            FakeCompiler, "errors", {"mine.cu": CompileError(log.splitlines()[0], log=log)}
-        )
+        FakeCompiler.errors["mine.cu"] = CompileError(log.splitlines()[0], log=log)
         template.write_text(template.read_text() + "y\n")
 
     def mends() -> None:
-        monkeypatch.setattr(FakeCompiler, "errors", {})
+        FakeCompiler.errors.clear()
         template.write_text(template.read_text().removesuffix("y\n"))
 
     done = go(breaks, mends)
@@ -144,7 +143,8 @@ def test_a_template_that_does_not_compile_says_why_and_goes_on(go, mine, monkeyp
     assert done.stdout.count("* winner") == 2
 
 
-def test_an_edit_during_the_sweep_is_not_lost(tmp_path) -> None:
+def test_an_edit_during_the_sweep_is_not_lost(tmp_path, edits) -> None:
+    edits.append(lambda: None)
     path, calls = tmp_path / "a", []
     path.write_text("1")
 
@@ -154,16 +154,16 @@ def test_an_edit_during_the_sweep_is_not_lost(tmp_path) -> None:
             path.write_text(f"{len(calls) + 1}")
 
     with pytest.raises(KeyboardInterrupt):
-        watch.keep_running(once, lambda: [path], lambda _: None, edits_of(lambda: None))
+        watch.keep_running(once, lambda: [path], lambda _: None)
     assert calls == ["1", "2", "3"]
 
 
-def test_the_first_call_raises_what_is_wrong(tmp_path) -> None:
+def test_the_first_call_raises_what_is_wrong(tmp_path, edits) -> None:
     def once() -> None:
         raise KernelError("no")
 
     with pytest.raises(KernelError):
-        watch.keep_running(once, lambda: [tmp_path / "a"], lambda _: None, edits_of())
+        watch.keep_running(once, lambda: [tmp_path / "a"], lambda _: None)
 
 
 def test_the_files_are_the_spec_declarations_templates_and_headers() -> None:

@@ -53,7 +53,7 @@ def test_a_requirement_that_prunes_every_candidate_ends_in_1_and_says_so(compile
 def test_one_problem_without_candidates_is_enough(compiled, monkeypatch):
     """The other one still has a family; the code is 1 for what does not compile, and says which."""
     said = "burns.cu(3): error: no"
-    monkeypatch.setattr(FakeCompiler, "errors", {"burns.cu": CompileError(said, log=said)})
+    FakeCompiler.errors["burns.cu"] = CompileError(said, log=said)
     code, _, err = compiled(f"<= {REGISTERS}")
     assert code == 1
     assert "(1,2,64,64) fp16 full: no candidate is left" in err
