@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -77,6 +78,16 @@ class Finding:
             "slower": self.slower,
             "budget_ended": self.budget_ended,
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        """The finding that `to_json` wrote."""
+        told = dict(data)
+        label, verdict, why = (told.pop(name) for name in ("problem", "verdict", "why"))
+        low, high = told.pop("interval") or (None, None)
+        drift = told.pop("drift")
+        told["drift"] = None if drift is None else (drift[0], drift[1])
+        return cls(label, Verdict(verdict), why, low=low, high=high, **told)
 
 
 @dataclass(frozen=True, slots=True)

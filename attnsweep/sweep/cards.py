@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -23,13 +22,14 @@ from attnsweep.bench.gpu import START_TIMEOUT_S
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core.errors import CompileError, NoGpuError
 from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.device.cards import InstalledCard
 from attnsweep.device.lock import BusyError, held
 from attnsweep.family.family import Family
 from attnsweep.specs.load import SweepSpec
 from attnsweep.sweep.assign import Assignment, Task
-from attnsweep.sweep.messages import Child, Message, StartChild
+from attnsweep.sweep.messages import PROGRESS, Child, Message, StartChild
 
 _LOOK_S = 0.5
 # How long a child may take to start: to import, and to wait for its GPU process.
@@ -44,32 +44,51 @@ AWAY_S = 60.0
 _MALFORMED = (LookupError, TypeError, AttributeError, ArithmeticError, ValidationError, ValueError)
 
 
-class Job(Protocol):
-    """What the children work on."""
+class Job:
+    """The problems that the children work on, and what becomes of what they tell."""
 
-    def label(self, number: int) -> str:
-        """The name of a problem."""
+    def __init__(self, problems: Sequence[Problem], here: Environment, observer: Observer) -> None:
+        """here: what each card must be like. observer: of all cards."""
+        self.problems, self.here, self._observer = problems, here, observer
+        self.on: dict[int, Observer] = {}
+        """The observer of each card that is there or was, by number."""
 
-    def refusal(self, here: Environment) -> str | None:
-        """Why a card does not belong to the others, or None."""
+    def meet(self, card: InstalledCard, uuid: str | None) -> None:
+        """Observe a card. uuid: its own, as in rows, if it has told it."""
+        if card.number not in self.on:
+            self.on[card.number] = self._observer.on(card.number, uuid or card.uuid)
 
     def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:
         """A card belongs to the others, perhaps again; returns which problems it has begun."""
+        self.meet(card, here.uuid)
+        return ()
 
     def opening(self) -> Message:
         """What a child must know before its first problem."""
+        raise NotImplementedError
 
     def task(self, task: Task, then: int | None) -> Message:
         """What a child is told to do."""
+        raise NotImplementedError
 
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
         """A child told something of its problem. Raises KeyError or ValueError if it is invalid."""
+        facts, on = dict(message), self.on[card.number]
+        if (say := facts.pop("say")) == "opening":
+            on.opening(self.problems[number], facts["candidates"], facts["kept"])
+        elif say in PROGRESS:
+            getattr(on, say)(**facts)
+        else:
+            raise ValueError(f"unknown message {say!r}")
 
-    def finished(self, card: InstalledCard, number: int, message: Message) -> None:
+    def finished(self, card: InstalledCard, number: int, message: Message) -> None:  # noqa: ARG002
         """A problem is done."""
+        self.on[card.number].resting(done=True)
 
     def lost(self, card: InstalledCard) -> None:
         """A card has lost its problem."""
+        if card.number in self.on:
+            self.on[card.number].resting(done=False)
 
 
 @dataclass
@@ -307,7 +326,7 @@ class Engine:
         assert self._job is not None
         assert self._assignment is not None
         here, before = seat.environment, None
-        refused = self._job.refusal(here)
+        refused = refusal_of(here, self._job.here)
         if here.uuid is not None and seat.card.hashed not in (None, here.uuid):
             refused = "its process sees another card"
         if refused is None:
@@ -375,11 +394,10 @@ class Engine:
             left_out = loss.left_out
             away = away and not self._assignment.failing(seat.name)
             self._job.lost(seat.card)
-            if loss.task is not None and loss.given_up:
-                lost = f"; {self._job.label(loss.task)} was lost twice and is left for a later run"
-            elif loss.task is not None:
+            if loss.task is not None:
                 where = "to another card" if blame else "on when it is back, or on another card"
-                lost = f"; {self._job.label(loss.task)} goes {where}"
+                then = "was lost twice and is left for a later run" if loss.given_up else None
+                lost = f"; {self._job.problems[loss.task].label} {then or f'goes {where}'}"
         self._last_fault = f"{seat.card}: {why}"
         out = "; the card is left out" if left_out else ""
         text = f"{seat.card}: {why}{lost}{out}{' until it comes back' if away else ''}"

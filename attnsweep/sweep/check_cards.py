@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.observer import Observer
-from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.device.cards import InstalledCard
 from attnsweep.regress.budget import Budget
@@ -30,13 +28,13 @@ from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.cards import (
     Engine,
+    Job,
     all_held,
     hello_of,
     longest_silence_s,
     opening_of,
-    refusal_of,
 )
-from attnsweep.sweep.messages import PROGRESS, Message, progress
+from attnsweep.sweep.messages import Message
 
 # Two processes take less for most problems. With a smaller share none would be decided.
 _LEAST_SHARE_S = 15.0
@@ -81,8 +79,9 @@ def check(
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
         options = {"slower": slower, "other_driver": other_driver}
-        job = _Checks(spec, baseline, here, place / SPEC, options, budget, tell)
-        job.on = {c: observer.on(c.number, c.hashed or c.uuid) for c in cards}
+        job = _Checks(spec, baseline, here, place / SPEC, options, budget, observer, tell)
+        for card in cards:
+            job.meet(card, card.hashed)
         observer.planned([1] * len(job.problems), finals=False)
         began = time.monotonic()
         engine.run(job.assignment, job, compiler)
@@ -90,8 +89,8 @@ def check(
     return comparison(spec, baseline, here, job.findings, slower, budget)
 
 
-class _Checks:
-    """What the children are told to check, and what they found."""
+class _Checks(Job):
+    """The problems of a check, and the finding of each."""
 
     def __init__(
         self,
@@ -101,15 +100,14 @@ class _Checks:
         written: Path,
         options: Mapping[str, Any],
         budget: Budget,
+        observer: Observer,
         tell: Tell | None,
     ) -> None:
         """written: where the spec lies."""
-        self.problems: list[Problem] = asked_of(spec, baseline)
-        self._spec, self._baseline = spec, baseline
-        self._here, self._written, self._options = here, written, options
-        self._budget, self._tell = budget, tell
+        super().__init__(asked_of(spec, baseline), here, observer)
+        self._spec, self._baseline, self._written = spec, baseline, written
+        self._options, self._budget, self._tell = options, budget, tell
         self.assignment = Assignment([1 + problem.flops / 5e11 for problem in self.problems])
-        self.on: dict[InstalledCard, Observer] = {}
         self._found: dict[int, Finding] = {}
 
     @property
@@ -120,18 +118,6 @@ class _Checks:
             self._found.get(number) or Finding(problem.label, Verdict.INCONCLUSIVE, why)
             for number, problem in enumerate(self.problems)
         ]
-
-    def label(self, number: int) -> str:
-        """See Job, as for the other methods."""
-        return self.problems[number].label
-
-    def refusal(self, here: Environment) -> str | None:
-        """Other kinds of cards are left out."""
-        return refusal_of(here, self._here)
-
-    def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:  # noqa: ARG002
-        """Nothing is kept of an earlier check."""
-        return ()
 
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""
@@ -162,31 +148,9 @@ class _Checks:
         share = min(1.0, len(self.assignment.workers) / (waiting + 1))
         return min(left_s, max(left_s * share, _LEAST_SHARE_S))
 
-    def heard(self, card: InstalledCard, number: int, message: Message) -> None:
-        """Progress."""
-        on = self.on[card]
-        match message["say"]:
-            case "opening":
-                on.opening(self.problems[number], message["candidates"], message["kept"])
-            case say if say in PROGRESS:
-                progress(on, message)
-            case other:
-                raise ValueError(f"unknown message {other!r}")
-
-    def lost(self, card: InstalledCard) -> None:
-        """Its problem is another card's now."""
-        self.on[card].resting(done=False)
-
     def finished(self, card: InstalledCard, number: int, message: Message) -> None:
         """A finding, as `Finding.to_json` wrote it."""
-        told = dict(message["finding"])
-        low, high = told.pop("interval") or (None, None)
-        drift = told.pop("drift")
-        finding = Finding(
-            told.pop("problem"), Verdict(told.pop("verdict")), told.pop("why"), **told
-        )
-        drifted = None if drift is None else (drift[0], drift[1])
-        self._found[number] = replace(finding, low=low, high=high, drift=drifted)
-        self.on[card].resting(done=True)
+        self._found[number] = Finding.from_json(message["finding"])
+        super().finished(card, number, message)
         if self._tell is not None:
             self._tell(self._found[number])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import AttnsweepError
-from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, cards_of
 from attnsweep.device.cards import InstalledCard
@@ -22,14 +21,13 @@ from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.cards import (
     Engine,
+    Job,
     all_held,
     hello_of,
     longest_silence_s,
     opening_of,
-    refusal_of,
 )
-from attnsweep.sweep.loop import Share
-from attnsweep.sweep.messages import PROGRESS, Message, StartChild, progress
+from attnsweep.sweep.messages import Message, StartChild
 from attnsweep.sweep.session import SweepSession
 from attnsweep.sweep.start import in_turns
 
@@ -112,7 +110,8 @@ class Fleet:
                 if self._remote:  # a begun problem goes to its card, so all must say who they are
                     known |= {card: each.uuid for card, each in engine.ready(_READY_S).items()}
                 s.describe(known.values())
-                job.meet({card: known[card] for card in self._cards})
+                for card in self._cards:
+                    job.meet(card, known[card])
                 numbers = {item.problem: number for number, item in enumerate(s.planned)}
                 guesses = {name: numbers[problem] for name, problem in self._guesses.items()}
                 costs = [cost(item) for item in s.planned]
@@ -121,7 +120,7 @@ class Fleet:
                 return engine.run(assignment, job, s.compiler)
             finally:
                 engine.stop()  # stores what the children told meanwhile
-                s.observer.note(f"took {time.monotonic() - began:.0f} s on {job.cards} cards")
+                s.observer.note(f"took {time.monotonic() - began:.0f} s on {len(job.on)} cards")
 
 
 def longest(spec: SweepSpec, shard: Shard | None) -> list[Problem]:
@@ -137,29 +136,17 @@ def first_of(problem: Problem, seed: int) -> Message:
     return {"first": {"problem": problem.facts, "seed": seed}}
 
 
-class _SweepJob:
-    """What the children are told to do, and what becomes of what they tell: see `Job`."""
+class _SweepJob(Job):
+    """The problems of a sweep, whose rows go to its store."""
 
     def __init__(self, session: SweepSession) -> None:
+        problems = [item.problem for item in session.planned]
+        super().__init__(problems, session.environment, session.observer)
         self._session, self._store = session, session.store
-        self._problems = [item.problem for item in session.planned]
         of_spec = [entry.problem for entry in session.spec.problems]
-        self._places = [of_spec.index(problem) for problem in self._problems]
-        self._on: dict[int, Observer] = {}
+        self._places = [of_spec.index(problem) for problem in problems]
         self._measures_on: dict[int, str | None] = {}
         self._last: dict[int, Trial] = {}
-
-    def meet(self, cards: Mapping[InstalledCard, str | None]) -> None:
-        """Observe more cards. cards: with their UUIDs as in rows, if they have told them."""
-        for card, uuid in cards.items():
-            if card.number not in self._on:
-                on = self._session.observer.on(card.number, uuid or card.uuid)
-                self._on[card.number] = on
-
-    @property
-    def cards(self) -> int:
-        """How many cards there are or were."""
-        return len(self._on)
 
     def begun(self, known: Mapping[InstalledCard, str | None]) -> dict[int, str]:
         """The number of each problem that one of the cards has begun, to that card.
@@ -168,35 +155,24 @@ class _SweepJob:
         """
         names = {uuid: card.uuid for card, uuid in known.items() if uuid is not None}
         found = {}
-        for number, problem in enumerate(self._problems):
+        for number, problem in enumerate(self.problems):
             uuids = cards_of(self._store.rows_of(problem))
             if len(uuids) == 1 and uuids[0] in names:
                 found[number] = names[uuids[0]]
         return found
 
-    def label(self, number: int) -> str:
-        """See Job."""
-        return self._problems[number].label
-
-    def refusal(self, here: Environment) -> str | None:
-        """See Job."""
-        return refusal_of(here, self._session.environment)
-
     def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:
-        """See Job."""
-        self.meet({card: here.uuid})
+        super().joined(card, here)
         self._measures_on[card.number] = here.uuid
         self._session.describe([here.uuid])
         return self.begun({card: here.uuid})
 
     def opening(self) -> Message:
-        """See Job."""
         spec = self._session.spec
         return opening_of(self._store.directory / SPEC, spec.families, spec.used)
 
     def task(self, task: Task, then: int | None) -> Message:
-        """See Job."""
-        rows = self._store.rows_of(self._problems[task.number])
+        rows = self._store.rows_of(self.problems[task.number])
         return {
             "do": "sweep",
             "problem": self._places[task.number],
@@ -207,8 +183,7 @@ class _SweepJob:
         }
 
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
-        """See Job."""
-        problem, on = self._problems[number], self._on[card.number]
+        problem = self.problems[number]
         match message["say"]:
             case "row":
                 row = Trial.model_validate(message["row"])
@@ -222,9 +197,7 @@ class _SweepJob:
             case "tried":
                 told = message.get("row")
                 row = self._last[card.number] if told is None else Trial.model_validate(told)
-                on.tried(row, kept=message["kept"])
-            case "opening":
-                on.opening(problem, message["candidates"], message["kept"])
+                self.on[card.number].tried(row, kept=message["kept"])
             case "aside":
                 self._store.set_aside(problem)
             case "ended":
@@ -234,20 +207,12 @@ class _SweepJob:
                     raise ValueError(f"{message['name']!r} is no file name")
                 data = base64.b64decode(message["data"], validate=True)
                 self._store.keep(message["name"], data)
-            case say if say in PROGRESS:
-                progress(on, message)
-            case other:
-                raise ValueError(f"unknown message {other!r}")
+            case _:
+                super().heard(card, number, message)
 
-    def lost(self, card: InstalledCard) -> None:
-        """See Job."""
-        if card.number in self._on:
-            self._on[card.number].resting(done=False)
-
-    def finished(self, card: InstalledCard, number: int, message: Message) -> None:  # noqa: ARG002
-        """See Job."""
-        self._on[card.number].resting(done=True)
-        self._session.finished(self._problems[number])
+    def finished(self, card: InstalledCard, number: int, message: Message) -> None:
+        super().finished(card, number, message)
+        self._session.finished(self.problems[number])
 
 
 @contextmanager
@@ -258,13 +223,12 @@ def _compiling_ahead(s: SweepSession, assignment: Assignment, at_once: int) -> I
     """
     order = [n for n in assignment.pending if not s.store.rows_of(s.planned[n].problem)]
     order.sort(key=lambda number: number not in assignment.expected)
-    share = Share(s.spec, s.environment, s.compiler, s.store, s.observer, s.seed)
     ended = threading.Event()
 
     def submit() -> None:
         try:
             for group in [order[:at_once], *([number] for number in order[at_once:])]:
-                for build in in_turns(share.candidates(s.planned[n]).ask() for n in group):
+                for build in in_turns(s.share.candidates(s.planned[n]).ask() for n in group):
                     if ended.is_set():
                         return
                     build.submit()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Protocol
 
-from attnsweep.core.observer import Observer
 from attnsweep.device.cards import VISIBLE, InstalledCard
 
 Message = dict[str, Any]
@@ -22,12 +21,6 @@ PROGRESS = ("trying_on", "compiled", "racing", "preparing", "prepared", "timing"
 """What a child tells an observer: the names of its methods."""
 Deliver = Callable[[Message | None], None]
 """Takes each message of a child, and None when there will be no more. Called in any thread."""
-
-
-def progress(observer: Observer, message: Message) -> None:
-    """Pass on one of PROGRESS."""
-    facts = {name: value for name, value in message.items() if name != "say"}
-    getattr(observer, message["say"])(**facts)
 
 
 class Child(Protocol):

@@ -161,6 +161,13 @@ class SweepSession:
             run = self.store.finish(tables.files)
             return SweepOutcome(run, interrupted, unmeasured, not left)
 
+    @property
+    def share(self) -> Share:
+        """What a card of this process needs."""
+        return Share(
+            self.spec, self.environment, self.compiler, self.store, self.observer, self.seed
+        )
+
     def describe(
         self, uuids: Iterable[str | None], facts: Sequence[Mapping[str, object]] | None = None
     ) -> None:
@@ -209,8 +216,7 @@ class ThisCard:
 
     def sweep(self, session: SweepSession) -> bool:
         """See `Cards`."""
-        s, began = session, time.monotonic()
-        share = Share(s.spec, s.environment, s.compiler, s.store, s.observer, s.seed)
+        s, share, began = session, session.share, time.monotonic()
         try:
             # The first candidates of all problems compile at once.
             begun = [begin(item, share) for item in s.planned]

@@ -196,7 +196,7 @@ def test_code_that_fails(check, changed, card, call, status, verdict, why):
     assert verdict == "inconclusive" or "and more" not in said
 
 
-def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, changed, monkeypatch):
+def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, changed):
     said = "burns.cu(12): error: invalid combination of type specifiers"
     FakeCompiler.errors["burns.cu"] = CompileError(said, log=said)
     code, data, _ = check()

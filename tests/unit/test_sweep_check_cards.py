@@ -12,6 +12,7 @@ from fake_gpu import FakeGpu
 from samples import TEST_GPU
 from sweeping import use
 
+from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
@@ -128,7 +129,7 @@ def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, share
     monkeypatch.setattr("attnsweep.regress.budget.time", clock)
     entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
     spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
-    job = check_cards._Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), None)
+    job = check_cards._Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), Observer(), None)
     for card in ("a", "b", "c"):
         job.assignment.join(card)
     job.assignment.lose("c", gone=True)  # two cards are left
