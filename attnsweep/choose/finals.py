@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +62,104 @@ _NEAR = 1.02
 # beside the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
 _TIMES_AGAIN = 3
 _COMPANY = 3
+# Microseconds of calls one by one, of the winner and of every other candidate. The winner's call of
+# 10 µs is then made 7,000 times, which shows a race of one call in a thousand with 99.9 %.
+_WINNER_US = 200_000.0
+_OTHERS_US = 2_000.0
 
-Samples = dict[str, dict[str, list[float]]]
-"""Entry to kind (warm, cold, eager, or a stage) to one time a round."""
+
+@dataclass
+class _Entry:
+    """A finalist or a baseline, and what the rounds say of it.
+
+    chains: whether its calls can be chained. samples: kind of time (warm, cold, eager, chained), or
+    stage, to one time a round. first, discarded, least: of a baseline that was timed again: the
+    position of its first round now, its earlier rounds, and the least lower quartile of a series
+    that was too noisy, in µs at the usual pace.
+    """
+
+    trial: Trial
+    chains: bool = False
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    first: int = 0
+    discarded: list[float] = field(default_factory=list)
+    least: float = math.inf
+
+    @property
+    def ours(self) -> bool:
+        return self.trial.provider == OURS
+
+    @property
+    def may_be_base(self) -> bool:
+        return not self.ours and below_ranking(self.trial) is None
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages to be timed alone: none for a call of one launch, or for a baseline."""
+        every = self.trial.resources.stages if self.trial.resources else ()
+        stages = tuple(name for name in every if name not in self.trial.once_us)
+        return stages if len(stages) > 1 else ()
+
+    def has(self, kind: str) -> bool:
+        """Whether it has times of this kind."""
+        return bool(self.stages) if kind == "stages" else kind != "chained" or self.chains
+
+    def at_pace(self, kind: str, pace: Sequence[float]) -> Measurement:
+        """Its median and quartiles without the pace that all entries share."""
+        own = zip(self.samples[kind], pace[self.first :], strict=False)
+        return measured([us / slow for us, slow in own])
+
+    def scatter(self, kind: str, pace: Sequence[float]) -> Measurement | None:
+        """Its quartiles if it is noisy; None if it is not.
+
+        A quiet series that is much slower than an earlier one was at its fastest is no better.
+        """
+        own = self.at_pace(kind, pace)
+        wide = (own.high - own.low) / own.median > _NOISY_SPREAD
+        return own if wide or own.median > (1 + _NOISY_SPREAD) * self.least else None
+
+    def begin_again(self, kind: str, taken: int, pace: Sequence[float]) -> None:
+        """Discard its series; the next one begins after `taken` rounds."""
+        self.least = min(self.least, self.at_pace(kind, pace).low)
+        self.discarded += self.samples[kind]
+        self.samples[kind].clear()
+        self.first = taken
+
+    def row(
+        self,
+        kind: str,
+        rounds: Sequence[Round],
+        pace: Sequence[float],
+        conditions: Mapping[str, Any],
+    ) -> Trial:
+        """Its row with its rounds, ranked by `kind`."""
+        times = self.samples[kind]
+        # MHz are cycles a microsecond. An entry that left early was in the first rounds.
+        clocks = [this.conditions.get("sm_mhz") for this in rounds[self.first :]]
+        cycles = [us * mhz for us, mhz in zip(times, clocks, strict=False) if mhz]
+        ranked = {
+            "l2": kind,
+            "rounds": [round(x, 4) for x in times],
+            "cycles": statistics.median(cycles) if len(cycles) == len(times) else None,
+            "first_round": self.first,
+            "discarded": [round(x, 4) for x in self.discarded],
+        }
+        medians = {what: statistics.median(each) for what, each in self.samples.items()}
+        changes: dict[str, object] = {
+            "time_us": measured(times).model_copy(update=ranked),
+            "stages_us": {name: us for name, us in medians.items() if name not in _KINDS},
+            "conditions": dict(conditions),
+            **{f"{name}_us": medians[name] for name in _KINDS if name in medians},
+        }
+        if (own := self.scatter(kind, pace)) is not None:
+            detail = f"quartiles of {len(times)} rounds {own.low:.2f} to {own.high:.2f} us"
+            if self.discarded:
+                before = f"{len(self.discarded)} rounds with a quartile of {self.least:.2f}"
+                detail += f", after {before}"
+            changes |= {"status": Status.NOISY, "detail": detail}
+        if self.ours and "warm" in medians:
+            changes |= settled_first(self.trial, medians["warm"])
+        return self.trial.with_(**changes)
 
 
 class Finals:
@@ -80,12 +175,10 @@ class Finals:
         observer: Observer,
     ) -> None:
         """put: stores and shows a row that changed; keep: stores one without showing it."""
-        self._spec, self._gpu, self._put, self._keep = spec, gpu, put, keep
-        self._observer = observer
-        self._entries: dict[str, Trial] = {}
-        self._samples: Samples = {}
-        self._chains: set[str] = set()
-        self._noisy: dict[str, _Noisy] = {}
+        self._measure, self._seed = spec.measure, spec.measure.rounds + spec.search.seed
+        self._kind = spec.measure.timed_by
+        self._gpu, self._put, self._keep, self._observer = gpu, put, keep, observer
+        self._entries: dict[str, _Entry] = {}
         self._undecided_us = 0.0
 
     def run(self, raced: Sequence[Pair], baselines: Sequence[Trial]) -> list[Pair]:
@@ -93,23 +186,25 @@ class Finals:
 
         baselines: a row for each baseline, with the status for a baseline that cannot run.
         """
-        chosen = finalists_of(raced, self._spec.measure.finalists)
+        chosen = finalists_of(raced, self._measure.finalists)
         finalists = []
         with prepared("finalists", self._gpu, self._observer):
             for build, trial in chosen:
+                name = label_of(build)
                 try:
-                    if self._gpu.add(label_of(build), build.candidate(), cold=True):
-                        self._chains.add(label_of(build))
-                    self._entries[label_of(build)] = trial
-                    finalists.append((build, trial))
+                    chains = self._gpu.add(name, build.candidate(), cold=True)
                 except WorkerError as error:
-                    self._fail(label_of(build), trial, error)
+                    self._fail(name, trial, error)
+                else:
+                    self._entries[name] = _Entry(trial, chains)
+                    finalists.append((build, trial))
         for done, row in enumerate(baselines):
-            self._observer.preparing(row.provider, done, len(baselines))
+            name = row.provider
+            self._observer.preparing(name, done, len(baselines))
             try:
-                with prepared(row.provider, self._gpu, self._observer):
-                    accuracy = self._gpu.add_baseline(row.provider)
-                self._entries[row.provider] = row.with_(status=Status.OK, accuracy=accuracy)
+                with prepared(name, self._gpu, self._observer):
+                    accuracy = self._gpu.add_baseline(name)
+                self._entries[name] = _Entry(row.with_(status=Status.OK, accuracy=accuracy))
             except WorkerError as error:
                 failed = {"status": error.status, "detail": error.detail}
                 self._put(row.with_(**failed, accuracy=error.payload))
@@ -126,27 +221,21 @@ class Finals:
         """The measured row of each entry; that of one that fails is stored at once instead."""
         if not self._entries:
             return []
-        settings = self._spec.measure
-        self._samples = {name: {} for name in self._entries}
-        seed = settings.rounds + self._spec.search.seed
-        rounds = Rounds(
-            self._gpu,
-            seed=seed,
-            fail=lambda name, error: self._fail(name, self._entries.pop(name), error),
-        )
+        settings = self._measure
+        rounds = Rounds(self._gpu, seed=self._seed, fail=self._lose)
         # Warm rounds come first: the time of a call decides how it is timed cold and eager.
         fewer = max(3, settings.rounds // 3)
         asked = {"warm": fewer, "cold": fewer, "eager": 1, "stages": 3}
-        asked |= {"chained": 3} if self._chains else {}
-        asked |= {settings.timed_by: settings.rounds}
+        asked |= {"chained": 3} if any(entry.chains for entry in self._entries.values()) else {}
+        asked |= {self._kind: settings.rounds}
         kinds = {kind: n for kind, n in asked.items() if getattr(settings, kind, True)}
         if self._long:
-            kinds = {settings.timed_by: self._affordable()}
+            kinds = {self._kind: self._affordable()}
         ranked: list[Round] = []
         done = 0
         for kind in kinds:
             for this in self._rounds_of(kind, kinds, rounds):
-                ranked += [this] if kind == settings.timed_by else []
+                ranked += [this] if kind == self._kind else []
                 done += 1
                 self._observer.timing(done, sum(kinds.values()))
         energies = self._energies()
@@ -154,37 +243,35 @@ class Finals:
         self._note(conditions.get("strays", {}), len(ranked))
 
         def rows() -> dict[str, Trial]:
-            pace = self._pace()
+            pace, by_energy = self._pace(), settings.rank_by == "energy"
             return {
-                name: _row(
-                    *(trial, settings.timed_by, self._samples[name], self._noisy.get(name)),
-                    *(ranked, pace, conditions),
-                ).with_(**energy.fields(energies, name, ranks=settings.rank_by == "energy"))
-                for name, trial in self._entries.items()
+                name: entry.row(self._kind, ranked, pace, conditions).with_(
+                    **energy.fields(energies, name, ranks=by_energy)
+                )
+                for name, entry in self._entries.items()
             }
 
-        confirm(self._entries, rows, self._gpu, self._fail)
+        self._confirm(rows)
         return [*rows().values()]
 
     @property
     def _long(self) -> bool:
-        return any(is_long(trial.problem) for trial in self._entries.values())
+        return any(is_long(entry.trial.problem) for entry in self._entries.values())
 
     def _affordable(self) -> int:
-        ours = [first_of(t) for t in self._entries.values() if t.provider == OURS]
-        return affordable(ours, len(self._entries) - len(ours), self._spec.measure.rounds)
+        ours = [first_of(entry.trial) for entry in self._entries.values() if entry.ours]
+        return affordable(ours, len(self._entries) - len(ours), self._measure.rounds)
 
     def _energies(self) -> dict[str, list[Stretch]]:
         """Stretches of each entry, if the spec asks for them."""
-        settings = self._spec.measure
-        if not settings.energy:
+        if not self._measure.energy:
             return {}
         found = energy.stretches(
             self._gpu,
             [*self._entries],
-            ranks=settings.rank_by == "energy",
-            seed=settings.rounds + self._spec.search.seed,
-            fail=lambda name, error: self._fail(name, self._entries.pop(name), error),
+            ranks=self._measure.rank_by == "energy",
+            seed=self._seed,
+            fail=self._lose,
         )
         if self._entries and not found:
             self._observer.note("no energies: NVML's counter is missing, or stands still")
@@ -192,12 +279,12 @@ class Finals:
 
     def _rounds_of(self, kind: str, wanted: dict[str, int], rounds: Rounds) -> Iterator[Round]:
         """Rounds of one kind of time. An open border adds to the number that is `wanted` of it."""
-        ranks = kind == self._spec.measure.timed_by
-        names = [n for n in self._entries if self._has(n, kind)]
+        ranks = kind == self._kind
+        names = [name for name, entry in self._entries.items() if entry.has(kind)]
         last: dict[tuple[str, str], float] = {}
 
         def replay(name: str) -> float:
-            for what in _stages(self._entries[name]) if kind == "stages" else (kind,):
+            for what in self._entries[name].stages if kind == "stages" else (kind,):
                 eager = what == "eager"
                 time_us = self._gpu.eager_us(name) if eager else self._gpu.replay(name, what)
                 last[name, what] = time_us
@@ -218,27 +305,24 @@ class Finals:
             this = rounds.round(names, replay)
             for (name, what), time_us in last.items():
                 if name in this.times:
-                    self._samples[name].setdefault(what, []).append(time_us)
+                    self._entries[name].samples.setdefault(what, []).append(time_us)
             taken += 1
             if taken == wanted[kind] and ranks and not self._long:
-                ours = [n for n in this.times if self._entries[n].provider == OURS]
-                wanted[kind] += self._more({n: self._samples[n][kind] for n in ours}, taken)
+                wanted[kind] += self._more([n for n in this.times if self._entries[n].ours], taken)
             yield this
         if ranks:
             yield from self._again(wanted, rounds, replay)
 
-    def _has(self, name: str, kind: str) -> bool:
-        """Whether an entry has times of this kind."""
-        if kind == "stages":
-            return bool(_stages(self._entries[name]))
-        return kind != "chained" or name in self._chains
+    def _times(self, names: Iterable[str]) -> dict[str, list[float]]:
+        """The rounds that rank of these entries."""
+        return {name: self._entries[name].samples[self._kind] for name in names}
 
-    def _more(self, times: Mapping[str, Sequence[float]], taken: int) -> int:
-        """How many rounds must follow: none if it is clear which candidates are as good."""
-        settings = self._spec.measure
+    def _more(self, names: Sequence[str], taken: int) -> int:
+        """How many rounds must follow: none if it is clear which of these are as good."""
+        settings, times = self._measure, self._times(names)
         if taken < _MOST * settings.rounds and border_is_open([*times.values()]):
             return 1
-        if not undecided([(self._entries[name], each) for name, each in times.items()]):
+        if not undecided([(self._entries[name].trial, each) for name, each in times.items()]):
             return 0
         # Each replay is preceded by an untimed one.
         each_us = 2 * sum(max(settings.replay_us, statistics.median(t)) for t in times.values())
@@ -249,88 +333,102 @@ class Finals:
 
     def _still(self, names: Sequence[str], taken: int) -> list[str]:
         """Those not known well enough, and the fastest baseline, which × base pairs with."""
-        settings, first = self._spec.measure, taken < self._spec.measure.rounds
-        times = {name: self._samples[name][settings.timed_by] for name in names}
-        ranked = {n: own for n, own in times.items() if below_ranking(self._entries[n]) is None}
-        if not first:
-            ours = {n: own for n, own in times.items() if self._entries[n].provider == OURS}
+        entries, times = self._entries, self._times(names)
+        if taken >= self._measure.rounds:
+            ours = {name: own for name, own in times.items() if entries[name].ours}
             keep = ours.keys() - shown_slower(ours)
-            if taken < _MOST * settings.rounds:
+            if taken < _MOST * self._measure.rounds:
                 keep |= set(_within(times, _NEAR))
             return [name for name in names if name in keep]
         # What is not ranked may be twice as fast, and says nothing of what is.
+        ranked = {n: own for n, own in times.items() if below_ranking(entries[n].trial) is None}
         least = min(map(statistics.median, (ranked or times).values()))
         far = _FAR_OF_LONG if self._long else _FAR
         keep = {name for name, own in times.items() if statistics.median(own) <= far * least}
         keep &= ranked.keys() if self._long else times.keys()
-        baselines = [name for name in names if self._may_be_base(name)]
+        baselines = [name for name in names if entries[name].may_be_base]
         # A noisy baseline may be slow in most of five rounds, and look quiet: its fastest one
         # counts.
-        most_us = far * least
-        keep |= {name for name in baselines if min(times[name]) <= most_us}
+        keep |= {name for name in baselines if min(times[name]) <= far * least}
         if baselines:
             keep.add(min(baselines, key=lambda name: statistics.median(times[name])))
             keep.add(min(baselines, key=lambda name: min(times[name])))
         return [name for name in names if name in keep]
-
-    def _may_be_base(self, name: str) -> bool:
-        entry = self._entries[name]
-        return entry.provider != OURS and below_ranking(entry) is None
 
     def _again(self, wanted: dict[str, int], rounds: Rounds, replay: Replay) -> Iterator[Round]:
         """More rounds with noisy baselines, beside the best entries, until they are not noisy.
 
         The last series of a baseline replaces its earlier rounds. Those are kept as `discarded`.
         """
-        kind, count = self._spec.measure.timed_by, self._spec.measure.rounds
+        kind, entries = self._kind, self._entries
         for _ in range(0 if self._long else _TIMES_AGAIN):
             pace = self._pace()
-            noisy = [name for name in self._entries if self._is_noisy(name, pace)]
+            noisy = [n for n, e in entries.items() if not e.ours and e.scatter(kind, pace)]
             if not noisy:
                 return
-            taken = len(pace)
-            times = {name: samples[kind] for name, samples in self._samples.items()}
+            times, taken = self._times(entries), len(pace)
             whole = [
                 name
-                for name in self._entries
-                if name not in noisy and len(times[name]) + self._first(name) == taken
+                for name, entry in entries.items()
+                if name not in noisy and len(times[name]) + entry.first == taken
             ]
             whole.sort(key=lambda name: statistics.median(times[name]))
             near = _within({name: times[name] for name in whole}, _NEAR)
             company = list(dict.fromkeys([*whole[:_COMPANY], *near]))
             self._observer.note(f"timed again, because noisy: {', '.join(noisy)}")
             for name in noisy:
-                before = self._noisy.setdefault(name, _Noisy())
-                before.again(taken, times[name], pace)
-                times[name].clear()
-            wanted[kind] += count
-            for _ in range(count):
-                names = [name for name in (*company, *noisy) if name in self._entries]
-                this = rounds.round(names, replay)
+                entries[name].begin_again(kind, taken, pace)
+            wanted[kind] += self._measure.rounds
+            for _ in range(self._measure.rounds):
+                this = rounds.round([n for n in (*company, *noisy) if n in entries], replay)
                 for name, time_us in this.times.items():
                     times[name].append(time_us)
                 yield this
 
-    def _first(self, name: str) -> int:
-        return self._noisy[name].first if name in self._noisy else 0
-
     def _pace(self) -> list[float]:
-        kind = self._spec.measure.timed_by
-        return _pace([self._samples[name][kind] for name in self._entries])
-
-    def _is_noisy(self, name: str, pace: Sequence[float]) -> bool:
-        """Whether a baseline is noisy in its last series, or much slower than it was before."""
-        times = self._samples[name][self._spec.measure.timed_by]
-        trial = self._entries[name]
-        return trial.provider != OURS and _scatter(times, self._noisy.get(name), pace) is not None
+        return shared_pace([*self._times(self._entries).values()])
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:
             others = f", and {len(strays) - 1} more" if len(strays) > 1 else ""
             self._observer.note(f"round {number} of {rounds}: {differs}{others}")
 
+    def _confirm(self, rows: Callable[[], Mapping[str, Trial]]) -> None:
+        """Check each of our entries again, the winner for longest, and count the calls in its row.
+
+        rows: the rows of the entries as they would be ranked now. If the winner is wrong, it leaves
+        the entries, and the next winner is checked for as long.
+        """
+        at_length, briefly = set[str](), set[str]()
+        entered = -1
+        while len(self._entries) != entered:  # one that leaves may change who wins
+            entered, now = len(self._entries), rows()
+            winner = winner_of([*now.values()])
+            for name, row in now.items():
+                if row is winner and name not in at_length:
+                    at_length.add(name)
+                    longest_us = _WINNER_US
+                elif row.provider == OURS and name not in at_length | briefly:
+                    briefly.add(name)
+                    longest_us = _OTHERS_US
+                else:
+                    continue
+                try:
+                    calls = self._gpu.confirm(name, longest_us)
+                except WorkerError as error:
+                    self._lose(name, error)
+                    continue
+                entry = self._entries[name]
+                if (accuracy := entry.trial.accuracy) is not None:
+                    counted = {"calls": calls + (accuracy.calls or 0)}
+                    entry.trial = entry.trial.with_(accuracy=accuracy.model_copy(update=counted))
+
+    def _lose(self, name: str, error: WorkerError) -> None:
+        """An entry failed, and leaves; the others go on."""
+        self._fail(name, self._entries.pop(name).trial, error)
+
     def _fail(self, name: str, trial: Trial, error: WorkerError) -> None:
-        """Store the failure of a finalist that passed before; the others go on."""
+        """Store the failure of a finalist that passed before."""
         self._gpu.forget(name)
         self._put(trial.with_(status=error.status, detail=f"while timing: {error.detail}"))
 
@@ -368,56 +466,13 @@ def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
     return chosen
 
 
-def _stages(trial: Trial) -> tuple[str, ...]:
-    """The stages to be timed alone: none for a call of one launch, or for a baseline."""
-    every = trial.resources.stages if trial.resources else ()
-    stages = tuple(name for name in every if name not in trial.once_us)
-    return stages if len(stages) > 1 else ()
-
-
 def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
     """The entries whose median is within `ratio` of the least, in the rounds that they ran."""
     least = min(map(statistics.median, rounds.values()), default=0.0)
     return [name for name, times in rounds.items() if statistics.median(times) <= ratio * least]
 
 
-@dataclass
-class _Noisy:
-    """What a baseline was before it was timed again. first: the position of its first round now."""
-
-    first: int = 0
-    discarded: list[float] = field(default_factory=list)
-    least: float = math.inf
-    """The least lower quartile of a series that was too noisy, in µs at the usual pace."""
-
-    def again(self, taken: int, times: Sequence[float], pace: Sequence[float]) -> None:
-        """Discard a series; the next one begins after `taken` rounds."""
-        own = _at_pace(times, self, pace)
-        self.least = min(self.least, own.low)
-        self.discarded += times
-        self.first = taken
-
-
-def _at_pace(times: Sequence[float], noisy: _Noisy | None, pace: Sequence[float]) -> Measurement:
-    """An entry's median and quartiles without the pace that all entries share."""
-    own = pace[noisy.first if noisy else 0 :]
-    return measured([us / slow for us, slow in zip(times, own, strict=False)])
-
-
-def _scatter(
-    times: Sequence[float], noisy: _Noisy | None, pace: Sequence[float]
-) -> Measurement | None:
-    """The quartiles of an entry that is noisy; None for one that is not.
-
-    A quiet series that is much slower than an earlier one was at its fastest is no better.
-    """
-    own = _at_pace(times, noisy, pace)
-    wide = (own.high - own.low) / own.median > _NOISY_SPREAD
-    slower = noisy is not None and own.median > (1 + _NOISY_SPREAD) * noisy.least
-    return own if wide or slower else None
-
-
-def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
+def shared_pace(rounds: Sequence[Sequence[float]]) -> list[float]:
     """The pace of each round (pace.pace_of), of the entries that were in all rounds.
 
     If only two were, it is what both share: the nearer to 1 of theirs, and 1 where one was faster
@@ -458,87 +513,3 @@ def undecided(timed: Sequence[tuple[Trial, Sequence[float]]]) -> bool:
         return False
     _, winner = min(good, key=lambda pair: thrift(pair[0]))
     return any(own is not winner and ratio_interval(winner, own)[1] > REGRET for _, own in timed)
-
-
-def _row(
-    trial: Trial,
-    kind: str,
-    samples: Mapping[str, list[float]],
-    noisy: _Noisy | None,
-    rounds: Sequence[Round],
-    pace: Sequence[float],
-    conditions: Mapping[str, Any],
-) -> Trial:
-    """The finalist's row with its rounds, ranked by `kind`."""
-    times = samples[kind]
-    # MHz are cycles a microsecond. An entry that left early was in the first rounds.
-    first = noisy.first if noisy else 0
-    clocks = [this.conditions.get("sm_mhz") for this in rounds[first:]]
-    cycles = [us * mhz for us, mhz in zip(times, clocks, strict=False) if mhz]
-    ranked = {
-        "l2": kind,
-        "rounds": [round(x, 4) for x in times],
-        "cycles": statistics.median(cycles) if len(cycles) == len(times) else None,
-        "first_round": first,
-        "discarded": [round(x, 4) for x in noisy.discarded] if noisy else [],
-    }
-    medians = {what: statistics.median(each) for what, each in samples.items()}
-    changes: dict[str, object] = {
-        "time_us": measured(times).model_copy(update=ranked),
-        "stages_us": {name: us for name, us in medians.items() if name not in _KINDS},
-        "conditions": dict(conditions),
-        **{f"{name}_us": medians[name] for name in _KINDS if name in medians},
-    }
-    own = _scatter(times, noisy, pace)
-    if own is not None:
-        changes["status"] = Status.NOISY
-        detail = f"quartiles of {len(times)} rounds {own.low:.2f} to {own.high:.2f} us"
-        if noisy is not None:
-            detail += f", after {len(noisy.discarded)} rounds with a quartile of {noisy.least:.2f}"
-        changes["detail"] = detail
-    if trial.provider == OURS and "warm" in medians:
-        changes |= settled_first(trial, medians["warm"])
-    return trial.with_(**changes)
-
-
-# Microseconds of calls one by one, of the winner and of every other candidate. The winner's call of
-# 10 µs is then made 7,000 times, which shows a race of one call in a thousand with 99.9 %.
-_WINNER_US = 200_000.0
-_OTHERS_US = 2_000.0
-
-
-def confirm(
-    entries: MutableMapping[str, Trial],
-    rows: Callable[[], Mapping[str, Trial]],
-    gpu: Gpu,
-    fail: Callable[[str, Trial, WorkerError], None],
-) -> None:
-    """Check each of our entries again, and count the calls in its row.
-
-    rows: the rows of the entries as they would be ranked now. fail: told of an entry that is wrong,
-    which then leaves `entries`; if it won, the next winner is checked for as long.
-    """
-    at_length, briefly = set[str](), set[str]()
-    entered = -1
-    while len(entries) != entered:  # one that leaves may change who wins
-        entered, now = len(entries), rows()
-        winner = winner_of([*now.values()])
-        for name, row in now.items():
-            if row is winner and name not in at_length:
-                at_length.add(name)
-                longest_us = _WINNER_US
-            elif row.provider == OURS and name not in at_length | briefly:
-                briefly.add(name)
-                longest_us = _OTHERS_US
-            else:
-                continue
-            trial = entries[name]
-            try:
-                calls = gpu.confirm(name, longest_us)
-            except WorkerError as error:
-                fail(name, entries.pop(name), error)
-                continue
-            if trial.accuracy is not None:
-                counted = {"calls": calls + (trial.accuracy.calls or 0)}
-                accuracy = trial.accuracy.model_copy(update=counted)
-                entries[name] = trial.with_(accuracy=accuracy)

@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose import finals
-from attnsweep.choose.finals import Finals, _pace
+from attnsweep.choose.finals import Finals, shared_pace
 from attnsweep.choose.race import RACE_US, behind_best, in_order, race
 from attnsweep.choose.ranking import rank
 from attnsweep.core.observer import Observer
@@ -151,13 +151,13 @@ def test_the_far_and_slow_take_part_in_the_first_rounds_alone():
 def test_what_slows_all_rounds_alike_makes_nobody_noisy():
     steps = [1.0] * 8 + [1.3] * 7
     one, other, far = ([us * step for step in steps] for us in (10.0, 11.0, 12.0))
-    assert _pace([one, other, far, [90.0] * 5]) == pytest.approx(steps)
+    assert shared_pace([one, other, far, [90.0] * 5]) == pytest.approx(steps)
     noisy = [12.0 * (1.5 if n % 2 else 1.0) for n in range(15)]
     # Two tell what both share, and not who of them is noisy; one tells nothing.
-    assert _pace([one, other]) == pytest.approx(steps)
-    assert _pace([[10.0] * 15, noisy]) == [1.0] * 15
-    assert _pace([one, [10.0] * 5]) == [1.0] * 15
-    assert _pace([one, other, far, noisy]) == pytest.approx(steps, rel=0.2)
+    assert shared_pace([one, other]) == pytest.approx(steps)
+    assert shared_pace([[10.0] * 15, noisy]) == [1.0] * 15
+    assert shared_pace([one, [10.0] * 5]) == [1.0] * 15
+    assert shared_pace([one, other, far, noisy]) == pytest.approx(steps, rel=0.2)
 
 
 def test_the_race_leaves_few_and_the_best_among_them():
