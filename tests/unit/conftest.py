@@ -21,6 +21,7 @@ from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
 from attnsweep.sweep import candidates, session
+from attnsweep.tools import doctor
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -98,6 +99,17 @@ def clock(gpu, monkeypatch):
     """The clock of a problem's time, `gpu.now_s`: `gpu.trial_s` moves it, or a test."""
     monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: gpu.now_s))
     return gpu
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Has `doctor` find something: found(nvrtc_version=(13, 0), driver_cuda=None)."""
+
+    def set_(**facts):
+        for name, value in facts.items():
+            monkeypatch.setattr(doctor, name, lambda value=value: value)
+
+    return set_
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from fake_compiler import FakeCompiler
 from samples import full_run
 from sweeping import use_fake_compiler
 from typer.testing import CliRunner
@@ -21,7 +22,6 @@ from attnsweep.compile.cache import entries, fault
 from attnsweep.core.errors import StoreError
 from attnsweep.store.run import open_run
 from attnsweep.tools import compile as compile_tool
-from attnsweep.tools import doctor
 from attnsweep.tools import inspect as inspect_tool
 
 ROOT = Path(__file__).parent.parent.parent
@@ -108,12 +108,13 @@ def test_an_option_that_goes_with_another_says_so(command, option, other):
 
 
 def test_quiet_prints_the_result_alone(attnsweep):
-    loud = attnsweep("run", "quickstart")
+    one = ("run", "quickstart", "--problem", "1,8,512,64")
+    loud = attnsweep(*one)
     assert " candidates" in loud.stderr
-    for asked in (("--quiet", "run", "quickstart"), ("run", "quickstart", "-q")):
+    for asked in (("--quiet", *one), (*one, "-q")):
         quiet = attnsweep(*asked)
         assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", loud.stdout)
-    assert attnsweep("run", "quickstart").stderr == loud.stderr, "it stayed quiet"
+    assert attnsweep(*one).stderr == loud.stderr, "it stayed quiet"
     assert "no such file" in attnsweep("run", "nowhere", "--quiet").stderr
 
 
@@ -267,16 +268,14 @@ def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
 
 
 def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(
-    attnsweep, tmp_path, monkeypatch
+    attnsweep, tmp_path, fake_nvrtc
 ):
-    asked = []
-    monkeypatch.setattr(compile_tool, "compiler_for", lambda *about: asked.append(about))
     (tmp_path / "wide.yaml").write_text(
         "problems:\n  - {batch: 1, heads: 2, seqlen: 512, head_dim: 64}\n"
         "kernels: {three_kernel_wgmma: {}}\n"
     )
     done = attnsweep("compile", "wide.yaml", "--arch", "sm_90a", "--arch", "sm_80", "--json")
-    assert (done.returncode, done.stdout, asked) == (2, "", [])
+    assert (done.returncode, done.stdout, FakeCompiler.made) == (2, "", [])
     assert "three_kernel_wgmma: needs sm_90a, not sm_80" in done.stderr
 
 
@@ -340,12 +339,11 @@ def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
 
 
 def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(
-    attnsweep, tmp_path, monkeypatch
+    attnsweep, tmp_path, monkeypatch, found
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(doctor, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
+    found(nvrtc_version=(13, 0), driver_cuda=None)
     assert fault(tmp_path / "file" / "cache")
     out = attnsweep("doctor").stdout
     assert "compile, report and replay work" not in out

@@ -15,7 +15,6 @@ from statistics import median
 import pytest
 from samples import H200, baseline, candidate, failed, full_run
 
-from attnsweep import cli
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status
@@ -335,13 +334,10 @@ def test_what_is_left_of_a_damaged_recording_proves_nothing():
 
 
 @pytest.fixture
-def main(monkeypatch, capsys):
+def main(attnsweep):
     def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["attnsweep", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
+        done = attnsweep("check", *arguments)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 

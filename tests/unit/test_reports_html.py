@@ -15,7 +15,6 @@ from fp8_rows import fp8_run
 from pages import visible
 from samples import baseline, candidate, failed, full_run
 
-from attnsweep import cli
 from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Status
@@ -230,15 +229,12 @@ def test_without_the_extra_the_command_that_mends_it_is_told(monkeypatch):
         page.render(full_run())
 
 
-def test_the_command_writes_the_page_and_says_what_it_is(monkeypatch, capsys, tmp_path):
-    arguments = ["report", str(RECORDED), "--html", str(tmp_path / "h200.html"), "--json"]
-    monkeypatch.setattr("sys.argv", ["attnsweep", *arguments, "--target-us", "5"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    said = json.loads(capsys.readouterr().out)
-    assert said["bytes"] == (tmp_path / "h200.html").stat().st_size
-    assert "Target: 5.000 µs" in visible((tmp_path / "h200.html").read_text())
+def test_the_command_writes_the_page_and_says_what_it_is(attnsweep, tmp_path):
+    place = tmp_path / "h200.html"
+    done = attnsweep("report", RECORDED, "--html", place, "--json", "--target-us", "5")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["bytes"] == place.stat().st_size
+    assert "Target: 5.000 µs" in visible(place.read_text())
 
 
 def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page():
@@ -303,7 +299,6 @@ PAGES = {
     "several": (lambda: open_run(SEVERAL), "#problem=0", ""),
     "fp8": (lambda: fp8_run(0.03), "", ""),
     "many": (lambda: problems(62), "#problem=61", ""),
-    "full": (full_run, "", ""),
     "unknown": (lambda: full_run(environment=None), "", "width:360px;"),
 }
 

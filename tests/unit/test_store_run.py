@@ -171,7 +171,7 @@ def test_a_row_torn_anywhere_costs_that_row_only(tmp_path: Path) -> None:
     path = filled(tmp_path, 3)
     whole = path.read_bytes()
     start = whole[:-1].rfind(b"\n") + 1
-    for end in range(start + 1, len(whole)):
+    for end in (*range(start + 1, len(whole) - 1, 11), len(whole) - 1):
         path.write_bytes(whole[:end])
         complete = end == len(whole) - 1  # only the newline is missing: nothing is lost
         trials, warnings = read_trials(path)

@@ -14,14 +14,17 @@ from typer.testing import CliRunner
 
 from attnsweep.cli import app
 from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Measurement
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
+from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import PlannedProblem, Shard
 from attnsweep.store.run import open_run
 from attnsweep.store.store import Store
+from attnsweep.sweep import session
 from attnsweep.tools.merge import merge
 
 OTHER = Problem.parse("1,2,128,64 fp16 full")
@@ -185,13 +188,9 @@ def test_a_run_that_is_there_is_not_overwritten(tmp_path):
 
 
 def test_a_replay_in_parts_is_the_replay(tmp_path):
-    def ran(*words: str) -> None:
-        done = CliRunner().invoke(app, [*words, "--results", str(tmp_path)])
-        assert done.exit_code == 0, done.output
-
-    ran("run", "quickstart")
-    ran("run", "quickstart", "--shard", "1/2")
-    ran("run", "quickstart", "--shard", "2/2")
+    spec = load_spec(shipped("configs") / "quickstart.yaml", discover())
+    for part in (None, Shard(1, 2), Shard(2, 2)):
+        session.run(spec, results=tmp_path, shard=part)
     parts = [str(tmp_path / f"replay/quickstart-{n}of2") for n in (1, 2)]
     done = CliRunner().invoke(
         app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"]
