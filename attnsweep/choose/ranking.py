@@ -235,36 +235,37 @@ def _as_ranked(trial: Trial) -> Trial:
 
 def winner_of(trials: Sequence[Trial]) -> Trial | None:
     """The candidate that wins among these rows of one problem; None if none does. See `rank`."""
-    good = [t for t in trials if judged(t)[0] is Status.OK and below_ranking(t) is None]
+    return _ranked(trials, {id(trial): judged(trial) for trial in trials})[1]
+
+
+Verdicts = dict[int, tuple[Status, str | None]]
+"""What `judged` says of rows, by their ids."""
+
+
+def _ranked(trials: Sequence[Trial], verdicts: Verdicts) -> tuple[list[list[Trial]], Trial | None]:
+    """The rows in ranking order, in one list those that share a rank; and the winner."""
+    good = [t for t in trials if verdicts[id(t)][0] is Status.OK and below_ranking(t) is None]
     views = [_as_ranked(trial) for trial in good]
     own = {id(view): trial for view, trial in zip(views, good, strict=True)}
-    winner = None if _all_noisy(trials, good) else _first(_groups(views))
-    return None if winner is None else own[id(winner)]
-
-
-def _first(groups: Sequence[Sequence[Trial]]) -> Trial | None:
-    """The winner of the best group that has candidates."""
+    groups = _groups(views)
+    ours = ([t for t in group if t.provider == OURS] for group in groups)
+    first = None if _all_noisy(trials, good) else next(filter(None, ours), None)
+    winner = None if first is None else min(_equally_good(first), key=thrift)
     for group in groups:
-        if ours := [trial for trial in group if trial.provider == OURS]:
-            return min(_equally_good(ours), key=thrift)
-    return None
+        group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
+    return [[own[id(t)] for t in group] for group in groups], winner and own[id(winner)]
 
 
 def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
-    right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
-    good = [t for t in right if below_ranking(t) is None]
-    views = [_as_ranked(trial) for trial in good]
-    own = {id(view): trial for view, trial in zip(views, good, strict=True)}
-    groups = _groups(views)
-    winner = None if _all_noisy(trials, good) else _first(groups)
+    groups, winner = _ranked(trials, verdicts)
     places: list[tuple[Trial, int | None, bool, bool]] = []
     for group in groups:
         place = len(places) + 1
-        group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
-        places += [(own[id(t)], place, len(group) > 1, t is winner) for t in group]
+        places += [(t, place, len(group) > 1, t is winner) for t in group]
+    right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
     below = [t for t in right if below_ranking(t) is not None]
     verdicts |= {id(t): (Status.OK, below_ranking(t)) for t in below}
     below.sort(key=lambda t: (_median(t), _identity(t)))
