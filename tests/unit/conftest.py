@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,14 @@ def recorded_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_parse_trials", parsed)
         patch.setattr(store_store, "_parse_trials", parsed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks():
+    """A row reaches the disk before the next one; no test loses power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
         yield
 
 
@@ -167,7 +176,7 @@ def cards(monkeypatch, tmp_path, nursery):
     """Fake cards, each a process of its own, and a compiler that compiles nothing."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     use_fake_compiler(monkeypatch)
-    return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)
+    return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.01)
 
 
 @pytest.fixture
