@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_gpu import FakeGpu
+from sweeping import use
 
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
+from attnsweep.family.discover import discover
+from attnsweep.regress import ab_test, budget
+from attnsweep.specs.load import load_spec
+from attnsweep.sweep import session
+
+FAMILIES = Path(__file__).parent.parent / "families"
+
+
+def use_card(patch: pytest.MonkeyPatch, card: Card) -> Card:
+    """Have checks run on this card, by its clock."""
+    use(patch, card)
+    for place in (budget, ab_test):
+        patch.setattr(place, "time", card)
+    patch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    return card
+
+
+def recorded_run(place: Path, text: str) -> Path:
+    """A run of a spec of `burns`, as a sweep leaves it in a directory."""
+    (place / "spec.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, FakeGpu({"CYCLES=400000": 20.0}))
+        spec = load_spec(place / "spec.yaml", discover(FAMILIES))
+        return session.run(spec, results=place, cache_dir=place / "cache").run.directory
 
 
 class Card(FakeGpu):

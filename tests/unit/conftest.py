@@ -45,12 +45,22 @@ def recorded_rows():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_waiting_for_disks():
-    """A row reaches the disk before the next one; no test loses power."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        yield
+@pytest.fixture(autouse=True)
+def disk(monkeypatch):
+    """A disk that takes no time, as no test loses power. fails: the errno of each sync.
+
+    at: what happens at the n-th one.
+    """
+    disk = SimpleNamespace(fails=None, at={}, synced=0)
+
+    def sync(fd):
+        disk.synced += 1
+        disk.at.get(disk.synced, lambda: None)()
+        if disk.fails is not None:
+            raise OSError(disk.fails, os.strerror(disk.fails))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    return disk
 
 
 @pytest.fixture
@@ -119,6 +129,24 @@ def found(monkeypatch):
             monkeypatch.setattr(doctor, name, lambda value=value: value)
 
     return set_
+
+
+@pytest.fixture
+def lookahead(monkeypatch):
+    """Sets how many candidates are asked for ahead of their turn."""
+
+    def set_(count):
+        for name in ("_LOOKAHEAD", "_LOOKAHEAD_IN_TIME"):
+            monkeypatch.setattr(candidates, name, count)
+
+    return set_
+
+
+@pytest.fixture
+def every_step(monkeypatch):
+    """Progress leaves no line out, however soon it comes."""
+    for name in ("_JSON_INTERVAL_S", "_PLAIN_INTERVAL_S"):
+        monkeypatch.setattr(progress, name, -1.0)
 
 
 @pytest.fixture

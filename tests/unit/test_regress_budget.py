@@ -10,19 +10,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from fake_comparison import Card
+from fake_comparison import FAMILIES, Card, recorded_run, use_card
 from fake_compiler import FakeCompiler
-from fake_gpu import FakeGpu
-from sweeping import use
 
-from attnsweep.family.discover import discover
 from attnsweep.regress import live as gate
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import Decision, Interval
-from attnsweep.specs.load import load_spec
-from attnsweep.sweep import session
 
-FAMILIES = Path(__file__).parent.parent / "families"
 LENGTHS = [64 * count for count in range(1, 10)]
 LABELS = [f"(1,2,{length},64) fp16 full" for length in LENGTHS]
 SPEC = f"""
@@ -45,15 +39,15 @@ class Watched(Card):
 
     def __init__(self):
         super().__init__()
-        self.printed, self.opened = [], [[]]
+        self.printed, self.problems = [], [[]]
 
     def open(self, problem, **options):
         super().open(problem, **options)
-        self.opened[-1].append(problem.label)
+        self.problems[-1].append(problem.label)
 
     def stop(self):
         self.printed.append(sys.stdout.getvalue())
-        self.opened.append([])
+        self.problems.append([])
         super().stop()
 
 
@@ -62,24 +56,13 @@ def card(monkeypatch):
     """An H100's host: three seconds to start a process, one to open a problem."""
     card = Watched()
     card.start_s, card.open_s = 3.0, 1.0
-    use(monkeypatch, card)
-    for place in ("budget", "ab_test"):
-        monkeypatch.setattr(f"attnsweep.regress.{place}.time", card)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    return card
+    return use_card(monkeypatch, card)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A run of the nine problems."""
-    place = tmp_path_factory.mktemp("recorded")
-    (place / "spec.yaml").write_text(SPEC)
-    kernels = discover(FAMILIES)
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, FakeGpu({"CYCLES=400000": 20.0}))
-        spec = load_spec(place / "spec.yaml", kernels)
-        outcome = session.run(spec, results=place, cache_dir=place / "cache")
-    return outcome.run.directory
+    return recorded_run(tmp_path_factory.mktemp("recorded"), SPEC)
 
 
 @pytest.fixture
@@ -125,8 +108,8 @@ def test_nine_problems_that_are_close_end_within_two_minutes(check, card):
 def test_problems_share_processes_and_none_has_two_turns_in_one(check, card):
     card.ratios = (CLOSE,) * 80
     check()
-    assert card.opened[0] == LABELS
-    for opened in card.opened:
+    assert card.problems[0] == LABELS
+    for opened in card.problems:
         assert opened == [label for label in LABELS if label in opened]
 
 

@@ -8,21 +8,15 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from fake_comparison import Card
+from fake_comparison import FAMILIES, Card, recorded_run, use_card
 from fake_compiler import REGISTERS, FakeCompiler
-from fake_gpu import FakeGpu
 from samples import TEST_GPU
-from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import CompileError, NoGpuError
 from attnsweep.core.trial import Status
-from attnsweep.family.discover import discover
-from attnsweep.specs.load import load_spec
 from attnsweep.store.run import open_run
-from attnsweep.sweep import session
 
-FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
 problems:
   - {batch: 1, heads: 2, seqlen: 64, head_dim: 64}
@@ -36,25 +30,13 @@ LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch):
-    card = Card()
-    use(monkeypatch, card)
-    for place in ("budget", "ab_test"):
-        monkeypatch.setattr(f"attnsweep.regress.{place}.time", card)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    return card
+    return use_card(monkeypatch, Card())
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A run of SPEC as a sweep leaves it, measured on TEST_GPU."""
-    place = tmp_path_factory.mktemp("recorded")
-    (place / "spec.yaml").write_text(SPEC)
-    kernels = discover(FAMILIES)
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, FakeGpu({"CYCLES=400000": 20.0}))
-        spec = load_spec(place / "spec.yaml", kernels)
-        outcome = session.run(spec, results=place, cache_dir=place / "cache")
-    return outcome.run.directory
+    return recorded_run(tmp_path_factory.mktemp("recorded"), SPEC)
 
 
 @pytest.fixture

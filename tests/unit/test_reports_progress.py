@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from samples import PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
 from attnsweep.reports import eta, progress, terminal
-from attnsweep.reports.terminal import Form
+from attnsweep.reports.terminal import Form, Talk
 
 
 @pytest.fixture
@@ -28,6 +29,12 @@ def clock(monkeypatch):
     monkeypatch.setattr(progress, "time", fake)
     monkeypatch.setattr(eta.Eta.__init__, "__defaults__", (made.monotonic,))
     return made
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    """Sets how much is said."""
+    return partial(monkeypatch.setattr, terminal, "talk")
 
 
 def watched(clock, form: Form) -> str:
@@ -200,11 +207,11 @@ def test_json_tells_each_baseline_that_is_prepared_and_how_long_it_took(clock):
     }  # fmt: skip
 
 
-def test_with_verbose_a_line_says_what_took_so_long(clock, monkeypatch):
+def test_with_verbose_a_line_says_what_took_so_long(clock, talk):
     out = io.StringIO()
     preparing(Form.PLAIN, Console(file=out, width=100))
     assert "prepared" not in out.getvalue()
-    monkeypatch.setattr(terminal, "talk", terminal.Talk.VERBOSE)
+    talk(Talk.VERBOSE)
     preparing(Form.PLAIN, Console(file=out, width=100))
     assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
 
@@ -219,7 +226,7 @@ def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
     return out.getvalue()
 
 
-def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, monkeypatch):
+def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, talk):
     """`export` in a log was silent for a minute."""
     bar = counted(Form.AUTO, clock, on_terminal=True)
     assert "compile" in bar
@@ -227,12 +234,12 @@ def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, monkeypatch):
     lines = "compile 3 kernels\ncompile 2 of 3 kernels\n"
     assert counted(Form.AUTO, clock) == lines
     assert counted(Form.PLAIN, clock, on_terminal=True) == lines
-    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)
+    talk(Talk.QUIET)
     assert counted(Form.AUTO, clock) == counted(Form.AUTO, clock, on_terminal=True) == ""
 
 
-def test_a_count_in_json(clock, monkeypatch):
-    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)  # which JSON overrides, as elsewhere
+def test_a_count_in_json(clock, talk):
+    talk(Talk.QUIET)  # which JSON overrides, as elsewhere
     events = [json.loads(line) for line in counted(Form.JSON, clock).splitlines()]
     assert events[1] == {
         "event": "progress", "elapsed_s": 6.0, "phase": "compile", "done": 1, "total": 3

@@ -260,18 +260,14 @@ def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(tmp_path: Path) -> 
     assert numbers(read_trials(path)[0]) == [0, 1, 2]
 
 
-def test_a_failed_fsync_takes_the_row_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fsync_takes_the_row_back(tmp_path: Path, disk) -> None:
     path = filled(tmp_path, 1)
     before = path.read_bytes()
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with Store.open(tmp_path) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(store_module.os, "fsync", fail)
-            with pytest.raises(StoreError, match="Input/output error"):
-                store.append(trial(1))
+        disk.fails = errno.EIO
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.append(trial(1))
+        disk.fails = None
         assert path.read_bytes() == before
         assert store.rows == 1
 
@@ -418,18 +414,12 @@ def test_describe_and_finish_make_a_run_that_reads_back(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, disk) -> None:
     with Store.open(tmp_path) as store:
         store.finish(lambda run: {"ranking.md": "old"})
-        with monkeypatch.context() as patch:
-            patch.setattr(store_module.os, "fsync", fail)
-            with pytest.raises(StoreError, match="free some space"):
-                store.finish(lambda run: {"ranking.md": "new"})
+        disk.fails = errno.ENOSPC
+        with pytest.raises(StoreError, match="free some space"):
+            store.finish(lambda run: {"ranking.md": "new"})
     assert (tmp_path / "ranking.md").read_text() == "old"
     assert list(tmp_path.glob(".*.tmp")) == []
 

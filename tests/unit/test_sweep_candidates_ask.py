@@ -10,7 +10,6 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
-from attnsweep.sweep import candidates as queue_module
 from attnsweep.sweep.candidates import Candidates
 
 SPEC = """
@@ -41,11 +40,9 @@ def ignore(done, total):
     pass
 
 
-@pytest.mark.parametrize(
-    ("search", "limit"), [("{}", "_LOOKAHEAD"), ("{budget_s: 5}", "_LOOKAHEAD_IN_TIME")]
-)
-def test_it_asks_so_far_ahead_and_no_further(queue_of, monkeypatch, search, limit):
-    monkeypatch.setattr(queue_module, limit, 2)
+@pytest.mark.parametrize("search", ["{}", "{budget_s: 5}"])
+def test_it_asks_so_far_ahead_and_no_further(queue_of, lookahead, search):
+    lookahead(2)
     queue = queue_of(search)
     batches = [threads(queue.ask()) for _ in range(4)]
     assert batches == [[32, 64], [96, 128], [160], []]
@@ -72,8 +69,8 @@ def test_compiling_past_the_deadline_leaves_one_candidate_to_the_problem(queue_o
     assert threads(queue.compiled((), ignore)) == [32]
 
 
-def test_compiling_a_later_batch_past_the_deadline_leaves_none(queue_of, clock, monkeypatch):
-    monkeypatch.setattr(queue_module, "_LOOKAHEAD_IN_TIME", 2)
+def test_compiling_a_later_batch_past_the_deadline_leaves_none(queue_of, clock, lookahead):
+    lookahead(2)
     queue = queue_of("{budget_s: 5}")
     queue.start()
     queue.ask()
@@ -107,9 +104,9 @@ def test_progress_comes_at_the_start_now_and_then_and_at_the_end(queue_of, clock
     ]
 
 
-def test_progress_counts_the_candidates_of_all_batches(queue_of, monkeypatch):
+def test_progress_counts_the_candidates_of_all_batches(queue_of, lookahead):
     """A search that learns asks for a few at a time."""
-    monkeypatch.setattr(queue_module, "_LOOKAHEAD", 2)
+    lookahead(2)
     queue, seen = queue_of(), []
     while queue.ask():
         queue.submit()

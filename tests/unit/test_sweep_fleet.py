@@ -313,20 +313,12 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeyp
 
 
 @pytest.mark.parametrize("moment", [1, 8, 14, 30, 50])
-def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, monkeypatch, moment):
+def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, disk, moment):
     """Before the plan is written, between a row and the next, and amid the tables at the end."""
-    sync, synced = os.fsync, []
-
-    def press(fd):
-        synced.append(fd)
-        if len(synced) == moment:
-            signal.raise_signal(signal.SIGINT)
-        sync(fd)
-
-    monkeypatch.setattr(os, "fsync", press)
+    disk.at[moment] = partial(signal.raise_signal, signal.SIGINT)
     with contextlib.suppress(KeyboardInterrupt):
         assert go()[0].interrupted
-    assert len(synced) >= moment
+    assert disk.synced >= moment
     assert all_ended(cards)
     outcome, _ = go()
     assert is_whole(outcome)

@@ -81,6 +81,12 @@ def go(tmp_path, cards, monkeypatch):
     return go
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A run that soon believes that a card is gone for good."""
+    monkeypatch.setattr(sweep_cards, "AWAY_S", 0.5)
+
+
 def about(heard, words):
     return [note for note in heard.notes if words in note]
 
@@ -194,8 +200,8 @@ def test_the_only_card_comes_back_and_goes_on_where_it_was(go, cards, name):
     assert about(heard, "on 1 cards")
 
 
-def test_a_card_that_does_not_come_back_ends_the_run_which_resumes(go, cards, monkeypatch):
-    monkeypatch.setattr(sweep_cards, "AWAY_S", 0.5)
+@pytest.mark.usefixtures("impatient")
+def test_a_card_that_does_not_come_back_ends_the_run_which_resumes(go, cards):
     cards.on(0, fault="kill", after=2, once=True)
     outcome, heard = go(lambda trials: [])
     assert outcome.no_card
@@ -207,8 +213,8 @@ def test_a_card_that_does_not_come_back_ends_the_run_which_resumes(go, cards, mo
     assert sum(measured(cards).values()) == 12 + 1
 
 
-def test_what_was_seen_before_a_card_left_does_not_bring_it_back(go, cards, monkeypatch):
-    monkeypatch.setattr(sweep_cards, "AWAY_S", 0.5)
+@pytest.mark.usefixtures("impatient")
+def test_what_was_seen_before_a_card_left_does_not_bring_it_back(go, cards):
     cards.on(0, fault="kill", after=2, once=True)
     outcome, _ = go(lambda trials: cards.cards[:1], seen_at=time.monotonic())
     assert outcome.no_card

@@ -24,7 +24,6 @@ from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
 from attnsweep.specs.plan import Shard
 from attnsweep.store.run import pack, read_trials
-from attnsweep.sweep import candidates as sweep_candidates
 
 pytestmark = pytest.mark.usefixtures("gpu")
 FAMILIES = Path(__file__).parent.parent / "families"
@@ -206,8 +205,8 @@ def test_a_changed_parameter_list_keeps_what_holds(go, gpu):
 
 
 @pytest.mark.parametrize("more", ["[32, 64]", "[64, 32]"])
-def test_candidates_before_and_behind_measured_ones_are_tried(go, gpu, monkeypatch, more):
-    monkeypatch.setattr(sweep_candidates, "_LOOKAHEAD", 1)
+def test_candidates_before_and_behind_measured_ones_are_tried(go, gpu, lookahead, more):
+    lookahead(1)
     one = SPEC.replace("[32, 64, 128]", "[64]")
     assert by_config(go(one))[64,].status is Status.OK
     gpu.calls.clear()

@@ -354,8 +354,8 @@ def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu):
     assert not [text for text in notes.texts if "timed again" in text]
 
 
-def test_progress_counts_no_candidate_twice(go, monkeypatch):
-    monkeypatch.setattr(progress, "_JSON_INTERVAL_S", -1.0)
+@pytest.mark.usefixtures("every_step")
+def test_progress_counts_no_candidate_twice(go):
     out = io.StringIO()
     with progress.watch(Console(file=out), Form.JSON) as observer:
         go(SPEC, observer=observer)
@@ -377,8 +377,8 @@ def test_bars_count_no_candidate_twice_and_name_the_shorter_problem(go, bars):
     assert [bar for bar in bars if bar[2] is not None and bar[1] > bar[2]] == []
 
 
-def test_plain_lines_name_the_shorter_problem(go, monkeypatch):
-    monkeypatch.setattr(progress, "_PLAIN_INTERVAL_S", -1.0)
+@pytest.mark.usefixtures("every_step")
+def test_plain_lines_name_the_shorter_problem(go):
     out = io.StringIO()
     with progress.watch(Console(file=out, width=200), Form.PLAIN) as observer:
         go(SPEC, observer=observer)

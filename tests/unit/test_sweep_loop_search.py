@@ -22,12 +22,12 @@ from attnsweep.sweep import candidates, loop, session
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
-@pytest.mark.parametrize("lookahead", [1, 64])
+@pytest.mark.parametrize("ahead", [1, 64])
 def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
-    go, gpu, clock, monkeypatch, lookahead
+    go, gpu, clock, lookahead, ahead
 ):
     clock.trial_s = 0.7
-    monkeypatch.setattr(candidates, "_LOOKAHEAD_IN_TIME", lookahead)
+    lookahead(ahead)
     spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
     rows = by_config(go(spec))
     tried = [row for key, row in rows.items() if isinstance(key, tuple)]
@@ -58,14 +58,13 @@ search: {strategy: tpe, candidates: 6, seed: 4}
 
 
 @pytest.fixture
-def one_by_one(monkeypatch):
+def one_by_one(lookahead):
     """A search that asks for one candidate at a time, as one that learns may."""
-    monkeypatch.setattr(candidates, "_LOOKAHEAD", 1)
+    lookahead(1)
 
 
-@pytest.mark.usefixtures("one_by_one")
-def test_json_never_tells_of_more_candidates_done_than_there_are(go, monkeypatch):
-    monkeypatch.setattr(progress, "_JSON_INTERVAL_S", -1.0)
+@pytest.mark.usefixtures("one_by_one", "every_step")
+def test_json_never_tells_of_more_candidates_done_than_there_are(go):
     out = io.StringIO()
     with progress.watch(Console(file=out), Form.JSON) as observer:
         go(observer=observer)
@@ -91,8 +90,8 @@ def model(gpu, monkeypatch):
     tried: THREADS of each trial. stop: the number of trials after which Ctrl-C comes.
     """
     pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
-    monkeypatch.setattr(tpe, "STARTUP", 2)
-    monkeypatch.setattr(tpe, "BATCH", 2)
+    for name in ("STARTUP", "BATCH"):
+        monkeypatch.setattr(tpe, name, 2)
     drift = itertools.cycle([1.0, 1.02, 0.97])
     found = SimpleNamespace(tried=[], stop=None)
 
@@ -176,8 +175,8 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
 
 def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go, monkeypatch):
     ticks = itertools.count(100)
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    for module in (session, loop):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     first = {t.key: t.tried_s for t in go(limit=2).run.trials}
     again = {t.key: t.tried_s for t in go().run.trials}
     assert sorted(s for s in first.values() if s is not None) == [1, 2]  # baselines have none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import stat
 import sys
 from dataclasses import replace
@@ -119,16 +118,12 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
     assert "wait\u00a02.0" in text.replace(" 2.0", "\u00a02.0")
 
 
-def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch) -> None:
+def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, disk) -> None:
     one, two = full_run().trials[:2]
     stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
     counters.write(tmp_path, [(one, stages)], "here")
     before = (tmp_path / outputs.FILE).read_bytes()
-
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    disk.fails = errno.ENOSPC
     with pytest.raises(StoreError, match=r"counters\.json: cannot be written: No space left"):
         counters.write(tmp_path, [(two, stages)], "here")
     assert (tmp_path / outputs.FILE).read_bytes() == before
