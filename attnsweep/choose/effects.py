@@ -15,7 +15,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnsweep.choose.columns import value_text
@@ -71,30 +71,14 @@ class Effect:
             "share_of_variance": self.share,
             "pairs": self.pairs,
             "median_ratio_of_pairs": self.spread,
-            "values": [
-                {
-                    "value": each.value,
-                    "candidates": each.candidates,
-                    "pairs": each.pairs,
-                    "ratio": each.ratio,
-                    "faster": each.faster,
-                }
-                for each in self.values
-            ],
+            "values": [asdict(each) for each in self.values],
         }
 
 
 def timed(trials: Iterable[Trial], kernel: str) -> list[Trial]:
     """The candidates of a family with a usable first time, of trials of one problem."""
-    return [
-        trial
-        for trial in trials
-        if trial.provider == OURS
-        and trial.kernel == kernel
-        and trial.status in _TIMED
-        and trial.screened_us is not None
-        and 0 < trial.screened_us < math.inf
-    ]
+    ours = (t for t in trials if t.provider == OURS and t.kernel == kernel and t.status in _TIMED)
+    return [t for t in ours if t.screened_us is not None and 0 < t.screened_us < math.inf]
 
 
 def effects(
@@ -113,15 +97,10 @@ def effects(
     settings = [tuple(sorted((n, _key(v)) for n, v in t.config.items())) for t in rows]
     found: list[Effect] = []
     for name, own in reference.config.items():
-        found += _effect(
-            [
-                (t.config[name], tuple(s for s in each if s[0] != name), t)
-                for t, each in zip(rows, settings, strict=True)
-                if name in t.config
-            ],
-            name,
-            own,
-        )
+        varied = [(t.config[name], tuple(s for s in each if s[0] != name), t)
+                  for t, each in zip(rows, settings, strict=True)
+                  if name in t.config]  # fmt: skip
+        found += _effect(varied, name, own)
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
             varied = [(t.variant[axis], tuple(s for s in each if s[0] not in names), t)
@@ -193,20 +172,10 @@ def _effect(
             statistics.median(ratios[key]) if ratios[key] else None,
             sum(ratio < 1 for ratio in ratios[key]),
         )
-        for key, value in sorted(values.items(), key=lambda item: _order(item[1]))
+        for key, value in sorted(values.items(), key=lambda item: in_order(item[1]))
     )
-    return [
-        Effect(
-            name,
-            reference,
-            len(rows),
-            _share([*logs.values()]),
-            len(spreads),
-            statistics.median(spreads) if spreads else None,
-            shown,
-            tuple(sets),
-        )
-    ]
+    share, spread = _share([*logs.values()]), statistics.median(spreads) if spreads else None
+    return [Effect(name, reference, len(rows), share, len(spreads), spread, shown, tuple(sets))]
 
 
 def _share(groups: Sequence[Sequence[float]]) -> float | None:
@@ -219,16 +188,14 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
     count = len(everything)
     if count <= len(groups):
         return None
-    mean = statistics.fmean(everything)
-    total = sum((value - mean) ** 2 for value in everything)
+
+    def squares(values: Sequence[float]) -> float:
+        mean = statistics.fmean(values)
+        return sum((value - mean) ** 2 for value in values)
+
+    total, within = squares(everything), sum(map(squares, groups))
     if total == 0:
         return None
-    within = sum(
-        (value - center) ** 2
-        for group in groups
-        for center in [statistics.fmean(group)]
-        for value in group
-    )
     left = (within / (count - len(groups))) / (total / (count - 1))
     return max(0.0, 1.0 - left)
 
@@ -238,5 +205,6 @@ def _key(value: Value) -> tuple[str, str]:
     return type(value).__name__, value_text(value)
 
 
-def _order(value: Value) -> tuple[bool, int, str]:
+def in_order(value: Value) -> tuple[bool, int, str]:
+    """Sort key of values: numbers, then words."""
     return (True, 0, value) if isinstance(value, str) else (False, int(value), "")

@@ -93,16 +93,19 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
 
 def _judge(old: Section, new: Section | None, slower: float, control: str | None) -> Finding:
     label, won = old.problem.label, old.winner
+    now = None if new is None else new.winner
+
+    def unsure(why: str) -> Finding:
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+
     if new is None:
-        why = "the new run does not contain this problem"
-        return Finding(label, Verdict.INCONCLUSIVE, why, won)
-    now = new.winner
+        return unsure("the new run does not contain this problem")
     for which, section in (("old", old), ("new", new)):
         damaged = _damage(which, section)
         if damaged is not None:
-            return Finding(label, Verdict.INCONCLUSIVE, f"{damaged}; record it anew", won, now)
+            return unsure(f"{damaged}; record it anew")
     if won is None and now is None:
-        return Finding(label, Verdict.INCONCLUSIVE, "no candidate is ok in either run")
+        return unsure("no candidate is ok in either run")
     if won is None:
         return Finding(label, Verdict.IMPROVEMENT, "no candidate was ok, now one is", None, now)
     if now is None:
@@ -111,31 +114,24 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
         why = f"no candidate is ok now: {ends or 'none was tried'}"
         return Finding(label, Verdict.REGRESSION, why, won)
     if control is not None:
-        return Finding(label, Verdict.INCONCLUSIVE, control, won, now)
+        return unsure(control)
     if won["trial"] == now["trial"]:
         why = "both runs hold the same row"
         return Finding(label, Verdict.PASS, why, won, now, 1.0, 1.0, 1.0)
     if "energy" in (won["ranked_as"], now["ranked_as"]):
-        why = f"ranked by {won['ranked_as']}, then by {now['ranked_as']}: only times are compared"
-        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
-    kinds = won["timed_as"], now["timed_as"]
-    if kinds[0] != kinds[1]:
-        why = f"timed {kinds[0]}, then {kinds[1]}"
-        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+        ranked = f"ranked by {won['ranked_as']}, then by {now['ranked_as']}"
+        return unsure(f"{ranked}: only times are compared")
+    if won["timed_as"] != now["timed_as"]:
+        return unsure(f"timed {won['timed_as']}, then {now['timed_as']}")
     for which, row in (("old", won), ("new", now)):
         if not row["trial"].time_us.rounds:
-            why = f"the {which} run timed its best candidate without rounds"
-            return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+            return unsure(f"the {which} run timed its best candidate without rounds")
     baselines = [*_compared(old, new)]
     if not baselines:
-        why = "no baseline has rounds in both runs, so the drift is unknown"
-        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+        return unsure("no baseline has rounds in both runs, so the drift is unknown")
     ratio, low, high = combined(baselines)
-    drift = (
-        min(baseline.drift for baseline in baselines),
-        max(baseline.drift for baseline in baselines),
-    )
-    facts = (won, now, ratio, low, high, drift)
+    drifts = [baseline.drift for baseline in baselines]
+    facts = (won, now, ratio, low, high, (min(drifts), max(drifts)))
     other = _changed(won, now)
     if low > 1 + slower:
         return Finding(label, Verdict.REGRESSION, f"{at_least(low)}{other}", *facts)

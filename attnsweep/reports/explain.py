@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnsweep.choose.columns import named, value_text
-from attnsweep.choose.effects import Effect, axes_of, effects, timed
+from attnsweep.choose.effects import Effect, axes_of, effects, in_order, timed
 from attnsweep.core.errors import AttnsweepError, KernelError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
@@ -422,7 +422,7 @@ def _neighbours(
             value = other["trial"].config.get(name)
             if value is not None:
                 seen.setdefault(value_text(value), value)
-        for text, value in sorted(seen.items(), key=lambda item: _order(item[1])):
+        for text, value in sorted(seen.items(), key=lambda item: in_order(item[1])):
             if text == value_text(mine):
                 continue
             near = {**config, name: value}
@@ -441,10 +441,6 @@ def _neighbours(
 
 def _frozen(config: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, value_text(value)) for name, value in config.items()))
-
-
-def _order(value: Value) -> tuple[bool, int, str]:
-    return (True, 0, value) if isinstance(value, str) else (False, int(value), "")
 
 
 def _counters(
