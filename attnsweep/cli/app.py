@@ -26,6 +26,7 @@ from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.specs.load import SweepSpec
+    from attnsweep.specs.plan import PlannedProblem
     from attnsweep.store.run import Run
     from attnsweep.sweep.session import SweepOutcome
 
@@ -155,6 +156,26 @@ def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: 
             f"{joined(idle)} {'does' if one else 'do'} nothing {why}",
             hint=hint or f"leave {'it' if one else 'them'} out",
         )
+
+
+def refuse_idle_of_run(
+    context: typer.Context, *, dry_run: bool, replays: bool, json_: bool
+) -> None:
+    """Refuse options of `run` and `tune` that would do nothing."""
+    if dry_run:
+        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
+    if replays:
+        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
+    if json_:
+        refuse_idle(context, ("top",), "with --json, which has every row")
+
+
+def print_plan(planned: Sequence[PlannedProblem], limit: int | None, json_: bool) -> None:
+    """Print the candidates that a sweep would try."""
+    from attnsweep.reports import views
+    from attnsweep.specs.plan import plan_facts
+
+    print_result(views.planned(planned, limit, console.width), plan_facts(planned, limit), json_)
 
 
 def joined(words: Sequence[str]) -> str:

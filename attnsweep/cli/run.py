@@ -26,13 +26,13 @@ from attnsweep.cli.app import (
     examples,
     load,
     print_end,
-    print_result,
+    print_plan,
     print_run,
-    refuse_idle,
+    refuse_idle_of_run,
 )
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
-from attnsweep.reports.terminal import Form, console, errors
+from attnsweep.reports.terminal import Form, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.observer import Observer
@@ -123,8 +123,7 @@ def run(
     """
     from attnsweep.choose.search import exhaustively
     from attnsweep.device.lock import BusyError
-    from attnsweep.reports import views
-    from attnsweep.specs.plan import Shard, plan, plan_facts
+    from attnsweep.specs.plan import Shard, plan
     from attnsweep.sweep import session
     from attnsweep.sweep.watch import files_of, keep_running
     from attnsweep.tools.compile import target_arch
@@ -138,20 +137,14 @@ def run(
     loaded = read()
     _refuse_gpus(loaded, gpus, scheduler, dry_run, wait)
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
-    if dry_run:
-        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
-    if loaded.device == "replay":
-        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
-    if json_:
-        refuse_idle(context, ("top",), "with --json, which has every row")
+    replays = loaded.device == "replay"
+    refuse_idle_of_run(context, dry_run=dry_run, replays=replays, json_=json_)
     if dry_run:
         planned = plan(loaded, target_arch(loaded, arch))
-        planned = planned if part is None else part.take(planned)
-        shown = views.planned(planned, limit, console.width)
-        print_result(shown, plan_facts(planned, limit), json_)
+        print_plan(planned if part is None else part.take(planned), limit, json_)
         return
     if arch is not None:
-        source = "its recording" if loaded.device == "replay" else "the GPU"
+        source = "its recording" if replays else "the GPU"
         raise SpecError(f"--arch needs --dry-run; this run takes the architecture of {source}")
 
     options = [word for text in problem or () for word in ("--problem", text)]

@@ -21,8 +21,9 @@ from attnsweep.cli.app import (
     app,
     examples,
     print_end,
+    print_plan,
     print_result,
-    refuse_idle,
+    refuse_idle_of_run,
     warn,
 )
 from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
@@ -140,9 +141,9 @@ def tune(
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.family.discover import discover
-    from attnsweep.reports import progress, views
+    from attnsweep.reports import progress
     from attnsweep.specs.load import spec_of
-    from attnsweep.specs.plan import plan, plan_facts
+    from attnsweep.specs.plan import plan
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.specs.starter import Request, run_name, starter
     from attnsweep.specs.yaml_file import Document
@@ -150,12 +151,7 @@ def tune(
 
     dtype = read_dtype(dtype, "--dtype")
     _refuse_combinations(arch, dry_run, replay, save_spec, force)
-    if dry_run:
-        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
-    if replay is not None:
-        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
-    if json_:
-        refuse_idle(context, ("top",), "with --json, which has every row")
+    refuse_idle_of_run(context, dry_run=dry_run, replays=replay is not None, json_=json_)
     problems = read_shapes(shapes, dtype=dtype, causal=causal, padding=padding)
     families = discover(kernels)
     try:
@@ -175,10 +171,7 @@ def tune(
     if save_spec is not None:
         write_spec(save_spec, text, force)
     if dry_run:
-        planned = plan(spec, target.arch)
-        print_result(
-            views.planned(planned, limit, console.width), plan_facts(planned, limit), json_
-        )
+        print_plan(plan(spec, target.arch), limit, json_)
         return
     with progress.watch(errors, form) as observer:
         outcome = session.run(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
@@ -56,6 +60,28 @@ def numbered(number: int, **changes: object) -> Trial:
         accuracy=Accuracy(rel_err=2.7e-4, limit=5.6e-4),
     )
     return row.with_(**changes)
+
+
+def once(time_us: float) -> Measurement:
+    """A time that was taken once."""
+    return Measurement(median=time_us, low=time_us, high=time_us, samples=1)
+
+
+def timed(rounds: Sequence[float], **changes: object) -> Measurement:
+    """A time of these rounds."""
+    ordered, count = sorted(rounds), len(rounds)
+    low, high = ordered[count // 4], ordered[3 * count // 4]
+    facts = {"median": statistics.median(ordered), "low": low, "high": high, "samples": count}
+    return Measurement(**facts, rounds=list(rounds)).model_copy(update=changes)
+
+
+def built(name: str, kernel: str = "k") -> Any:
+    """The part of a Build that a race and the finals need."""
+    return SimpleNamespace(
+        kernel=SimpleNamespace(name=kernel),
+        config=SimpleNamespace(label=name),
+        candidate=lambda: None,
+    )
 
 
 def rounds_of(time_us: float, wobble: float = 0.01) -> Measurement:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from samples import PROBLEM, candidate, full_run
+from samples import PROBLEM, candidate, full_run, once, timed
 
 from attnsweep.choose.baseline_ratio import common_rounds
 from attnsweep.choose.drift import at_pace
@@ -24,18 +23,6 @@ from attnsweep.specs.model import OWN_BF16
 from attnsweep.store.run import open_run
 
 RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
-
-
-def timed(rounds: Sequence[float], **changes: object) -> Measurement:
-    ordered = sorted(rounds)
-    time = Measurement(
-        median=statistics.median(ordered),
-        low=ordered[len(ordered) // 4],
-        high=ordered[3 * len(ordered) // 4],
-        samples=len(rounds),
-        rounds=list(rounds),
-    )
-    return time.model_copy(update=changes)
 
 
 def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
@@ -100,12 +87,12 @@ def test_a_baseline_timed_again_may_share_the_first_rank() -> None:
 
 
 def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
-    once = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
-    row = best(ours([1.0]).with_(time_us=once), baseline("torch_cudnn", [12.0] * 9))
+    alone = ours([1.0]).with_(time_us=once(10.0))
+    row = best(alone, baseline("torch_cudnn", [12.0] * 9))
     assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
     assert row["ratio_of"] == "medians"
     assert math.isnan(float(str(row["ratio_low"])))
-    text = printed([ours([1.0]).with_(time_us=once), baseline("torch_cudnn", [12.0] * 9)], 120)
+    text = printed([alone, baseline("torch_cudnn", [12.0] * 9)], 120)
     assert "~1.20" in text
     assert "1.20× torch_cudnn, the fastest baseline by medians of different rounds" in " ".join(
         text.split()
@@ -287,8 +274,7 @@ def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
 
 def alone(us: float, number: int, first_us: float) -> Trial:
     """A candidate that was timed once, before the rounds or in a race."""
-    time = Measurement(median=us, low=us, high=us, samples=1)
-    return candidate("flash", 1.0, A=number).with_(time_us=time, first_us=first_us)
+    return candidate("flash", 1.0, A=number).with_(time_us=once(us), first_us=first_us)
 
 
 def test_who_was_not_in_the_rounds_gains_nothing_by_a_card_that_is_slower_in_them() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
+from samples import built, once
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose import finals
@@ -93,11 +94,6 @@ class Notes(Observer):
 
 
 def pair(name, first_us):
-    build = SimpleNamespace(
-        kernel=SimpleNamespace(name="k"),
-        config=SimpleNamespace(label=name),
-        candidate=lambda: None,
-    )
     trial = Trial(
         kernel="k",
         provider="attnsweep",
@@ -105,9 +101,9 @@ def pair(name, first_us):
         problem=PROBLEM,
         status=Status.OK,
         accuracy=Accuracy(rel_err=0.0, limit=1.0),
-        time_us=Measurement(median=first_us, low=first_us, high=first_us, samples=1),
+        time_us=once(first_us),
     )
-    return build, trial
+    return built(name), trial
 
 
 def spec_of(seed=0, **measure):

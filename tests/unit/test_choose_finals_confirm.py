@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import candidate
+from samples import built, candidate
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.finals import select
@@ -34,16 +34,11 @@ class Card(FakeGpu):
 
 
 def pair(name):
-    build = SimpleNamespace(
-        kernel=SimpleNamespace(name="k"),
-        config=SimpleNamespace(label=name),
-        candidate=lambda: None,
-    )
     row = candidate("k", US[name], A=name).with_(
         accuracy=Accuracy(rel_err=0.0, limit=1.0, calls=8),
         resources=Resources(registers=64, spill_bytes=0, smem_bytes=SMEM[name], occupancy=1.0),
     )
-    return build, row
+    return built(name), row
 
 
 def confirmed(wrong=""):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import PROBLEM, candidate
+from samples import PROBLEM, built, candidate, once
 
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import race, settled_first
 from attnsweep.choose.ranking import rank
 from attnsweep.core.observer import Observer
-from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
+from attnsweep.core.trial import OURS, Accuracy, Status, Trial
 from attnsweep.specs.model import MeasureSpec, SearchSpec
 
 ROUNDS = 15
@@ -35,16 +35,8 @@ class Card(FakeGpu):
 
 
 def pair(number, first_us):
-    trial = candidate("k", 1.0, A=number).with_(
-        time_us=Measurement(median=first_us, low=first_us, high=first_us, samples=1),
-        first_us=first_us,
-    )
-    build = SimpleNamespace(
-        kernel=SimpleNamespace(name="k"),
-        config=SimpleNamespace(label=str(number)),
-        candidate=lambda: None,
-    )
-    return build, trial
+    row = candidate("k", 1.0, A=number).with_(time_us=once(first_us), first_us=first_us)
+    return built(str(number)), row
 
 
 def baseline(name):

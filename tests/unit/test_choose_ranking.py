@@ -1,16 +1,14 @@
 import itertools
 import math
 import random
-import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import H200
+from samples import H200, once, timed
 
 from attnsweep.choose.columns import COLUMNS, bounds_of
 from attnsweep.choose.drift import at_pace
@@ -25,21 +23,6 @@ import counts
 
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 NAN, INFINITY = float("nan"), float("inf")
-
-
-def timed(rounds: Sequence[float]) -> Measurement:
-    ordered = sorted(rounds)
-    return Measurement(
-        median=statistics.median(ordered),
-        low=ordered[len(ordered) // 4],
-        high=ordered[3 * len(ordered) // 4],
-        samples=len(rounds),
-        rounds=list(rounds),
-    )
-
-
-def once(time_us: float) -> Measurement:
-    return Measurement(median=time_us, low=time_us, high=time_us, samples=1)
 
 
 def trial(name: str, time: Measurement | None, **changes: object) -> Trial:

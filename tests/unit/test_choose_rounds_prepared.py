@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import PROBLEM, candidate
+from samples import PROBLEM, built, candidate
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.finals import Finals
@@ -52,11 +52,7 @@ def test_each_baseline_is_told_before_and_after_it_is_prepared_also_if_it_cannot
         rows[row.provider] = row.status
 
     spec = SimpleNamespace(measure=MeasureSpec(rounds=3), search=SearchSpec())
-    build = SimpleNamespace(
-        kernel=SimpleNamespace(name="flash"),
-        config=SimpleNamespace(label="A=1"),
-        candidate=lambda: None,
-    )
+    build = built("A=1", "flash")
     finals = Finals(spec, gpu, put=put, keep=put, observer=heard)
     finals.run(
         [(build, candidate("flash", 7.0, A=1))], [baseline("flash_attn_4"), baseline("torch_flash")]

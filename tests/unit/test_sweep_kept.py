@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
-from samples import TEST_GPU, numbered
+from samples import TEST_GPU, numbered, once
 
 from attnsweep.choose.lower_bound import Skip, Skips
 from attnsweep.choose.rounds import together
 from attnsweep.compile.candidate import Build
 from attnsweep.core import trial
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.trial import Measurement, Status
+from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.specs.model import MeasureSpec, SearchSpec
@@ -26,7 +26,7 @@ PROBLEM = numbered(0).problem
 SPEC = SimpleNamespace(
     measure=MeasureSpec(rounds=4), search=SearchSpec(), require={}, baselines=["torch_flash"]
 )
-ONCE = Measurement(median=7.0, low=7.0, high=7.0, samples=1)
+ONCE = once(7.0)
 ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
 
 

@@ -6,9 +6,9 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from samples import PROBLEM
+from samples import PROBLEM, once
 
-from attnsweep.core.trial import Accuracy, Measurement, Resources, Status, Trial
+from attnsweep.core.trial import Accuracy, Resources, Status, Trial
 from attnsweep.sweep.candidates import SameCode
 
 USED = Resources(registers=32, spill_bytes=0, smem_bytes=0, occupancy=1.0)
@@ -44,7 +44,7 @@ def measured(build, status=Status.OK):
         status=status,
         detail="quartiles" if status is Status.NOISY else None,
         accuracy=Accuracy(rel_err=1e-4, limit=1e-3),
-        time_us=Measurement(median=7.0, low=7.0, high=7.0, samples=1),
+        time_us=once(7.0),
         first_us=7.0,
         stages_us={"one": 3.0},
         launch_us=1.0,

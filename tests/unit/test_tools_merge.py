@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import PROBLEM, TEST_GPU, candidate
+from samples import PROBLEM, TEST_GPU, candidate, once
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
@@ -17,7 +17,6 @@ from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Measurement
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.specs.load import load_spec
@@ -36,7 +35,7 @@ problems:
 kernels: {naive: {THREADS: [32, 64]}}
 baselines: []
 """
-ONCE = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
+ONCE = once(10.0)
 
 
 def planned_of(flops: list[int]) -> tuple[PlannedProblem, ...]:
