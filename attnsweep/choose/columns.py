@@ -103,6 +103,13 @@ def named(config: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value_text(value)}" for name, value in config.items())
 
 
+def chosen_by(trial: Trial) -> dict[str, str]:
+    """The names and values by which a user chooses a candidate."""
+    variant = {axis: text.replace(" ", "_") for axis, text in trial.variant.items()}
+    config = {name: value_text(value) for name, value in trial.config.items()}
+    return {"kernel": trial.kernel, **variant, **config}
+
+
 def value_text(value: object) -> str:
     """A parameter's value as -D writes it."""
     return str(int(value)) if isinstance(value, bool) else str(value)

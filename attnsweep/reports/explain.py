@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.columns import chosen_by, named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, in_order, timed
 from attnsweep.core.errors import AttnsweepError, KernelError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
@@ -173,16 +173,6 @@ def _of_problem(sections: Sequence[Section], text: str) -> Section:
 # -- the candidate that is meant --------------------------------------------------------------
 
 
-def _said(row: Row) -> dict[str, str]:
-    trial: Trial = row["trial"]
-    variant = {axis: text.replace(" ", "_") for axis, text in trial.variant.items()}
-    return {
-        "kernel": trial.kernel,
-        **variant,
-        **{name: value_text(value) for name, value in trial.config.items()},
-    }
-
-
 def _ours(section: Section) -> list[Row]:
     return [row for row in section.rows if not row["baseline"]]
 
@@ -209,7 +199,7 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
     fitting = {k: names for k, names in families.items() if len(names) == len(values)}
     for row in _ours(section):
         names = fitting.get(row["kernel"], [])
-        said = _said(row)
+        said = chosen_by(row["trial"])
         if names and [said[name] for name in names if name in said] == values:
             return {"kernel": row["kernel"]} | dict(zip(names, values, strict=True))
     order = [f"{k}: {' / '.join(names)}" for k, names in families.items() if names]
@@ -232,7 +222,7 @@ def _checked(
     section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Family | None
 ) -> None:
     """Raise SpecError if a name, or a value that neither run nor spec nor family has, is wanted."""
-    said = [_said(row) for row in _ours(section)]
+    said = [chosen_by(row["trial"]) for row in _ours(section)]
     names = dict.fromkeys(name for facts in said for name in facts)
     for name, value in wanted.items():
         if name not in names:
@@ -285,7 +275,7 @@ def _explain(
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
 ) -> Explanation:
-    fitting = [row for row in _ours(section) if wanted.items() <= _said(row).items()]
+    fitting = [row for row in _ours(section) if wanted.items() <= chosen_by(row["trial"]).items()]
     if not wanted and section.winner is not None:
         fitting = [section.winner]
     row = fitting[0] if fitting else None

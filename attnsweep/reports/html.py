@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 from attnsweep import __version__
 from attnsweep.choose.columns import named
-from attnsweep.core.errors import StoreError, ToolchainError
-from attnsweep.core.files import install_command, write_file
+from attnsweep.core.errors import ToolchainError
+from attnsweep.core.files import install_command
 from attnsweep.core.trial import Status
 from attnsweep.reports import gains
 from attnsweep.reports.html_data import data_of, own_settings, reason_of
@@ -41,7 +40,7 @@ from attnsweep.reports.text import (
     sections_of,
     who,
 )
-from attnsweep.store.outputs import refuse_recorded
+from attnsweep.store.outputs import check_output, refuse_recorded, write_output
 from attnsweep.store.run import Run
 
 ASSETS = Path(__file__).parent / "assets"
@@ -72,16 +71,8 @@ def write(
     extra are missing, StoreError if `path` cannot be written.
     """
     refuse_recorded(path)
-    data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
-    try:
-        write_file(path, data)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write the page: {error.strerror}",
-            where=str(path),
-            hint="give --html a file in a writable directory",
-        ) from error
-    return len(data)
+    write_output(path, render(run, top=top, target_us=target_us, plots=plots))
+    return path.stat().st_size
 
 
 def check(path: Path) -> None:
@@ -90,15 +81,7 @@ def check(path: Path) -> None:
     ToolchainError without Jinja2, StoreError if `path` cannot be written.
     """
     _jinja()
-    refuse_recorded(path)
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "is a directory" if path.is_dir() else f"{folder} is no writable directory"
-        raise StoreError(
-            f"cannot write the page: {why}",
-            where=str(path),
-            hint="give --html a file in a writable directory",
-        )
+    check_output(path)
 
 
 def _jinja() -> Any:

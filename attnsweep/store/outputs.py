@@ -11,9 +11,9 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.files import write_file
 from attnsweep.store.run import CUBINS, ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
 
-_COUNTERS = "counters.json"
+FILE = "counters.json"
 _WRITABLE = "give a file in a writable directory"
-_PARTS = {TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES, _COUNTERS}
+_PARTS = {TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES, FILE}
 
 
 def refuse_recorded(path: Path) -> None:
@@ -47,14 +47,9 @@ def write_output(path: Path, text: str) -> None:
         write_file(path, text.encode("utf-8", "replace"))
     except OSError as error:
         why = error.strerror or str(error)
-        raise StoreError(
-            f"cannot be written: {why}",
-            where=str(path),
-            hint=_WRITABLE,
-        ) from error
+        raise StoreError(f"cannot be written: {why}", where=str(path), hint=_WRITABLE) from error
 
 
-FILE = "counters.json"
 _SECTOR_BYTES = 32
 
 

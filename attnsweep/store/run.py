@@ -264,8 +264,8 @@ def environment_of(run: Run) -> Environment:
         hint = "copy the run whole, or sweep it again: attnsweep run SPEC --fresh"
         what = f"no {ENVIRONMENT}, so its GPU is unknown"
         raise StoreError(what, where=str(run.directory), hint=hint)
-    hint = "copy the run again, or restore the file from version control"
-    raise StoreError(f"damaged, so the GPU is unknown: {odd}", where=str(path), hint=hint)
+    what = f"damaged, so the GPU is unknown: {odd}"
+    raise StoreError(what, where=str(path), hint=_HINT_DAMAGED)
 
 
 def damage(run: Run) -> str | None:

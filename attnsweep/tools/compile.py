@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnsweep.bench.worker import Worker
 from attnsweep.compile.advice import spilling, unused_parameters
 from attnsweep.compile.candidate import Build, as_ready, builds_of, compiled_row, workspace_limit
 from attnsweep.compile.cubin import compiler_for
@@ -17,6 +16,7 @@ from attnsweep.device.cards import installed_arch
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import candidate_counts, plan
 from attnsweep.store.run import open_run
+from attnsweep.tools.target import described
 
 
 class Interrupted(KeyboardInterrupt):
@@ -100,8 +100,7 @@ def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
         if environment is not None:
             return arch_on(environment)
     try:
-        with Worker(timeout_s=60) as worker:
-            return arch_on(worker.describe())
+        return arch_on(described())
     except NoGpuError as error:
         raise SpecError(
             "no architecture: the spec names none, and there is no GPU",

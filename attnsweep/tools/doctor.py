@@ -15,17 +15,15 @@ from rich.text import Text
 
 from attnsweep import __version__
 from attnsweep.baselines.registry import BACKENDS
-from attnsweep.bench.gpu import WorkerError
-from attnsweep.bench.worker import Worker
 from attnsweep.compile import cache
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
 from attnsweep.core.errors import AttnsweepError, NoGpuError
 from attnsweep.core.files import install_command, why_pip_misses
-from attnsweep.core.trial import Status
 from attnsweep.device.cuda import driver_cuda
 from attnsweep.device.environment import driver_version
 from attnsweep.reports.terminal import aligned, counted
 from attnsweep.reports.views import suggestions, with_tails
+from attnsweep.tools.target import described
 
 _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
 
@@ -172,13 +170,9 @@ def _nvrtc(install: str, cuda: tuple[int, int] | None) -> Finding:
 
 def _gpu() -> Finding:
     try:
-        with Worker(timeout_s=60) as worker:
-            found = worker.describe()
+        found = described()
     except AttnsweepError as error:
         return Finding("GPU", False, error.what, error.hint)
-    except WorkerError as error:
-        why = "did not answer" if error.status is Status.TIMEOUT else error.detail
-        return Finding("GPU", False, why, "check that nvidia-smi works, then try again")
     memory = found.memory_bytes / 2**30
     detail = f"{found.gpu}, {found.arch}, {found.sm_count} SMs, {memory:.0f} GiB"
     return Finding("GPU", True, detail)

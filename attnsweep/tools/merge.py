@@ -13,6 +13,7 @@ from attnsweep.core.trial import Environment, Status, cards_of
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.store.outputs import FILE as COUNTERS
+from attnsweep.store.outputs import read
 from attnsweep.store.run import CUBINS, SPEC, Run, environment_of, trials_of
 from attnsweep.store.store import Store
 
@@ -85,7 +86,7 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
         for run in runs:
             for file in _cubins(run):
                 store.keep(file.name, file.read_bytes())
-        counters = [each for run in runs for each in _counters(run)]
+        counters = [each for run in runs for each in read(run.directory)]
         if counters:
             (out / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
         return store.finish(tables.files)
@@ -132,9 +133,7 @@ def _one_spec(runs: Sequence[Run]) -> SweepSpec:
 
 
 def _one_environment(runs: Sequence[Run]) -> Environment:
-    environments = []
-    for run in runs:
-        environments.append(environment_of(run))
+    environments = [environment_of(run) for run in runs]
     first = environments[0]
     for run, here in zip(runs, environments, strict=True):
         facts = {name: (getattr(here, name), getattr(first, name)) for name in _ALIKE}
@@ -150,8 +149,3 @@ def _one_environment(runs: Sequence[Run]) -> Environment:
                 )
     differing = [n for n in _OF_ONE_CARD if len({getattr(e, n) for e in environments}) > 1]
     return first.model_copy(update=dict.fromkeys(differing))
-
-
-def _counters(run: Run) -> list[object]:
-    path = run.directory / COUNTERS
-    return list(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.choose.columns import value_text
+from attnsweep.choose.columns import chosen_by
 from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import Candidate
@@ -198,7 +198,7 @@ def chosen(
             what = f"no ranked candidate of the run has the problem {problem.label}"
             raise SpecError(what, where=str(run.directory), hint=nearest(problem.label, there))
     asked = [there[problem.label] for problem in problems] or [*there.values()]
-    said = [_said(trial) for trial in ranked]
+    said = [chosen_by(trial) for trial in ranked]
     found: dict[tuple[object, ...], Trial] = {}
     for text in where or ("",):
         wanted = _wanted(text, said, str(run.directory)).items()
@@ -211,13 +211,6 @@ def chosen(
     if not found:
         raise SpecError("no such candidate is ranked on these problems", where=str(run.directory))
     return list(found.values())
-
-
-def _said(trial: Trial) -> dict[str, str]:
-    """The names and values by which a candidate can be chosen."""
-    variant = {axis: text.replace(" ", "_") for axis, text in trial.variant.items()}
-    config = {name: value_text(value) for name, value in trial.config.items()}
-    return {"kernel": trial.kernel, **variant, **config}
 
 
 def _wanted(text: str, said: Sequence[Mapping[str, str]], where: str) -> dict[str, str]:

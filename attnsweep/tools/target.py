@@ -11,7 +11,7 @@ from attnsweep.bench.worker import Worker
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named, arch_on
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Status
+from attnsweep.core.trial import Environment, Status
 from attnsweep.family.family import Family
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import refuse_too_large
@@ -30,22 +30,28 @@ def named(arch: str, families: Mapping[str, Family]) -> Target:
         raise SpecError(error.what, where=f"--arch {arch}", hint=hint) from error
 
 
+def described() -> Environment:
+    """What this machine's card says of itself. Raises NoGpuError, also if it does not answer."""
+    try:
+        with Worker(timeout_s=60) as worker:
+            return worker.describe()
+    except WorkerError as error:
+        why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
+        hint = "check that nvidia-smi works, then try again"
+        raise NoGpuError(f"the GPU {why}", hint=hint) from error
+
+
 def here(families: Mapping[str, Family], problems: Iterable[Problem] = ()) -> Target:
     """This machine's card.
 
     Raises NoGpuError if there is none, if it is too old or too new, or too small for a problem.
     """
     try:
-        with Worker(timeout_s=60) as worker:
-            found = worker.describe()
+        found = described()
     except NoGpuError as error:
         if "compute capability" not in error.what:
             raise
         raise NoGpuError(error.what, hint=what_runs(families)) from error
-    except WorkerError as error:
-        why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
-        hint = "check that nvidia-smi works, then try again"
-        raise NoGpuError(f"the GPU {why}", hint=hint) from error
     refuse_too_large(problems, found)
     return Target(arch_on(found), found.gpu)
 

@@ -216,7 +216,7 @@ def test_the_same_run_gives_the_same_page_and_the_usual_permissions(tmp_path):
 
 
 def test_a_page_that_cannot_be_written_says_where(tmp_path):
-    with pytest.raises(StoreError, match=r"no/such/x\.html: cannot write the page"):
+    with pytest.raises(StoreError, match=r"no/such/x\.html: cannot be written"):
         page.write(full_run(), tmp_path / "no/such/x.html")
 
 

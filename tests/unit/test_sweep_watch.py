@@ -222,7 +222,7 @@ def test_the_page_is_written_at_the_end(gpu, mine, tmp_path) -> None:
 def test_a_page_that_cannot_be_written_is_refused_before_the_sweep(gpu, mine, tmp_path) -> None:
     for place in (tmp_path / "no" / "page.html", tmp_path):
         done = CliRunner().invoke(app, arguments(mine, "--html", str(place)))
-        assert "cannot write the page" in str(done.exception)
+        assert re.search("is a directory|cannot be written", str(done.exception))
     assert gpu.calls == []
     assert not (tmp_path / "results").exists()
 
