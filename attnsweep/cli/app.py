@@ -59,6 +59,14 @@ SpecArgument = Annotated[
         autocompletion=completion.specs,
     ),
 ]
+LatestRunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's directory (default: the latest).",
+        autocompletion=completion.runs,
+    ),
+]
 KernelsOption = Annotated[
     Path | None, typer.Option("--kernels", help="Directory with kernel families of your own.")
 ]
@@ -156,6 +164,16 @@ def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: 
             f"{joined(idle)} {'does' if one else 'do'} nothing {why}",
             hint=hint or f"leave {'it' if one else 'them'} out",
         )
+
+
+def latest_or(context: typer.Context, run_: Path | None, results: Path) -> Run:
+    """The run in this directory, or the latest below `results`, which is refused next to RUN."""
+    from attnsweep.store.run import latest_run, open_run
+
+    if run_ is None:
+        return latest_run(results)
+    refuse_idle(context, ("results",), "next to RUN: it is where the latest run is looked for")
+    return open_run(run_)
 
 
 def refuse_idle_of_run(

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
 from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
+    LatestRunArgument,
     ResultsOption,
     app,
     examples,
+    latest_or,
     no_collection,
     print_result,
-    refuse_idle,
     warn,
 )
 from attnsweep.core.errors import ProblemError
@@ -33,14 +33,7 @@ from attnsweep.reports.terminal import console, errors
 )
 def explain(
     context: typer.Context,
-    run_: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run's directory (default: the latest).",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
+    run_: LatestRunArgument = None,
     config: Annotated[
         list[str] | None,
         typer.Argument(
@@ -72,12 +65,9 @@ def explain(
     from attnsweep.reports.explain import explain as explained
     from attnsweep.reports.explain_text import lines
     from attnsweep.specs.shapes import read_shapes
-    from attnsweep.store.run import latest_run, open_run
 
     if run_ is not None and "=" in run_.name and not run_.exists():
         run_, config = None, [str(run_), *(config or [])]  # a CONFIG of the latest run
-    if run_ is not None:
-        refuse_idle(context, ("results",), "next to RUN: it is where the latest run is looked for")
     if problem is not None:
         shapes = read_shapes([problem], option="--problem")
         if len(shapes) != 1:
@@ -85,7 +75,7 @@ def explain(
         problem = shapes[0].label
     families = discover(kernels)
     with no_collection():
-        read = latest_run(results) if run_ is None else open_run(run_)
+        read = latest_or(context, run_, results)
         found = explained(read, config or (), problem, families)
     warn(read)
     if run_ is None:

@@ -8,16 +8,16 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
 from attnsweep.cli.app import (
     JsonOption,
+    LatestRunArgument,
     ResultsOption,
     app,
     examples,
+    latest_or,
     no_collection,
     print_result,
     print_run,
-    refuse_idle,
     warn,
 )
 from attnsweep.core.errors import SpecError
@@ -35,14 +35,7 @@ from attnsweep.reports.terminal import console, counted
 )
 def report_(
     context: typer.Context,
-    run_: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run's directory (default: the latest).",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
+    run_: LatestRunArgument = None,
     json_: JsonOption = False,
     results: ResultsOption = Path("results"),
     top: Annotated[
@@ -76,17 +69,14 @@ def report_(
     from attnsweep.reports import html as page
     from attnsweep.reports import tables
     from attnsweep.reports.plots import PlotLibrary
-    from attnsweep.store.run import latest_run, open_run
 
-    if run_ is not None:
-        refuse_idle(context, ("results",), "next to RUN: it is where the latest run is looked for")
     _refuse_combinations(json_, top, html, csv, markdown, target_us)
     plots = None
     if html is not None:
         page.check(html)
         plots = PlotLibrary()
     with no_collection():
-        read = latest_run(results) if run_ is None else open_run(run_)
+        read = latest_or(context, run_, results)
         if html is None and csv is None and markdown is None:
             print_run(read, json_, top or 10)
             return

@@ -26,11 +26,11 @@ _SEEN = 1.5
 @contextmanager
 def watch(console: Console, cards: int, form: Form = Form.AUTO) -> Iterator[Observer]:
     """An observer of a sweep on `cards` cards; see progress.watch."""
-    with progress.watch(console, form, _FleetEta(FleetLeft(cards)), _FleetBars) as observer:
+    with progress.watch(console, form, FleetEta(cards), _FleetBars) as observer:
         yield observer
 
 
-class FleetLeft:
+class FleetEta(Eta):
     """The time that is left, from how long a problem takes a card; None before that is known.
 
     A card's first problem also imports, and is left out. The problems that end first are the short
@@ -38,32 +38,34 @@ class FleetLeft:
     """
 
     def __init__(self, cards: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cards, self._clock = cards, clock
+        super().__init__(clock)
+        self._cards = cards
         self._problems = 0
-        self._opened: dict[int, tuple[float, bool]] = {}
-        self._closed = 0
+        self._running: dict[int, tuple[float, bool]] = {}
+        self._over = 0
         self._begun: set[int] = set()
         """Cards that are done with their first problem."""
         self._took_s: list[float] = []
 
-    def planned(self, problems: int) -> None:
-        """The whole run has this many problems."""
-        self._problems = problems
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:  # noqa: ARG002
+        """See Eta."""
+        self._problems = len(candidates)
 
-    def joined(self, card: int) -> None:
+    def on(self, card: int) -> Eta:
         """A card with this number is there, perhaps late."""
         self._cards = max(self._cards, card + 1)
+        return _CardEta(self, card)
 
-    def opening(self, card: int, *, measures: bool) -> None:
+    def begins(self, card: int, *, measures: bool) -> None:
         """A card begins a problem. measures: whether an earlier run left something to measure."""
-        self._opened[card] = (self._clock(), measures)
+        self._running[card] = (self._clock(), measures)
 
-    def closing(self, card: int, *, done: bool) -> None:
+    def ends(self, card: int, *, done: bool) -> None:
         """A card has no problem any more. done: it is over, and not lost."""
-        if card not in self._opened:
+        if card not in self._running:
             return
-        began, measures = self._opened.pop(card)
-        self._closed += done
+        began, measures = self._running.pop(card)
+        self._over += done
         if done and measures and card in self._begun:
             self._took_s.append(self._clock() - began)
         elif done and measures:
@@ -75,47 +77,32 @@ class FleetLeft:
         if len(self._took_s) < max(2.0, _SEEN * self._cards):
             return None
         now = self._clock()
-        run_s = {card: now - began for card, (began, _) in self._opened.items()}
-        so_far_s = sum(run_s[card] for card in self._begun & run_s.keys() if self._opened[card][1])
+        run_s = {card: now - began for card, (began, _) in self._running.items()}
+        so_far_s = sum(run_s[card] for card in self._begun & run_s.keys() if self._running[card][1])
         mean_s = (sum(self._took_s) + so_far_s) / len(self._took_s)
-        waiting = self._problems - self._closed - len(self._opened)
+        waiting = self._problems - self._over - len(self._running)
         running = [max(0.0, mean_s - seconds) for seconds in run_s.values()]
         shared = (waiting * mean_s + sum(running)) / min(self._cards, max(1, self._problems))
         return Left(max(shared, *running, 0.0))
 
 
-class _FleetEta(Eta):
-    """The time left of all cards, where progress.py asks for that of a run."""
+class _CardEta(Eta):
+    """Tells the fleet when a problem of this card begins and ends."""
 
-    def __init__(self, fleet: FleetLeft) -> None:
+    def __init__(self, fleet: FleetEta, card: int) -> None:
         super().__init__()
-        self._fleet = fleet
+        self._fleet, self._card = fleet, card
 
-    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:  # noqa: ARG002
-        self._fleet.planned(len(candidates))
+    def opening(self, *, measures: bool = True) -> None:
+        self._fleet.ends(self._card, done=True)
+        self._fleet.begins(self._card, measures=measures)
 
-    def on(self, card: int) -> Eta:
-        self._fleet.joined(card)
-        return _CardEta(self._fleet, card)
+    def resting(self, *, done: bool) -> None:
+        self._fleet.ends(self._card, done=done)
 
     @property
     def left(self) -> Left | None:
         return self._fleet.left
-
-
-class _CardEta(_FleetEta):
-    """Tells the fleet when a problem of this card begins and ends."""
-
-    def __init__(self, fleet: FleetLeft, card: int) -> None:
-        super().__init__(fleet)
-        self._card = card
-
-    def opening(self, *, measures: bool = True) -> None:
-        self._fleet.closing(self._card, done=True)
-        self._fleet.opening(self._card, measures=measures)
-
-    def resting(self, *, done: bool) -> None:
-        self._fleet.closing(self._card, done=done)
 
 
 class _FleetBars(_Watched):

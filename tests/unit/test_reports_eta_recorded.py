@@ -9,7 +9,7 @@ import pytest
 from arrivals import Arrived, Clock, arrived, told, took
 
 from attnsweep.reports.eta import Eta
-from attnsweep.reports.fleet_progress import FleetLeft
+from attnsweep.reports.fleet_progress import FleetEta
 
 FACTOR = 2.0
 RUNS = sorted(took().items())
@@ -53,17 +53,17 @@ def shown(problems: list[Arrived], *, finals: bool = True) -> list[Shown]:
 def shown_of_cards(problems: list[Arrived], cards: int) -> list[Shown]:
     """All estimates of a run whose problems go to whichever card is free."""
     clock = Clock()
-    left = FleetLeft(cards, clock)
-    left.planned(len(problems))
+    left = FleetEta(cards, clock)
+    left.planned([1] * len(problems))
     waiting = list(problems)
     free = [(0.0, card) for card in range(cards)]
     moments = []
     while free:
         clock.now, card = heapq.heappop(free)
-        left.closing(card, done=True)
+        left.ends(card, done=True)
         if waiting:
             problem = waiting.pop(0)
-            left.opening(card, measures=True)
+            left.begins(card, measures=True)
             heapq.heappush(free, (clock.now + problem.took_s, card))
         if left.left is not None:
             moments.append((clock.now, left.left.seconds))
