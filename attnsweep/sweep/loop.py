@@ -95,12 +95,16 @@ def sweep_problem(
 ) -> None:
     """Sweep a problem. candidates: as `begin` gave them. then: what the card probably gets next."""
     sweep = _ProblemSweep(candidates, gpu, share)
-    sweep.run(then)
+    candidates.start()
+    sweep.choose_entrants()
+    sweep.take_kept()
+    if candidates.builds and sweep.opened(then):  # otherwise all is measured, or nothing can be
+        sweep.finals([pair for pair in sweep.tried() if pair[1].status is Status.OK])
     sweep.keep_winner()  # at once, so that a run that is killed later has it
-    endings = candidates.endings
-    share.store.end_searches(candidates.problem.label, endings)
+    endings, label = candidates.endings, candidates.problem.label
+    share.store.end_searches(label, endings)
     for kernel, why in endings.items():
-        share.observer.note(f"{candidates.problem.label}: {kernel}: the search ended: {why}")
+        share.observer.note(f"{label}: {kernel}: the search ended: {why}")
 
 
 class _ProblemSweep:
@@ -114,13 +118,12 @@ class _ProblemSweep:
         """The finalists of today, by the keys of their rows."""
         self._measured: dict[tuple[object, ...], Build] = {}
         """Candidates of kept batches."""
-
-    def run(self, then: Problem | None) -> None:
-        """Try every candidate, race those that are right, and time the finalists in rounds."""
-        candidates = self._candidates
-        candidates.start()
         stored = self._store.rows_of(self._problem)
         self._began = time.monotonic() - max((t.tried_s or 0.0 for t in stored), default=0.0)
+
+    def choose_entrants(self) -> None:
+        """Leave a long problem the best candidates of a shorter one."""
+        candidates, stored = self._candidates, self._store.rows_of(self._problem)
         chooser = Scout(candidates, self._spec, self._gpu, self._kept)
         choose = has_shorter(self._problem) and not chooser.done(stored)
         before = 0 if choose else len(self._kept.rows(candidates.builds))
@@ -128,9 +131,10 @@ class _ProblemSweep:
         if choose:
             put, observer = self._store.append, self._observer
             chooser.run(self._share.seed, self._try, stored=stored, put=put, observer=observer)
-        self._take_kept()
-        if not candidates.builds:
-            return  # every candidate and every round is measured
+
+    def opened(self, then: Problem | None) -> bool:
+        """Open the problem; if it does not fit, or its GPU failed, its candidates' rows say so."""
+        candidates = self._candidates
         try:
             with prepared("problem", self._gpu, self._observer):
                 self._gpu.open(
@@ -141,15 +145,15 @@ class _ProblemSweep:
                     baselines=self._spec.baselines,
                     rounds_scores=candidates.rounds_scores,
                 )
-        except WorkerError as error:  # it does not fit, or its GPU failed
+        except WorkerError as error:
             detail = f"cannot open the problem: {error.detail}"
             for build in candidates.builds:
                 self._put(build.row(status=error.status, detail=detail))
-            return
+            return False
         candidates.builds = [*self._measured.values(), *candidates.builds]
-        self._finals([pair for pair in self._tried() if pair[1].status is Status.OK])
+        return True
 
-    def _take_kept(self) -> None:
+    def take_kept(self) -> None:
         """Take kept batches until one has something to measure; those taken then compile too."""
         candidates = self._candidates
         while candidates.builds and self._kept.whole(self._problem, candidates.builds):
@@ -163,7 +167,7 @@ class _ProblemSweep:
             for build in self._measured.values():
                 build.submit()
 
-    def _tried(self) -> Sequence[Pair]:
+    def tried(self) -> Sequence[Pair]:
         """Every candidate with its row."""
         candidates, rows = self._candidates, dict[tuple[object, ...], Pair]()
         while candidates.builds:
@@ -218,7 +222,8 @@ class _ProblemSweep:
         )
         return held_to(row, self._spec.measure.max_error)
 
-    def _finals(self, checked: Sequence[Pair]) -> None:
+    def finals(self, checked: Sequence[Pair]) -> None:
+        """Race those that are right, and time the finalists in rounds."""
         gpu, observer = self._gpu, self._observer
         raced = race(checked, self._spec, gpu, put=self._put, observer=observer)
         keep = self._store.append
