@@ -69,9 +69,13 @@ def report_(
     from attnsweep.reports import html as page
     from attnsweep.reports import tables
     from attnsweep.reports.plots import PlotLibrary
+    from attnsweep.store.outputs import check_output
 
     _refuse_combinations(json_, top, html, csv, markdown, target_us)
     plots = None
+    for path in (csv, markdown):
+        if path is not None and str(path) != "-":
+            check_output(path)
     if html is not None:
         page.check(html)
         plots = PlotLibrary()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.choose.search import DEFAULT_STRATEGY, STRATEGIES, Search, exhaustively
@@ -64,7 +64,6 @@ def flat(batches):
     return [config for batch in batches for config in batch]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=3),
     st.integers(0, 5),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from samples import H200, once, timed
 
@@ -275,7 +275,6 @@ def runs(draw: st.DrawFn) -> list[Trial]:
     return rows
 
 
-@settings(max_examples=150, deadline=None)
 @given(runs(), st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_nothing(rows: list[Trial], generator: random.Random) -> None:
     before = rank(rows, H200)
@@ -287,7 +286,6 @@ def test_the_order_of_rows_changes_nothing(rows: list[Trial], generator: random.
     assert [row.key for row in winners(before)] == [row.key for row in winners(after)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(runs())
 def test_every_row_is_there_and_ranks_are_what_they_say(rows: list[Trial]) -> None:
     frame = rank(rows, None)
