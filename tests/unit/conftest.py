@@ -204,7 +204,7 @@ def cards(monkeypatch, tmp_path, nursery):
     """Fake cards, each a process of its own, and a compiler that compiles nothing."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     use_fake_compiler(monkeypatch)
-    return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.01)
+    return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)
 
 
 @pytest.fixture
