@@ -1,8 +1,8 @@
-"""Blocks about packages: what models and training gained, and what dispatch lost when not tuned.
+"""Blocks about packages: what models, training and masks gained, what dispatch lost when not tuned.
 
-All come from results/: models.json is what benchmarks/models.py wrote, training.json what
-benchmarks/training.py did, and the runs `held_out`, `held_out_later` and `held_out_decode` are of
-shapes on which benchmarks/dispatch.py judges a package of the other runs.
+All come from results/: models.json, training.json and masks_served.json are what the programs of
+these names in benchmarks/ wrote (masks.py the last), and the runs `held_out`, `held_out_later` and
+`held_out_decode` are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
 """
 
 from __future__ import annotations
@@ -127,6 +127,29 @@ def training(path: Path = ROOT / CARD / "training.json") -> str:
     origin = f"{made['gpu']}, driver {made['driver']}, torch {found['torch']}, {made['date'][:10]}"
     lines += ["", f"{origin}; {found['rounds']} rounds."]
     return "\n".join(lines) + "\n"
+
+
+def masked(path: Path = ROOT / CARD / "masks_served.json") -> dict[str, Any]:
+    """What benchmarks/masks.py wrote of calls with a boolean mask and of padded models."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def masks(found: Mapping[str, Any]) -> str:
+    """Microseconds of a call, and milliseconds of a model's forward, by PyTorch and with ours."""
+    lines = ["| call, bf16 | PyTorch, µs | attnsweep, µs | × |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} |"
+        for row in found["calls"]
+    ]
+    lines += ["", "| model, eager, padded | layers served | sdpa, ms | attnsweep, ms | × |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    lines += [
+        f"| {row['model']} | {row['served']} | {row['sdpa_ms']:.1f} | {row['ours_ms']:.1f} | "
+        f"{row['ratio']:.2f} |"
+        for row in found["models"]
+    ]
+    return "\n".join([*lines, "", _origin(found)]) + "\n"
 
 
 def _change(of: Mapping[str, Any], part: str) -> str:

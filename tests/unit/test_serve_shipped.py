@@ -50,7 +50,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 1300 * 2**10
+    assert size < 1600 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
@@ -75,9 +75,11 @@ def test_a_call_unpacks_a_small_share_of_them(monkeypatch):
                 unpacked.clear()
                 for code in stage.values():
                     made.code(code)
-                # Two archives at most, if its second stage is another kernel's too.
+                # Two archives at most, if its second stage is another kernel's too; of a mask
+                # three: all kernels for masks have the scan in common, and many the list.
                 share = sum(len(zipped(PLACE / CUBINS / name)) for name in set(unpacked))
-                assert share <= 0.1 * total, (winner.problem.label, unpacked)
+                most = 0.15 if "mask" in stage else 0.1
+                assert share <= most * total, (winner.problem.label, unpacked)
 
 
 def test_no_more_than_a_few_archives_stay_unpacked():
@@ -130,7 +132,7 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
         file = f"{digest[:16]}.cubin"
         (made / CUBINS / file).write_bytes(bytes([number]) * 5000)
         stages = {"fwd": [digest, digest]}
-        facts = {"head_dim": 64 + 64 * (number % 2), "causal": number % 3 == 0, "dtype": "fp16"}
+        facts = {"head_dim": 64 + 64 * (number % 2), "mask": "fc"[number % 3 == 0], "dtype": "fp16"}
         rows.append({**facts, "config": number % 7, "stages": stages})
     written = []
     for place in ("one", "two"):
