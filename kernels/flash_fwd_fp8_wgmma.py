@@ -42,6 +42,7 @@ kernel = Family(
     min_arch="sm_90a",
     dtypes=("e4m3", "e4m3_tensor", "e4m3_block"),
     head_dims=(64, 128, 256),
+    empty_rows=True,
     lse="LSE",
 )
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share

@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(256)
                   int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                   const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
                   const int* key_range, const unsigned char* mask, int heads, int apart, int every,
-                 int phase) {
+                  int phase) {
     attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
                     Scales{of_q, of_k, of_v, block, blocks}, Seen{key_range, mask, heads, apart},
                     Sample{every, phase});

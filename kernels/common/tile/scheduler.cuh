@@ -33,6 +33,7 @@ struct Schedule {
         int last = min((tile_m + 1) * BlockM, seqlen_q) - 1;
         int first = Whole ? 0 : visible_keys(tile_m * BlockM, seqlen_q, seqlen_k).first / BlockN;
         int end = ceil_div<BlockN>(Whole ? seqlen_k : visible_keys(last, seqlen_q, seqlen_k).end);
+        if (EMPTY_ROWS) end = max(end, 1);  // a tile without keys takes those that it hides
         int all = end - first;
         int tiles = Splits == 1 ? all : ceil_div<Splits>(all - split());
         return {tile_m * BlockM, head, first, end, max(tiles, KeyGroups)};
