@@ -325,7 +325,7 @@ class Problem:
         return sum(t.nbytes for t in (*self.op.inputs(self), *self.op.outputs(self)))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _pairs(p: Problem) -> int:
     """Pairs of a query and a key that it sees, of one head in the whole batch."""
     if isinstance(p.mask, Boolean):
@@ -337,7 +337,7 @@ def _pairs(p: Problem) -> int:
     return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _rows_with_keys(p: Problem) -> int:
     if isinstance(p.mask, Boolean):
         from attnsweep.core import drawn

@@ -71,7 +71,7 @@ class MaskedKernel(Kernel):
         for number in range(masks):
             at = mask + number // of_item * steps[0] + number % of_item * steps[1]
             extent = (rows - 1) * steps[2] + (keys - 1) * steps[3] + 1
-            memory = (ctypes.c_uint8 * extent).from_address(at)
+            memory: Any = (ctypes.c_uint8 * extent).from_address(at)
             seen: Any = np.ndarray((rows, keys), np.uint8, memory, strides=steps[2:])
             padded = np.zeros((rows, 32 * words), bool)
             padded[:, :keys] = seen != 0
@@ -96,7 +96,8 @@ class MaskedKernel(Kernel):
 
 
 def _ints(address: int, count: int) -> Any:
-    return np.ndarray((count,), np.int32, (ctypes.c_int32 * count).from_address(address))
+    memory: Any = (ctypes.c_int32 * count).from_address(address)
+    return np.ndarray((count,), np.int32, memory)
 
 
 class Fp8Kernel:

@@ -34,7 +34,7 @@ class Heard(Observer):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.tried: list[object] = []
+        self.tried: Any = []
         """Labels of rows, and (label, candidates) where those of another problem begin."""
         self.opened_on: list[tuple[int, str, int, int]] = []
         self.counts: list[int] | None = None

@@ -71,7 +71,7 @@ def timed(rounds: Sequence[float], **changes: object) -> Measurement:
     """A time of these rounds."""
     ordered, count = sorted(rounds), len(rounds)
     low, high = ordered[count // 4], ordered[3 * count // 4]
-    facts = {"median": statistics.median(ordered), "low": low, "high": high, "samples": count}
+    facts: Any = {"median": statistics.median(ordered), "low": low, "high": high, "samples": count}
     return Measurement(**facts, rounds=list(rounds)).model_copy(update=changes)
 
 

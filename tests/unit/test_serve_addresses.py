@@ -17,6 +17,7 @@ from fake_driver import FakeDriver  # noqa: E402
 from operators import close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
+from attnsweep.core import problem  # noqa: E402
 from attnsweep.family import hopper  # noqa: E402
 from attnsweep.serve.runtime import cost_model  # noqa: E402
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
@@ -45,6 +46,8 @@ def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
     for bounded in (
         cost_model.work,
         hopper.even_turns,
+        problem._pairs,
+        problem._rows_with_keys,
     ):  # else what ran before decides their size
         bounded.cache_clear()
     driver = Forgetful()
