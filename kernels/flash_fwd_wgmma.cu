@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #elif STAGE_MASK
-// Of each row of a mask the keys that it sees, and of each 64 rows a record. The grid is (records
-// of a mask, masks).
+// Writes which keys each row of a mask sees, and a record for each 64 rows. The grid is (records of
+// a mask, masks).
 extern "C" __global__ void __launch_bounds__(MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
                          int2* __restrict__ bounds, unsigned* __restrict__ bits,

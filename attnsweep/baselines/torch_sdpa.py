@@ -49,7 +49,7 @@ def _sdpa(backend: str) -> Builder:
 
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
-        # Of PyTorch, whose is_causal is aligned top-left.
+        # PyTorch aligns is_causal top-left.
         is_causal = problem.layout.kind != "padded" and problem.mask == replace(
             CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-# A model has a mask or two a forward. Of more that are alive, the oldest are forgotten.
+# A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten.
 _MOST = 64
 
 

@@ -238,13 +238,8 @@ class Operator:
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            if self._forked:
-                return FORKED
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-                self._seen.clear()
-            plan = self._made(query, key, value, False, scale, enable_gqa, False, mask, is_causal)
-            self._plans[what] = plan
+            how = (False, scale, enable_gqa, False, mask, is_causal)
+            plan = self._remembered(what, query, key, value, *how)
         return plan
 
     def attention(
@@ -522,13 +517,17 @@ class Operator:
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            if self._forked:
-                return FORKED
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-                self._seen.clear()
-            plan = self._made(query, key, value, causal, scale, enable_gqa, lse)
-            self._plans[what] = plan
+            plan = self._remembered(what, query, key, value, causal, scale, enable_gqa, lse)
+        return plan
+
+    def _remembered(self, what: Any, *call: Any) -> Plan:
+        """The plan of a call that was not met before, under what tells it from others."""
+        if self._forked:
+            return FORKED
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+            self._seen.clear()
+        plan = self._plans[what] = self._made(*call)
         return plan
 
     def _made(

@@ -51,7 +51,7 @@ struct FlashConsumer : Traits {
         int seen = ceil_div<Traits::TileKeys>(own.seen().end);
         return pass(0, min(own.end_tile - seen, tiles - 1));
     }
-    // Of queries that nobody has read.
+    // Gives Q back unread.
     __device__ __forceinline__ void release_queries() const {
         this->release_q(true), this->release_q(false);
     }

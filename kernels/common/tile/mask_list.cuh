@@ -39,7 +39,7 @@ struct MaskedTile : WorkTile {
 };
 // Schedule's twin for a mask in memory. The grid is (heads_per_l2_section, tiles, rest), or that of
 // blocks that take the next entry when they are ready for it. heads_per_l2_section divides the
-// heads of a mask; so many of each mask are served before the next, so that they share L2.
+// heads of a mask; those run together, so that they share K and V in L2.
 template <int BlockN, int RowGroups>
 struct MaskedSchedule {
     static constexpr bool LAST_IS_LONGEST = true;  // 64 rows of a tile differ
