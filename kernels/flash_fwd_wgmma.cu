@@ -23,6 +23,7 @@
 #include "common/tile/mask_list.cuh"
 #include "common/tile/pipeline.cuh"
 #include "common/tile/scheduler.cuh"
+#include "common/tile/scores.cuh"
 #include "common/tile/shared_tile.cuh"
 #include "common/tile/softmax.cuh"
 
@@ -53,6 +54,19 @@ using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 #else
 #define MASK_PARAMETERS
 #define MASK_ARGUMENTS
+#endif
+
+// softcap: used with SOFTCAP alone, sinks with SINKS, and the rest with BIAS. bias: (items, heads,
+// rows, keys), of which bias_items, _heads and _rows are 0 where it has one for all.
+#if SOFTCAP || BIAS || SINKS
+#define SCORES_PARAMETERS                                                                     \
+    , const __grid_constant__ TensorMap bias, float softcap, const float *__restrict__ sinks, \
+        int heads_of_item, int bias_items, int bias_heads, int bias_rows
+#define SCORES_ARGUMENTS \
+    , { &bias, softcap, sinks, heads_of_item, bias_items, bias_heads, bias_rows }
+#else
+#define SCORES_PARAMETERS
+#define SCORES_ARGUMENTS
 #endif
 
 #if STAGE_COMBINE
@@ -142,6 +156,9 @@ static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1),
 static_assert(!MASK || (!ORDER && KEY_GROUPS == 1 && SPLITS == 1 && MULTICAST == 1 && !PACK_GQA),
               "the list of a mask says the order of its tiles, which one block takes");
 static_assert(MASK != 2 || BLOCK_N % 32 == 0, "bits of a mask are in words");
+static_assert(!BIAS || (MULTICAST == 1 && !PACK_GQA && !MASK && BLOCK_N % 64 == 0),
+              "a bias has panels of 64 keys, of one query head");
+static_assert(!SINKS || SPLITS == 1, "a sink counts once");
 static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
@@ -149,7 +166,9 @@ static_assert(!PACK_GQA || (!STRIDED && !ORDER),
 using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of one warpgroup
 using KVTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
+using BiasTile = PTile;  // beside K, of each 64 rows
 constexpr unsigned Q_BYTES = QTile::BYTES, KV_BYTES = KVTile::BYTES;
+constexpr unsigned BIAS_BYTES = BIAS ? ROW_GROUPS * BiasTile::BYTES : 0;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
 constexpr unsigned P_BYTES = PTile::BYTES, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
@@ -217,7 +236,7 @@ struct Barriers {
     __device__ __forceinline__ void init() const {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(k_full(i), 1);
+            mbarrier_init(k_full(i), 1 + BIAS * ROW_GROUPS);
             mbarrier_init(v_full(i), 1);
             mbarrier_init(k_empty(i), 4 * ROW_GROUPS * MULTICAST);
             mbarrier_init(v_empty(i), 4 * ROW_GROUPS * MULTICAST);
@@ -236,17 +255,46 @@ struct Barriers {
 };
 // Where everything lies in shared memory.
 struct Memory {
-    unsigned q, k, v, p, staging, told;
+    unsigned q, k, v, p, bias, staging, told;
     Barriers barriers;
     __device__ __forceinline__ explicit Memory(unsigned base)
         : q(base),
           k(q + ROW_GROUPS * Q_BYTES),
           v(k + STAGES * KV_BYTES),
           p(v + STAGES * KV_BYTES),
-          staging(p + ALL_P_BYTES),
+          bias(p + ALL_P_BYTES),
+          staging(bias + STAGES * BIAS_BYTES),
           told(staging + STAGED_BYTES),
           barriers{told + 2 * TOLD_TURNS * TOLD_BYTES} {}
 };
+#if SOFTCAP || BIAS || SINKS
+// What changes scores. scale: of the products, in base e.
+struct ScoresOfCall {
+    const TensorMap* bias;
+    float softcap;
+    const float* sinks;
+    int heads_of_item, bias_items, bias_heads, bias_rows;
+    // Products times `inner` are what tanh takes; times `outer` they are scores, to which a bias is
+    // added; and those times `factor` are exponents of 2.
+    __device__ __forceinline__ float inner(float factor) const { return factor * LN2 / softcap; }
+    __device__ __forceinline__ float outer(float factor) const {
+        return SOFTCAP ? softcap : factor * LN2;
+    }
+    __device__ __forceinline__ float factor_of(float factor) const {
+        return BIAS ? LOG2E : SOFTCAP ? softcap * LOG2E : factor;
+    }
+    // The bias of 64 rows and of a tile of keys. One row of it is a row of the tile.
+    __device__ __forceinline__ void load(unsigned target, unsigned barrier, int head, int row,
+                                         int key) const {
+        int item = head / heads_of_item, of_item = head - item * heads_of_item;
+        mbarrier_expect(barrier, BiasTile::PANELS * (bias_rows ? BiasTile::PANEL_BYTES : 128));
+#pragma unroll
+        for (int i = 0; i < BiasTile::PANELS; ++i)
+            tma_load_4d(target + i * BiasTile::PANEL_BYTES, *bias, barrier, key + i * 64,
+                        bias_rows * row, bias_heads * of_item, bias_items * item);
+    }
+};
+#endif
 // Each role makes its own schedule: what both keep from before they part is spilled by the
 // producer, which has 24 registers.
 struct Call {
@@ -257,6 +305,12 @@ struct Call {
     int queries;  // of one query head
 #if MASK
     MaskList list;
+#endif
+#if SOFTCAP || BIAS || SINKS
+    ScoresOfCall scores;
+    __device__ __forceinline__ float exponent() const { return scores.factor_of(factor); }
+#else
+    __device__ __forceinline__ float exponent() const { return factor; }
 #endif
     __device__ __forceinline__ KeyRange visible_keys(int row) const {
         return attn::visible_keys(PACK_GQA ? row % queries : row, queries, seqlen_k);
@@ -333,6 +387,13 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                 load_tile<KVTile, MULTICAST>(at.k + k_at.stage * KV_BYTES, k,
                                              barriers.k_full(k_at.stage),
                                              schedule.key(j, work.first, work.end), head_kv, rank);
+#if BIAS
+#pragma unroll
+                for (int i = 0; i < ROW_GROUPS; ++i)
+                    call.scores.load(at.bias + k_at.stage * BIAS_BYTES + i * BiasTile::BYTES,
+                                     barriers.k_full(k_at.stage), work.head, work.row + i * 64,
+                                     schedule.key(j, work.first, work.end));
+#endif
                 k_at.next();
             }
             if (j == 0) {
@@ -401,7 +462,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
     float mine[Join::SLICE];
     int rank = cluster_rank();
     Join::run(out, rows, mine, self.at.staging + self.row_group * Join::BYTES,
-              self.at.barriers.joined(self.row_group), rank, self.call.factor);
+              self.at.barriers.joined(self.row_group), rank, self.call.exponent());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (to.row + r * 8 >= self.call.rows) continue;
@@ -414,7 +475,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
             *reinterpret_cast<unsigned*>(o + i * 2) =
                 pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
         if (LSE && rank == 0 && self.lane % 4 == 0)
-            lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r])) * LN2;
+            lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r])) * LN2;
     }
 }
 // Of a split whose blocks the combine stage joins: what it would be without the others, and its
@@ -433,7 +494,7 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; ++i)
             o[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
-        if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r]));
+        if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r]));
     }
 }
 // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
@@ -467,9 +528,9 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     if (LSE && self.lane % 4 == 0) {
         float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
         if (to.row < self.call.rows)
-            of_row[0] = fmaf(rows.m[0], self.call.factor, log2f(rows.l[0])) * LN2;
+            of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
         if (to.row + 8 < self.call.rows)
-            of_row[8] = fmaf(rows.m[1], self.call.factor, log2f(rows.l[1])) * LN2;
+            of_row[8] = fmaf(rows.m[1], self.call.exponent(), log2f(rows.l[1])) * LN2;
     }
     if (O_OVER_Q && self.lane == 0) {  // only now is Q's place free
         tma_store_wait_read<0>();
@@ -556,10 +617,13 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if constexpr (KEY_GROUPS > 1) {
             unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * Q_BYTES : at.k;
             merge<HEAD_DIM, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
-                out, rows, smem + region - at.q, call.factor);
+                out, rows, smem + region - at.q, call.exponent());
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;
         }
+#if SINKS
+        rows.add_sink(call.scores.sinks[work.head % call.scores.heads_of_item], call.exponent());
+#endif
         if constexpr (SPLIT_CLUSTER)
             store_joined<JoinSplits>(self, to, out, rows, static_cast<element_t*>(of_split), lse);
         else if constexpr (SPLITS > 1)
@@ -585,12 +649,18 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                     float* __restrict__ lse, void* __restrict__ of_split, int heads,
                     int queries_per_key_head, int heads_per_l2_section, int seqlen_q, int seqlen_k,
-                    float factor MASK_PARAMETERS LAYOUT_PARAMETERS) {
+                    float factor MASK_PARAMETERS SCORES_PARAMETERS LAYOUT_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     int rows = PACK_GQA ? queries_per_key_head * seqlen_q : seqlen_q;
-    const Call call{heads,    queries_per_key_head,   heads_per_l2_section, rows, seqlen_k, factor,
-                    {LAYOUT}, seqlen_q MASK_ARGUMENTS};
+    const Call call{heads,
+                    queries_per_key_head,
+                    heads_per_l2_section,
+                    rows,
+                    seqlen_k,
+                    factor,
+                    {LAYOUT},
+                    seqlen_q MASK_ARGUMENTS SCORES_ARGUMENTS};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();

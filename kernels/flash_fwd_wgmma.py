@@ -6,6 +6,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
 from attnsweep.family.family import SMS, Config, Family, Launch, Param
+from attnsweep.family.launch import Arg, TensorMap
 
 kernel = Family(
     "flash_fwd_wgmma",
@@ -39,6 +40,7 @@ kernel = Family(
     head_dims=(64, 96, 128, 192, 256),
     masks=("full", "causal", "window", "boolean"),
     layouts=("dense", "padded"),
+    scores=("softcap", "sinks", "bias"),
     lse="LSE",
     empty_rows=True,
 )
@@ -49,6 +51,7 @@ ORDER_THREADS, ORDER_PLACES = 1024, 1024
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
+OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
 
 
@@ -97,6 +100,8 @@ def smem_bytes(c: Config, p: Problem) -> int:
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
     staged += 2 * 16 * (1 + c.WARPGROUPS) if hopper.mask_define(p) and c.PERSISTENT else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
+    if p.scores.bias is not None:
+        staged += c.NUM_STAGES * block_m(c) * hopper.panels(c.BLOCK_N) * 128
     if c.SPLIT_CLUSTER:
         staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (p.head_dim // (2 * c.SPLITS) + 4)
     groups = c.WARPGROUPS // c.KEY_GROUPS
@@ -105,13 +110,15 @@ def smem_bytes(c: Config, p: Problem) -> int:
     return q_bytes + ring + staged + barriers
 
 
-def registers_given(c: Config, arch: Arch) -> tuple[int, int | None, int]:
+def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None, int]:
     """Registers of a thread at entry, then of a producer's thread, and of a consumer's."""
     threads = 128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS
     entry = hopper.registers_at_entry(arch, threads, c.BLOCKS_PER_SM)
     # A producer that decodes turns and loads parts of tiles, or waits for parts of Q, needs more.
     more = c.PERSISTENT and (c.CLUSTER > 1 or c.O_OVER_Q)
     producer = None if c.PRODUCER_WARPS == 1 else 32 if more else 24
+    if producer and c.PERSISTENT and p.scores.bias is not None:
+        producer = 40  # with 24, 64 bytes were spilled, or 80
     return entry, producer, hopper.registers_of_roles(entry, c.WARPGROUPS, producer)
 
 
@@ -124,6 +131,7 @@ def registers_needed(c: Config, p: Problem) -> int:
         rest += AGAIN
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
+    rest += OF_BIAS * (p.scores.bias is not None)
     return c.BLOCK_N // 2 + of_p + p.head_dim // 2 + 4 * c.Q_REGISTERS + rest
 
 
@@ -143,9 +151,9 @@ kernel.keep_if(
     ("turns", "two or more warpgroups take turns, with OVERLAP and one key group",
      lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.KEY_GROUPS == 1 < c.WARPGROUPS)),
     ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
-     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, arch)[2]
+     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, p, arch)[2]
      # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
-     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, arch)[0]),
+     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, p, arch)[0]),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
@@ -166,6 +174,11 @@ kernel.keep_if(
      lambda c, p, arch: not hopper.mask_define(p)
      or (c.ORDER == c.PACK_GQA == 0 and c.KEY_GROUPS == c.SPLITS == c.CLUSTER == 1
          and (hopper.mask_define(p) < 2 or c.BLOCK_N in (64, 96, 128)))),
+    ("scores", "a bias has tiles of 64 or 128 keys of one head; a sink counts once, in one split",
+     lambda c, p, arch: not p.scores.kinds or (c.PACK_GQA == 0 and (not p.scores.sinks
+     or c.SPLITS == 1) and (p.scores.bias is None or (c.BLOCK_N in (64, 128) and c.CLUSTER == 1)))),
+    ("softcap", "beside a softcap, wide heads have no registers to compute scores again",
+     lambda c, p, arch: not p.scores.softcap or p.head_dim <= 128 or c.MAXIMA == 1),
     ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
      lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
@@ -279,6 +292,19 @@ def order(c, p, arch):
     )
 
 
+def scores_of(p: Problem, unused: TensorMap) -> tuple[Arg, ...]:
+    """The arguments that change scores; `unused` and `lse` stand for what the problem has not."""
+    bias, rows, own = unused, 1, p.scores.bias or ()
+    if p.scores.bias is not None:
+        items, heads, rows, pitch = p.shape_of("bias")
+        dims, strides = (p.seqlen_k, rows, heads, items), (2 * pitch, 2 * pitch * rows)
+        box = (64, 64 if rows > 1 else 1, 1, 1)  # one row is one for all
+        bias = TensorMap("bias", dims, (*strides, heads * strides[1]), box)
+    sinks = "sinks" if p.scores.sinks else "lse"
+    apart = (int("item" in own), int("head" in own), int(rows > 1))
+    return bias, float(p.scores.softcap), sinks, p.heads, *apart
+
+
 # The launch defines CLUSTER, because the splits of a tile can be a cluster too.
 @kernel.stage("fwd", params=tuple(p.name for p in kernel.params if p.name != "CLUSTER"))
 def fwd(c, p, arch):
@@ -310,23 +336,26 @@ def fwd(c, p, arch):
     outputs = ("partial_lse", "partial") if combines(c) else own
     # The template's CLUSTER is the number of blocks in a cluster, for multicast or for splits.
     defines = {"CLUSTER": c.SPLITS if c.SPLIT_CLUSTER else c.CLUSTER, "MULTICAST": c.CLUSTER}
-    _, producer, consumer = registers_given(c, arch)
+    _, producer, consumer = registers_given(c, p, arch)
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
+    defines |= {kind.upper(): 1 for kind in p.scores.kinds}
     box = (64, c.BLOCK_N // c.CLUSTER)
+    of_q = hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(64, 64))
     return Launch(
         function="flash_fwd_wgmma",
         grid=grid,
         threads=128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS,
         args=(
-            hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(64, 64)),
+            of_q,
             hopper.tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, box=box),
             hopper.tensor_map("v", heads_kv, p.seqlen_k, p.head_dim, box=box),
             hopper.tensor_map("o", heads, cut.seqlen_q, p.head_dim, box=(64, 16)),
             *(*outputs, heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
             *listed,
+            *(scores_of(p, of_q) if p.scores.kinds else ()),
         ),
         smem_bytes=smem_bytes(c, p),
         defines=defines,

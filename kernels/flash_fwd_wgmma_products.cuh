@@ -98,7 +98,7 @@ struct Products {
         if (beside_pv) wgmma_wait<1>();
         else wgmma_wait<0>();
         warpgroup_fence_operand(s);
-        if (!SCORES_AGAIN || !beside_pv) release_k();
+        if (!BIAS && (!SCORES_AGAIN || !beside_pv)) release_k();
     }
     __device__ __forceinline__ void release_k() {
         release(at.barriers.k_empty(k_at.stage)), k_at.skip<KEY_GROUPS>();
@@ -150,8 +150,20 @@ struct Products {
     __device__ __forceinline__ void release_v() {
         release(at.barriers.v_empty(v_at.stage)), v_at.skip<KEY_GROUPS>();
     }
+    // Makes of the products of a tile what the softmax takes. The stage of a bias is given back
+    // behind the softmax, whose vote needs all that ldmatrix brings: no arrival waits for that.
     template <int N>
     __device__ __forceinline__ void mask(float (&s)[N], int j) const {
+#if SOFTCAP
+        cap_scores(s, call.scores.inner(call.factor));
+#endif
+#if BIAS
+        const unsigned of_tile = at.bias + k_at.stage * BIAS_BYTES + row_group * BiasTile::BYTES;
+        const int row = call.scores.bias_rows * (warp % 4 * 16 + lane % 16);
+        add_bias(s, call.scores.outer(call.factor), [=](unsigned (&fragment)[4], int i) {
+            ldmatrix_x4(fragment, BiasTile::chunk(of_tile + row * 128, row, i, lane / 16));
+        });
+#endif
         int key = schedule.key(j, first_tile, end_tile);
         if (__builtin_expect(key + BLOCK_N > all_see.end || (HIDES_EARLIER && key < all_see.first),
                              0)) {
@@ -204,17 +216,17 @@ struct Products {
     }
     // The softmax of a tile that nothing runs beside.
     template <int N>
-    __device__ __forceinline__ void softmax(float (&s)[N], State& state, Factors,
-                                            bool first) const {
+    __device__ __forceinline__ void softmax(float (&s)[N], State& state, Factors, bool first) {
         auto& [out, rows, p] = state;
         float by[2];
         bool grew;
         if constexpr (P_SHARED) {
-            grew = rows.tile(s, call.factor, first, by, to_shared());
+            grew = rows.tile(s, call.exponent(), first, by, to_shared());
             shared_p_written();
         } else {
-            grew = rows.tile(s, call.factor, first, by, to_registers(p));
+            grew = rows.tile(s, call.exponent(), first, by, to_registers(p));
         }
+        if (BIAS) release_k();
         if (grew) scale_rows(out, by);
 #pragma unroll
         for (int i = N / 2; i < BLOCK_N / 4; ++i) p[i] = 0;  // of the half that is not seen
@@ -228,22 +240,24 @@ struct Products {
         bool grew;
         if constexpr (P_SHARED) {
             p_buffer ^= 1;
-            grew = rows.tile(s, call.factor, false, by, to_shared());
+            grew = rows.tile(s, call.exponent(), false, by, to_shared());
+            if (BIAS) release_k();
             shared_p_written();
             end_pv(state);
         } else {
             if constexpr (SCORES_AGAIN) {
-                grew = rows.tile_over(s, call.factor, by, [this, j](Scores& s) {
+                grew = rows.tile_over(s, call.exponent(), by, [this, j](Scores& s) {
                     qk_again(s);
                     mask(s, j);
                     __syncwarp();
                 });
                 release_k();
             } else {
-                grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
+                grew = rows.tile(s, call.exponent(), false, by, [&s](int i, const float (&e)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; ++j) s[i + j] = e[j];
                 });
+                if (BIAS) release_k();
             }
             warpgroup_fence_operand(s);
             end_pv(state);

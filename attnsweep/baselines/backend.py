@@ -101,6 +101,7 @@ class Backend:
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     masks: tuple[str, ...] = ("full", "causal", "window")
     layouts: tuple[str, ...] = ("dense",)
+    scores: tuple[str, ...] = ()
     rounds_scores: int = 0
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
@@ -113,6 +114,9 @@ class Backend:
             return f"{self.name} has no mask {problem.mask.label}"
         if problem.layout.kind not in self.layouts:
             return f"{self.name} has no padding"
+        for kind in problem.scores.kinds:
+            if kind not in self.scores:
+                return f"{self.name} has no {kind}"
         reason = self.cannot(problem)
         return None if reason is None else f"{self.name} {reason}"
 

@@ -112,7 +112,7 @@ def cannot(problem: Problem) -> str | None:
     return "has no mask that is aligned top-left" if problem.mask.top_left else None
 
 
-def _window(problem: Problem) -> dict[str, tuple[int, int]]:
+def _window(problem: Problem) -> dict[str, Any]:
     """The option of a window: keys before and after the diagonal, -1 for all of them."""
     if problem.mask.kind != "window":
         return {}
@@ -121,11 +121,13 @@ def _window(problem: Problem) -> dict[str, tuple[int, int]]:
 
 
 def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
-    attention, window = _attention_of(module), _window(problem)
+    attention, options = _attention_of(module), _window(problem)
+    if problem.scores.softcap:
+        options["softcap"] = float(problem.scores.softcap)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         given = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention()(*given, causal=problem.causal, **window, **how)
+        out = attention()(*given, causal=problem.causal, **options, **how)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, spare=spare)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def cannot(problem: Problem) -> str | None:
     """What it is not timed for."""
-    return "is for masks, and this problem has none" if problem.kind == "full" else None
+    none = problem.variant == "full"
+    return "is for masks and other scores, and this problem has none" if none else None
 
 
 def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:
@@ -46,16 +47,33 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     """FlexAttention as its users compile it; the compiler works in the first call."""
     from torch.nn.attention import flex_attention
 
-    p = problem
+    p, how = problem, problem.scores
     items = p.batch if p.items_differ else None
-    mask = flex_attention.create_block_mask(
-        mask_of(torch, p), items, None, p.seqlen_q, p.seqlen_k, device="cuda"
-    )
+    mask = None
+    if p.kind != "full":
+        mask = flex_attention.create_block_mask(
+            mask_of(torch, p), items, None, p.seqlen_q, p.seqlen_k, device="cuda"
+        )
     torch.compiler.reset()  # it compiles one function for eight problems at most
     attention = torch.compile(flex_attention.flex_attention, dynamic=False)
-    options = {"block_mask": mask, "enable_gqa": p.heads != p.heads_kv}
+    options = {"block_mask": mask, "enable_gqa": p.heads != p.heads_kv, "return_lse": how.sinks}
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, **options)
+    def forward(q: Any, k: Any, v: Any, *beside: Any) -> Any:
+        own = how.bias or ()
+
+        def score(s: Any, item: Any, head: Any, query: Any, key: Any) -> Any:
+            if how.softcap:
+                s = how.softcap * torch.tanh(s / how.softcap)
+            if how.bias is not None:
+                at = item if "item" in own else 0, head if "head" in own else 0, query, key
+                s = s + beside[0][at]
+            return s
+
+        changed = score if how.softcap or how.bias is not None else None
+        out = attention(q, k, v, score_mod=changed, **options)
+        if not how.sinks:
+            return out
+        out, lse = out  # a sink takes weight from what the keys have together
+        return out * torch.sigmoid(lse - beside[-1][:, None])[..., None].to(out.dtype)
 
     return [Way(forward)]

@@ -110,7 +110,9 @@ def prepare(
     session: CudaSession,
     triton: TritonPrecompile | None = None,
 ) -> BoundBaseline:
-    """The baseline called `name`, after one run. copies: CuPy arrays of each input, as storage.
+    """The baseline called `name`, after one run. copies: CuPy arrays of its inputs, as storage.
+
+    They are q, k, v, and of their scales, a bias and sinks those that there are.
 
     triton: waited for if it has begun what the baseline needs. Raises Unavailable with the reason
     if anything goes wrong inside the baseline.
@@ -120,17 +122,19 @@ def prepare(
     backend = backend_of(name)
     if (reason := backend.supports(problem)) is not None:
         raise Unavailable(reason)
-    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     own, out = (
-        getattr(torch, names.get(dtype, "float8_e4m3fn"))
+        getattr(torch, types.get(dtype, "float8_e4m3fn"))
         for dtype in (problem.dtype, problem.out_dtype)
     )
     # Types that DLPack knows on both sides.
     bits = {1: "uint8", 2: "int16", 4: "int32"}[DTYPE_BYTES[problem.dtype]]
     tensors = [
-        (
-            *(torch.from_dlpack(copy[t].view(bits)).view(own) for t in "qkv"),
-            *(torch.from_dlpack(copy[t]) for t in problem.scales),
+        tuple(
+            torch.from_dlpack(array)
+            if problem.tensor(name).dtype != problem.dtype
+            else torch.from_dlpack(array.view(bits)).view(own)
+            for name, array in copy.items()
         )
         for copy in copies
     ]
@@ -151,7 +155,7 @@ def prepare(
             raise
         except Exception as error:
             raise Unavailable(why_not(name, error, [])) from error
-        if has_shorter(problem) and len(ways) > 1 and not problem.scaled:
+        if has_shorter(problem) and len(ways) > 1 and problem.values == ("q", "k", "v"):
             ways = _best_on_shorter(name, torch, problem, ways, own, session)
         for way in ways:
             if way.spare and made:

@@ -17,6 +17,7 @@ from attnsweep.baselines.flash import FLASH_3, _flash_attention
 from attnsweep.baselines.torch_sdpa import _sdpa, _unfused
 from attnsweep.baselines.triton import _triton
 from attnsweep.core.files import install_command
+from attnsweep.core.scores import KINDS
 from attnsweep.specs.model import CALLABLE, OWN_BF16
 
 _HALF = ("fp16", "bf16")
@@ -42,23 +43,34 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH),
-        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED),
-        Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32, **_MASKED),
-        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, rounds_scores=2),
-        Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, rounds_scores=2),
-        Backend("flex", flex.flex, TORCH, **_MASKED, cannot=flex.cannot),
+        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED, scores=("bias",)),
+        Backend(
+            "torch_efficient",
+            _sdpa("EFFICIENT_ATTENTION"),
+            TORCH,
+            _FP32,
+            **_MASKED,
+            scores=("bias",),
+        ),
+        Backend(
+            "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
+        ),
+        Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
+        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
         Backend(
             "flash_attn_2",
             _flash_attention("flash_attn_2", "flash_attn"),
             _FLASH_2,
+            scores=("softcap",),
             cannot=flash.cannot,
         ),
         Backend(
             "flash_attn_3",
             _flash_attention("flash_attn_3", *FLASH_3),
             _FLASH_3,
+            scores=("softcap",),
             cannot=flash.cannot,
         ),
         Backend(
@@ -72,6 +84,7 @@ BACKENDS = {
             "flash_attn_4",
             _flash_attention("flash_attn_4", "flash_attn.cute"),
             _FLASH_4,
+            scores=("softcap",),
             cannot=flash.cannot,
         ),
         Backend(OWN_BF16, own.own_bf16, TORCH, _FP8, masks=("full", "causal")),

@@ -69,9 +69,12 @@ def _sdpa(backend: str) -> Builder:
             mask = causal_lower_right(problem.seqlen_q, problem.seqlen_k)
             options |= {"attn_mask": mask}
 
-        def forward(q: Any, k: Any, v: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+            own = (
+                options if bias is None else options | {"attn_mask": bias[..., : problem.seqlen_k]}
+            )
             with sdpa_kernel([chosen]):
-                return attention(q, k, v, **options)
+                return attention(q, k, v, **own)
 
         def repeated(q: Any, k: Any, v: Any) -> Any:
             group = problem.heads // problem.heads_kv
@@ -93,14 +96,22 @@ def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     if scores * item * 4 > session.free_bytes:
         raise Unavailable(f"its scores need four times {scores * item / 2**30:.0f} GiB")
     mask = None if problem.kind == "full" else hidden_keys(torch, problem)
-    group = problem.heads // problem.heads_kv
+    group, how = problem.heads // problem.heads_kv, problem.scores
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, *beside: Any) -> Any:
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.matmul(q, k.transpose(-1, -2)) * problem.scale
+        if how.softcap:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        if how.bias is not None:
+            scores = scores + beside[0][..., : problem.seqlen_k]
         if mask is not None:
             scores = scores.masked_fill(mask, float("-inf"))
-        return torch.matmul(torch.softmax(scores, dim=-1), v)
+        if how.sinks:  # as transformers' models have it
+            sinks = beside[-1].to(scores.dtype)[None, :, None, None]
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        return torch.matmul(weights[..., : problem.seqlen_k], v)
 
     return [Way(forward)]

@@ -352,11 +352,13 @@ class Bench:
         self._owned.imports.end()
         copies = [
             {
-                tensor: copy[tensor].view(
-                    self.problem.shape_of(tensor),
-                    np.float32 if tensor.endswith("_scale") else self._dtype,
+                name: copy[name].view(
+                    self.problem.shape_of(name),
+                    self._dtype
+                    if self.problem.tensor(name).dtype == self.problem.dtype
+                    else np.float32,
                 )
-                for tensor in ("q", "k", "v", *self.problem.scales)
+                for name in self.problem.values
             }
             for copy in (self._timed, *self._cold())
         ]

@@ -53,7 +53,7 @@ def _keys(p: Problem) -> tuple[int, ...]:
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
     shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
     given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
-    return given + _scales(p) + _mask(p) + _key_range(p)
+    return given + _scales(p) + _mask(p) + _key_range(p) + _of_scores(p)
 
 
 def _mask(p: Problem) -> tuple[Tensor, ...]:
@@ -78,6 +78,18 @@ def _key_range(p: Problem) -> tuple[Tensor, ...]:
     if p.layout.kind == "dense":
         return ()
     return (Tensor("key_range", (p.batch, 2), "int32"),)
+
+
+def _of_scores(p: Problem) -> tuple[Tensor, ...]:
+    """What changes scores: see Scores. Rows of a bias begin at multiples of 8 elements."""
+    made: list[Tensor] = []
+    if (own := p.scores.bias) is not None:
+        items, heads = p.batch if "item" in own else 1, p.heads if "head" in own else 1
+        shape = (items, heads, p.seqlen_q, -(-p.seqlen_k // 8) * 8)
+        made.append(Tensor("bias", shape, p.dtype))
+    if p.scores.sinks:
+        made.append(Tensor("sinks", (p.heads,), "fp32"))
+    return tuple(made)
 
 
 def _forward_outputs(p: Problem) -> tuple[Tensor, ...]:

@@ -20,6 +20,8 @@ from attnsweep.core.masks import Range
 from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
 from attnsweep.core.ops import FORWARD, Op, Tensor
 from attnsweep.core.ops import SCALE_BLOCK as SCALE_BLOCK
+from attnsweep.core.scores import PLAIN, WORDS
+from attnsweep.core.scores import Scores as Scores
 
 Dtype = Literal["fp16", "bf16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"]
 MOST_MEMORY_BYTES = 288 * 2**30
@@ -35,15 +37,16 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!causal_|window|boolean|padded)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|softcap|sinks|bias)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
     r"(?: +(padded\([^)]*\)))?"
+    rf"({WORDS})"
 )
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Problem:
-    """One attention forward: O = softmax(Q Kᵀ / sqrt(head_dim)) V.
+    """One attention forward: O = softmax(Q Kᵀ / sqrt(head_dim)) V, or as `scores` change them.
 
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
     contiguous. Query head h reads key head h // (heads // heads_kv). `mask` says which keys a query
@@ -71,6 +74,7 @@ class Problem:
     dtype: Dtype = "fp16"
     mask: Interval | Boolean = FULL
     layout: Dense | Padded = DENSE
+    scores: Scores = PLAIN
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -86,6 +90,7 @@ class Problem:
         dtype: Dtype = "fp16",
         mask: Interval | Boolean = FULL,
         layout: Dense | Padded = DENSE,
+        scores: Scores = PLAIN,
         *,
         causal: bool | None = None,
     ) -> None:
@@ -93,13 +98,13 @@ class Problem:
         if causal is not None:
             mask = CAUSAL if causal else FULL
         mask = mask.of_lengths(seqlen_q, seqlen_k)
-        values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask, layout)
+        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
+        values = (*sizes, dtype, mask, layout, scores)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
-        own = [*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers
-        numbers = (*values[:6], *own)
-        object.__setattr__(self, "_hash", hash(numbers))
+        own = [*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers
+        object.__setattr__(self, "_hash", hash((*sizes, *own)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -129,6 +134,13 @@ class Problem:
                 f"{self.label}: a boolean mask that hides padding is of each item",
                 hint="write boolean: [item]",
             )
+        if self.scores.kinds and self.scaled:
+            raise ProblemError(f"{self.label}: FP8 has no {self.scores.kinds[0]}")
+        if self.scores.bias is not None and (self.mask != FULL or self.layout != DENSE):
+            raise ProblemError(
+                f"{self.label}: a bias has no mask beside it",
+                hint="minus infinity in a bias hides a key by itself",
+            )
         if self.tensor_bytes > MOST_MEMORY_BYTES:
             raise ProblemError(
                 f"{self.label}: q, k, v and o need {self.tensor_bytes / 2**30:,.0f} GiB, and the "
@@ -153,10 +165,15 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What dispatch and families ask for: `full`, `causal`, `window`, `padded` or `boolean`."""
+        """What hides keys: `full` if nothing does, `causal`, `window`, `padded` or `boolean`."""
         if self.mask.boolean or self.layout == DENSE:
             return self.mask.kind
         return self.layout.kind
+
+    @property
+    def variant(self) -> str:
+        """What code serves it, of a head_dim and a dtype: `causal`, `window sinks`, `full bias`."""
+        return " ".join((self.kind, *self.scores.kinds))
 
     @property
     def key_ranges(self) -> tuple[Range, ...]:
@@ -176,7 +193,7 @@ class Problem:
     def label(self) -> str:
         """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`.
 
-        With padding, `(4,8,512,64) bf16 causal padded(right,40)`.
+        With padding, `(4,8,512,64) bf16 causal padded(right,40)`; then come `scores.label`.
         """
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
@@ -185,7 +202,7 @@ class Problem:
             else f"{self.seqlen_q}x{self.seqlen_k}"
         )
         sizes = f"({self.batch},{heads},{seqlen},{self.head_dim})"
-        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}"
+        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}{self.scores.label}"
 
     @classmethod
     def parse(cls, text: str) -> Problem:
@@ -200,11 +217,12 @@ class Problem:
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )
-        b, heads, kv, q, k, d, dtype, mask, padding = match.groups()
+        b, heads, kv, q, k, d, dtype, mask, padding, scores = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = Padded.parse(padding) if padding else DENSE
-        return cls(*sizes, known, Boolean.parse(mask) if mask else FULL, layout)
+        seen = Boolean.parse(mask) if mask else FULL
+        return cls(*sizes, known, seen, layout, Scores.parse(scores))
 
     def __repr__(self) -> str:
         """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
@@ -215,7 +233,8 @@ class Problem:
     def facts(self) -> dict[str, Any]:
         """Sizes, dtype and mask as rows have them in JSON."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        return sizes | {"dtype": self.dtype} | self.mask.facts | self.layout.facts
+        own = self.mask.facts | self.layout.facts | self.scores.facts
+        return sizes | {"dtype": self.dtype} | own
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -229,7 +248,8 @@ class Problem:
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
-        return cls(**own | {"mask": Boolean.of(facts), "layout": of_facts(facts)})
+        values = {"mask": Boolean.of(facts), "layout": of_facts(facts), "scores": Scores.of(facts)}
+        return cls(**own | values)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -264,8 +284,13 @@ class Problem:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of a call's inputs: q, k, v, their scales and key_range if there are any."""
+        """Names of a call's inputs: q, k, v, and what else there is, as `op.inputs` has them."""
         return tuple(tensor.name for tensor in self.op.inputs(self))
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the inputs that are numbers, and do not say which keys are hidden."""
+        return tuple(name for name in self.inputs if name not in ("mask", "key_range"))
 
     @property
     def items_differ(self) -> bool:
@@ -292,7 +317,7 @@ class Problem:
         return self.tensor(tensor).nbytes
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Shape of an input or output: four sizes, but of scales two or three."""
+        """Shape of an input or output: four sizes, but of scales two or three, of sinks one."""
         return self.tensor(tensor).shape
 
     @property
@@ -350,7 +375,12 @@ def _rows_with_keys(p: Problem) -> int:
 
 
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-FACTS = frozenset({*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding"})
+FACTS = frozenset(
+    {
+        *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding"),
+        *("softcap", "sinks", "bias"),
+    }
+)
 """Keys that `Problem.facts` may have."""
 
 Value = int | bool | str

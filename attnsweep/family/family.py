@@ -176,7 +176,8 @@ class Family:
     head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
     causal, window, and boolean if it reads `mask`. layouts: dense, and padded if it reads
     `key_range`, with each of its masks. For either it must have empty_rows, since those inputs are
-    known on the device alone. deterministic: equal calls give equal bits, and the bits of a head
+    known on the device alone. scores: what it can make of them, of softcap, sinks and bias, which
+    is minus infinity in places. deterministic: equal calls give equal bits, and the bits of a head
     follow from its own q, k and v alone, which is checked; False for a family with atomic sums.
     empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
@@ -191,6 +192,7 @@ class Family:
     head_dims: tuple[int, ...] | range = (64, 128, 256)
     masks: tuple[str, ...] = ("full", "causal")
     layouts: tuple[str, ...] = ("dense",)
+    scores: tuple[str, ...] = ()
     empty_rows: bool = False
     rounds_scores: int = 0
     deterministic: bool = True
@@ -358,6 +360,9 @@ class Family:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         if problem.layout.kind not in self.layouts:
             return f"layout {problem.layout.kind} is not one of {', '.join(self.layouts)}"
+        for kind in problem.scores.kinds:
+            if kind not in self.scores:
+                return f"cannot do {kind}"
         if problem.has_empty_rows and not self.empty_rows:
             return f"cannot do queries that see no key, which {problem.label} has"
         return None

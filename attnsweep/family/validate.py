@@ -14,6 +14,7 @@ from typing import Any
 
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import DTYPE_BYTES
+from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
 MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
@@ -85,6 +86,9 @@ def of_kernel(kernel: Any) -> Fault | None:
     if "boolean" in kernel.masks and kernel.empty_rows is not True:
         what = "masks have boolean, but the family has no empty_rows"
         return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
+    if not isinstance(kernel.scores, tuple) or not {*kernel.scores} <= {*SCORES}:
+        what = f"scores are a tuple of {', '.join(SCORES)}, not {kernel.scores!r}"
+        return Fault(what, 'write a tuple of one as ("softcap",)')
     if not isinstance(kernel.deterministic, bool):
         return Fault(f"deterministic is not {kernel.deterministic!r}", "write True or False")
     return None

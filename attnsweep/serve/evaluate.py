@@ -108,10 +108,10 @@ def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
     winners = tuple(w for w in gpu.winners if replace(w.problem, dtype=problem.dtype) != problem)
     won = {w.kernel.config for w in winners}
     held = {_key(w.kernel) for w in winners}
-    shapes = Counter((w.problem.head_dim, w.problem.kind) for w in winners)
+    shapes = Counter((w.problem.head_dim, w.problem.variant) for w in winners)
     for w in winners:
         times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
-        kind = (w.problem.head_dim, w.problem.kind)
+        kind = (w.problem.head_dim, w.problem.variant)
         held |= {(*kind, config) for config in held_for(times_us, won, shapes[kind])}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
     twins = tuple(kernel for kernel in made if _key(kernel) in held)
@@ -134,7 +134,7 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
     time_us = sdpa_us if config is None else one.configs_us.get(config)
     known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
     made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
-    kind = (one.problem.head_dim, one.problem.kind, one.problem.dtype)
+    kind = (one.problem.head_dim, one.problem.variant, one.problem.dtype)
     held = [
         one.configs_us[k.config]
         for k in made

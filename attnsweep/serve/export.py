@@ -52,6 +52,7 @@ MODULES = tuple(
 _CARRIED = (
     *("core/__init__.py", "core/errors.py", "core/files.py", "core/hardware.py"),
     *("core/boolean.py", "core/layouts.py", "core/masks.py", "core/ops.py", "core/problem.py"),
+    "core/scores.py",
     *("family/__init__.py", "family/family.py", "family/hopper.py"),
     *("family/launch.py", "family/time_limit.py", "family/validate.py"),
 )
@@ -261,7 +262,7 @@ def _table(
         "source": source_digest(family),
         "configs": list(configs),
         "kernels": [
-            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.kind}
+            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.variant}
             | {"config": configs[config.label], "stages": stages[number]}
             for number, (config, p) in enumerate(selected.codes.values())
         ],
@@ -356,7 +357,7 @@ Kind = tuple[int, str]
 
 
 def _kind(problem: Problem) -> Kind:
-    return (problem.head_dim, problem.kind)
+    return (problem.head_dim, problem.variant)
 
 
 def _served(

@@ -34,7 +34,7 @@ def order_of(problem: Problem) -> tuple[object, ...]:
 
 def kind_of_mask(problem: Problem) -> tuple[bool, str]:
     """The kind of its mask, in the order of a table."""
-    return problem.kind != "full", problem.kind
+    return problem.variant != "full", problem.variant
 
 
 def contiguous(problem: Problem) -> Strides:

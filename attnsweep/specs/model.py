@@ -29,7 +29,7 @@ from pydantic import (
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.layouts import of_facts
-from attnsweep.core.problem import CAUSAL, FULL, Boolean, Dtype, Interval, Problem
+from attnsweep.core.problem import CAUSAL, FULL, Boolean, Dtype, Interval, Problem, Scores
 from attnsweep.specs.require import RequireSpec
 from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
 
@@ -330,6 +330,20 @@ class ProblemSpec(_Model):
         "blocks: percent of 128 x 128 blocks that are seen; documents: their number; holes: "
         "percent of causal pairs; padding: percent as in padding. A seed may follow.",
     )
+    softcap: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Scores become softcap * tanh(score / softcap), as in Gemma 2: 50.",
+    )
+    sinks: StrictBool = Field(
+        default=False,
+        description="Each query head has one more score, which takes weight and has no value, as "
+        "in gpt-oss.",
+    )
+    bias: Annotated[list[Literal["item", "head"]], Field(max_length=2)] | None = Field(
+        default=None,
+        description="Calls add a tensor to the scores, as attn_mask of q's dtype: one for all, [], "
+        "or of each item of the batch and each head, [item, head].",
+    )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
     )
@@ -379,8 +393,10 @@ class ProblemSpec(_Model):
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
         try:
             layout = of_facts({"padding": self.padding})
+            given = {"softcap": self.softcap, "sinks": self.sinks, "bias": self.bias}
+            scores = Scores.of(given)
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout)
+                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores)
                 for b, heads, kv, (q, k), d, dtype, mask in itertools.product(*axes)
             ]
         except ProblemError as error:

@@ -163,9 +163,10 @@ class Comparer:
             scales = [inputs[name].pointer for name in problem.scales]
             if problem.dtype == "e4m3_block":
                 per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
-        ranges = inputs["key_range"].pointer if "key_range" in problem.inputs else 0
+        at = {name: inputs[name].pointer for name in problem.inputs}
         # Other masks are between two diagonals.
-        mask = inputs["mask"].pointer if isinstance(problem.mask, Boolean) else 0
+        mask = at["mask"] if isinstance(problem.mask, Boolean) else 0
+        how, own = problem.scores, problem.scores.bias or ()
         self._launch(
             f"reference_{columns}",
             tiles * problem.batch * problem.heads,
@@ -174,8 +175,10 @@ class Comparer:
                 *map(np.int32, (*sizes, problem.head_dim)),
                 *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
-                *(np.uint64(ranges), np.uint64(mask), np.int32(problem.heads)),
-                np.int32(problem.items_differ),
+                *(np.uint64(at.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
+                *(np.int32(problem.items_differ), np.float64(how.softcap)),
+                *(np.uint64(at.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
+                np.uint64(at.get("sinks", 0)),
                 *(np.int32(sample.every), np.int32(sample.phase)),
             ],
             8 * doubles,

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _PROOF = 1e-11
 
 
-_OF_MASKS = ("key_range", "mask")
-
-
 class WrongResult(Exception):
     """A candidate that ran but is wrong; `accuracy`, if known, says by how much."""
 

@@ -51,7 +51,7 @@ class ExpectedCase:
         problem = case.problem
         drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
         inputs: Mapping[str, encoding.Tensor] = (
-            stored(drawn, problem) | encoding.mask_of(problem)
+            {**stored(drawn, problem), **verify_inputs.beside(case, seed)}
             if drawn
             else verify_inputs.make_inputs(case, seed)
         )

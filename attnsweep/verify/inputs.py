@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.length import is_long
-from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify.encoding import Bits, Tensor, Windows, mask_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
@@ -28,6 +28,8 @@ _SELECTED = 128.0
 _SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
 # What k and v have in padding that no query may see, in one case: products of it are finite.
 _HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
+# Deviation of a bias, and the share of the keys that it hides.
+_BIAS, _HIDDEN_BY_BIAS = 1.5, 0.02
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
 # octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
 # numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
@@ -45,7 +47,33 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
-    return {**_qkv(case, seed, windows), **mask_of(case.problem)}
+    return {**_qkv(case, seed, windows), **beside(case, seed)}
+
+
+def beside(case: Case, seed: int) -> Mapping[str, Bits]:
+    """The inputs beside q, k, v and their scales: what hides keys, and what changes scores.
+
+    A bias hides some keys of each query, and not all; of items that have their own, the last keys
+    of all but one as padding does. The weight of a sink is about that of all keys together.
+    """
+    problem = case.problem
+    made, how, rng = mask_of(problem), problem.scores, np.random.default_rng((seed, 9))
+    if how.bias is not None:
+        bias = rng.standard_normal(shape := problem.shape_of("bias"), dtype=np.float32)
+        bias *= np.float32(_BIAS)
+        rows, keys = np.arange(problem.seqlen_q)[:, None], np.arange(shape[3])
+        hidden = rng.random(shape, dtype=np.float32) < _HIDDEN_BY_BIAS
+        if "item" in how.bias:
+            ends = Padded("right", 40).ranges(problem.batch, problem.seqlen_k)
+            hidden |= keys >= np.array(ends)[:, 1, None, None, None]
+        bias[hidden & (keys != rows % max(1, problem.seqlen_k // 3))] = -np.inf
+        bias[..., problem.seqlen_k :] = np.nan
+        made["bias"] = to_bits(bias, problem.dtype)
+    if how.sinks:
+        of_all = {"far_below": -_FAR, "far_above": _FAR}.get(case.inputs, 0.0)
+        sinks = rng.uniform(-1, 1, problem.heads) + np.log(problem.seqlen_k) + of_all
+        made["sinks"] = sinks.astype(np.float32)
+    return made
 
 
 def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ from attnsweep.core import drawn
 from attnsweep.core.cases import TILE, Case
 from attnsweep.core.problem import Boolean, Problem, ceil_div
 from attnsweep.core.threads import one_blas_thread, parallel
-from attnsweep.verify.encoding import Float, Tensor, values_of
+from attnsweep.verify.encoding import Float, Tensor, from_bits, values_of
 
 # FLOPs of NumPy's reference of one case. On the device every row is judged; these rows prove the
 # device's reference: all of (1,8,512,64), 15 of (4,16,4096,128), others in each run.
@@ -47,27 +47,55 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
     return some
 
 
-def exponentials(scores: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """exp(score - largest) of rows of scores, in their place, and the largest: 0 of an empty row.
+def finished(
+    scores: npt.NDArray[Any],
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    batch: int,
+    head: int,
+) -> npt.NDArray[Any]:
+    """Scaled scores (rows, seqlen_k) of a query head as the problem's `scores` change them."""
+    how, kind = problem.scores, scores.dtype.type
+    if how.softcap:
+        cap = kind(how.softcap)
+        scores = cap * np.tanh(scores / cap)
+    if how.bias is not None:
+        item, own = batch * ("item" in how.bias), head * ("head" in how.bias)
+        bits = inputs["bias"][item, own][rows, : problem.seqlen_k]
+        scores = scores + from_bits(bits, problem.dtype).astype(kind)
+    return scores
 
-    Exponentials of an empty row are 0.
+
+def sink_of(inputs: Mapping[str, Tensor], problem: Problem, head: int) -> float:
+    """The score that a query head has beside its keys'; minus infinity is none."""
+    given: Any = inputs["sinks"] if problem.scores.sinks else {head: -np.inf}
+    return float(given[head])
+
+
+def exponentials(
+    scores: npt.NDArray[Any], sink: float = -np.inf
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """exp(score - largest) of rows of scores, in their place; the largest; and the rows' sums.
+
+    The largest is 0 of an empty row, whose exponentials are 0. sink: counts in the sums too.
     """
-    largest = scores.max(axis=1, keepdims=True)
+    largest = np.maximum(scores.max(axis=1, keepdims=True), scores.dtype.type(sink))
     largest[np.isneginf(largest)] = 0
     scores -= largest
-    return np.exp(scores, out=scores), largest
+    p = np.exp(scores, out=scores)
+    return p, largest, p.sum(axis=1, keepdims=True) + np.exp(sink - largest)
 
 
-def sums(p: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Sums of rows of exponentials, by which to divide; 1 of an empty row."""
-    total: npt.NDArray[Any] = p.sum(axis=1, keepdims=True)
-    return np.where(total > 0, total, 1)
+def divisors(sums: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The sums by which to divide rows; 1 of an empty row."""
+    return np.where(sums > 0, sums, 1)
 
 
-def log_sums(p: npt.NDArray[Any], largest: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Log-sum-exps of rows, of their exponentials and their largest scores."""
+def log_sums(sums: npt.NDArray[Any], largest: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Log-sum-exps of rows, of what `exponentials` returns."""
     with np.errstate(divide="ignore"):
-        log_sums: npt.NDArray[Any] = largest[:, 0] + np.log(p.sum(axis=1))
+        log_sums: npt.NDArray[Any] = (largest + np.log(sums))[:, 0]
     return log_sums
 
 
@@ -116,11 +144,11 @@ def exact_rows(
                 scores = q @ k.T * problem.scale
                 hidden = hidden_keys(problem, some, batch)
                 for sign, (out, lse) in zip(signs, sides, strict=True):
-                    signed = scores * sign
+                    signed = finished(scores * sign, inputs, problem, some, batch, head)
                     signed[hidden] = -np.inf
-                    p, largest = exponentials(signed)
-                    out[batch, head, block] = p @ v / sums(p) * sign
-                    lse[batch, head, block] = log_sums(p, largest)
+                    p, largest, sums = exponentials(signed, sink_of(inputs, problem, head))
+                    out[batch, head, block] = p @ v / divisors(sums) * sign
+                    lse[batch, head, block] = log_sums(sums, largest)
 
     heads = list(product(range(problem.batch), range(problem.heads_kv)))
     with one_blas_thread():

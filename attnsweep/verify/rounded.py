@@ -9,7 +9,7 @@ they add up to.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -25,10 +25,12 @@ from attnsweep.verify.measures import TILT
 from attnsweep.verify.reference import (
     _BLOCK_ROWS,
     _BLOCK_ROWS_OF_LONG,
+    divisors,
     exponentials,
+    finished,
     hidden_keys,
     log_sums,
-    sums,
+    sink_of,
 )
 
 _K = 32  # products that are added at once
@@ -143,7 +145,10 @@ def references(
         q = values_of(inputs, problem, "q", batch, head, some)
         k, v = (values_of(inputs, problem, name, batch, head // group) for name in "kv")
         hidden = None if problem.kind == "full" else hidden_keys(problem, some, batch)
-        for out, rounded in zip(outs, _attend(q, k, v, hidden, problem, maths), strict=True):
+        of_head = (inputs, problem, some, batch, head)
+        sink = sink_of(inputs, problem, head)
+        rounds = _attend(q, k, v, hidden, problem, maths, lambda s: finished(s, *of_head), sink)
+        for out, rounded in zip(outs, rounds, strict=True):
             out[batch, head, begin : begin + size] = rounded
 
     blocks = range(0, len(rows), size)
@@ -161,8 +166,13 @@ def _attend(
     hidden: npt.NDArray[np.bool_] | None,
     problem: Problem,
     maths: Sequence[Maths],
+    finish: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+    sink: float,
 ) -> Iterator[npt.NDArray[Any]]:
-    """Some rows of one head (rows, head_dim), by each of the maths. hidden: keys not to see."""
+    """Some rows of one head (rows, head_dim), by each of the maths. hidden: keys not to see.
+
+    finish: makes of scaled scores those of the softmax. sink: one more score of each row.
+    """
     dtype = problem.dtype
 
     @cache
@@ -176,7 +186,7 @@ def _attend(
     def from_largest(
         kind: Any, rounds_scores: int, tilt: float, unit: float
     ) -> tuple[npt.NDArray[Any], ...]:
-        """exp(score - largest), and by what to multiply it to refer to the first key."""
+        """exp(score - largest), their sums, and by what to multiply to refer to the first key."""
         scores = raw_scores(kind)
         if rounds_scores > 1:
             scores = round_to(scores, dtype).astype(kind)
@@ -185,9 +195,12 @@ def _attend(
             scores = round_to(scores, dtype).astype(kind)
         if unit != 1:
             scores *= kind(unit)
+        scores = finish(scores)
+        if hidden is not None:  # tanh has made them finite
+            scores[hidden] = -np.inf
         of_first = scores[:, :1].copy()
-        p, largest = exponentials(scores)
-        return p, np.exp(largest - np.maximum(largest - _MOST, of_first))
+        p, largest, sums = exponentials(scores, sink)
+        return p, sums, np.exp(largest - np.maximum(largest - _MOST, of_first))
 
     @cache
     def fp8_scores(by_term: bool) -> npt.NDArray[Any]:
@@ -203,10 +216,11 @@ def _attend(
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         tilt = TILT if one.tilted else 0.0
         unit = math.log(2) if one.in_log2 else 1.0
-        p, to_first = from_largest(kind, one.rounds_scores if one.rounding else 0, tilt, unit)
+        rounds = one.rounds_scores if one.rounding else 0
+        p, sums, to_first = from_largest(kind, rounds, tilt, unit)
         if one.from_first:
-            p = p * to_first
-        total = sums(p)
+            p, sums = p * to_first, sums * to_first
+        total = divisors(sums)
         if not one.rounding:
             yield p @ v.astype(kind) / total
         # Rounded factors have few bits: float32 adds their products as well as float64 here.
@@ -220,15 +234,16 @@ def _attend_in_fp8(
     scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: Maths
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
-    p, largest = exponentials(scores.copy())
+    p, largest, sums = exponentials(scores.copy())
     scale = _P_SCALE
     if maths.from_first:
         scale = _P_SCALE_FROM_FIRST
         first = np.maximum(largest - math.log(E4M3_MAX / scale), scores[:, :1])
         p = np.exp(scores - first)
+        sums = p.sum(axis=1, keepdims=True)
     rounded = round_to(p * scale, "e4m3") / scale
     summed = matmul(rounded, v, by_term=maths.by_term)
-    return round_to(summed / sums(p), problem.out_dtype)
+    return round_to(summed / divisors(sums), problem.out_dtype)
 
 
 def log_sum_exp(
@@ -250,9 +265,10 @@ def log_sum_exp(
         queries = values_of(inputs, problem, "q", batch, head, rows).astype(np.float64)
         keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
         product = matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
-        scores = product * problem.scale
+        scores = finished(product * problem.scale, inputs, problem, rows, batch, head)
         scores[hidden_keys(problem, rows, batch)] = -np.inf
-        out[batch, head] = log_sums(*exponentials(scores))
+        _, largest, sums = exponentials(scores, sink_of(inputs, problem, head))
+        out[batch, head] = log_sums(sums, largest)
 
     heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
     with one_blas_thread():

@@ -124,15 +124,15 @@ def _by_rows(gpu: TunedGpu, problem: Problem) -> Choice:
 def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
     """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
     few = problem.seqlen_q < FEW_QUERIES
-    asked = (problem.head_dim, problem.dtype, problem.kind, few)
+    asked = (problem.head_dim, problem.dtype, problem.variant, few)
     found: CallKind | None = gpu.kinds.get(asked)
     if found is not None:
         return found
-    alike = (problem.head_dim, problem.kind)
+    alike = (problem.head_dim, problem.variant)
     known = [
         winner
         for winner in gpu.winners
-        if (winner.problem.head_dim, winner.problem.kind) == alike
+        if (winner.problem.head_dim, winner.problem.variant) == alike
         and (winner.problem.seqlen_q < FEW_QUERIES) == few
     ]
     winners = {winner.problem: winner for winner in reversed(known)}
@@ -164,7 +164,7 @@ def _kernels(
 
 def _made(kernel: CompiledKernel, problem: Problem) -> bool:
     kind = (kernel.head_dim, kernel.dtype, kernel.mask)
-    return kind == (problem.head_dim, problem.dtype, problem.kind)
+    return kind == (problem.head_dim, problem.dtype, problem.variant)
 
 
 def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:

@@ -90,7 +90,7 @@ class Code:
 class CompiledKernel:
     """One compiled config of flash_fwd_wgmma.
 
-    mask: its kind, see `Interval.kind`. config: its label. stages: without and with the
+    mask: its kind, see `Problem.variant`. config: its label. stages: without and with the
     log-sum-exp, stage name to its code. values: the config itself.
     """
 
@@ -382,7 +382,7 @@ def _gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedGpu:
         facts = dict(each)
         problem = Problem.parse(facts.pop("problem"))
         kernel = _numbered(kernels, facts.pop("kernel"))
-        kind = (problem.head_dim, problem.dtype, problem.kind)
+        kind = (problem.head_dim, problem.dtype, problem.variant)
         if (kernel.head_dim, kernel.dtype, kernel.mask) != kind:
             raise ValueError(f"a kernel of other code serves {problem.label}")
         others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))

@@ -97,12 +97,34 @@ struct Seen {
     }
 };
 
+// What changes scaled scores: softcap, 0 of none; a bias (seqlen_q, seqlen_k), of each item and
+// head that has its own, whose rows are a multiple of 8 elements apart; and a sink of each head of
+// an item. Null is none.
+struct Scores {
+    double softcap;
+    const void* bias;
+    int of_item, of_head;
+    const float* sinks;
+    int heads;  // of queries, of an item
+    template <class T>
+    __device__ double of(double s, long long head, int row, int column, int seqlen_q,
+                         int seqlen_k) const {
+        if (softcap > 0) s = softcap * tanh(s / softcap);
+        if (!bias || row >= seqlen_q) return s;
+        long long own = of_item ? head / heads : 0;
+        if (of_head) own = own * heads + head % heads;
+        long long at = (own * seqlen_q + row) * ((seqlen_k + 7) / 8 * 8) + column;
+        return s + T::value(static_cast<const typename T::Bits*>(bias)[at]);
+    }
+};
+
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials.
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int low, int high, S all_scales, Seen keys, Sample sample) {
+                       double scale, int low, int high, S all_scales, Seen keys, Scores how,
+                       Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -169,7 +191,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
                 bool seen = column >= max(first_key, row + low) && column < end_key &&
                             column <= row + high &&
                             keys.pair(head, row, column, seqlen_q, seqlen_k);
-                s[i][j] = seen ? s[i][j] * scale : -1e300;
+                s[i][j] = seen ? how.of<T>(s[i][j] * scale, head, row, column, seqlen_q, seqlen_k)
+                               : -1e300;
                 grown = fmax(grown, s[i][j]);
             }
 #pragma unroll
@@ -218,6 +241,13 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     for (int i = 0; i < 4; ++i) {
         long long row = first + y + 16 * i;
         if (row >= seqlen_q) continue;
+        if (how.sinks) {  // one more score, without a value
+            double sink = how.sinks[head % how.heads], grown = fmax(largest[i], sink);
+            double shrink = exp(largest[i] - grown);
+            sum[i] = sum[i] * shrink + exp(sink - grown), largest[i] = grown;
+#pragma unroll
+            for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] *= shrink;
+        }
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) {
             int column = begin + x + 16 * j;

@@ -1,4 +1,5 @@
-// Conversions between fp32 and the two types of 16 bits, which are passed as their bits; and 2^x.
+// Conversions between fp32 and the two types of 16 bits, which are passed as their bits; 2^x and
+// 1/x.
 #pragma once
 
 namespace attn {
@@ -33,6 +34,12 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// On the same unit. Error 1 ulp; 0 of infinity.
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

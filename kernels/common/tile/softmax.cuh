@@ -10,6 +10,7 @@
 #include "common/tile/mask.cuh"
 #include "common/tile/pipeline.cuh"
 #include "common/tile/scheduler.cuh"
+#include "common/tile/scores.cuh"
 
 namespace attn {
 
@@ -76,6 +77,9 @@ struct OnlineSoftmax {
     // 2^-14.
     static constexpr float MOST = 16384.f, LEAST = 1.f / 16;
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
+#if SINKS
+    float share[2];  // of the weights that keys have beside a sink
+#endif
 
     // As of rows without a key.
     __device__ __forceinline__ void clear() { m[0] = m[1] = minus_infinity(), l[0] = l[1] = 0.f; }
@@ -206,8 +210,22 @@ struct OnlineSoftmax {
     // What row r's output is multiplied by, once its sum is whole. Without a key the sum may be
     // above 0: a polynomial makes 2^-126 of no weight, which is a number of bf16.
     __device__ __forceinline__ float inverse(int r) const {
+#if SINKS
+        return share[r] / l[r];
+#else
         return EMPTY_ROWS && m[r] == minus_infinity() ? 0.f : 1.f / l[r];
+#endif
     }
+#if SINKS
+    // Takes in one more score, which no value goes with, once the sums are whole.
+    __device__ __forceinline__ void add_sink(float sink, float factor) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float of_sink;
+            join(r, sink * LOG2E / factor, 1.f, factor, share[r], of_sink);
+        }
+    }
+#endif
 
     // Takes in another's state of row r, from other keys. What was summed must be multiplied by
     // `mine`, the other's by `theirs`.

@@ -5,7 +5,7 @@
 
 extern "C" {
 double exp(double) noexcept, log(double) noexcept, sqrt(double) noexcept, fabs(double) noexcept;
-double fma(double, double, double) noexcept, fmax(double, double) noexcept;
+double fma(double, double, double) noexcept, fmax(double, double) noexcept, tanh(double) noexcept;
 }
 inline double __hiloint2double(int high, int low) {
     return simt_cast<double>(static_cast<uint64_t>(static_cast<unsigned>(high)) << 32 |

@@ -19,5 +19,6 @@ inline unsigned pack_bf16(float low, float high) {
     return to_bf16(low) | static_cast<unsigned>(to_bf16(high)) << 16;
 }
 inline float ex2_approx(float x) { return simt::flush(exp2f(simt::flush(x))); }
+inline float rcp_approx(float x) { return simt::flush(1.f / simt::flush(x)); }
 
 }  // namespace attn

@@ -1,0 +1,105 @@
+"""Softcap, bias and sinks: in each way that flash_fwd_wgmma takes its softmax, and stores a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.launch import TensorMap
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import measures
+from attnsweep.verify.reference import exact_rows
+
+from .harness import ARCH, COMPILER, config_of
+from .test_masked_reference import of_device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILY = discover()["flash_fwd_wgmma"]
+CONFIGS = (
+    "BLOCK_N=64 WARPGROUPS=2 MAXIMA=1 LSE=1",
+    "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 MAXIMA=2 PERSISTENT=1 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 KEY_GROUPS=2 MAXIMA=2 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=3 OVERLAP=0 MAXIMA=1 EXP2_POLY=2",
+    "BLOCK_N=64 WARPGROUPS=2 P_SHARED=1 MAXIMA=1 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 SPLITS=2 MAXIMA=2 LSE=1",
+)
+PROBLEMS = tuple(
+    map(
+        Problem.parse,
+        (
+            "(2,4/2,97x161,64) bf16 full softcap(20)",
+            "(2,2,130,64) bf16 causal softcap(2)",  # scores beyond the polynomial
+            "(1,2,200,64) bf16 window(30,0) softcap(5) sinks",
+            "(1,2,150x70,64) fp16 causal sinks",  # queries without a key
+            "(2,4/2,97x161,64) fp16 full bias(item,head)",
+            "(2,2,130x321,64) bf16 full bias(head)",
+            "(2,2,130x200,64) bf16 full softcap(5) sinks bias(item)",
+            "(1,2,150,64) bf16 boolean(holes,50) softcap(10) sinks",
+        ),
+    )
+)
+# What the rules say of sizes so small, and of what a problem's mask excludes.
+MAY_REFUSE = ("turns_of_blocks", "block_order", "masks_in_memory", "scores", "blocks_fit")
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_right_in_every_way_to_take_the_softmax(simulator, problem):
+    tried = 0
+    for words in CONFIGS:
+        config = config_of(FAMILY, words)
+        refused = FAMILY.refused_by(config, problem, ARCH)
+        assert refused is None or refused in MAY_REFUSE
+        if refused in (None, "turns_of_blocks"):
+            result = simulator.check(FAMILY, config, Case(problem), schedules=(tried % 2,))
+            assert result.ok, (words, problem.label, str(result))
+            tried += 1
+    assert tried >= 3
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("label", ["full bias(item)", "causal softcap(50)", "causal sinks"])
+def test_right_on_hard_cases(simulator, label):
+    config = config_of(FAMILY, CONFIGS[0])
+    for case in small_cases(Problem.parse(f"(2,4,2048,64) bf16 {label}")):
+        result = simulator.check(FAMILY, config, case, schedules=(0,))
+        assert result.ok, (case.label, str(result))
+
+
+def test_a_bias_of_one_row_is_of_all_queries(simulator, monkeypatch):
+    """As a mask of padding is, (batch, 1, 1, seqlen_k), which nobody writes out for each query."""
+    problem = Problem.parse("(2,2,130x200,64) bf16 full bias(item)")
+    case, drawn = Case(problem), verify_inputs.beside
+
+    def alike(case, seed):
+        made = drawn(case, seed)
+        return made | {"bias": np.broadcast_to(made["bias"][:, :, :1], made["bias"].shape)}
+
+    monkeypatch.setattr(verify_inputs, "beside", alike)
+    stage = FAMILY.stages["fwd"]
+
+    def launch(config, problem, arch):
+        made = stage.launch(config, problem, arch)
+        args = [*made.args]
+        at = next(i for i, a in enumerate(args) if isinstance(a, TensorMap) and a.buffer == "bias")
+        keys, _, heads, items = args[at].dims
+        args[at] = replace(args[at], dims=(keys, 1, heads, items), box=(64, 1, 1, 1))
+        return replace(made, args=(*args[:-1], 0))
+
+    monkeypatch.setitem(FAMILY.stages, "fwd", replace(stage, launch=launch))
+    for words in CONFIGS[:2]:
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
+        assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_the_device_reference_is_that_of_numpy(problem, device):
+    inputs = verify_inputs.make_inputs(Case(problem), 1)
+    out, lse = of_device(device, problem, inputs)
+    ((expected, log_sums),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
+    assert measures.row_error(out, expected) <= 1e-12
+    assert measures.apart(lse, log_sums).max() <= 1e-12
