@@ -96,21 +96,24 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 }
 #elif STAGE_MASK
 // Writes which keys each row of a mask sees, and a record for each 64 rows. The grid is (records of
-// a mask, masks).
+// a mask, masks). RANGES: 1 with key_range, 2 with packed sequences.
 extern "C" __global__ void __launch_bounds__(MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
+                         const int* __restrict__ cu_seqlens_q, const int* __restrict__ cu_seqlens_k,
                          int2* __restrict__ bounds, unsigned* __restrict__ bits,
                          int4* __restrict__ records, int seqlen_q, int seqlen_k, int low, int high,
-                         int words, int masks_of_batch, int batch_stride, int head_stride,
-                         int row_stride, int key_stride) {
+                         int words, int sequences, int masks_of_batch, int batch_stride,
+                         int head_stride, int row_stride, int key_stride) {
     extern __shared__ __align__(16) unsigned char smem[];
     int4* of_row = reinterpret_cast<int4*>(smem);
     const int own = blockIdx.y;
     const long long first_row = static_cast<long long>(own) * seqlen_q;
     int4* record = records + own * gridDim.x + blockIdx.x;
 #if MASK == 1
-    const int2 range = KEY_RANGE ? key_range[own] : int2{0, seqlen_k};
-    see_diagonals(low, high, range, bounds + first_row, record, of_row, seqlen_q, seqlen_k);
+    const int2 range = RANGES == 1 ? key_range[own] : int2{0, seqlen_k};
+    const Sequences packed{cu_seqlens_q, cu_seqlens_k, sequences};
+    see_diagonals<RANGES == 2>(low, high, range, packed, bounds + first_row, record, of_row,
+                               seqlen_q, seqlen_k);
 #else
     const int batch = own / masks_of_batch, head = own - batch * masks_of_batch;
     const unsigned char* of_own = mask + static_cast<long long>(batch) * batch_stride +

@@ -39,7 +39,7 @@ kernel = Family(
     min_arch="sm_90a",
     head_dims=(64, 96, 128, 192, 256),
     masks=("full", "causal", "window", "boolean"),
-    layouts=("dense", "padded"),
+    layouts=("dense", "padded", "packed"),
     scores=("softcap", "sinks", "bias"),
     lse="LSE",
     empty_rows=True,
@@ -252,8 +252,14 @@ def mask(c, p, arch):
     masks, records, _ = sizes_of_mask(c, p)
     threads = 64 if how == 1 else 1024
     low, high = p.diagonals
-    given, seen = ("mask", "bits") if how == 2 else ("bounds", "bounds")
-    padded = p.kind == "padded"
+    seen = "bits" if how == 2 else "bounds"
+    # Of what a problem has not, another pointer takes the place.
+    given = [
+        name if name in p.inputs else seen
+        for name in ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
+    ]
+    given[0] = "mask" if how == 2 else seen
+    ranges = {"padded": 1, "packed": 2}.get(p.kind, 0)
     # Last come the masks of an item, and the strides of the mask: a package has those of a call.
     heads, of_head = p.heads if p.mask.of_head else 1, p.seqlen_q * p.seqlen_k
     strides = (heads, heads * of_head * p.mask.of_item, of_head, p.seqlen_k, 1)
@@ -262,11 +268,11 @@ def mask(c, p, arch):
         grid=(records, masks, 1),
         threads=threads,
         args=(
-            *(given, "key_range" if padded else seen, seen, seen, "records"),
-            *(p.seqlen_q, p.seqlen_k, low, high, words_of(p), *strides),
+            *(*given, seen, seen, "records", p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
+            *(getattr(p.layout, "parts", 0), *strides),
         ),
         smem_bytes=64 * 16,
-        defines={"MASK": how, "MASK_THREADS": threads, "KEY_RANGE": int(padded), "HEAD_DIM": 64},
+        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
         once=True,
     )
 

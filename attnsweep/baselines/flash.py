@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
+from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -
     attention, options = _attention_of(module), _window(problem)
     if problem.scores.softcap:
         options["softcap"] = float(problem.scores.softcap)
+    if problem.kind == "packed":
+        return _in_sequences(module, problem, options, spare=spare)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         given = (x.transpose(1, 2) for x in (q, k, v))
@@ -131,6 +134,19 @@ def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, spare=spare)
+
+
+def _in_sequences(module: str, problem: Problem, options: dict[str, Any], *, spare: bool) -> Way:
+    import torch
+
+    attention = functools.cache(lambda: loaded(module).flash_attn_varlen_func)
+    lengths = packed_lengths(torch, problem)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out = attention()(q, k, v, *lengths, causal=problem.mask.right == 0, **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
+
+    return Way(forward, packed_inputs, spare)
 
 
 FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Way
+from attnsweep.baselines.torch_sdpa import of_sequences
 from attnsweep.core import drawn
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Packed, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -33,6 +34,14 @@ def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[...,
     def between(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return (key - query >= low) & (key - query <= high)
 
+    if isinstance(problem.layout, Packed):
+        begin, after_last, beside = (x[:, 0] for x in of_sequences(torch, problem, device))
+
+        def in_sequence(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+            inside = (key >= begin[query]) & (key < after_last[query])
+            return inside & between(_batch, _head, query + beside[query], key)
+
+        return in_sequence
     if problem.layout.kind != "padded":
         return between
     first, end = torch.tensor(problem.key_ranges, device=device).T

@@ -14,7 +14,7 @@ from attnsweep.baselines import flash, flex
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
-from attnsweep.baselines.torch_sdpa import _sdpa, _unfused
+from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen
 from attnsweep.baselines.triton import _triton
 from attnsweep.core.files import install_command
 from attnsweep.core.scores import KINDS
@@ -24,7 +24,7 @@ _HALF = ("fp16", "bf16")
 _FP32 = (*_HALF, "fp32")
 _MASKED: Any = {
     "masks": ("full", "causal", "window", "boolean"),
-    "layouts": ("dense", "padded"),
+    "layouts": ("dense", "padded", "packed"),
 }
 _FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 _FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
@@ -52,6 +52,7 @@ BACKENDS = {
             **_MASKED,
             scores=("bias",),
         ),
+        Backend("torch_varlen", _varlen, TORCH, layouts=("packed",)),
         Backend(
             "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
         ),
@@ -63,6 +64,7 @@ BACKENDS = {
             "flash_attn_2",
             _flash_attention("flash_attn_2", "flash_attn"),
             _FLASH_2,
+            layouts=("dense", "packed"),
             scores=("softcap",),
             cannot=flash.cannot,
         ),
@@ -70,6 +72,7 @@ BACKENDS = {
             "flash_attn_3",
             _flash_attention("flash_attn_3", *FLASH_3),
             _FLASH_3,
+            layouts=("dense", "packed"),
             scores=("softcap",),
             cannot=flash.cannot,
         ),
@@ -84,6 +87,7 @@ BACKENDS = {
             "flash_attn_4",
             _flash_attention("flash_attn_4", "flash_attn.cute"),
             _FLASH_4,
+            layouts=("dense", "packed"),
             scores=("softcap",),
             cannot=flash.cannot,
         ),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core import drawn
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
+from attnsweep.verify.reference import keys_of_sequences
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -26,7 +31,7 @@ def _import_torch() -> Any:
 def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     """A boolean tensor of the pairs that no query sees: (seqlen_q, seqlen_k), or of each item.
 
-    Of a padded problem, or a boolean mask, it has four dimensions, as models pass it.
+    Of a padded or packed problem, or a boolean mask, it has four dimensions, as models pass it.
     """
     if problem.mask.boolean and problem.layout.kind == "dense":
         return ~torch.from_numpy(drawn.tensor(problem)).to(device)
@@ -34,13 +39,57 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     rows = torch.arange(problem.seqlen_q, device=device)[:, None]
     keys = torch.arange(problem.seqlen_k, device=device)
     after = keys - rows
+    if packed := isinstance(problem.layout, Packed):
+        first, end, beside = of_sequences(torch, problem, device)
+        after = after - beside
     hidden = (after < low) | (after > high)
+    if packed:
+        return (hidden | (keys < first) | (keys >= end))[None, None]
     if problem.mask.of_item:
         hidden = hidden.expand(problem.batch, 1, *hidden.shape).contiguous()
     if problem.layout.kind != "padded":
         return hidden
     first, end = torch.tensor(problem.key_ranges, device=device).T[:, :, None, None, None]
     return hidden | (keys < first) | (keys >= end)
+
+
+def of_sequences(torch: Any, problem: Problem, device: str) -> tuple[Any, ...]:
+    """(seqlen_q, 1) each: what `keys_of_sequences` says of each query of packed sequences."""
+    found = keys_of_sequences(problem, np.arange(problem.seqlen_q))
+    return tuple(torch.from_numpy(each).to(device) for each in found)
+
+
+def packed_inputs(*inputs: Any) -> tuple[Any, ...]:
+    """(tokens, heads, head_dim), as functions for packed sequences take them."""
+    return tuple(x[0].transpose(0, 1).contiguous() for x in inputs)
+
+
+def packed_lengths(torch: Any, problem: Problem) -> tuple[Any, Any, int, int]:
+    """Where sequences begin among queries and keys, and the longest of both."""
+    ends = [[0, *(end for _, end in ranges)] for ranges in zip(*problem.sequences, strict=True)]
+    longest = [max(end - first for first, end in pairwise(each)) for each in ends]
+    begins = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ends]
+    return begins[0], begins[1], longest[0], longest[1]
+
+
+def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    lengths, causal = packed_lengths(torch, problem), problem.mask.right == 0
+    sides = tuple(-1 if side is None else side for side in problem.mask.sides)
+    options: dict[str, Any] = {"window_size": sides}
+    if "window_size" not in known:
+        if problem.mask.left is not None:
+            raise Unavailable("this PyTorch's varlen_attn has no window")
+        options = {"is_causal": causal}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = problem.heads != problem.heads_kv
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return varlen_attn(q, k, v, *lengths, **options).transpose(0, 1)[None]
+
+    return [Way(forward, packed_inputs)]
 
 
 def _sdpa(backend: str) -> Builder:
@@ -50,13 +99,13 @@ def _sdpa(backend: str) -> Builder:
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
         # PyTorch aligns is_causal top-left.
-        is_causal = problem.layout.kind != "padded" and problem.mask == replace(
+        is_causal = problem.layout.kind == "dense" and problem.mask == replace(
             CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k
         )
         options: dict[str, Any] = {"is_causal": is_causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        masked = problem.kind in ("window", "boolean", "padded") and not is_causal
+        masked = problem.kind not in ("full", "causal") and not is_causal
         if masked:
             if backend == "FLASH_ATTENTION":
                 raise Unavailable("PyTorch's flash attention takes no mask but causal")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from attnsweep.core.boolean import Boolean
-from attnsweep.core.layouts import DENSE, Padded
+from attnsweep.core.layouts import DENSE, Packed, Padded
 from attnsweep.core.masks import CAUSAL, Interval
 from attnsweep.core.problem import Problem, ceil_div
 
@@ -66,6 +66,8 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     ) -> Case:
         seqlen_k = min(seqlen_k, problem.seqlen_k)
         shape = _shaped(problem, seqlen_q, seqlen_k)
+        if isinstance(problem.layout, Packed):
+            batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
     cases = (
@@ -91,6 +93,8 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
 
         every = (*cases, case(2, 2, 200, 400, "normal"), *cases[3:5])
         return tuple(masked(number, case) for number, case in enumerate(every))
+    if isinstance(layout, Packed):
+        return tuple(_packed(case, number) for number, case in enumerate((*cases, *cases[2:5])))
     if not isinstance(layout, Padded):
         return cases
     more = (
@@ -107,6 +111,15 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         _padded(case, number, percent)
         for number, (case, percent) in enumerate(zip((*cases, *more), least, strict=True))
     )
+
+
+def _packed(case: Case, number: int) -> Case:
+    """A case with one to five sequences in the place of the batch, some of them empty.
+
+    Kernels learn where sequences begin on the device, so that those of a case may be any.
+    """
+    layout = Packed(1 + number % 5, (0, 40)[number % 2], seed=number)
+    return replace(case, problem=replace(case.problem, batch=1, layout=layout))
 
 
 def _padded(case: Case, number: int, least: int) -> Case:
@@ -141,6 +154,10 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     layout = problem.layout
     if isinstance(layout, Padded):
         layout = replace(layout, least=0)
+    if isinstance(layout, Packed):  # heads in the place of the batch
+        heads, heads_kv = group * batch, batch
+        packed = replace(of_one, batch=1, heads=heads, heads_kv=heads_kv, layout=Packed(3))
+        return Case(packed)
     return Case(replace(of_one, batch=batch, heads=group, heads_kv=1, layout=layout))
 
 

@@ -1,4 +1,4 @@
-"""Layouts: which keys each item of a batch has. The standard library only."""
+"""Layouts: which keys each item of a batch has, or each part of it. The standard library only."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.masks import Range, drawn_order
 
 _PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
+_PACKED = re.compile(r"(?:packed\()?(\d+)(?:, ?(\d+))?(?:, ?(\d+))?\)?")
+_HOW_PACKED = (
+    "write the number of sequences, and percent of the longest that the shortest has: 8,40"
+)
 _HINT = "write the padded side and percent of the keys that the shortest item has: right,40"
 
 
@@ -89,12 +94,80 @@ class Padded:
         return cls(side, int(least), int(seed or 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of other lengths, one behind the other in the one item of a batch.
+
+    The queries of a sequence see its own keys alone, and the mask's diagonal is that of the
+    sequence. parts: how many there are. least: percent of the longest that the shortest has; 0:
+    it has no token. Lengths are spread evenly, of queries as of keys, and seed draws their order.
+    """
+
+    parts: int
+    least: int = 40
+    seed: int = 0
+    kind = "packed"
+
+    def __post_init__(self) -> None:
+        if type(self.parts) is not int or self.parts < 1:
+            what = f"packed sequences are counted from 1, not {self.parts!r}"
+            raise ProblemError(what, hint=_HOW_PACKED)
+        if type(self.least) is not int or not 0 <= self.least <= 100:
+            what = f"the shortest sequence has 0 to 100 percent of the longest, not {self.least!r}"
+            raise ProblemError(what, hint=_HOW_PACKED)
+        if type(self.seed) is not int or self.seed < 0:
+            raise ProblemError(f"the seed of packed lengths is a whole number, not {self.seed!r}")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells two such layouts apart, and from padding."""
+        return 2, self.parts, self.least, self.seed
+
+    @property
+    def label(self) -> str:
+        """` packed(8,40)`; with the seed after it if it is not 0."""
+        seed = f",{self.seed}" if self.seed else ""
+        return f" packed({self.parts},{self.least}{seed})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it."""
+        return {"packed": [self.parts, self.least, self.seed]}
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+        """Those of items: all keys."""
+        return DENSE.ranges(batch, seqlen_k)
+
+    def begins(self, seqlen: int) -> tuple[int, ...]:
+        """Where each sequence begins, and the end of the last: cu_seqlens of so many tokens."""
+        return _begins(self, seqlen)
+
+    @classmethod
+    def parse(cls, text: str) -> Packed:
+        """The layout of a label, or of `8,40`. Raises ProblemError for any other text."""
+        match = _PACKED.fullmatch(text.strip())
+        if match is None or (text.strip()[:1] == "p") != text.strip().endswith(")"):
+            raise ProblemError(f"{text!r} is no packing", hint=_HOW_PACKED)
+        return cls(*(int(number) for number in match.groups() if number is not None))
+
+
 DENSE = Dense()
+Layout = Dense | Padded | Packed
 
 
-def of_facts(facts: Mapping[str, Any]) -> Dense | Padded:
+def of_label(text: str) -> Layout:
+    """The layout of a label. Raises ProblemError."""
+    return Packed.parse(text) if text.startswith("packed") else Padded.parse(text)
+
+
+def of_facts(facts: Mapping[str, Any]) -> Layout:
     """The layout of a problem's facts. Raises ProblemError."""
-    padding = facts.get("padding")
+    padding, packed = facts.get("padding"), facts.get("packed")
+    if packed is not None:
+        if padding is not None or not isinstance(packed, list | tuple) or len(packed) > 3:
+            what = f"packed is [SEQUENCES, PERCENT], without padding, not {packed!r}"
+            raise ProblemError(what, hint=_HOW_PACKED)
+        return Packed(*packed)
     if padding is None:
         return DENSE
     if not isinstance(padding, list | tuple) or len(padding) not in (2, 3):
@@ -111,3 +184,13 @@ def _ranges(layout: Padded, batch: int, seqlen_k: int) -> tuple[Range, ...]:
     if layout.side == "right":
         return tuple((0, length) for length in ordered)
     return tuple((seqlen_k - length, seqlen_k) for length in ordered)
+
+
+@lru_cache(maxsize=256)
+def _begins(layout: Packed, seqlen: int) -> tuple[int, ...]:
+    parts, least = layout.parts, layout.least
+    steps = max(1, parts - 1)
+    percents = [least * steps + (100 - least) * step for step in range(1, parts)]
+    shares = [max(least * steps, int(parts == 1)), *percents]
+    ends = [*accumulate(shares[part] for part in drawn_order(parts, layout.seed))]
+    return (0, *(seqlen * end // ends[-1] for end in ends))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnsweep.core.layouts import Packed, Padded
+
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
 
@@ -53,7 +55,7 @@ def _keys(p: Problem) -> tuple[int, ...]:
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
     shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
     given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
-    return given + _scales(p) + _mask(p) + _key_range(p) + _of_scores(p)
+    return given + _scales(p) + _mask(p) + _ranges(p) + _of_scores(p)
 
 
 def _mask(p: Problem) -> tuple[Tensor, ...]:
@@ -73,11 +75,14 @@ def _scales(p: Problem) -> tuple[Tensor, ...]:
     return tuple(Tensor(name, shape, "fp32") for name, shape in scales.items())
 
 
-def _key_range(p: Problem) -> tuple[Tensor, ...]:
-    """The first key of each item and the one after its last, if items have keys of their own."""
-    if p.layout.kind == "dense":
-        return ()
-    return (Tensor("key_range", (p.batch, 2), "int32"),)
+def _ranges(p: Problem) -> tuple[Tensor, ...]:
+    """What tells the keys of each item, or the sequences of one: see Problem."""
+    if isinstance(p.layout, Padded):
+        return (Tensor("key_range", (p.batch, 2), "int32"),)
+    if isinstance(p.layout, Packed):
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        return tuple(Tensor(name, (p.layout.parts + 1,), "int32") for name in names)
+    return ()
 
 
 def _of_scores(p: Problem) -> tuple[Tensor, ...]:

@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from attnsweep.core.boolean import Boolean as Boolean
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.layouts import DENSE, Dense, of_facts
+from attnsweep.core.layouts import DENSE, Layout, of_facts, of_label
+from attnsweep.core.layouts import Packed as Packed
 from attnsweep.core.layouts import Padded as Padded
 from attnsweep.core.masks import CAUSAL as CAUSAL
 from attnsweep.core.masks import FULL as FULL
@@ -37,9 +39,9 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!causal_|window|boolean|padded|softcap|sinks|bias)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|packed|softcap|sinks|bias)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
-    r"(?: +(padded\([^)]*\)))?"
+    r"(?: +(pa(?:dded|cked)\([^)]*\)))?"
     rf"({WORDS})"
 )
 
@@ -73,7 +75,7 @@ class Problem:
     head_dim: int
     dtype: Dtype = "fp16"
     mask: Interval | Boolean = FULL
-    layout: Dense | Padded = DENSE
+    layout: Layout = DENSE
     scores: Scores = PLAIN
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
@@ -89,7 +91,7 @@ class Problem:
         head_dim: int,
         dtype: Dtype = "fp16",
         mask: Interval | Boolean = FULL,
-        layout: Dense | Padded = DENSE,
+        layout: Layout = DENSE,
         scores: Scores = PLAIN,
         *,
         causal: bool | None = None,
@@ -129,6 +131,14 @@ class Problem:
                 f"{self.label}: a boolean mask has no padding beside it",
                 hint="boolean(padding,40) hides padding by itself",
             )
+        if self.layout.kind == "packed":
+            if self.batch > 1:
+                raise ProblemError(f"{self.label}: packed sequences are a batch of 1")
+            if self.mask.boolean or self.mask.top_left or self.scaled:
+                what = (
+                    "a boolean mask" if self.mask.boolean else "FP8" if self.scaled else "top_left"
+                )
+                raise ProblemError(f"{self.label}: packed sequences have no {what}")
         if self.mask.boolean and self.layout != DENSE and not self.mask.of_item:
             raise ProblemError(
                 f"{self.label}: a boolean mask that hides padding is of each item",
@@ -165,7 +175,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What hides keys: `full` if nothing does, `causal`, `window`, `padded` or `boolean`."""
+        """What hides keys: `full`, `causal`, `window`, `padded`, `packed` or `boolean`."""
         if self.mask.boolean or self.layout == DENSE:
             return self.mask.kind
         return self.layout.kind
@@ -182,8 +192,20 @@ class Problem:
 
     @property
     def diagonals(self) -> tuple[int, int]:
-        """(low, high): query i sees the keys i + low to i + high that there are."""
+        """(low, high): query i sees the keys i + low to i + high that there are.
+
+        In a packed layout i counts from the key beside the last query of the sequence.
+        """
+        if self.layout.kind == "packed":
+            return self.mask.diagonals(whole := self.seqlen_q + self.seqlen_k, whole)
         return self.mask.diagonals(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def sequences(self) -> tuple[tuple[Range, Range], ...]:
+        """Of a packed layout, the queries and the keys of each sequence."""
+        assert isinstance(self.layout, Packed)
+        of_q, of_k = (self.layout.begins(n) for n in (self.seqlen_q, self.seqlen_k))
+        return tuple(zip(pairwise(of_q), pairwise(of_k), strict=True))
 
     def query_tiles(self, block_m: int) -> int:
         """Number of tiles of block_m queries, over all heads."""
@@ -220,7 +242,7 @@ class Problem:
         b, heads, kv, q, k, d, dtype, mask, padding, scores = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
-        layout = Padded.parse(padding) if padding else DENSE
+        layout = of_label(padding) if padding else DENSE
         seen = Boolean.parse(mask) if mask else FULL
         return cls(*sizes, known, seen, layout, Scores.parse(scores))
 
@@ -290,12 +312,12 @@ class Problem:
     @property
     def values(self) -> tuple[str, ...]:
         """Names of the inputs that are numbers, and do not say which keys are hidden."""
-        return tuple(name for name in self.inputs if name not in ("mask", "key_range"))
+        return tuple(t.name for t in self.op.inputs(self) if t.dtype not in ("bool", "int32"))
 
     @property
     def items_differ(self) -> bool:
         """Whether items of the batch see other keys."""
-        return self.mask.of_item or self.layout != DENSE
+        return self.mask.of_item or isinstance(self.layout, Padded)
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -338,7 +360,7 @@ class Problem:
     @property
     def min_bytes(self) -> int:
         """Bytes of the inputs read once, without padding of k and v, and of the outputs."""
-        if self.layout == DENSE:
+        if not isinstance(self.layout, Padded):
             return self.tensor_bytes
         padding = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
         row = self.heads_kv * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -359,6 +381,8 @@ def _pairs(p: Problem) -> int:
         return drawn.counts(p)[0]
     if p.layout == DENSE:
         return p.batch * p.mask.pairs(p.seqlen_q, p.seqlen_k)
+    if p.layout.kind == "packed":
+        return sum(p.mask.pairs(b - a, d - c) for (a, b), (c, d) in p.sequences)
     return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
 
 
@@ -370,6 +394,8 @@ def _rows_with_keys(p: Problem) -> int:
         return drawn.counts(p)[1]
     if p.layout == DENSE:
         return p.batch * (p.seqlen_q - p.mask.empty_rows(p.seqlen_q, p.seqlen_k))
+    if p.layout.kind == "packed":
+        return sum(b - a - p.mask.empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequences)
     empty = (p.mask.empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
     return p.batch * p.seqlen_q - sum(empty)
 
@@ -377,7 +403,7 @@ def _rows_with_keys(p: Problem) -> int:
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
-        *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding"),
+        *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
         *("softcap", "sinks", "bias"),
     }
 )

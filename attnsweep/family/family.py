@@ -174,11 +174,12 @@ class Family:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
-    causal, window, and boolean if it reads `mask`. layouts: dense, and padded if it reads
-    `key_range`, with each of its masks. For either it must have empty_rows, since those inputs are
-    known on the device alone. scores: what it can make of them, of softcap, sinks and bias, which
-    is minus infinity in places. deterministic: equal calls give equal bits, and the bits of a head
-    follow from its own q, k and v alone, which is checked; False for a family with atomic sums.
+    causal, window, and boolean if it reads `mask`. layouts: dense, padded if it reads `key_range`,
+    and packed if it reads `cu_seqlens_q` and `cu_seqlens_k`, with each of its masks. For all of
+    those it must have empty_rows, since the inputs are known on the device alone. scores: what it
+    can make of them, of softcap, sinks and bias, which is minus infinity in places. deterministic:
+    equal calls give equal bits, and the bits of a head follow from its own q, k and v alone, which
+    is checked; False for a family with atomic sums.
     empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
     to the workspace `lse`; it is then checked too.

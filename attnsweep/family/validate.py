@@ -19,6 +19,7 @@ from attnsweep.family.launch import Launch, TensorMap
 
 MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
 """Names of chunks.MODES, which every family has next to its own parameters."""
+LAYOUTS = ("dense", "padded", "packed")
 TENSORS = ("q", "k", "v", "o")
 # More than float32 scores of the longest sequence that a card holds, 2**66; a limit below it
 # prunes a candidate instead, or cuts its call into chunks.
@@ -77,15 +78,15 @@ def of_kernel(kernel: Any) -> Fault | None:
     if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
         what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
         return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")
-    if not isinstance(kernel.layouts, tuple) or not {*kernel.layouts} <= {"dense", "padded"}:
-        what = f"layouts are a tuple of dense, padded, not {kernel.layouts!r}"
+    if not isinstance(kernel.layouts, tuple) or not {*kernel.layouts} <= {*LAYOUTS}:
+        what = f"layouts are a tuple of {', '.join(LAYOUTS)}, not {kernel.layouts!r}"
         return Fault(what, 'write layouts=("dense", "padded")')
-    if "padded" in kernel.layouts and kernel.empty_rows is not True:
-        what = "layouts have padded, but the family has no empty_rows"
-        return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
-    if "boolean" in kernel.masks and kernel.empty_rows is not True:
-        what = "masks have boolean, but the family has no empty_rows"
-        return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
+    needy = {"padded": kernel.layouts, "packed": kernel.layouts, "boolean": kernel.masks}
+    for name, declared in needy.items():
+        if name in declared and kernel.empty_rows is not True:
+            field = "masks" if declared is kernel.masks else "layouts"
+            what = f"{field} have {name}, but the family has no empty_rows"
+            return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
     if not isinstance(kernel.scores, tuple) or not {*kernel.scores} <= {*SCORES}:
         what = f"scores are a tuple of {', '.join(SCORES)}, not {kernel.scores!r}"
         return Fault(what, 'write a tuple of one as ("softcap",)')

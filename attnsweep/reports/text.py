@@ -454,6 +454,7 @@ _TITLES = {
     "torch_cudnn": "PyTorch's cuDNN attention",
     "torch_efficient": "PyTorch's memory-efficient attention",
     "torch_math": "PyTorch's plain attention",
+    "torch_varlen": "PyTorch's varlen_attn",
     "unfused": "unfused attention",
     "flex": "FlexAttention",
     "cudnn": "cuDNN",

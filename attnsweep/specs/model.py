@@ -42,6 +42,7 @@ BaselineName = Literal[
     "torch_cudnn",
     "torch_efficient",
     "torch_math",
+    "torch_varlen",
     "unfused",
     "flex",
     "cudnn",
@@ -57,7 +58,9 @@ OWN_BF16: BaselineName = "attnsweep_bf16"
 """The winner of the recorded runs in bf16, on what FP8 inputs stand for. It must be asked for."""
 FLEX: BaselineName = "flex"
 """It must be asked for, since it compiles for seconds; `tune` asks for it where masks are."""
-BASELINES = tuple(name for name in KNOWN_BASELINES if name not in (OWN_BF16, FLEX))
+VARLEN: BaselineName = "torch_varlen"
+"""It does packed sequences alone, and must be asked for; `tune` asks for it where they are."""
+BASELINES = tuple(name for name in KNOWN_BASELINES if name not in (OWN_BF16, FLEX, VARLEN))
 """All other baselines: the default."""
 
 
@@ -323,6 +326,12 @@ class ProblemSpec(_Model):
             "their order may follow.",
         )
     )
+    packed: Annotated[list[StrictInt], Field(min_length=1, max_length=3)] | None = Field(
+        default=None,
+        description="Sequences one behind the other, as cu_seqlens say: their number, and percent "
+        "of the longest that the shortest has, [8, 40]; a seed of their order may follow. batch is "
+        "1, and seqlen counts the tokens of all.",
+    )
     boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = Field(
         default=None,
         description="Calls get the mask as a boolean tensor: one for all, [], or of each item of "
@@ -386,13 +395,16 @@ class ProblemSpec(_Model):
                 raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
             masks = [replace(mask, top_left=True) for mask in masks]
         if self.boolean is not None:
-            masks = [_boolean(mask, self.boolean, alone=not self.padding) for mask in masks]
+            masks = [
+                _boolean(mask, self.boolean, alone=not (self.padding or self.packed))
+                for mask in masks
+            ]
         axes += [seqlens, self.head_dim, self.dtype, masks]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
         try:
-            layout = of_facts({"padding": self.padding})
+            layout = of_facts({"padding": self.padding, "packed": self.packed})
             given = {"softcap": self.softcap, "sinks": self.sinks, "bias": self.bias}
             scores = Scores.of(given)
             return [

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Padded, Problem
+from attnsweep.core.layouts import of_label
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.specs.model import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest
@@ -45,12 +46,13 @@ _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CA
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
 _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padded": "padding"}
-_CALLS |= {"softcap": "softcap", "bias": "bias"}
+_CALLS |= {"packed": "padding", "softcap": "softcap", "bias": "bias"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 _OF_SCORES = ("softcap", "sinks", "bias")
 _OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES)
 _MASK_WORDS = (
     *("causal", "full", "window(LEFT,RIGHT)", "boolean(PATTERN,NUMBER)", "padded(SIDE,PERCENT)"),
+    "packed(SEQUENCES,PERCENT)",
     *("softcap(NUMBER)", "sinks", "bias(item,head)"),
 )
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
@@ -176,7 +178,7 @@ class _Shape:
         try:
             facts = (mask or (CAUSAL if causal else FULL)).facts
             if (said := self.fields.get("padding", padding)) is not None:
-                facts |= Padded.parse(_bracketed(said)).facts
+                facts |= of_label(_bracketed(said)).facts
             words = [_bracketed(self.fields[name]) for name in _OF_SCORES if name in self.fields]
             facts |= Scores.parse(" ".join(words)).facts
             return Problem.of({**sizes, "dtype": own} | facts)

@@ -20,7 +20,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.family import Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec, load_spec
-from attnsweep.specs.model import FLEX, UnservedCalls
+from attnsweep.specs.model import FLEX, VARLEN, UnservedCalls
 from attnsweep.specs.shipped import shipped_specs
 from attnsweep.specs.yaml_file import Flow, dump, nearest
 
@@ -134,8 +134,10 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
     lines.append("kernels:")
     for (family, source), name in spaces.items():
         lines += _block(family, name, source)
-    masked = any(problem.kind not in ("full", "causal") for problem in request.problems)
-    baselines = dict.fromkeys((*base.baselines, *(_OF_MASKS if masked else ())))
+    variants = {problem.variant for problem in request.problems}
+    asked = [*_OF_MASKS] if variants - {"full", "causal"} else []
+    asked += [VARLEN] if any(problem.kind == "packed" for problem in request.problems) else []
+    baselines = dict.fromkeys((*base.baselines, *asked))
     lines.append(f"baselines: [{', '.join(baselines)}]")
     if request.search:
         lines.append(f"search: {_flow(dict(request.search))}")

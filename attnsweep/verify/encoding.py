@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from attnsweep.core import drawn
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.core.problem import SCALE_BLOCK, Packed, Problem
 
 Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
@@ -140,10 +140,13 @@ _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 
 def mask_of(problem: Problem) -> dict[str, Bits]:
-    """The inputs that say which keys queries see, if there are any: mask and key_range."""
+    """The inputs that say which keys queries see, if there are any."""
     made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.boolean else {}
     if "key_range" in problem.inputs:
         made["key_range"] = np.array(problem.key_ranges, np.int32)
+    if isinstance(problem.layout, Packed):
+        for name, seqlen in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
+            made[f"cu_seqlens_{name}"] = np.array(problem.layout.begins(seqlen), np.int32)
     return made
 
 

@@ -26,13 +26,29 @@ _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt.NDArray[np.bool_]:
     """(rows, seqlen_k): the keys that these query rows of an item of the batch do not see."""
     low, high = problem.diagonals
+    first: Any
+    end: Any
     first, end = problem.key_ranges[item]
     keys = np.arange(problem.seqlen_k)
     after = keys - rows[:, None]
+    if problem.layout.kind == "packed":
+        first, end, beside = keys_of_sequences(problem, rows)
+        after = after - beside
     if isinstance(problem.mask, Boolean):
         return ~drawn.seen(problem, rows, item)
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
+
+
+def keys_of_sequences(
+    problem: Problem, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """(rows, 1) each: the first key of the sequence of each query of a packed layout, the one after
+    its last, and from the number of a query to that of the key beside it."""
+    of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequences, strict=True))
+    own = np.searchsorted(of_q[:, 1], rows, side="right")
+    beside = of_k[own, 1] - of_q[own, 1]
+    return of_k[own, :1], of_k[own, 1:], beside[:, None]
 
 
 def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
@@ -43,6 +59,9 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
         items = range(problem.batch)
         return np.stack([~hidden_keys(problem, rows, item).all(axis=1) for item in items])
     first, end = np.array(problem.key_ranges).T[:, :, None]
+    if problem.layout.kind == "packed":
+        first, end, beside = (part.T for part in keys_of_sequences(problem, rows))
+        rows = rows + beside
     some: npt.NDArray[np.bool_] = np.maximum(rows + low, first) <= np.minimum(rows + high, end - 1)
     return some
 

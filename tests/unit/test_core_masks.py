@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.masks import CAUSAL, FULL, Interval
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Packed, Problem
+from attnsweep.verify.reference import hidden_keys, rows_with_keys
 
 sides = st.none() | st.integers(0, 12)
 masks = st.builds(Interval, sides, sides)
@@ -94,3 +95,34 @@ def test_what_is_no_mask(text, says):
 def test_a_window_has_no_negative_side():
     with pytest.raises(ProblemError, match="at least 0"):
         Interval(-1, 0)
+
+
+@given(masks, st.integers(1, 6), st.integers(0, 100), st.integers(0, 3), lengths, lengths)
+def test_packed_sequences_see_their_own_keys(mask, parts, least, seed, seqlen_q, seqlen_k):
+    sizes = 1, 2, 1, 5 * seqlen_q, 7 * seqlen_k, 64, "bf16"
+    problem = Problem(*sizes, mask, Packed(parts, least, seed))
+    assert Problem.parse(problem.label) == problem
+    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
+    shown = np.zeros((problem.seqlen_q, problem.seqlen_k), bool)
+    for (first, end), (first_k, end_k) in problem.sequences:
+        if first < end and first_k < end_k:
+            shown[first:end, first_k:end_k] = seen(mask, end - first, end_k - first_k)
+    assert (shown == ~hidden_keys(problem, np.arange(problem.seqlen_q), 0)).all()
+    assert problem.pairs == 2 * shown.sum()
+    assert problem.rows_with_keys == shown.any(axis=1).sum()
+    assert (rows_with_keys(problem) == shown.any(axis=1)).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("2,2,64,64 bf16 full packed(2)", "packed sequences are a batch of 1"),
+        ("1,2,64,64 e4m3 full packed(2)", "packed sequences have no FP8"),
+        ("1,2,64x80,64 bf16 causal_top_left packed(2)", "packed sequences have no top_left"),
+        ("1,2,64,64 bf16 full packed(0)", "packed sequences are counted from 1"),
+        ("1,2,64,64 bf16 full packed(2,101)", "0 to 100 percent of the longest"),
+    ],
+)
+def test_packing_that_cannot_be(text, what):
+    with pytest.raises(ProblemError, match=what):
+        Problem.parse(text)

@@ -4,8 +4,8 @@
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
 // seqlen_k, head_dim). Query i sees the keys i + low to i + high, of those in its item's key_range
-// or its mask, if there is one. Their scores are changed as Scores says. In e4m3 (q, k and v, while
-// o is bf16), a stored value times its scale is the value.
+// or its mask or its sequence, if there is one. Their scores are changed as Scores says. In e4m3
+// (q, k and v, while o is bf16), a stored value times its scale is the value.
 
 #include "reference.cuh"
 
@@ -146,22 +146,24 @@ extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                 const int* key_range, const unsigned char* mask, int heads, int apart,
+                 const int* key_range, const unsigned char* mask, int heads, int apart, const int* cu_q, const int* cu_k, int parts,
                  double softcap, const void* bias, int of_item, int of_head, const float* sinks,
                  int every, int phase) {
     attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                   Scales{of_q, of_k, of_v, block, blocks}, Seen{key_range, mask, heads, apart},
+                   Scales{of_q, of_k, of_v, block, blocks},
+                   Seen{key_range, mask, heads, apart, cu_q, cu_k, parts},
                    Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                   int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                   const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                  const int* key_range, const unsigned char* mask, int heads, int apart,
+                  const int* key_range, const unsigned char* mask, int heads, int apart, const int* cu_q, const int* cu_k, int parts,
                   double softcap, const void* bias, int of_item, int of_head, const float* sinks,
                   int every, int phase) {
     attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                    Scales{of_q, of_k, of_v, block, blocks}, Seen{key_range, mask, heads, apart},
+                    Scales{of_q, of_k, of_v, block, blocks},
+                    Seen{key_range, mask, heads, apart, cu_q, cu_k, parts},
                     Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)

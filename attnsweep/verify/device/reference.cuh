@@ -80,16 +80,27 @@ struct Sample {
     }
 };
 
-// What items of the batch see, if there is either: keys from the first to the one after the last of
-// each, or a mask (seqlen_q, seqlen_k), of each item if they are `apart`.
+// What items of the batch see, if there is any of it: keys from the first to the one after the last
+// of each; a mask (seqlen_q, seqlen_k), of each item if they are `apart`; or those of the sequence
+// of a query, of `parts` that begin, and end, at cu_q and cu_k.
 struct Seen {
     const int* ranges;
     const unsigned char* mask;
     int heads;  // of queries, of an item
     int apart;
-    __device__ int first(long long head) const { return ranges ? ranges[2 * (head / heads)] : 0; }
-    __device__ int end(long long head, int seqlen_k) const {
-        return ranges ? ranges[2 * (head / heads) + 1] : seqlen_k;
+    const int *cu_q, *cu_k;
+    int parts;
+    // The keys from `first` on, before `end`, of those from row + low to row + high.
+    __device__ void keys_of(long long head, int row, int low, int high, int seqlen_k, int& first,
+                            int& end) const {
+        first = 0, end = seqlen_k;
+        if (ranges) first = ranges[2 * (head / heads)], end = ranges[2 * (head / heads) + 1];
+        if (parts) {
+            int part = 0;
+            while (part < parts - 1 && row >= cu_q[part + 1]) ++part;
+            first = cu_k[part], end = cu_k[part + 1], row += end - cu_q[part + 1];
+        }
+        first = max(first, row + low), end = min(end, row + high + 1);
     }
     __device__ bool pair(long long head, int row, int column, int seqlen_q, int seqlen_k) const {
         long long above = (apart ? head / heads * seqlen_q : 0) + row;
@@ -145,10 +156,14 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
-    // Query i sees the keys i + low to i + high, of those in the range.
-    int first_key = keys.first(head), end_key = keys.end(head, seqlen_k);
-    int end = min(end_key, first + TILE + high);
-    for (int key = max(first_key, first + low) / TILE * TILE; key < end; key += TILE) {
+    int first_key[4], end_key[4], least, end, unused;
+    for (int i = 0; i < 4; ++i)
+        keys.keys_of(head, first + y + 16 * i, low, high, seqlen_k, first_key[i], end_key[i]);
+    // All keys of the sequences of a tile: a later one may have none for many queries.
+    int open = keys.parts ? 1 << 29 : 0, last = min(first + TILE, seqlen_q) - 1;
+    keys.keys_of(head, first, low - open, high, seqlen_k, least, unused);
+    keys.keys_of(head, last, low, high + open, seqlen_k, unused, end);
+    for (int key = max(0, least) / TILE * TILE; key < end; key += TILE) {
         double s[4][4] = {};
         for (int d = 0; d < head_dim; d += CHUNK) {
             __syncthreads();
@@ -188,8 +203,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 int column = key + x + 16 * j;
-                bool seen = column >= max(first_key, row + low) && column < end_key &&
-                            column <= row + high &&
+                bool seen = column >= first_key[i] && column < end_key[i] &&
                             keys.pair(head, row, column, seqlen_q, seqlen_k);
                 s[i][j] = seen ? how.of<T>(s[i][j] * scale, head, row, column, seqlen_q, seqlen_k)
                                : -1e300;

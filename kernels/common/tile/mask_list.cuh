@@ -115,13 +115,38 @@ __device__ __forceinline__ int4 record_of(const int4* of_row, int rows, int lane
     return {warp_min(record.x), warp_max(record.y), warp_max(record.z), warp_min(record.w)};
 }
 
+// Where sequences begin that lie one behind the other, and where the last one ends.
+struct Sequences {
+    const int *of_q, *of_k;
+    int count;
+    // The one of a query: the last that begins at it or before. Those after it may be empty.
+    __device__ __forceinline__ int of(int row) const {
+        int part = 0, after = count;
+        while (after - part > 1) {
+            int middle = (part + after) / 2;
+            if (of_q[middle] <= row) part = middle;
+            else after = middle;
+        }
+        return part;
+    }
+};
+
 // Rows whose keys follow from their position: query i sees keys i + low to i + high of those in
-// `range`. A block has 64 threads, one a row.
-__device__ __forceinline__ void see_diagonals(int low, int high, int2 range, int2* bounds,
-                                              int4* record, int4* of_row, int seqlen_q,
-                                              int seqlen_k) {
+// `range`; or, of packed sequences, of those of its own, where i counts from the key beside its
+// last query. A block has 64 threads, one a row.
+template <bool Packed>
+__device__ __forceinline__ void
+see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* bounds, int4* record,
+              int4* of_row, int seqlen_q, int seqlen_k) {
     const int begin = blockIdx.x * 64, row = begin + threadIdx.x;
-    int4 seen{max(max(range.x, 0), row + low), min(min(range.y, seqlen_k), row + high + 1), 0, 0};
+    int diagonal = row;
+    if (Packed) {
+        int part = sequences.of(min(row, seqlen_q - 1)), end = sequences.of_k[part + 1];
+        range = {sequences.of_k[part], end};
+        diagonal += end - sequences.of_q[part + 1];
+    }
+    int4 seen{max(max(range.x, 0), diagonal + low),
+              min(min(range.y, seqlen_k), diagonal + high + 1), 0, 0};
     if (seen.x >= seen.y) seen = {NO_KEY, 0, 0, 0};
     of_row[threadIdx.x] = seen;
     if (row < seqlen_q) bounds[row] = {seen.y > 0 ? seen.x : 0, seen.y};

@@ -1,0 +1,67 @@
+"""Packed sequences: the queries of each see its own keys, wherever tiles begin and end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.verify import encoding
+
+from .harness import COMPILER, config_of
+from .test_window import CONFIGS
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILY = discover()["flash_fwd_wgmma"]
+PROBLEMS = (
+    "(1,4/2,300,64) bf16 causal packed(4,0)",
+    "(1,2,300x420,64) bf16 window(20,5) packed(3)",
+    "(1,2,420x200,64) fp16 causal packed(5,0,1)",  # sequences with more queries than keys
+    "(1,2,500,64) bf16 full packed(9,10) sinks",
+)
+
+
+@pytest.mark.parametrize("words", CONFIGS["flash_fwd_wgmma"])
+def test_right_wherever_sequences_begin(simulator, words):
+    for number, label in enumerate(PROBLEMS):
+        case = Case(Problem.parse(label))
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(number % 2,))
+        assert result.ok, (words, label, str(result))
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_right_on_hard_cases(simulator, mask):
+    config = config_of(FAMILY, CONFIGS["flash_fwd_wgmma"][0])
+    for case in small_cases(Problem.parse(f"(1,4,2048,64) bf16 {mask} packed(8)")):
+        result = simulator.check(FAMILY, config, case, schedules=(0,))
+        assert result.ok, (case.label, str(result))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_sequences_that_begin_one_token_later_are_wrong(simulator, monkeypatch, name):
+    case, made = Case(Problem.parse("(1,2,300,64) bf16 full packed(4)")), encoding.mask_of
+
+    def later(problem):
+        lengths = made(problem)
+        own = lengths[name].copy()
+        own[1:-1] += 1
+        return lengths | {name: own}
+
+    config = config_of(FAMILY, CONFIGS["flash_fwd_wgmma"][0])
+    assert simulator.check(FAMILY, config, case, schedules=(0,)).ok
+    monkeypatch.setattr("attnsweep.verify.inputs.mask_of", later)
+    assert not simulator.check(FAMILY, config, case, schedules=(0,)).ok
+
+
+def test_where_sequences_begin_is_what_the_kernel_gets():
+    problem = Problem.parse("(1,2,300x420,64) bf16 full packed(4,0)")
+    given = encoding.mask_of(problem)
+    for of, seqlen in (("q", 300), ("k", 420)):
+        begins = given[f"cu_seqlens_{of}"]
+        assert begins[0] == 0
+        assert begins[-1] == seqlen
+        assert (np.diff(begins) >= 0).all()
+        assert (np.diff(begins) == 0).any()
