@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, SPLIT, gpu, shape, winner, with_config
 
-from attnsweep.core.problem import CAUSAL
+from attnsweep.core.problem import CAUSAL, Interval, Padded
 from attnsweep.serve.runtime.cost_model import (
     ALONE,
     SDPA,
@@ -352,6 +352,32 @@ def test_pytorch_takes_longer_for_a_last_tile_of_keys_that_is_not_whole(head_dim
     assert work(PLAINLY, ragged, SMS) == work(PLAINLY, whole, SMS)
     of_causal = replace(causal, seqlen_q=1020, seqlen_k=1020)
     assert work(SDPA, of_causal, SMS) == work(SDPA, causal, SMS)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"mask": Interval(100, 0)},
+        {"mask": CAUSAL.as_boolean()},
+        {"layout": Padded("right", 0)},
+        {"mask": CAUSAL, "layout": Padded("left", 40)},
+    ],
+)
+def test_pytorch_passes_nothing_by_that_a_dense_mask_hides(hidden):
+    plain = shape(8, 16, 1000, seqlen_k=1100)
+    masked = replace(plain, **hidden)
+    assert work(SDPA, masked, SMS) == work(SDPA, plain, SMS)
+    assert work(PLAINLY, masked, SMS) < 0.8 * work(PLAINLY, plain, SMS)
+
+
+def test_lengths_that_nobody_knows_count_as_whole():
+    """Timed with half of the keys, and asked with an unknown share of them."""
+    half, unknown = (replace(shape(8, 16), layout=Padded("right", n)) for n in (0, 100))
+    known = [(half, 2 + 50.0)]
+    expected = 2 + 50 * 2 * (1 + 1 / 256)  # lengths from 0 to 256 of 8 items: 127.5 on average
+    assert predict(PLAINLY, known, unknown, CARD).time_us == pytest.approx(expected, rel=0.03)
+    none = replace(shape(1), layout=Padded("right", 0))  # and if there is no key at all
+    assert predict(PLAINLY, [(none, 9.0)], none, CARD).time_us == pytest.approx(9.0)
 
 
 def test_a_wrong_time_spoils_no_other_shape():

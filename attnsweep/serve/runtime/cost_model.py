@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
@@ -115,10 +116,12 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
     if tiling.divides:
         problem = _packed(problem)
-        if problem.mask.boolean:  # PyTorch's own passes no tile by
-            problem = replace(problem, mask=FULL)
+        if problem.kind not in ("full", "causal"):  # its mask is dense, and it passes no tile by
+            problem = replace(problem, mask=FULL, layout=DENSE)
     visits = _visits(tiling, problem, ceil_div(problem.seqlen_q, tiling.block_m))
     least = _undivided(tiling, problem, visits, sm_count)
+    if problem.layout != DENSE:  # as many fewer as pairs
+        least *= max(1, problem.pairs) / replace(problem, layout=DENSE).pairs
     if tiling.divides:
         tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, 64)
         share = tiles * math.fsum(visits) / len(visits) / sm_count
