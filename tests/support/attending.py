@@ -34,7 +34,7 @@ class Kernel:
         k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
         scores = q.float() @ k.mT * (factor / math.log2(math.e))
         if self.causal:
-            hidden = ~torch.ones_like(scores, dtype=torch.bool).tril()
+            hidden = ~torch.ones_like(scores, dtype=torch.bool).tril(seqlen_k - seqlen_q)
             scores = scores.masked_fill(hidden, -math.inf)
         o.copy_(torch.softmax(scores, -1) @ v)
         if lse:
@@ -44,7 +44,7 @@ class Kernel:
 
 
 class MaskedKernel(Kernel):
-    """What the launches of a call with a boolean mask compute: a scan's bits, which fwd reads.
+    """What the launches of a call with a mask compute: a scan's bits or bounds, which fwd reads.
 
     Scans are counted. The list of tiles is taken as made: it holds its mask's number of tiles.
     """
@@ -52,13 +52,17 @@ class MaskedKernel(Kernel):
     def __init__(self) -> None:
         super().__init__()
         self.scans = 0
+        self._intervals: set[int] = set()  # addresses of bounds
 
     def __call__(self, launch: dict[str, Any]) -> None:
         """Write the bits, the list, or the output."""
         name, values = launch["function"][1], launch["values"]
         if name.endswith("_mask"):
             self.scans += 1
-            self._scan(launch["config"].gridDimY, *values)
+            of_rows = launch["config"].blockDimX == 64  # a thread a row: MASK 1
+            scan = self._bound if of_rows else self._scan
+            scan(launch["config"].gridDimY, *values)
+            (self._intervals.add if of_rows else self._intervals.discard)(values[3])
         elif name.endswith("_order"):
             _ints(values[1], 1)[:] = 77
             _ints(values[2], 2)[:] = 0
@@ -78,6 +82,17 @@ class MaskedKernel(Kernel):
             to = _ints(bits + 4 * number * rows * words, rows * words).view(np.uint8)
             to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
 
+    @staticmethod
+    def _bound(masks: int, _: int, key_range: int, bounds: int, *rest: int) -> None:
+        rows, keys, low, high = rest[2:6]
+        first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
+        if key_range != bounds:
+            first, end = np.array(_ints(key_range, 2 * masks)).reshape(masks, 2, 1).swapaxes(0, 1)
+        i = np.arange(rows)
+        to = _ints(bounds, 2 * masks * rows).reshape(masks, rows, 2)
+        to[..., 0] = np.maximum(np.maximum(first, 0), i + low)
+        to[..., 1] = np.minimum(np.minimum(end, keys), i + high + 1)
+
     def _attend(self, launch: dict[str, Any]) -> None:
         q, k, v, o = map(tensor_of, launch["values"][:4])
         _, _, heads, group, _, rows, keys, factor = launch["values"][4:12]
@@ -87,9 +102,15 @@ class MaskedKernel(Kernel):
             *q.shape[1:3],
             k.shape[2],
         )
-        own = _ints(bits, heads // of_mask * rows * words).view(np.uint8)
-        unpacked = np.unpackbits(own, bitorder="little").reshape(-1, rows, 32 * words)[..., :keys]
-        seen = torch.from_numpy(unpacked.astype(bool).repeat(of_mask, 0)).view(*q.shape[:3], keys)
+        masks = heads // of_mask
+        if bits in self._intervals:
+            bounds = _ints(bits, 2 * masks * rows).reshape(masks, rows, 2, 1)
+            own = (bounds[:, :, 0] <= np.arange(keys)) & (np.arange(keys) < bounds[:, :, 1])
+        else:
+            packed = _ints(bits, masks * rows * words).view(np.uint8)
+            unpacked = np.unpackbits(packed, bitorder="little")
+            own = unpacked.reshape(-1, rows, 32 * words)[..., :keys].astype(bool)
+        seen = torch.from_numpy(own.repeat(of_mask, 0)).view(*q.shape[:3], keys)
         k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
         scores = (q.float() @ k.mT * (factor / math.log2(math.e))).masked_fill(~seen, -math.inf)
         o.copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)

@@ -147,7 +147,8 @@ class FakeDriver:
         if "cuLaunchKernelEx" in self.refuses or not getattr(self.contexts, "current", 0):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
-        masked = b" boolean " in self.modules[function[0]]
+        code = self.modules[function[0]]
+        masked = any(kind in code for kind in (b" boolean ", b" window ", b" padded "))
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):

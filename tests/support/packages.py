@@ -78,7 +78,7 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         suffix = "" if stage == "fwd" else f"_{stage}"
         return Code(file, digest, f"flash_fwd_wgmma{suffix}")
 
-    scan = ("mask", "order") if kernel.mask == "boolean" else ()
+    scan = () if kernel.mask in ("full", "causal") else ("mask", "order")
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
     return replace(kernel, stages=(both[0], both[1]))

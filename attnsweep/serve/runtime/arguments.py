@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from attnsweep.core.layouts import DENSE, Dense, Padded
 from attnsweep.core.masks import Interval
 from attnsweep.core.problem import Problem
 
@@ -85,7 +86,9 @@ def number(scale: Any) -> Any:
     return scale if tensor or not hasattr(scale, "__float__") else float(scale)
 
 
-def problem_of(query: torch.Tensor, key: torch.Tensor, mask: Interval) -> Problem:
+def problem_of(
+    query: torch.Tensor, key: torch.Tensor, mask: Interval, layout: Dense | Padded = DENSE
+) -> Problem:
     """The problem of a call that `Operator._unserved` lets pass.
 
     Raises ProblemError if no card could hold it.
@@ -93,7 +96,7 @@ def problem_of(query: torch.Tensor, key: torch.Tensor, mask: Interval) -> Proble
     batch, heads, seqlen_q, head_dim = query.shape
     sizes = (batch, heads, key.shape[1], seqlen_q, key.shape[2], head_dim)
     dtype: Any = DTYPES[query.dtype]
-    return Problem(*sizes, dtype, mask)
+    return Problem(*sizes, dtype, mask, layout)
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

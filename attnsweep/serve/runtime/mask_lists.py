@@ -4,7 +4,8 @@ A mask is met again if the very tensor is alive, at its address, and PyTorch's v
 that nobody has written to it: autograd's own criterion. It misses writes through `.data`, DLPack,
 raw kernels and replays of CUDA graphs that fill a mask from outside; `forget` serves those. While a
 CUDA graph is captured, only what the same capture has scanned is met again: a replay must scan what
-it is given then.
+it is given then. The list of a mask that follows from sizes alone has no tensor to be met by: its
+plan stands for it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,22 @@ class MaskList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    mask: Callable[[], Any]  # a weak reference
+    mask: Callable[[], Any]  # a weak reference, or to nothing
     plan: Any  # kept, so that no other has its number
-    version: int
     pointer: int
+    version: int
     stream: int
     capture: int
     made: MaskList
+
+
+def _content(mask: torch.Tensor | None) -> tuple[int, int]:
+    """Where a mask is, and how often PyTorch knows that it was written to."""
+    return (0, 0) if mask is None else (mask.data_ptr(), mask._version)
+
+
+def _nothing() -> None:
+    """A reference to no mask."""
 
 
 class MaskLists:
@@ -49,24 +59,27 @@ class MaskLists:
         self._capture_of = capture_of
         self._kept: dict[tuple[int, int], _Kept] = {}
 
-    def find(self, mask: torch.Tensor, plan: Any, stream: int) -> MaskList | None:
-        """The list of an unchanged mask that `keep` got in this stream, or None."""
+    def find(self, mask: torch.Tensor | None, plan: Any, stream: int) -> MaskList | None:
+        """The list of an unchanged mask that `keep` got in this stream, or None.
+
+        mask: also the lengths that say it; None if the plan alone does.
+        """
         kept = self._kept.get((id(mask), id(plan)))
         if (
             kept is None
             or kept.mask() is not mask
             or kept.stream != stream
-            or kept.pointer != mask.data_ptr()
-            or kept.version != mask._version
+            or (kept.pointer, kept.version) != _content(mask)
             or kept.capture != self._capture_of(stream)
         ):
             return None
         return kept.made
 
-    def keep(self, mask: torch.Tensor, plan: Any, stream: int, made: MaskList) -> None:
+    def keep(self, mask: torch.Tensor | None, plan: Any, stream: int, made: MaskList) -> None:
         """Remember what was made of a mask in a stream, if a change of it would show."""
         capture = self._capture_of(stream)
-        if mask.is_inference() or capture is None:  # it has no version; or nothing would show
+        inference = mask is not None and mask.is_inference()  # it has no version
+        if inference or capture is None:  # or nothing would show
             return
         what = (id(mask), id(plan))
 
@@ -75,8 +88,8 @@ class MaskLists:
 
         while len(self._kept) >= _MOST:
             self._kept.pop(next(iter(self._kept)), None)
-        own = weakref.ref(mask, gone)
-        self._kept[what] = _Kept(own, plan, mask._version, mask.data_ptr(), stream, capture, made)
+        own: Callable[[], Any] = _nothing if mask is None else weakref.ref(mask, gone)
+        self._kept[what] = _Kept(own, plan, *_content(mask), stream, capture, made)
 
     def forget(self) -> None:
         """Scan each mask anew from now on."""

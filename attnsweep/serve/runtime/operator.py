@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.layouts import DENSE, Dense, Padded
 from attnsweep.core.problem import CAUSAL, FULL, Interval, Problem
 
 from . import served
@@ -29,6 +31,7 @@ from .call_cache import Seen, transformed
 from .dispatch import Choice, choose
 from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned, cuda_driver, unmapped
 from .gradients import Gradient, like, with_gradient, with_lse
+from .intervals import Diagonals, by_pytorch, diagonals, forms, scanned, unserved_intervals
 from .mask_lists import MaskList, MaskLists
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import asked_once, sdpa
@@ -99,13 +102,16 @@ class Operator:
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
         made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
         masked = (self._impl_attention_masked, self._impl_forward_masked)
-        self.library = register(wanted, devices, *made, *masked)
+        hidden = (self._impl_attention_intervals, self._impl_forward_intervals)
+        self.library = register(wanted, devices, *made, *masked, *hidden)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
         self._attention = ops.attention.default
         self._attention_masked = ops.attention_masked.default
         self._forward_masked = ops.forward_masked.default
+        self._attention_intervals = ops.attention_intervals.default
+        self._forward_intervals = ops.forward_intervals.default
 
     def _after_fork(self) -> None:
         self._forked = bool(self._devices)
@@ -121,7 +127,7 @@ class Operator:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         gpu = self._gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, CAUSAL if causal else FULL, grad)
+            choice, _ = _choice(gpu, query, key, [(CAUSAL if causal else FULL, DENSE)], grad)
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -156,7 +162,7 @@ class Operator:
         """As `_impl_attention`, with a mask."""
         gpu = self._gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, mask_of(mask, query, key), False)
+            choice, _ = _choice(gpu, query, key, [(mask_of(mask, query, key), DENSE)])
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
@@ -173,14 +179,38 @@ class Operator:
         out = _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
         return like(out, query)
 
+    def _impl_attention_intervals(
+        self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
+    ) -> torch.Tensor:
+        """As `_impl_attention_masked`, with a mask of diagonals and lengths."""
+        gpu, hides = self._gpu(query.device.index or 0), (low, high)
+        numbers = (*query.shape, *key.shape, *hides)
+        if gpu is not None and all(n is None or type(n) is int for n in numbers):
+            found = forms(hides, query.shape[2], key.shape[2], lengths is not None)
+            if _choice(gpu, query, key, found)[0].kernel is None:
+                grouped = query.shape[1] != key.shape[1]
+                return by_pytorch(hides, query, key, value, lengths, 0.0, scale, grouped)
+        return self._forward_intervals(query, key, value, lengths, low, high, scale)
+
+    def _impl_forward_intervals(
+        self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
+    ) -> torch.Tensor:
+        """As `_impl_forward_masked`."""
+        hides = (low, high)
+        done = self.masked(query, key, value, lengths, hides, scale, keep=False)
+        if done is not None:
+            return done
+        grouped = query.shape[1] != key.shape[1]
+        return like(by_pytorch(hides, query, key, value, lengths, 0.0, scale, grouped), query)
+
     # ---- one call ----
     def masked(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor,
-        is_causal: bool = False,
+        mask: torch.Tensor | None,
+        hides: bool | Diagonals = False,
         scale: float | None = None,
         enable_gqa: bool = True,
         *,
@@ -189,13 +219,14 @@ class Operator:
         """`attention` with a mask, or None, which is counted, if no kernel serves the call.
 
         mask: boolean, True where a query sees a key; broadcasts to (batch, heads, seqlen_q,
-        seqlen_k), with any strides. A query that sees none has output 0. keep: whether what a scan
-        makes of the mask is used again while the mask is unchanged: see mask_lists.
+        seqlen_k), with any strides. A query that sees none has output 0. hides: is_causal, which is
+        not served beside a mask; or diagonals, and then mask is key_lengths or None. keep: whether
+        what a scan makes of the mask is used again while the mask is unchanged: see mask_lists.
         """
-        if getattr(mask, "dtype", None) is not torch.bool:  # nothing else needs to be asked
-            self._fell_back(_NOT_BOOLEAN)
+        if getattr(mask, "dtype", None) is not torch.bool and not isinstance(hides, tuple):
+            self._fell_back(_NOT_BOOLEAN)  # nothing else needs to be asked
             return None
-        plan = self._masked_plan(query, key, value, mask, is_causal, scale, enable_gqa)
+        plan = self._masked_plan(query, key, value, mask, hides, scale, enable_gqa)
         if not plan.calls:
             self._fell_back(plan.choice)
             return None
@@ -208,7 +239,7 @@ class Operator:
         key: Any,
         value: Any,
         mask: Any,
-        is_causal: bool,
+        hides: bool | Diagonals,
         scale: float | None,
         enable_gqa: bool,
     ) -> Plan:
@@ -222,15 +253,15 @@ class Operator:
             or value.is_neg()
         ):
             return SUBCLASS
-        if type(mask) is not _TENSOR:
-            return Plan(_NOT_BOOLEAN)
+        if type(mask) is not _TENSOR and not (mask is None and isinstance(hides, tuple)):
+            return SUBCLASS if isinstance(hides, tuple) else Plan(_NOT_BOOLEAN)
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
-                *(mask.shape, mask.stride(), mask.dtype, mask.get_device()),
-                *(is_causal, scale, enable_gqa),
+                mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+                *(hides, scale, enable_gqa),
                 _is_grad_enabled()
                 and (query.requires_grad or key.requires_grad or value.requires_grad),
             )
@@ -238,7 +269,7 @@ class Operator:
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            how = (False, scale, enable_gqa, False, mask, is_causal)
+            how = (False, scale, enable_gqa, False, mask, hides)
             plan = self._remembered(what, query, key, value, *how)
         return plan
 
@@ -254,15 +285,33 @@ class Operator:
         enable_gqa: bool = False,
         *,
         causal: bool = False,
+        window: Any = None,
+        causal_offset: int | None = None,
+        key_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
 
         query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k,
         head_dim); any strides with contiguous head_dim. causal: another name of is_causal, which is
         aligned top-left as PyTorch's. What no kernel serves, or is not known to be faster, goes to
-        PyTorch's own attention; `explain` says why.
+        PyTorch's own attention; `explain` says why. Masks without a tensor of the mask's size,
+        of which a query sees what all let it see, and has output 0 if that is nothing:
+
+        window: (left, right), keys before and after a query's own, which is key i + seqlen_k -
+        seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
+        i + causal_offset; takes the place of is_causal, which is 0. key_lengths: int32 or int64 on
+        query's device, (batch,), how many keys each item of the batch has, or (batch, 2), the first
+        and the one after the last; the device takes them for at least 0 and at most seqlen_k.
+        Raises TypeError or ValueError for these three alone.
         """
         is_causal = is_causal or causal
+        if window is not None or causal_offset is not None or key_lengths is not None:
+            limits = (window, causal_offset, key_lengths)
+            hides = diagonals(query, key, attn_mask, is_causal, *limits)
+            if isinstance(hides, tuple):
+                given = (hides, query, key, value, key_lengths, dropout_p)
+                return self._intervals(*given, scale, enable_gqa)
+            is_causal = hides
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
@@ -330,6 +379,32 @@ class Operator:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    def _intervals(
+        self,
+        hides: Diagonals,
+        query: Any,
+        key: Any,
+        value: Any,
+        lengths: Any,
+        dropout_p: float,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """`attention` with a mask of diagonals and lengths."""
+        query, key, value = self._cast(query, key, value)
+        scale = number(scale)
+        if _is_compiling():
+            if self._traces_mask(query, key, value, lengths, hides, dropout_p, scale, enable_gqa):
+                by = scale if scale is not None else query.shape[3] ** -0.5
+                return self._attention_intervals(query, key, value, lengths, *hides, by)
+        elif choice := never(None, dropout_p):
+            self._fell_back(choice)
+        else:
+            out = self.masked(query, key, value, lengths, hides, scale, enable_gqa)
+            if out is not None:
+                return out
+        return by_pytorch(hides, query, key, value, lengths, dropout_p, scale, enable_gqa)
+
     def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
         query, key, value = given
@@ -358,7 +433,7 @@ class Operator:
         """
         given = query, key, value = self._cast(query, key, value)
         if attn_mask is not None and self._traces_mask(
-            *given, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            *given, attn_mask, is_causal, dropout_p, scale, enable_gqa
         ):
             by = scale if scale is not None else query.shape[3] ** -0.5
             return self._attention_masked(query, key, value, attn_mask, by)
@@ -380,8 +455,8 @@ class Operator:
         key: Any,
         value: Any,
         mask: Any,
+        hides: bool | Diagonals,
         dropout_p: float,
-        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
     ) -> bool:
@@ -391,7 +466,7 @@ class Operator:
         if self._unserved(query, key, value, False, scale, enable_gqa):
             return False
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if unserved_mask(mask, query, key, is_causal, grad):
+        if _unserved_mask(mask, query, key, hides, grad):
             return False
         return self._is_known(query.device.index or 0)
 
@@ -407,21 +482,28 @@ class Operator:
         enable_gqa: bool = False,
         *,
         causal: bool = False,
+        window: Any = None,
+        causal_offset: int | None = None,
+        key_lengths: torch.Tensor | None = None,
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
         query, key, value = self._cast(query, key, value)
         scale = number(scale)
+        is_causal = is_causal or causal
+        hides: bool | Diagonals = is_causal
+        if window is not None or causal_offset is not None or key_lengths is not None:
+            limits = (window, causal_offset, key_lengths)
+            hides = diagonals(query, key, attn_mask, is_causal, *limits)
         choice = never(None, dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
-        if choice is None and attn_mask is not None:
-            plan = self._masked_plan(
-                query, key, value, attn_mask, is_causal or causal, scale, enable_gqa
-            )
+        if choice is None and (attn_mask is not None or isinstance(hides, tuple)):
+            mask = attn_mask if attn_mask is not None else key_lengths
+            plan = self._masked_plan(query, key, value, mask, hides, scale, enable_gqa)
             choice = plan.choice
         elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            plan = self._plan(query, key, value, is_causal or causal, scale, enable_gqa, grad)
+            plan = self._plan(query, key, value, bool(hides), scale, enable_gqa, grad)
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
@@ -540,13 +622,13 @@ class Operator:
         enable_gqa: bool,
         lse: bool,
         mask: Any = None,
-        causal_too: bool = False,
+        hides: bool | Diagonals = False,
     ) -> Plan:
-        """mask: a boolean one, with which causal_too and gradients are not served."""
+        """mask, hides: as of `masked`, where a call has them."""
         unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
-        if unserved is None and mask is not None:
+        if unserved is None and (mask is not None or isinstance(hides, tuple)):
             gradients = _is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            unserved = unserved_mask(mask, query, key, causal_too, gradients)
+            unserved = _unserved_mask(mask, query, key, hides, gradients)
         if unserved is not None:
             return Plan(unserved)
         gpu = self._gpu(query.device.index or 0)
@@ -563,14 +645,20 @@ class Operator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        seen = CAUSAL if causal else FULL if mask is None else mask_of(mask, query, key)
-        choice, problem = _choice(gpu, query, key, seen, lse)
+        if isinstance(hides, tuple):
+            found = forms(hides, query.shape[2], key.shape[2], mask is not None)
+        else:
+            seen = CAUSAL if causal else FULL if mask is None else mask_of(mask, query, key)
+            found = [(seen, DENSE)]
+        choice, problem = _choice(gpu, query, key, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
         kernel = choice.kernel
         by = scale if scale is not None else problem.scale
         layout = tensors["o"].strides
-        steps = mask_strides(mask, query, key) if mask is not None else ()
+        steps: tuple[int, ...] = ()
+        if mask is not None and not isinstance(hides, tuple):
+            steps = mask_strides(mask, query, key)
         if max(steps, default=0) >= 2**31:
             return Plan(Choice(None, "too_large", "attn_mask spans 2^31 elements or more"))
         options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
@@ -599,8 +687,10 @@ class Operator:
             problem.heads != problem.heads_kv,
             rows,
             scan={name: launch for name, launch in made.items() if launch.once},
-            scan_names=(*listed, "mask"),
+            scan_names=tuple(listed),
             scan_floats=tuple(spaces[name] for name in listed),
+            scan_reads=next(iter(shared - spaces.keys()), ""),
+            hides=hides if isinstance(hides, tuple) else None,
         )
 
     # ---- launching ----
@@ -650,8 +740,8 @@ class Operator:
             if launches is None:  # another thread has tried it in vain since this one asked
                 self._fell_back(plan.choice)
                 return None
-            if mask is not None:
-                listed = self._listed(plan, mask, stream, keep)
+            if plan.scan:
+                listed = self._listed(plan, query, key, mask, stream, keep)
                 addresses += listed.addresses
             launches.issue(addresses, stream)
         except Unaligned:
@@ -675,18 +765,24 @@ class Operator:
             self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
         device = self._devices[index]
         if plan.scan:
-            plan.scans = device.launches(plan.scan, plan.stages, plan.tensors, plan.scan_names)
+            names = (*plan.scan_names, plan.scan_reads)
+            plan.scans = device.launches(plan.scan, plan.stages, plan.tensors, names)
         made = device.launches(calls, plan.stages, plan.tensors, plan.names)
         plan.launches = made
         return made
 
-    def _listed(self, plan: Plan, mask: torch.Tensor, stream: int, keep: bool) -> MaskList:
+    def _listed(
+        self, plan: Plan, query: Any, key: Any, mask: Any, stream: int, keep: bool
+    ) -> MaskList:
         """What a call reads of its mask: made in this stream, now or before. Raises DriverError."""
         found = self._masks.find(mask, plan, stream) if keep else None
         if found is None and plan.scans is not None:
-            memory = tuple([mask.new_empty(n, dtype=torch.int32) for n in plan.scan_floats])
+            read = mask
+            if plan.hides is not None and plan.scan_reads:
+                read = scanned(plan.scan_reads, plan.hides, query, key, mask)
+            memory = tuple([query.new_empty(n, dtype=torch.int32) for n in plan.scan_floats])
             addresses = tuple([each.data_ptr() for each in memory])
-            plan.scans.issue((*addresses, mask.data_ptr()), stream)
+            plan.scans.issue((*addresses, 0 if read is None else read.data_ptr()), stream)
             found = MaskList(addresses, memory)
             if keep:
                 self._masks.keep(mask, plan, stream, found)
@@ -712,15 +808,36 @@ _EXPECTED = frozenset(
 )
 
 
+def _unserved_mask(
+    mask: Any, query: Any, key: Any, hides: bool | Diagonals, gradients: bool
+) -> Choice | None:
+    """Why no kernel serves a call with `masked`'s mask and hides, or None."""
+    if isinstance(hides, tuple):
+        return unserved_intervals(mask, gradients)
+    return unserved_mask(mask, query, key, hides, gradients)
+
+
 def _choice(
-    gpu: TunedGpu, query: torch.Tensor, key: torch.Tensor, mask: Interval, gradients: bool
+    gpu: TunedGpu,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    forms: Sequence[tuple[Interval, Dense | Padded]],
+    gradients: bool = False,
 ) -> tuple[Choice, Problem | None]:
-    """What serves a call that `Operator._unserved` lets pass, and its problem if it has one."""
-    try:
-        problem = problem_of(query, key, mask)
-    except ProblemError as error:
-        return Choice(None, "far", error.what), None
-    return choose(gpu, problem, gradients=gradients), problem
+    """What serves a call that `Operator._unserved` lets pass, and its problem if it has one.
+
+    forms: masks and layouts that it may be taken for, of which the first that a kernel serves is.
+    """
+    found: list[tuple[Choice, Problem | None]] = []
+    for mask, layout in forms:
+        try:
+            problem = problem_of(query, key, mask, layout)
+        except ProblemError as error:
+            return Choice(None, "far", error.what), None
+        found.append((choose(gpu, problem, gradients=gradients), problem))
+        if found[-1][0].kernel is not None:
+            return found[-1]
+    return found[0]
 
 
 def _no_stream(_: int) -> int:

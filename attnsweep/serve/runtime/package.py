@@ -40,16 +40,34 @@ def attention(
     enable_gqa: bool = False,
     *,
     causal: bool = False,
+    window: Any = None,
+    causal_offset: int | None = None,
+    key_lengths: Any = None,
 ) -> Any:
     """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
 
     query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
     any strides with contiguous head_dim. causal: another name of is_causal. `explain` says which
     kernel a call gets.
+
+    These are masks without a tensor of the mask's size. A query sees what all of them let it see;
+    one that sees nothing has output 0.
+
+    window: (left, right), the keys before and after a query's own, which is key i + seqlen_k -
+    seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
+    i + causal_offset: 0 is is_causal, whose place it takes, and seqlen_k - seqlen_q is aligned
+    bottom-right. key_lengths: int32 or int64 on query's device: (batch,), how many keys each item
+    of the batch has, or (batch, 2), the first and the one after the last. They are not looked at on
+    the host: the device takes them for at least 0 and at most seqlen_k.
+
+    Raises TypeError or ValueError for these three; beside attn_mask they are refused.
     """
     is_causal = is_causal or causal
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if window is None and causal_offset is None and key_lengths is None:
+        return _operator.attention(*given)
     return _operator.attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        *given, window=window, causal_offset=causal_offset, key_lengths=key_lengths
     )
 
 

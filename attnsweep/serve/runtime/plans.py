@@ -10,6 +10,7 @@ from attnsweep.family.launch import Launch
 
 from .dispatch import Choice
 from .driver import BoundLaunches, Tensor
+from .intervals import Diagonals
 from .table import Code
 
 
@@ -42,8 +43,9 @@ class Plan:
     attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
     kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
-    scan: the launches that make the list of a mask, with names and floats of what they write and,
-    last, the mask itself; scans: once they are loaded. listed: what of it a call reads.
+    scan: the launches that make the list of a mask, with names and floats of what they write;
+    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. hides: the
+    mask by diagonals, if the call has it so.
     """
 
     choice: Choice
@@ -64,8 +66,9 @@ class Plan:
     scan: Mapping[str, Launch] = field(default_factory=dict)
     scan_names: tuple[str, ...] = ()
     scan_floats: tuple[int, ...] = ()
-    listed: tuple[int, ...] = ()
+    scan_reads: str = ""
     scans: BoundLaunches | None = None
+    hides: Diagonals | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")

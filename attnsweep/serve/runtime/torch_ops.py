@@ -13,6 +13,10 @@ _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _ATTENTION = f"attention({_GIVEN}) -> Tensor"
 _FORWARD = f"forward({_GIVEN}) -> Tensor"
 _MASKED = "Tensor query, Tensor key, Tensor value, Tensor mask, float scale"
+_INTERVALS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
+    "float scale"
+)
 _FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
 _FORWARD_FP8 = (
     "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
@@ -28,12 +32,14 @@ def register(
     forward_lse: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     attention_masked: Callable[..., torch.Tensor],
     forward_masked: Callable[..., torch.Tensor],
+    attention_intervals: Callable[..., torch.Tensor],
+    forward_intervals: Callable[..., torch.Tensor],
 ) -> Any:
     """Define the operators of these names; returns the library, with which they live.
 
     A package that is imported again gets another namespace: `ns` of the library is the one.
-    `attention` and `attention_masked` are what a compiler sees: they are made of the others, once
-    their sizes are known.
+    Those named `attention` are what a compiler sees: they are made of the others, once their sizes
+    are known.
     The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
     seqlen_q), contiguous. devices: types, as `cuda`.
     """
@@ -44,14 +50,19 @@ def register(
     library.define(_FORWARD_LSE, tags=tags)
     library.define(f"attention_masked({_MASKED}) -> Tensor", tags=tags)
     library.define(f"forward_masked({_MASKED}) -> Tensor", tags=tags)
+    library.define(f"attention_intervals({_INTERVALS}) -> Tensor", tags=tags)
+    library.define(f"forward_intervals({_INTERVALS}) -> Tensor", tags=tags)
     library.impl("attention", attention, "CompositeImplicitAutograd")
     library.impl("attention_masked", attention_masked, "CompositeImplicitAutograd")
+    library.impl("attention_intervals", attention_intervals, "CompositeImplicitAutograd")
     for kind in devices:
         library.impl("forward", forward, kind.upper())
         library.impl("forward_masked", forward_masked, kind.upper())
+        library.impl("forward_intervals", forward_intervals, kind.upper())
         library.impl("forward_lse", forward_lse, kind.upper())
     torch.library.register_fake(f"{namespace}::forward", _fake_forward, lib=library)
-    torch.library.register_fake(f"{namespace}::forward_masked", _fake_masked, lib=library)
+    torch.library.register_fake(f"{namespace}::forward_masked", _fake_forward, lib=library)
+    torch.library.register_fake(f"{namespace}::forward_intervals", _fake_forward, lib=library)
     torch.library.register_fake(f"{namespace}::forward_lse", _fake_forward_lse, lib=library)
     torch.library.register_autograd(
         f"{namespace}::forward_lse", backward, setup_context=save_for_backward, lib=library
@@ -94,15 +105,7 @@ def _defined(namespace: str, most: int = 99) -> Any:
     return None
 
 
-def _fake_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> torch.Tensor:
-    return torch.empty_like(query)
-
-
-def _fake_masked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _fake_forward(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(query)
 
 

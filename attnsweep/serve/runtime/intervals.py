@@ -1,0 +1,190 @@
+"""Masks that are an interval of keys for each query, said by numbers and lengths: no dense mask."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from attnsweep.core.layouts import DENSE, Dense, Padded
+from attnsweep.core.masks import Interval
+
+from .arguments import PLAIN
+from .dispatch import Choice
+from .sdpa_patch import sdpa
+
+_UNKNOWN = Padded("right", 100)
+"""The layout of lengths that the device alone knows: they count as if every key were seen."""
+Diagonals = tuple[int | None, int | None]
+"""(low, high): query i sees the keys from i + low to i + high; None: all on that side."""
+
+
+def forms(
+    hides: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool
+) -> list[tuple[Interval, Dense | Padded]]:
+    """What a kernel may take a call for, the best first: mask and layout of its problem.
+
+    The last is a boolean mask: a kernel of these has any diagonals, and queries without a key,
+    which the shipped code for causal masks does not expect.
+    """
+    (low, high), layout = hides, _UNKNOWN if padded else DENSE
+    found: list[tuple[Interval, Dense | Padded]] = []
+    for top_left, diagonal in ((False, seqlen_k - seqlen_q), (True, 0)):
+        left = None if low is None else diagonal - low
+        right = None if high is None else high - diagonal
+        if min(left or 0, right or 0) >= 0:
+            mask = Interval(left, right, top_left).of_lengths(seqlen_q, seqlen_k)
+            if padded or mask.kind == "window" or not mask.empty_rows(seqlen_q, seqlen_k):
+                found.append((mask, layout))
+    return [*found[:1], (Interval(boolean=True, of_item=padded), DENSE)]
+
+
+def unserved_intervals(lengths: Any, gradients: bool) -> Choice | None:
+    """Why no kernel serves a call with these arguments, or None.
+
+    gradients: whether the call records them.
+    """
+    if gradients:
+        why = "window, causal_offset or key_lengths are given, and gradients are recorded"
+        return Choice(None, "mask", why)
+    if lengths is not None and type(lengths) not in PLAIN:
+        return Choice(None, "subclass", "key_lengths is no plain tensor")
+    return None
+
+
+def dense(
+    hides: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
+    """The boolean mask that says the same. It broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+    (low, high), keys = hides, torch.arange(key.shape[-2], device=query.device)
+    parts = []
+    if low is not None or high is not None:
+        distance = keys - torch.arange(query.shape[-2], device=query.device)[:, None]
+        parts += [] if low is None else [distance >= low]
+        parts += [] if high is None else [distance <= high]
+    if lengths is not None:
+        first, end = (None, lengths) if lengths.dim() == 1 else lengths.unbind(1)
+        parts += [] if first is None else [keys >= first[:, None, None, None]]
+        parts += [keys < end[:, None, None, None]]
+    return functools.reduce(torch.logical_and, parts)
+
+
+def scanned(
+    name: str,
+    hides: Diagonals,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """What a scan reads under a name: `mask`, contiguous, or `key_range`, int32 (batch, 2)."""
+    if name == "mask":
+        items = 1 if lengths is None else query.shape[0]
+        whole = (items, 1, query.shape[2], key.shape[2])
+        return dense(hides, query, key, lengths).expand(whole).contiguous()
+    if lengths is None:
+        raise AssertionError
+    if lengths.dim() == 1:
+        lengths = torch.stack((torch.zeros_like(lengths), lengths), 1)
+    return lengths.clamp(0, key.shape[2]).to(torch.int32).contiguous()
+
+
+def by_pytorch(
+    hides: Diagonals,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """PyTorch's own attention with that mask, and 0 for a query that sees no key.
+
+    Its backends differ for those: cuDNN's of PyTorch 2.11 lets them see all keys. So all let them
+    here, and their rows are filled afterwards, which keeps gradients finite too.
+    """
+    mask, last = dense(hides, query, key, lengths), query.shape[-2] - 1
+    low, high = -last if hides[0] is None else hides[0], last if hides[1] is None else hides[1]
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if lengths is None and high >= max(low, 0) and last + low < key.shape[-2]:
+        return sdpa(query, key, value, mask, dropout_p, False, **how)
+    empty = ~mask.any(-1, keepdim=True)
+    out: torch.Tensor = sdpa(query, key, value, mask | empty, dropout_p, False, **how)
+    return out.masked_fill(empty, 0)
+
+
+def diagonals(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: Any,
+    is_causal: bool,
+    window: Any,
+    causal_offset: Any,
+    key_lengths: Any,
+) -> bool | Diagonals:
+    """What these arguments of `attention` let queries see, but for key_lengths, which are checked.
+
+    is_causal, if that alone says it. Raises TypeError or ValueError.
+    """
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask is given beside window, causal_offset or key_lengths: leave these out, and "
+            "hide in attn_mask what they hide"
+        )
+    if key_lengths is not None:
+        _check(key_lengths, query)
+    low: Any = None
+    high = 0 if is_causal else None
+    if causal_offset is not None:
+        high = _whole("causal_offset", causal_offset)
+    if window is not None:
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise TypeError(f"window is {window!r}, not (left, right), such as (512, 0)")
+        diagonal = key.shape[-2] - query.shape[-2]
+        left, right = (_side(window, side) for side in window)
+        low = None if left is None else diagonal - left
+        if right is not None:
+            high = diagonal + right if high is None else min(high, diagonal + right)
+    # Sides on which nothing is hidden are open: PyTorch's own attention takes no mask then.
+    low = None if low is None or low <= 1 - query.shape[-2] else low
+    high = None if high is None or high >= key.shape[-2] - 1 else high
+    if key_lengths is None and low is None and (high is None or high == 0):
+        return high == 0
+    return low, high
+
+
+def _check(lengths: Any, query: torch.Tensor) -> None:
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"key_lengths is {type(lengths).__name__}, not a tensor on {query.device}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"key_lengths is {lengths.dtype}, not torch.int32 or torch.int64")
+    if lengths.device != query.device:
+        raise ValueError(
+            f"key_lengths is on {lengths.device}, and query on {query.device}: move it "
+            "there once, before the layers, since each copy waits"
+        )
+    if query.dim() != 4:
+        raise ValueError(
+            f"with key_lengths, query is (batch, heads, seqlen, head_dim), not of "
+            f"{query.dim()} dimensions"
+        )
+    batch, sizes = query.shape[0], tuple(lengths.shape)
+    if sizes not in ((batch,), (batch, 2)):
+        raise ValueError(f"key_lengths is {sizes}, not ({batch},) or ({batch}, 2)")
+
+
+def _side(window: Any, side: Any) -> int | None:
+    """A side of a window; None if it is open."""
+    size = None if side is None else _whole(f"window {window!r}", side)
+    if size is not None and size < -1:
+        raise ValueError(f"window is {window!r}: its sides are at least 0, or -1 or None for open")
+    return None if size == -1 else size
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name}: {number!r} is no whole number") from None

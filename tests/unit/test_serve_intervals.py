@@ -1,0 +1,401 @@
+"""window, causal_offset and key_lengths in PyTorch, with a fake driver and kernels of NumPy's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from attending import Kernel, MaskedKernel  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from operators import close, make, tensors  # noqa: E402
+from packages import shape, winner  # noqa: E402
+
+from attnsweep.core.layouts import Padded  # noqa: E402
+from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH, HEADS, ROWS = 2, 4, 128
+SIZES = ((ROWS, ROWS), (ROWS, 192), (192, ROWS))
+KINDS = ("window", "padded", "boolean", "causal")
+
+
+def kernels(*kinds):
+    """Winners of these kinds, for each number of queries and keys."""
+    made = []
+    for rows, keys in SIZES:
+        one = shape(BATCH, HEADS, rows, seqlen_k=keys)
+        of = {
+            "window": [replace(one, mask=Interval(30, 0))],
+            "padded": [replace(one, layout=Padded("right", 40))],
+            "boolean": [replace(one, mask=one.mask.as_boolean(own)) for own in ((), ("item",))],
+            "causal": [replace(one, mask=CAUSAL)] if rows <= keys else [],
+        }
+        made += [winner(problem, gain=4.0) for kind in kinds for problem in of[kind]]
+    return made
+
+
+@pytest.fixture
+def kernel(driver):
+    driver.on_launch = MaskedKernel()
+    return driver.on_launch
+
+
+@pytest.fixture
+def operator(tmp_path, driver, kernel):
+    """An operator that has kernels of each kind of mask, and PyTorch's none of these."""
+    return make(tmp_path, driver, *kernels("window", "padded", "boolean"))
+
+
+def given_of(rows=ROWS, keys=ROWS, **options):
+    q, _, _ = tensors(BATCH, HEADS, rows, **options)
+    _, k, v = tensors(BATCH, HEADS, keys, **options)
+    return q, k, v
+
+
+def seen(q, k, window=None, causal_offset=None, key_lengths=None, is_causal=False):
+    """(batch, 1, seqlen_q, seqlen_k), by what the documentation says of each argument."""
+    rows, keys = q.shape[2], k.shape[2]
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    mask = torch.ones(q.shape[0], 1, rows, keys, dtype=torch.bool)
+    left, right = window or (None, None)
+    if left not in (None, -1):
+        mask &= j >= i + keys - rows - left
+    if right not in (None, -1):
+        mask &= j <= i + keys - rows + right
+    if causal_offset is not None:
+        mask &= j <= i + causal_offset
+    elif is_causal:
+        mask &= j <= i
+    for item, lengths in enumerate([] if key_lengths is None else key_lengths.tolist()):
+        first, end = lengths if isinstance(lengths, list) else (0, lengths)
+        mask[item] &= (j >= first) & (j < end)
+    return mask
+
+
+def exact(q, k, v, mask, scale=None):
+    """In float64; 0 for a query that sees no key."""
+    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q.double() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    return torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).nan_to_num(0) @ v
+
+
+def right(out, tensors_, scale=None, **limits):
+    """Whether an output is what the arguments say, and 0 where a query sees nothing."""
+    mask = seen(*tensors_[:2], **limits)
+    empty = ~mask.any(-1, keepdim=True)
+    return close(out, exact(*tensors_, mask, scale)) and not out[empty.expand_as(out)].any()
+
+
+LENGTHS = torch.tensor([50, 128])
+CASES = {
+    "window": {"window": (100, 0)},
+    "both sides": {"window": (30, 20)},
+    "open on the left": {"window": (None, 20)},
+    "open on the right": {"window": [7, -1]},
+    "a lone key": {"window": (0, 0)},
+    "causal window": {"window": (50, None), "is_causal": True},
+    "bottom-right": {"causal_offset": 64},
+    "causal with an offset": {"causal_offset": 5, "is_causal": True},
+    "behind": {"causal_offset": -3},
+    "none": {"causal_offset": -500},
+    "a window behind": {"window": (20, None), "causal_offset": -30},
+    "right padding": {"key_lengths": LENGTHS},
+    "of 32 bits": {"key_lengths": LENGTHS.int()},
+    "left padding": {"key_lengths": torch.tensor([[50, 128], [0, 128]])},
+    "both paddings": {"key_lengths": torch.tensor([[50, 100], [7, 8]])},
+    "no key of one": {"key_lengths": torch.tensor([0, 128])},
+    "beyond": {"key_lengths": torch.tensor([[-7, 2**40], [100, 50]])},
+    "causal padding": {"key_lengths": LENGTHS, "is_causal": True},
+    "window and padding": {"key_lengths": LENGTHS, "window": (64, 0)},
+    "behind and padding": {"key_lengths": LENGTHS, "causal_offset": -9},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("by", [KINDS[:3], KINDS[2:3], ()])
+def test_kernels_and_pytorch_agree(tmp_path, driver, kernel, case, sizes, by):
+    """By the kind's own kernel, by one for boolean masks, and by PyTorch."""
+    operator = make(tmp_path, driver, *kernels(*by))
+    tensors_ = given_of(*sizes)
+    assert right(operator.attention(*tensors_, **CASES[case]), tensors_, **CASES[case])
+    assert ("kernel" in operator.counters()) == bool(by), operator.counters()
+    explained = operator.explain(*tensors_, **CASES[case])
+    assert (explained.kernel is not None) == bool(by), explained
+
+
+@pytest.mark.parametrize("layout", ["bshd", "packed"])
+def test_strides(operator, layout):
+    tensors_ = given_of(layout=layout)
+    limits = {"window": (60, 0), "key_lengths": LENGTHS}
+    assert right(operator.attention(*tensors_, **limits), tensors_, **limits)
+    lengths = torch.stack((LENGTHS, LENGTHS), 1)[:, 1]
+    out = operator.attention(*tensors_, key_lengths=lengths)
+    assert right(out, tensors_, key_lengths=lengths)
+    assert operator.counters() == {"kernel": 2}
+
+
+def test_bottom_right_is_of_a_causal_kernel(tmp_path, driver):
+    """Which needs no scan; and with more queries than keys, whose first see none, it is not one."""
+    driver.on_launch = Kernel(causal=True)
+    operator = make(tmp_path, driver, *kernels("causal"))
+    tensors_ = given_of(ROWS, 192)
+    for limits in ({"causal_offset": 64}, {"window": (-1, 0)}):
+        assert right(operator.attention(*tensors_, **limits), tensors_, **limits)
+    assert [launch["function"][1] for launch in driver.launches] == ["flash_fwd_wgmma"] * 2
+    assert operator.explain(*given_of(192, ROWS), window=(None, 0)).kernel is None
+
+
+PLAIN = {
+    "all": ({"window": (None, -1)}, False),
+    "wide": ({"window": (ROWS - 1, 900), "causal_offset": ROWS - 1}, False),
+    "causal in a wide window": ({"window": (900, 0)}, True),
+    "is_causal": ({"causal_offset": 0}, True),
+    "with a window that is open": ({"window": (-1, -1), "is_causal": True}, True),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_what_is_causal_says_alone_is_an_ordinary_call(tmp_path, driver, case):
+    limits, causal = PLAIN[case]
+    driver.on_launch = Kernel(causal=causal)
+    operator = make(tmp_path, driver, winner(shape(BATCH, HEADS, ROWS, causal=causal)))
+    tensors_ = given_of()
+    assert operator.explain(*tensors_, **limits) == operator.explain(*tensors_, is_causal=causal)
+    out = operator.attention(*tensors_, **limits)
+    assert torch.equal(out, operator.attention(*tensors_, is_causal=causal))
+    assert operator.counters() == {"kernel": 2}
+
+
+# ---- what is scanned, and when ----
+def test_a_window_is_scanned_once_in_a_stream(operator, kernel, monkeypatch):
+    tensors_, scans = given_of(), []
+    for stream, capture in ((1, 0), (1, 0), (1, 5), (1, 5), (1, 6), (1, None), (1, None)):
+        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(operator._masks, "_capture_of", lambda _, n=capture: n)
+        assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
+        scans.append(kernel.scans)
+    assert scans == [1, 1, 2, 2, 3, 4, 5]
+
+
+def test_each_stream_has_its_own_list(operator, kernel, monkeypatch):
+    tensors_ = given_of()
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
+    assert kernel.scans == 3
+
+
+def test_two_windows_do_not_share_a_list(operator, kernel):
+    tensors_ = given_of()
+    for window in ((9, 0), (10, 0), (9, 0), (10, 0)):
+        assert right(operator.attention(*tensors_, window=window), tensors_, window=window)
+    assert kernel.scans == 2
+
+
+def test_lengths_are_scanned_when_they_change(operator, kernel):
+    tensors_, lengths = given_of(), LENGTHS.clone()
+    for step, scans in ((0, 1), (0, 1), (3, 2), (0, 2)):
+        if step:
+            lengths -= step
+        out = operator.attention(*tensors_, key_lengths=lengths)
+        assert right(out, tensors_, key_lengths=lengths)
+        assert kernel.scans == scans
+
+
+def test_lengths_at_the_address_of_others(operator):
+    tensors_, memory = given_of(), torch.empty(BATCH, dtype=torch.int64)
+    for length in (50, 70, 90):
+        memory.data.fill_(length)
+        lengths = memory.view(BATCH)
+        out = operator.attention(*tensors_, key_lengths=lengths)
+        assert right(out, tensors_, key_lengths=lengths)
+
+
+def test_under_inference_mode(operator, kernel):
+    tensors_ = given_of()
+    with torch.inference_mode():
+        lengths = torch.tensor([50, 100])
+        for _ in range(2):
+            out = operator.attention(*tensors_, key_lengths=lengths)
+            assert right(out, tensors_, key_lengths=lengths)
+            lengths += 20
+    assert kernel.scans == 2
+
+
+# ---- what PyTorch serves ----
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_float64(operator, driver, case):
+    """Also where queries see no key: these have none."""
+    tensors_ = [t[:, :, :64].float().requires_grad_() for t in given_of()]
+    direction = torch.randn(BATCH, HEADS, 64, 64)
+    limits = CASES[case]
+    got = torch.autograd.grad(operator.attention(*tensors_, **limits), tensors_, direction)
+    mask = seen(*tensors_[:2], **limits)
+    empty = ~mask.any(-1, keepdim=True)
+    doubles = [t.detach().double().requires_grad_() for t in tensors_]
+    out = exact(*doubles, mask | empty).masked_fill(empty, 0)
+    expected = torch.autograd.grad(out, doubles, direction.double())
+    assert all(torch.allclose(a, b.float(), atol=1e-4) for a, b in zip(got, expected, strict=True))
+    assert driver.launches == []
+
+
+OTHERS = {
+    "another dtype": lambda t: t.double(),
+    "another head_dim": lambda t: t[..., :32],
+    "few queries": lambda t: t[:, :, :8],
+    "negated": torch._neg_view,
+    "with gradients": lambda t: t.detach().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_no_kernel_serves_is_right(operator, driver, what):
+    tensors_ = [OTHERS[what](t) for t in given_of()]
+    limits = {"window": (5, 1), "key_lengths": torch.tensor([0, 7])}
+    assert right(operator.attention(*tensors_, **limits), tensors_, **limits)
+    assert operator.explain(*tensors_, **limits).kernel is None
+    assert driver.launches == []
+    assert sum(operator.counters().values()) == 1
+
+
+def test_dropout_is_pytorchs(operator, driver):
+    tensors_ = given_of()
+    torch.manual_seed(1)
+    out = operator.attention(*tensors_, dropout_p=0.5, window=(9, 0))
+    torch.manual_seed(1)
+    mask = seen(*tensors_[:2], window=(9, 0))[0, 0]
+    assert torch.equal(out, F.scaled_dot_product_attention(*tensors_, mask, 0.5))
+    assert operator.counters() == {"dropout": 1}
+
+
+def test_windows_of_tensors_of_three_dimensions(operator):
+    tensors_ = given_of()
+    out = operator.attention(*(t[0] for t in tensors_), window=(9, 0))
+    assert right(out[None], [t[:1] for t in tensors_], window=(9, 0))
+
+
+# ---- errors ----
+WRONG = {
+    "window (1, 2, 3)": ({"window": (1, 2, 3)}, TypeError),
+    "window is 512": ({"window": 512}, TypeError),
+    "window (512.0, 0): 512.0": ({"window": (512.0, 0)}, TypeError),
+    "window is (-2, 0)": ({"window": (-2, 0)}, ValueError),
+    "causal_offset: 1.5": ({"causal_offset": 1.5}, TypeError),
+    "key_lengths is list": ({"key_lengths": [1, 2]}, TypeError),
+    "key_lengths is torch.float32": ({"key_lengths": LENGTHS.float()}, TypeError),
+    "key_lengths is torch.bool": ({"key_lengths": LENGTHS > 70}, TypeError),
+    "key_lengths is (3,), not (2,) or (2, 2)": ({"key_lengths": LENGTHS.new_ones(3)}, ValueError),
+    "key_lengths is (2, 1), not": ({"key_lengths": LENGTHS[:, None]}, ValueError),
+    "key_lengths is on meta, and query on cpu": ({"key_lengths": LENGTHS.to("meta")}, ValueError),
+    "leave these out": (
+        {"window": (9, 0), "attn_mask": torch.ones(ROWS, ROWS, dtype=torch.bool)},
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_errors_name_the_argument_and_its_value(operator, driver, says):
+    limits, error = WRONG[says]
+    operator.attention(*given_of(), window=(512, 0))  # equals (512.0, 0)
+    for call in (operator.attention, operator.explain):
+        with pytest.raises(error) as raised:
+            call(*given_of(), **limits)
+        assert says.replace("window (1", "window is (1") in str(raised.value)
+
+
+def test_lengths_need_a_batch(operator):
+    with pytest.raises(ValueError, match="not of 3 dimensions"):
+        operator.attention(*(t[0] for t in given_of()), key_lengths=LENGTHS)
+
+
+# ---- compiled code ----
+@pytest.mark.parametrize("case", ["causal window", "behind", "right padding", "window and padding"])
+def test_compiled_code_has_one_operator(operator, kernel, case):
+    torch._dynamo.reset()
+    graphs, tensors_, limits = [], given_of(), dict(CASES[case])
+    lengths = limits.pop("key_lengths", None)
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def block(q, k, v, lengths):
+        return operator.attention(q, k, v, key_lengths=lengths, **limits) * 1.0
+
+    for _ in range(2):
+        limits_ = limits if lengths is None else {**limits, "key_lengths": lengths}
+        assert right(block(*tensors_, lengths), tensors_, **limits_)
+    assert len(graphs) == 1
+    assert graphs[0].count(".attention_intervals.") == 1
+    assert not operator._masks._kept
+
+
+def test_compiled_code_that_no_kernel_serves_is_pytorchs(operator, driver):
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    def block(q, k, v):
+        return operator.attention(q, k, v, window=(9, 0))
+
+    tensors_ = [t[:, :, :8] for t in given_of()]
+    with torch.no_grad():
+        assert right(block(*tensors_), tensors_, window=(9, 0))
+    assert "intervals" not in graphs[0]
+    assert driver.launches == []
+
+
+def test_compiled_code_for_sizes_that_vary(operator):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def block(q, k, v, lengths):
+        return operator.attention(q, k, v, window=(9, 0), key_lengths=lengths)
+
+    for rows, keys in SIZES:
+        tensors_ = given_of(rows, keys)
+        limits = {"window": (9, 0), "key_lengths": LENGTHS}
+        assert right(block(*tensors_, LENGTHS), tensors_, **limits)
+    assert operator.counters() == {"kernel": 3}
+
+
+# ---- at random ----
+SIDE = st.one_of(st.none(), st.integers(-1, 400))
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_arguments_at_random(operator, data):
+    """Sizes, layout, window, offset, lengths and what no kernel serves, against float64."""
+    rows, keys = data.draw(st.sampled_from([*SIZES, (1, 192), (70, 300), (300, 70)]))
+    tensors_ = given_of(rows, keys, layout=data.draw(st.sampled_from(["bhsd", "bshd", "packed"])))
+    limits = {
+        "window": data.draw(st.one_of(st.none(), st.tuples(SIDE, SIDE))),
+        "causal_offset": data.draw(st.one_of(st.none(), st.integers(-400, 400))),
+        "is_causal": data.draw(st.booleans()),
+    }
+    if data.draw(st.booleans()):
+        end = st.integers(-10, keys + 10)
+        of = data.draw(st.sampled_from([end, st.lists(end, min_size=2, max_size=2)]))
+        values = data.draw(st.lists(of, min_size=BATCH, max_size=BATCH))
+        dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+        limits["key_lengths"] = torch.tensor(values, dtype=dtype)
+    scale = data.draw(st.sampled_from([None, 0.3]))
+    out = operator.attention(*tensors_, scale=scale, **limits)
+    assert right(out, tensors_, scale, **limits), operator.explain(*tensors_, **limits)
