@@ -217,6 +217,15 @@ def test_lengths_at_the_address_of_others(operator):
         assert right(out, tensors_, key_lengths=lengths)
 
 
+def test_without_the_cache_lengths_are_scanned_anew(operator, kernel):
+    tensors_, lengths = given_of(), LENGTHS.clone()
+    for scans in (1, 2, 3):
+        lengths.numpy()[:] -= 5  # which PyTorch does not see
+        out = operator.attention(*tensors_, key_lengths=lengths, cache=False)
+        assert right(out, tensors_, key_lengths=lengths)
+        assert kernel.scans == scans
+
+
 def test_under_inference_mode(operator, kernel):
     tensors_ = given_of()
     with torch.inference_mode():

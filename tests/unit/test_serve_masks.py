@@ -263,6 +263,24 @@ def test_a_capture_scans_what_it_replays(operator, kernel, monkeypatch):
     assert scans == [1, 2, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("write", ["data", "memory"])
+def test_without_the_cache_a_mask_is_scanned_anew(operator, kernel, write):
+    """Written to where PyTorch sees nothing."""
+    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
+    assert same(operator, given, mask)
+    version = mask._version
+    if write == "data":
+        mask.data.logical_not_()
+    else:
+        memory = mask.numpy()
+        memory[:] = ~memory
+    assert mask._version == version
+    out = operator.attention(*given, mask, cache=False)
+    assert close(out, sdpa(*given, mask))
+    assert kernel.scans == 2
+    assert operator.explain(*given, mask, cache=False).kernel is not None
+
+
 def test_many_masks_that_live_are_not_all_kept(operator):
     given = tensors(BATCH, HEADS, ROWS)
     alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(mask_lists._MOST + 3)]

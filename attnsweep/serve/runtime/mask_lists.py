@@ -2,10 +2,10 @@
 
 A mask is met again if the very tensor is alive, at its address, and PyTorch's version counter says
 that nobody has written to it: autograd's own criterion. It misses writes through `.data`, DLPack,
-raw kernels and replays of CUDA graphs that fill a mask from outside; `forget` serves those. While a
-CUDA graph is captured, only what the same capture has scanned is met again: a replay must scan what
-it is given then. The list of a mask that follows from sizes alone has no tensor to be met by: its
-plan stands for it.
+raw kernels and replays of CUDA graphs that fill a mask from outside: `cache=False` of a call is for
+those. While a CUDA graph is captured, only what the same capture has scanned is met again: a replay
+must scan what it is given then. The list of a mask that follows from sizes alone has no tensor to
+be met by: its plan stands for it.
 """
 
 from __future__ import annotations

@@ -288,6 +288,7 @@ class Operator:
         window: Any = None,
         causal_offset: int | None = None,
         key_lengths: torch.Tensor | None = None,
+        cache: bool = True,
     ) -> torch.Tensor:
         """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
 
@@ -303,6 +304,8 @@ class Operator:
         query's device, (batch,), how many keys each item of the batch has, or (batch, 2), the first
         and the one after the last; the device takes them for at least 0 and at most seqlen_k.
         Raises TypeError or ValueError for these three alone.
+
+        cache: False scans a mask or lengths anew in this call: see mask_lists.
         """
         is_causal = is_causal or causal
         if window is not None or causal_offset is not None or key_lengths is not None:
@@ -310,7 +313,7 @@ class Operator:
             hides = diagonals(query, key, attn_mask, is_causal, *limits)
             if isinstance(hides, tuple):
                 given = (hides, query, key, value, key_lengths, dropout_p)
-                return self._intervals(*given, scale, enable_gqa)
+                return self._intervals(*given, scale, enable_gqa, cache)
             is_causal = hides
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
@@ -335,7 +338,8 @@ class Operator:
             query, key, value = self._cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
-            out = self.masked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            how = (is_causal, scale, enable_gqa)
+            out = self.masked(query, key, value, attn_mask, *how, keep=cache)
             if out is not None:
                 return out
         elif dropout_p != 0.0:
@@ -389,6 +393,7 @@ class Operator:
         dropout_p: float,
         scale: float | None,
         enable_gqa: bool,
+        keep: bool,
     ) -> torch.Tensor:
         """`attention` with a mask of diagonals and lengths."""
         query, key, value = self._cast(query, key, value)
@@ -400,7 +405,7 @@ class Operator:
         elif choice := never(None, dropout_p):
             self._fell_back(choice)
         else:
-            out = self.masked(query, key, value, lengths, hides, scale, enable_gqa)
+            out = self.masked(query, key, value, lengths, hides, scale, enable_gqa, keep=keep)
             if out is not None:
                 return out
         return by_pytorch(hides, query, key, value, lengths, dropout_p, scale, enable_gqa)
@@ -485,6 +490,7 @@ class Operator:
         window: Any = None,
         causal_offset: int | None = None,
         key_lengths: torch.Tensor | None = None,
+        cache: bool = True,  # noqa: ARG002
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
         query, key, value = self._cast(query, key, value)

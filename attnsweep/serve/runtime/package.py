@@ -43,6 +43,7 @@ def attention(
     window: Any = None,
     causal_offset: int | None = None,
     key_lengths: Any = None,
+    cache: bool = True,
 ) -> Any:
     """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
 
@@ -61,14 +62,16 @@ def attention(
     the host: the device takes them for at least 0 and at most seqlen_k.
 
     Raises TypeError or ValueError for these three; beside attn_mask they are refused.
+
+    cache: False scans attn_mask or key_lengths anew, which were written to where PyTorch does not
+    see it: through `.data`, DLPack or raw kernels, or by a replayed CUDA graph.
     """
     is_causal = is_causal or causal
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if window is None and causal_offset is None and key_lengths is None:
+    if cache and window is None and causal_offset is None and key_lengths is None:
         return _operator.attention(*given)
-    return _operator.attention(
-        *given, window=window, causal_offset=causal_offset, key_lengths=key_lengths
-    )
+    limits = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
+    return _operator.attention(*given, **limits, cache=cache)
 
 
 def explain(*args: Any, **options: Any) -> Explanation:
