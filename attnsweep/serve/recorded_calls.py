@@ -18,7 +18,7 @@ from attnsweep.choose.search import DEFAULT_STRATEGY
 from attnsweep.core.errors import NoGpuError, ProblemError, SpecError, StoreError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import arch_named, arch_of
-from attnsweep.core.problem import DTYPE_BYTES, Dtype, Problem
+from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import counted
@@ -37,6 +37,12 @@ _MASKS = {
     "causal": "an explicit mask; the first one was causal: is_causal=True can be served",
     "full": "an explicit mask; the first one masked nothing: attn_mask=None can be served",
     "bias": "a bias that is added to the scores",
+    "mask": "a mask of numbers; a boolean one, or attention's window or key_lengths, can be served",
+}
+_BOOLEAN = {
+    "causal": "the first mask was causal: is_causal=True needs no scan of it",
+    "full": "the first mask hid nothing: attn_mask=None needs no scan of it",
+    "mask": "the first mask may hide more",
 }
 # A rough cost, only to choose and order shapes: an H100's rates, and a launch.
 _FLOPS_PER_US, _BYTES_PER_US, _LAUNCH_US = 5e8, 3e6, 5.0
@@ -291,7 +297,7 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         reason = f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}"
     elif kind["dropout"]:
         reason = "dropout"
-    elif kind.get("mask"):
+    elif kind.get("mask") and ("boolean" not in kind or kind["causal"]):
         reason = _MASKS.get(kind["mask"], "an arbitrary mask")
     elif k[0] != q[0] or k[:-1] != v[:-1] or q[3] != k[3]:
         reason = "batch, heads or head_dim that are broadcast"
@@ -308,9 +314,8 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
     if reason is not None:
         return reason
     try:
-        return Problem(
-            q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0], dtype, causal=kind["causal"]
-        )
+        mask = Interval.of(kind)
+        return Problem(q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0], dtype, mask)
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
 
@@ -362,6 +367,8 @@ def _notes(kind: Mapping[str, Any], problem: Problem) -> Iterator[str]:
     if kind.get("repeats", 1) > 1:
         groups = problem.heads_kv // kind["repeats"]
         yield f"k holds each of {groups} heads {kind['repeats']} times: enable_gqa avoids that"
+    if "boolean" in kind:
+        yield _BOOLEAN.get(kind["mask"], "its mask was not looked at, and may hide more")
     if _own_scale(kind)[1]:
         yield "a scale of its own"
     if kind.get("captured"):

@@ -258,7 +258,7 @@ def _entry(problem: Problem) -> dict[str, Any]:
     entry["head_dim"] = p.head_dim
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
     said = p.mask.facts | p.layout.facts
-    return entry | {name: value for name, value in said.items() if value}
+    return entry | {name: value for name, value in said.items() if value is not False}
 
 
 def _families_for(

@@ -72,7 +72,8 @@ def test_a_call_is_a_problem():
     ("changes", "reason"),
     [
         ({"dropout": True}, "dropout"),
-        ({"mask": "mask"}, "an arbitrary mask"),
+        ({"mask": "mask"}, "a boolean one, or attention's window or key_lengths, can be served"),
+        ({"mask": "mask", "boolean": [], "causal": True}, "a mask"),
         ({"mask": "unknown"}, "an arbitrary mask"),
         ({"mask": "causal"}, "is_causal=True can be served"),
         ({"mask": "full"}, "attn_mask=None can be served"),
@@ -96,6 +97,30 @@ def test_a_call_that_nothing_serves_has_a_reason(changes, reason):
 def test_the_reason_of_the_families():
     odd = (1, 2, 64, 1000)
     assert "head_dim 1000 is not one of" in only(q=odd, k=odd)
+
+
+@pytest.mark.parametrize(
+    ("facts", "label", "note"),
+    [
+        ({"mask": "unknown", "boolean": ["item"]}, "boolean(full,item)", "not looked at"),
+        ({"mask": "full", "boolean": [], "window": [None, None]}, "boolean(full)", "hid nothing"),
+        ({"mask": "causal", "boolean": [], "window": [None, 0]}, "boolean(causal)", "was causal"),
+        (
+            {"mask": "mask", "boolean": ["item", "head"], "window": [511, 0]},
+            "boolean(window(511,0),item,head)",
+            "may hide more",
+        ),
+    ],
+)
+def test_a_boolean_mask_is_a_problem_that_hides_no_more(facts, label, note):
+    got = sorted_((kind(**facts), 3))
+    (problem,) = got.problems
+    assert problem.mask.label == label
+    assert note in " ".join(got.problems[problem].notes)
+    text = spec_text(got, "model", HOPPER, FAMILIES)
+    (entry,) = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES).problems
+    assert (entry.problem, entry.calls) == (problem, 3)
+    assert "torch_efficient, flex" in text
 
 
 def test_causal_with_two_lengths_is_a_problem_only_if_aligned_bottom_right():

@@ -154,6 +154,76 @@ def test_dropout_masks_scales_layouts_and_gradients(tmp_path, every_call):
     assert calls[-1]["strides"] == [[64 * 384, 32, 384, 1]] * 2
 
 
+ROW, KEY = torch.arange(64)[:, None], torch.arange(80)
+BOOLEAN = {
+    "all": (torch.ones(64, 80) > 0, {"boolean": [], "window": [None, None], "top_left": False}),
+    "causal": (ROW + 16 >= KEY, {"boolean": [], "window": [None, 0], "top_left": False}),
+    "top-left": (ROW >= KEY, {"boolean": [], "window": [None, 0], "top_left": True}),
+    "window": (
+        ((ROW + 16 - KEY).abs() <= 5)[None, None],
+        {"boolean": [], "window": [5, 5], "top_left": False},
+    ),
+    "padded": (
+        (ROW + 16 >= KEY) & (KEY < torch.tensor([30, 80])[:, None, None, None]),
+        {"boolean": ["item"], "window": [None, 0], "top_left": False},
+    ),
+    "of keys": (
+        (KEY > 60).expand(1, 4, 1, 80).contiguous(),
+        {"boolean": ["head"], "window": [None, None], "top_left": False},
+    ),
+    "holes": (
+        (ROW >= KEY) & (KEY % 7 != 0),
+        {"boolean": [], "window": [None, 0], "top_left": True},
+    ),
+    "none": (torch.zeros(64, 80) > 0, {"boolean": []}),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("what", BOOLEAN)
+def test_boolean_masks_are_facts_of_a_problem(tmp_path, what, every_call):
+    """The operators get them as numbers, 0 and minus infinity."""
+    mask, facts = BOOLEAN[what]
+    q, k = qkv(2, 4, 64, 32)[0], qkv(2, 4, 80, 32)[0]
+    ((call, count),) = recorded(
+        tmp_path, lambda _: F.scaled_dot_product_attention(q, k, k, mask), every_call
+    ).calls
+    names = ("boolean", "window", "top_left")
+    assert {name: call[name] for name in names if name in call} == facts
+    assert count == 1
+
+
+def test_an_expanded_mask_is_one_for_all(tmp_path):
+    x = qkv(2, 4, 64, 32)[0]
+    mask = (torch.ones(64, 64).tril() > 0).expand(2, 4, 64, 64)
+    ((call, _),) = recorded(tmp_path, lambda _: F.scaled_dot_product_attention(x, x, x, mask)).calls
+    assert call["boolean"] == []
+
+
+def test_masks_of_numbers_are_none_of_a_kernel(tmp_path):
+    """Only of PyTorch's operators nobody knows what the program gave."""
+    x = qkv(2, 4, 64, 32)[0]
+    for value, boolean in ((-torch.inf, True), (torch.finfo(torch.float32).min, False)):
+        mask = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).tril() == 0, value)
+        for every_call in (False, True):
+            ((call, _),) = recorded(
+                tmp_path, lambda _, m=mask: F.scaled_dot_product_attention(x, x, x, m), every_call
+            ).calls
+            assert call["mask"] == "causal"
+            assert ("boolean" in call) == (boolean and every_call)
+
+
+def test_masks_that_differ_in_form_are_kinds_of_their_own(tmp_path):
+    x = qkv(2, 4, 64, 32)[0]
+    one = torch.ones(64, 64).tril() > 0
+
+    def program(_):
+        for mask in (one, one.expand(2, 1, 64, 64), one.repeat(2, 1, 1, 1), one.float()) * 2:
+            F.scaled_dot_product_attention(x, x, x, mask)
+
+    assert counts(tmp_path, program) == [4, 2, 2]
+
+
 @both_ways
 def test_repeated_keys_are_seen(tmp_path, every_call):
     q, k = qkv(1, 8, 64, 32)[0], qkv(1, 2, 64, 32)[0].repeat_interleave(4, 1)

@@ -111,7 +111,8 @@ class Recording:
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             seen = (
                 *(op, q.shape, k.shape, v.shape, (q.stride(), k.stride()), device, dtype),
-                *(attn_mask is not None, bool(is_causal), bool(dropout_p > 0)),
+                None if (m := attn_mask) is None else (m.shape, m.stride(), m.dtype),
+                *(bool(is_causal), bool(dropout_p > 0)),
                 *(grad, None if scale is None else float(scale)),
                 cuda and _is_capturing(),
             )
@@ -195,6 +196,8 @@ def _kind(seen: tuple[Any, ...], k: Any, mask: Any) -> dict[str, Any]:
     quiet = captured or device == "meta" or torch._C._functorch.peek_interpreter_stack() is not None
     if mask is not None:
         kind["mask"] = "unknown" if quiet else _mask_kind(mask, q[-2], k.shape[-2])
+        if k.dim() == 4 and (mask.dtype == torch.bool or (op != NAME and _was_boolean(kind, mask))):
+            kind |= _facts_of(mask, kind["mask"], q[-2], k.shape[-2])
     if k.dim() == 4 and not quiet:
         kind["repeats"] = _repeats(k)
     return kind
@@ -211,6 +214,40 @@ def _mask_kind(mask: Any, rows: int, keys: int) -> str:
         return "full"
     lower = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).tril(keys - rows)
     return "causal" if bool((sees == lower).all()) else "mask"
+
+
+def _was_boolean(kind: dict[str, Any], mask: Any) -> bool:
+    """Whether PyTorch may have made a mask of numbers of a boolean one, as its operators get it."""
+    looked_at = kind["mask"] not in ("unknown", "bias")
+    return looked_at and bool(((mask == 0) | (mask == -torch.inf)).all())
+
+
+def _facts_of(mask: Any, kind: str, rows: int, keys: int) -> dict[str, Any]:
+    """A boolean mask as facts of a problem whose mask hides no more.
+
+    They are whether items and heads have their own, and, if it was looked at, the narrowest window
+    that holds all pairs which any of them lets see each other. Padding bounds no window: a side is
+    one where more than one query sees as far as it.
+    """
+    whole = mask[(None,) * (4 - mask.dim())]
+    sizes = zip(("item", "head"), whole.shape, whole.stride(), strict=False)
+    facts: dict[str, Any] = {"boolean": [name for name, n, step in sizes if n > 1 and step]}
+    if kind == "unknown":
+        return facts
+    sees = whole if whole.dtype == torch.bool else whole == 0
+    seen = sees.flatten(0, 1).any(0).expand(rows, keys)
+    with_keys = seen.any(-1).nonzero().flatten()
+    if not len(with_keys):
+        return facts
+    seen = seen[with_keys].byte()
+    first = seen.argmax(-1) - with_keys
+    last = keys - 1 - seen.flip(-1).argmax(-1) - with_keys
+    low, high = first.min(), last.max()
+    facts["top_left"] = int(high) < keys - rows
+    diagonal = 0 if facts["top_left"] else keys - rows
+    left = max(0, diagonal - int(low)) if int((first == low).sum()) > 1 else None
+    right = max(0, int(high) - diagonal) if int((last == high).sum()) > 1 else None
+    return facts | {"window": [left, right]}
 
 
 def _repeats(k: Any) -> int:
