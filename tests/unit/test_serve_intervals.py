@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,8 @@ from packages import shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
+from attnsweep.serve.runtime import intervals  # noqa: E402
+from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, ROWS = 2, 4, 128
@@ -273,6 +276,41 @@ def test_what_no_kernel_serves_is_right(operator, driver, what):
     assert sum(operator.counters().values()) == 1
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_without_a_key_are_0_whatever_pytorch_does(tmp_path, driver, monkeypatch, case, sizes):
+    """cuDNN's backend of PyTorch 2.11 lets such a row see all keys."""
+
+    def cudnns(q, k, v, mask, *options, **how):
+        return sdpa(q, k, v, mask | ~mask.any(-1, keepdim=True), *options, **how)
+
+    monkeypatch.setattr(intervals, "sdpa", cudnns)
+    operator, tensors_ = make(tmp_path, driver, *kernels()), given_of(*sizes)
+    assert right(operator.attention(*tensors_, **CASES[case]), tensors_, **CASES[case])
+
+
+@pytest.mark.parametrize("case", ["behind", "no key of one"])
+def test_rows_without_a_key_have_no_gradient_whatever_pytorch_does(operator, monkeypatch, case):
+    """Softmax of a row that is all hidden is NaN, and 0 times NaN is NaN."""
+
+    def nans(q, k, v, mask, *_, **__):
+        return torch.softmax((q @ k.mT).masked_fill(~mask, -torch.inf), -1) @ v
+
+    monkeypatch.setattr(intervals, "sdpa", nans)
+    tensors_ = [t.float().requires_grad_() for t in given_of()]
+    operator.attention(*tensors_, **CASES[case]).sum().backward()
+    empty = ~seen(*tensors_[:2], **CASES[case]).any(-1, keepdim=True)
+    assert all(t.grad.isfinite().all() for t in tensors_)
+    assert not tensors_[0].grad[empty.expand_as(tensors_[0])].any()
+
+
+@pytest.mark.parametrize("limits", [{"causal_offset": ROWS - 2}, {"window": (ROWS - 2, None)}])
+def test_a_lone_pair_is_hidden(operator, limits):
+    q, k, v = given_of()
+    v[:, :, [0, -1]] *= 1000
+    assert right(operator.attention(q, k, v, **limits), (q, k, v), **limits)
+
+
 def test_dropout_is_pytorchs(operator, driver):
     tensors_ = given_of()
     torch.manual_seed(1)
@@ -408,3 +446,44 @@ def test_arguments_at_random(operator, data):
     scale = data.draw(st.sampled_from([None, 0.3]))
     out = operator.attention(*tensors_, scale=scale, **limits)
     assert right(out, tensors_, scale, **limits), operator.explain(*tensors_, **limits)
+
+
+STEPS = {
+    "a mask": lambda s: {"attn_mask": s.mask},
+    "lengths": lambda s: {"key_lengths": s.lengths},
+    "lengths, causal": lambda s: {"key_lengths": s.lengths, "is_causal": True},
+    "lengths in a window": lambda s: {"key_lengths": s.lengths, "window": (9, 9)},
+    "lengths without the cache": lambda s: {"key_lengths": s.lengths, "cache": False},
+    "a window": lambda s: {"window": (9, 9)},
+    "another window": lambda s: {"window": (9, 0)},
+    "change the mask": lambda s: s.mask.logical_not_(),
+    "change lengths": lambda s: s.lengths.add_(torch.tensor([7, -11])),
+    "change both behind a view": lambda s: (s.mask[0].zero_(), s.lengths[1:].mul_(2)),
+    "another mask": lambda s: setattr(s, "mask", ~s.mask),
+    "other lengths": lambda s: setattr(s, "lengths", s.lengths.flip(0)),
+    "another stream": lambda s: setattr(s, "stream", 1 - s.stream),
+    "a capture": lambda s: setattr(s, "capture", (s.capture + 1) % 3),
+    "other tensors": lambda s: setattr(s, "given", [t.clone() for t in s.given]),
+}
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps=st.lists(st.sampled_from([*STEPS]), min_size=4, max_size=16))
+def test_no_call_of_a_sequence_is_stale(operator, steps):
+    """Calls in any order, between changes of what they read, streams and captures."""
+    state = SimpleNamespace(stream=0, capture=0, given=given_of(), lengths=LENGTHS.clone())
+    state.mask = torch.rand(BATCH, 1, ROWS, ROWS, generator=torch.Generator().manual_seed(0)) < 0.5
+    operator._stream = lambda _: state.stream
+    operator._masks._capture_of = lambda _: state.capture
+    for step in steps:
+        limits = STEPS[step](state)
+        if not isinstance(limits, dict):
+            continue
+        out = operator.attention(*state.given, **limits)
+        limits.pop("cache", None)
+        mask = limits.pop("attn_mask", None)
+        mask = seen(*state.given[:2], **limits) if mask is None else mask
+        assert close(out, exact(*state.given, mask)), steps
+    assert set(operator.counters()) <= {"kernel"}

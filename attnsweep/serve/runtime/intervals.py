@@ -105,10 +105,10 @@ def by_pytorch(
     Its backends differ for those: cuDNN's of PyTorch 2.11 lets them see all keys. So all let them
     here, and their rows are filled afterwards, which keeps gradients finite too.
     """
-    mask, last = dense(hides, query, key, lengths), query.shape[-2] - 1
-    low, high = -last if hides[0] is None else hides[0], last if hides[1] is None else hides[1]
+    mask, (low, high) = dense(hides, query, key, lengths), hides
     how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if lengths is None and high >= max(low, 0) and last + low < key.shape[-2]:
+    # A window's left side begins no later than the last query's own key, which is the last one.
+    if lengths is None and (high is None or high >= max(0, 0 if low is None else low)):
         return sdpa(query, key, value, mask, dropout_p, False, **how)
     empty = ~mask.any(-1, keepdim=True)
     out: torch.Tensor = sdpa(query, key, value, mask | empty, dropout_p, False, **how)
