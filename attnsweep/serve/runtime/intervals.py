@@ -135,6 +135,7 @@ def diagonals(
         )
     if key_lengths is not None:
         _check(key_lengths, query)
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     low: Any = None
     high = 0 if is_causal else None
     if causal_offset is not None:
@@ -142,14 +143,14 @@ def diagonals(
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise TypeError(f"window is {window!r}, not (left, right), such as (512, 0)")
-        diagonal = key.shape[-2] - query.shape[-2]
-        left, right = (_side(window, side) for side in window)
+        diagonal = seqlen_k - seqlen_q
+        left, right = _side(window, window[0]), _side(window, window[1])
         low = None if left is None else diagonal - left
         if right is not None:
             high = diagonal + right if high is None else min(high, diagonal + right)
     # Sides on which nothing is hidden are open: PyTorch's own attention takes no mask then.
-    low = None if low is None or low <= 1 - query.shape[-2] else low
-    high = None if high is None or high >= key.shape[-2] - 1 else high
+    low = None if low is None or low <= 1 - seqlen_q else low
+    high = None if high is None or high >= seqlen_k - 1 else high
     if key_lengths is None and low is None and (high is None or high == 0):
         return high == 0
     return low, high
@@ -177,8 +178,10 @@ def _check(lengths: Any, query: torch.Tensor) -> None:
 
 def _side(window: Any, side: Any) -> int | None:
     """A side of a window; None if it is open."""
-    size = None if side is None else _whole(f"window {window!r}", side)
-    if size is not None and size < -1:
+    if side is None:
+        return None
+    size = side if type(side) is int else _whole(f"window {window!r}", side)
+    if size < -1:
         raise ValueError(f"window is {window!r}: its sides are at least 0, or -1 or None for open")
     return None if size == -1 else size
 

@@ -396,8 +396,10 @@ class Operator:
         keep: bool,
     ) -> torch.Tensor:
         """`attention` with a mask of diagonals and lengths."""
-        query, key, value = self._cast(query, key, value)
-        scale = number(scale)
+        if _any_autocast():
+            query, key, value = self._cast(query, key, value)
+        if scale is not None and type(scale) is not float:
+            scale = number(scale)
         if _is_compiling():
             if self._traces_mask(query, key, value, lengths, hides, dropout_p, scale, enable_gqa):
                 by = scale if scale is not None else query.shape[3] ** -0.5
