@@ -143,6 +143,14 @@ def test_strides(operator, layout):
     assert operator.counters() == {"kernel": 2}
 
 
+def test_a_dense_mask_beyond_32_bits_is_not_scanned(tmp_path, driver):
+    """The launch has its strides as such numbers."""
+    operator = make(tmp_path, driver, winner(shape(1, 1, 46341, boolean=()), gain=4.0))
+    for rows, code in ((46336, "near"), (46341, "too_large")):
+        explained = operator.explain(*tensors(1, 1, rows), window=(100, 0))
+        assert explained.code == code, explained
+
+
 def test_bottom_right_is_of_a_causal_kernel(tmp_path, driver):
     """Which needs no scan; and with more queries than keys, whose first see none, it is not one."""
     driver.on_launch = Kernel(causal=True)

@@ -667,8 +667,10 @@ class Operator:
         steps: tuple[int, ...] = ()
         if mask is not None and not isinstance(hides, tuple):
             steps = mask_strides(mask, query, key)
+        elif problem.mask.boolean:  # as `scanned` makes it
+            steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
-            return Plan(Choice(None, "too_large", "attn_mask spans 2^31 elements or more"))
+            return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
         options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
