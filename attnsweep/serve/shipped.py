@@ -41,6 +41,10 @@ def attention(
     enable_gqa: bool = False,
     *,
     causal: bool = False,
+    window: Any = None,
+    causal_offset: int | None = None,
+    key_lengths: Any = None,
+    cache: bool = True,
 ) -> Any:
     """scaled_dot_product_attention, by a recorded winner where one is known to be faster.
 
@@ -48,11 +52,25 @@ def attention(
     any strides with contiguous head_dim. causal: another name of is_causal. Needs PyTorch and
     cuda-bindings: pip install 'attnsweep[torch]'. PyTorch's own attention serves GPUs other than
     an H100 or H200 of 132 SMs and those that differ from them in the L2 alone.
+
+    These are masks without a tensor of the mask's size. A query sees what all of them let it see;
+    one that sees nothing has output 0. Beside attn_mask they are refused.
+
+    window: (left, right), the keys before and after a query's own, which is key i + seqlen_k -
+    seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
+    i + causal_offset: 0 is is_causal, whose place it takes, and seqlen_k - seqlen_q is aligned
+    bottom-right. key_lengths: int32 or int64 on query's device: (batch,), how many keys each item
+    of the batch has, or (batch, 2), the first and the one after the last. They are not looked at on
+    the host: the device takes them for at least 0 and at most seqlen_k. Raises TypeError or
+    ValueError for these three.
+
+    cache: False scans attn_mask or key_lengths anew, which were written to where PyTorch does not
+    see it: through `.data`, DLPack or raw kernels, or by a replayed CUDA graph.
     """
     is_causal = is_causal or causal
-    return (_loaded or _package()).attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    limits = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
+    return (_loaded or _package()).attention(*given, **limits, cache=cache)
 
 
 def explain_attention(*args: Any, **options: Any) -> Explanation:

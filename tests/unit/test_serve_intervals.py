@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,9 +17,11 @@ from hypothesis import strategies as st  # noqa: E402
 from operators import close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
+import attnsweep  # noqa: E402
 from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
 from attnsweep.serve.runtime import intervals  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -333,6 +336,21 @@ def test_windows_of_tensors_of_three_dimensions(operator):
     tensors_ = given_of()
     out = operator.attention(*(t[0] for t in tensors_), window=(9, 0))
     assert right(out[None], [t[:1] for t in tensors_], window=(9, 0))
+
+
+def test_the_shipped_function_has_the_arguments():
+    """On the CPU, where PyTorch serves all."""
+    tensors_ = given_of()
+    for case in ("window", "behind", "window and padding"):
+        out = attnsweep.attention(*tensors_, **CASES[case])
+        assert right(out, tensors_, **CASES[case])
+    assert torch.equal(
+        attnsweep.attention(*tensors_, cache=False), F.scaled_dot_product_attention(*tensors_)
+    )
+    one, other = (
+        inspect.signature(each).parameters for each in (attnsweep.attention, Operator.attention)
+    )
+    assert [*one] == [*other][1:]
 
 
 # ---- errors ----

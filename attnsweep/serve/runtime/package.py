@@ -52,16 +52,15 @@ def attention(
     kernel a call gets.
 
     These are masks without a tensor of the mask's size. A query sees what all of them let it see;
-    one that sees nothing has output 0.
+    one that sees nothing has output 0. Beside attn_mask they are refused.
 
     window: (left, right), the keys before and after a query's own, which is key i + seqlen_k -
     seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
     i + causal_offset: 0 is is_causal, whose place it takes, and seqlen_k - seqlen_q is aligned
     bottom-right. key_lengths: int32 or int64 on query's device: (batch,), how many keys each item
     of the batch has, or (batch, 2), the first and the one after the last. They are not looked at on
-    the host: the device takes them for at least 0 and at most seqlen_k.
-
-    Raises TypeError or ValueError for these three; beside attn_mask they are refused.
+    the host: the device takes them for at least 0 and at most seqlen_k. Raises TypeError or
+    ValueError for these three.
 
     cache: False scans attn_mask or key_lengths anew, which were written to where PyTorch does not
     see it: through `.data`, DLPack or raw kernels, or by a replayed CUDA graph.
