@@ -28,15 +28,6 @@ except ImportError:  # a GPU machine may run tests/gpu alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# One GPU is shared in turns; what is dear is made once: a browser draws all pages, a recorded run
-# is read, a large spec planned.
-TOGETHER = (
-    "tests/gpu/",
-    "tests/unit/test_between.py",
-    "tests/unit/test_choose_lower_bound.py",
-    "tests/unit/test_reports_html.py",
-    "tests/unit/test_results.py",
-)
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")
@@ -67,17 +58,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, tests under one path of TOGETHER go to one process, as do cases of a unit test.
+    """With `-n`, unit tests of one file go to one process, and all that need the one GPU.
 
-    xdist has groups for that, by marks, but 3.8 loses them with pytest 9.
+    What is dear is made once for a file: a recorded run is read, a large spec planned.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            # The cases of a quick test too: xdist takes longer the more it hands out.
-            own = nodeid.split("[")[0] if nodeid.startswith("tests/unit/") else nodeid
-            return next((path for path in TOGETHER if nodeid.startswith(path)), own)
+            if nodeid.startswith("tests/gpu/"):
+                return "tests/gpu/"
+            return nodeid.split("::")[0] if nodeid.startswith("tests/unit/") else nodeid
 
     return Scheduling(config, log) if config.option.dist == "load" else None
 

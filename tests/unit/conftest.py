@@ -18,6 +18,7 @@ from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
+from attnsweep.serve import evaluate
 from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
@@ -29,7 +30,7 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 
 @pytest.fixture(scope="session", autouse=True)
 def recorded_rows():
-    """Each recorded run, which dozens of tests read, is parsed once: rows cannot be changed."""
+    """Each recorded run, which dozens of tests read, is parsed once, as is their table made."""
     parse = store._parse_trials
     once = cache(parse)
 
@@ -39,9 +40,11 @@ def recorded_rows():
         trials, warnings, rows = once(data, path)
         return dict(trials), [*warnings], rows
 
+    tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_parse_trials", parsed)
         patch.setattr(store_store, "_parse_trials", parsed)
+        patch.setattr(evaluate, "tuned", lambda runs: tuned(*runs))
         yield
 
 
