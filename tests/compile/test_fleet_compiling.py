@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import threading
 import time
-from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
 from fake_cards import FakeCards
-from fleets import SPEC
 from spaces import candidates
 
-import attnsweep
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.core.errors import CompileError
@@ -26,18 +20,15 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
-from attnsweep.specs.load import load_spec
-from attnsweep.sweep import dask_cluster, dask_compile, session
-from attnsweep.sweep.fleet import Fleet
+from attnsweep.sweep import dask_cluster, dask_compile
 
 distributed = pytest.importorskip("distributed")
-dask = pytest.importorskip("dask")
 clusters = pytest.importorskip("clusters")
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
-SUPPORT = Path(__file__).parent.parent / "support"
 ARCH = ARCHS["sm_90a"]
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 LONGEST_S = 60.0
+FAULTS = "ATTNSWEEP_TEST_FAULTS"
 SOURCE = """#include "part.cuh"
 #include "common/tile/fragments.cuh"
 extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + attn::to_float(0); }
@@ -77,39 +68,22 @@ class Cluster:
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """Starts workers of these names, two threads each."""
-    path = [str(SUPPORT), str(Path(attnsweep.__file__).parent.parent), *filter(None, sys.path)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    clusters.find_fakes(monkeypatch)
     with contextlib.ExitStack() as at_end:
 
         def start(*names):
             place = tmp_path / "workers"
             place.mkdir()
-            specification = {
+            environments = {
                 name: {
-                    "cls": distributed.Nanny,
-                    "options": {
-                        "nthreads": 1 if name.startswith("card") else 2,
-                        "resources": {"GPU": 1} if name.startswith("card") else {},
-                        "env": {
-                            CACHE_VARIABLE: str(place / name),
-                            "ATTNSWEEP_TEST_FAULTS": str(place),
-                            "CUDA_VISIBLE_DEVICES": f"GPU-{names.index(name):08d}",
-                        },
-                        "preload": [str(SUPPORT / "faulty_compiling.py")],
-                        "dashboard_address": None,
-                        "local_directory": str(tmp_path),
-                    },
+                    CACHE_VARIABLE: str(place / name),
+                    FAULTS: str(place),
+                    "CUDA_VISIBLE_DEVICES": f"GPU-{number:08d}",
                 }
-                for name in names
+                for number, name in enumerate(names)
             }
-            scheduler = {
-                "cls": distributed.Scheduler,
-                "options": {"dashboard_address": None, "dashboard": False},
-            }
-            at_end.enter_context(dask.config.set({"distributed.comm.timeouts.connect": "5s"}))
-            local = at_end.enter_context(
-                distributed.SpecCluster(workers=specification, scheduler=scheduler, silence_logs=50)
-            )
+            preload = [str(clusters.SUPPORT / "faulty_compiling.py")]
+            local = at_end.enter_context(clusters.local(tmp_path, environments, preload=preload))
             client = at_end.enter_context(dask_cluster.connected(local.scheduler_address))
             return Cluster(local, client, place)
 
@@ -362,18 +336,9 @@ def test_a_worker_that_comes_late_helps(started, asker, source):
     future = asking.compiler.submit(source, defines(1))
     time.sleep(1.0)
     assert not future.done()
-    on.local.worker_spec["host1"] = {
-        "cls": distributed.Nanny,
-        "options": {
-            "nthreads": 1,
-            "env": {
-                CACHE_VARIABLE: str(on.place / "host1"),
-                "ATTNSWEEP_TEST_FAULTS": str(on.place),
-            },
-            "dashboard_address": None,
-            "local_directory": str(on.place),
-        },
-    }
+    on.local.worker_spec["host1"] = clusters.worker(
+        on.place, "host1", {CACHE_VARIABLE: str(on.place / "host1"), FAULTS: str(on.place)}
+    )
     on.local.scale(1)
     assert future.result(LONGEST_S).path.parent.name in on.compiled("host1")
 
@@ -407,21 +372,7 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     on = started("card0", "card1", "host1")
     times = {f"THREADS={threads}": 10.0 + threads for threads in (32, 64, 128)}
     cards = FakeCards(tmp_path, times=times, together=2, nvrtc=True)
-    (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
-    (tmp_path / "test.yaml").write_text(SPEC)
-    fleet = Fleet(
-        dask_cluster.cards_of(on.client, print),
-        start_child=dask_cluster.starter(
-            on.client, [sys.executable, "-c", clusters.script_of(tmp_path)]
-        ),
-        helpers=partial(dask_compile.shared, on.client),
-    )
-    outcome = session.run(
-        load_spec(tmp_path / "test.yaml", discover()),
-        fleet,
-        results=tmp_path / "results",
-        cache_dir=tmp_path / "cache",
-    )
+    outcome, _ = clusters.swept(tmp_path, cards, on.local.scheduler_address, helped=True)
     assert outcome.exit_code == 0
     assert {trial.status for trial in outcome.run.trials} == {Status.OK}
     assert len(outcome.run.trials) == 12

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import dask
 import distributed
 import pytest
 from fake_cards import FakeCards
+from fleets import SPEC
 
 import attnsweep
 from attnsweep.core.observer import Observer
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import dask_cluster, session
+from attnsweep.sweep import dask_cluster, dask_compile, session
 from attnsweep.sweep.fleet import Fleet
 from attnsweep.sweep.session import SweepOutcome
 
@@ -30,11 +33,14 @@ QUICK = {"distributed.comm.timeouts.connect": "2s"}
 
 
 class Notes(Observer):
-    """Keeps what is noted, and which cards have a line."""
+    """Keeps what is noted, and which cards have a line. when: what a note with some words starts,
+    the first time.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, when: Mapping[str, Callable[[], Any]]) -> None:
         self.notes: list[str] = []
         self.lines: dict[int, str] = {}
+        self._when = dict(when)
 
     def on(self, card: int, name: str) -> Observer:
         self.lines[card] = name
@@ -43,6 +49,8 @@ class Notes(Observer):
     def note(self, text: str) -> None:
         self.notes.append(text)
         print(text)
+        for words in [words for words in self._when if words in text]:
+            self._when.pop(words)()
 
     def about(self, words: str) -> list[str]:
         """The notes that have these words."""
@@ -55,22 +63,18 @@ def find_fakes(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
+def worker(place: Path, name: str, environment: Mapping[str, str], **options: Any) -> Any:
+    """A process of a cluster; one named `card…` has a GPU, any other has two threads."""
+    has_gpu = name.startswith("card")
+    options |= {"nthreads": 1 if has_gpu else 2, "resources": {"GPU": 1} if has_gpu else {}}
+    options |= {"env": environment, "dashboard_address": None, "local_directory": str(place)}
+    return {"cls": distributed.Nanny, "options": options}
+
+
 @contextmanager
-def local(cards: FakeCards, place: Path) -> Iterator[Any]:
-    """A cluster with a worker for each fake card, whose number is its CUDA_VISIBLE_DEVICES."""
-    specification = {
-        f"card{card.number}": {
-            "cls": distributed.Nanny,
-            "options": {
-                "nthreads": 1,
-                "resources": {"GPU": 1},
-                "env": {"CUDA_VISIBLE_DEVICES": card.uuid},
-                "dashboard_address": None,
-                "local_directory": str(place),
-            },
-        }
-        for card in cards.cards
-    }
+def local(place: Path, workers: Mapping[str, Mapping[str, str]], **options: Any) -> Iterator[Any]:
+    """A cluster with these workers. workers: their environments, by name."""
+    specification = {name: worker(place, name, of, **options) for name, of in workers.items()}
     scheduler = {
         "cls": distributed.Scheduler,
         "options": {"dashboard_address": None, "dashboard": False},
@@ -82,6 +86,17 @@ def local(cards: FakeCards, place: Path) -> Iterator[Any]:
         ) as started,
     ):
         yield started
+
+
+@contextmanager
+def local_cards(place: Path, count: int = 2) -> Iterator[Any]:
+    """A cluster with a worker for each of some fake cards."""
+    cards = FakeCards(place, count).cards
+    with pytest.MonkeyPatch.context() as patch:
+        find_fakes(patch)
+        workers = {f"card{card.number}": {"CUDA_VISIBLE_DEVICES": card.uuid} for card in cards}
+        with local(place, workers) as started:
+            yield started
 
 
 def dask_process(what: str, *arguments: object, uuid: str = "") -> subprocess.Popen[bytes]:
@@ -98,18 +113,44 @@ def script_of(place: Path) -> str:
     )
 
 
+@contextmanager
+def meanwhile(ready: Callable[[], bool], do: Callable[[], Any]) -> Iterator[None]:
+    """Do something beside the block as soon as something is true, if that is before its end."""
+
+    def act() -> None:
+        while not ended.wait(0.02):
+            if ready():
+                do()
+                return
+
+    ended = threading.Event()
+    acting = threading.Thread(target=act)
+    acting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        acting.join()
+
+
 def swept(
     place: Path,
     cards: FakeCards,
     address: str,
-    text: str,
+    text: str = SPEC,
     families: Path | None = None,
+    *,
+    when: Mapping[str, Callable[[], Any]] | None = None,
+    helped: bool = False,
     **options: Any,
 ) -> tuple[SweepOutcome, Notes]:
-    """A sweep on a cluster, as the command line runs it."""
+    """A sweep on a cluster, as the command line runs it.
+
+    when: see Notes. helped: by workers without a GPU, which compile.
+    """
     path = place / "test.yaml"
     path.write_text(text)
-    notes = Notes()
+    notes = Notes(when or {})
     for met in place.glob("GPU-* here"):
         met.unlink()
     (place / "cards.json").write_text(json.dumps(cards.facts))
@@ -118,6 +159,7 @@ def swept(
             dask_cluster.cards_of(client, notes.note),
             start_child=dask_cluster.starter(client, [sys.executable, "-c", script_of(place)]),
             arrivals=dask_cluster.arrivals(client),
+            helpers=partial(dask_compile.shared, client) if helped else None,
             silence_s=options.pop("silence_s", None),
         )
         outcome = session.run(

@@ -1,4 +1,7 @@
-"""A sweep on a Dask cluster of fake cards: LocalCluster with a process for each worker."""
+"""A sweep on a Dask cluster of fake cards, which has a process for each worker.
+
+Faults happen where a card holds a candidate, so that no test waits for longer than it must.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +23,7 @@ import psutil
 import pytest
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
-from fleets import LABELS, SPEC
+from fleets import LABELS, SPEC, is_whole, measured
 
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.trial import Status, cards_of
@@ -32,10 +34,10 @@ from attnsweep.sweep import dask_cluster, dask_worker, start
 
 distributed = pytest.importorskip("distributed")
 clusters = pytest.importorskip("clusters")
-script_of = clusters.script_of
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
+LEFT = "its worker left the cluster"
 
 
 @pytest.fixture
@@ -45,70 +47,109 @@ def cards(tmp_path, monkeypatch):
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
-    return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.05)
+    monkeypatch.setattr(dask_cluster, "_LOOK_S", 0.1)
+    monkeypatch.setattr(sweep_cards, "_END_S", 1.0)
+    return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.02)
 
 
 @pytest.fixture
-def workers(cards, tmp_path, monkeypatch):
-    """Two workers of a local cluster, one for each fake card."""
-    clusters.find_fakes(monkeypatch)
-    with clusters.local(cards, tmp_path) as local:
+def own_workers(tmp_path):
+    """Two workers of a local cluster, for fake cards 0 and 1, to be killed as a test wants."""
+    with clusters.local_cards(tmp_path) as local:
         yield local
 
 
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """The same for tests that leave them as they are."""
+    with clusters.local_cards(tmp_path_factory.mktemp("workers")) as local:
+        yield local
+
+
+class Processes(contextlib.ExitStack):
+    """A scheduler and workers of Dask's own command line, started and killed as a test wants."""
+
+    def __init__(self, place, cards):
+        super().__init__()
+        self.place, self.cards = place, cards
+        self.schedulers = []
+        self.scheduler_address = f"tcp://127.0.0.1:{distributed.utils.open_port()}"
+
+    def start(self, what, *arguments, uuid=""):
+        process = clusters.dask_process(what, *arguments, uuid=uuid)
+        self.callback(process.wait)
+        self.callback(process.kill)
+        return process
+
+    def scheduler(self):
+        host, port = self.scheduler_address.removeprefix("tcp://").split(":")
+        self.schedulers.append(self.start("scheduler", "--host", host, "--port", port))
+
+    def worker(self, number, *options):
+        """A worker with a GPU, without a nanny: what kills it is not made good."""
+        return self.start(
+            "worker", self.scheduler_address, "--nthreads", 1, "--resources", "GPU=1",
+            "--no-nanny", "--local-directory", self.place, *options,
+            uuid=self.cards.cards[number].uuid,
+        )  # fmt: skip
+
+
 @pytest.fixture
-def go(tmp_path, cards, workers):
-    def run(text=SPEC, families=None, through=None, **options):
-        address = through or workers.scheduler_address
-        outcome, heard = clusters.swept(tmp_path, cards, address, text, families, **options)
-        return outcome, heard.notes
+def dask(tmp_path, cards, monkeypatch):
+    """Processes with a scheduler; a card waits for no other."""
+    clusters.find_fakes(monkeypatch)
+    cards.facts["all"]["together"] = 1
+    with Processes(tmp_path, cards) as processes:
+        processes.scheduler()
+        yield processes
+
+
+@pytest.fixture
+def go(tmp_path, cards):
+    """Sweeps on a cluster; does something once so many candidates were tried, on any card or one.
+
+    do: is followed by every card going on that holds a candidate, unless `when` says more.
+    """
+
+    def run(cluster, text=SPEC, families=None, *, after=1, on=(0, 1), do=None, **options):
+        def ready():
+            return sum(card in on for card, _ in cards.calls("trial")) >= after
+
+        def act():
+            do()
+            if "when" not in options:
+                cards.go_on()
+
+        with contextlib.nullcontext() if do is None else clusters.meanwhile(ready, act):
+            address = cluster.scheduler_address
+            return clusters.swept(tmp_path, cards, address, text, families, **options)
 
     return run
 
 
-def is_whole(outcome):
-    rows = outcome.run.trials
-    assert Counter(t.problem.label for t in rows) == dict.fromkeys(LABELS, 3)
-    assert all(t.status is Status.OK and t.time_us.rounds for t in rows)
-    for label in LABELS:
-        assert len(cards_of(t for t in rows if t.problem.label == label)) == 1
-    return outcome.exit_code == 0
-
-
-def measured(cards):
-    return Counter(label for _, label in cards.calls("trial"))
-
-
-def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards):
-    outcome, _ = go()
+def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards, workers):
+    outcome, _ = go(workers)
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
     assert {card for card, _ in cards.calls("open")} == {0, 1}
     assert len(list((outcome.run.directory / "cubins").glob("*.cubin"))) == 4
-    outcome, _ = go()
+    outcome, _ = go(workers)
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12
-
-
-def test_why_a_search_ended_comes_back_too(go):
-    outcome, _ = go(SPEC + "search: {strategy: gp}\n")
-    assert is_whole(outcome)
-    spaces = json.loads((outcome.run.directory / "spaces.json").read_text())
-    assert {facts["ended"] for facts in spaces} == {"all are tried"}
 
 
 class SlowNetwork(socketserver.ThreadingTCPServer):
     """A way to a scheduler on which whatever is sent arrives late; a context manager."""
 
     daemon_threads = True
-    late_s = 0.1
+    late_s = 0.05
     carried = 0
 
     def __init__(self, scheduler):
         self.there = urlsplit(scheduler)
         super().__init__(("127.0.0.1", 0), self.carry)
-        self.address = f"tcp://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.scheduler_address = f"tcp://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def __exit__(self, *error):
         self.shutdown()
@@ -130,129 +171,122 @@ class SlowNetwork(socketserver.ThreadingTCPServer):
             other.shutdown(socket.SHUT_WR)
 
 
-def test_a_slow_network_loses_nothing(go, cards, workers):
+def test_a_slow_network_loses_nothing_and_why_a_search_ended_comes_back_too(go, cards, workers):
     with SlowNetwork(workers.scheduler_address) as network:
-        outcome, _ = go(through=network.address)
+        outcome, _ = go(network, SPEC + "search: {strategy: gp}\n")
         assert network.carried > 20
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
+    spaces = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert {facts["ended"] for facts in spaces} == {"all are tried"}
 
 
-def test_kernels_of_the_user_travel(go, cards, tmp_path):
+def test_kernels_of_the_user_travel(go, cards, workers):
     text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace(
         "256, 512, 1024, 2048", "64, 128"
     )
-    outcome, _ = go(text, FAMILIES)
+    outcome, _ = go(workers, text, FAMILIES)
     assert {t.kernel for t in outcome.run.trials} == {"burns"}
     assert {t.status for t in outcome.run.trials} == {Status.OK}
 
 
 @pytest.mark.parametrize("fault", ["kill", "off", "stop", "memory"])
-def test_a_lost_child_costs_its_problem_alone(go, cards, fault):
+def test_a_lost_child_costs_its_problem_alone(go, cards, workers, fault):
     cards.on(0, fault=fault, after=2, once=True)
-    outcome, notes = go(silence_s=3.0 if fault == "stop" else None)
+    outcome, heard = go(workers, silence_s=2.0 if fault == "stop" else None)
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12 + 2
-    assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
-    assert not [n for n in notes if "another run" in n]  # that is what is left of the lost child
+    assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
+    assert not heard.about("another run")  # that is what is left of the lost child
 
 
-def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers):
-    cards.facts["all"]["trial_s"] = 0.3
-
-    def kill():
-        log = Path(cards.facts["log"])
-        while not log.exists() or "GPU-00000000 trial" not in log.read_text():
-            time.sleep(0.02)
-        os.kill(workers.workers["card0"].pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    outcome, notes = go()
-    thread.join()
+def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, own_workers):
+    cards.on(0, holds=1)
+    worker = own_workers.workers["card0"]
+    outcome, heard = go(own_workers, on=[0], do=lambda: os.kill(worker.pid, signal.SIGKILL))
     assert is_whole(outcome)
-    assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+    assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
 
 
-def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, workers):
+def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
     """The whole worker hangs, so nobody there can tell its child to stop."""
-    cards.facts["all"]["trial_s"] = 0.3
-    hung = []
-
-    def stop():
-        log = Path(cards.facts["log"])
-        while not log.exists() or "GPU-00000000 trial" not in log.read_text():
-            time.sleep(0.02)
-        hung.append(psutil.Process(workers.workers["card0"].pid))
-        hung[0].suspend()
-
-    thread = threading.Thread(target=stop)
-    thread.start()
+    cards.on(0, holds=1)
+    hung = psutil.Process(own_workers.workers["card0"].pid)
     try:
-        outcome, notes = go(silence_s=3.0)
+        outcome, heard = go(own_workers, on=[0], do=hung.suspend, silence_s=2.0)
     finally:
-        thread.join()
-        hung[0].resume()
+        hung.resume()
     assert is_whole(outcome)
-    [note] = [n for n in notes if "no word for 3 s" in n]
+    [note] = heard.about("no word for 2 s")
     assert note.startswith("worker card0: ")
     assert "goes to another card" in note
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
-    go, cards, workers, monkeypatch, ends
+    go, cards, workers, monkeypatch, tmp_path, ends
 ):
     """The other run may be of an asker that was killed, and its worker free within a minute."""
-    monkeypatch.setattr(dask_cluster, "_IN_USE_S", 60.0 if ends else 2.0)
+    monkeypatch.setattr(dask_cluster, "_IN_USE_S", 60.0 if ends else 0.5)
     cards.facts["all"]["together"] = 1
-    cards.on(1, trial_s=0.2)
+    cards.on(1, holds=1)
+    over, waits = tmp_path / "over", "worker card0: it works for another run, perhaps"
+
+    def until(path):
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
     with distributed.Client(workers.scheduler_address, set_as_default=False) as other:
         asked = other.submit(
-            time.sleep, 4.0 if ends else 30.0, key="attnsweep-other", resources={"GPU": 1},
+            until, str(over), key="attnsweep-other", resources={"GPU": 1},
             workers=["card0"], allow_other_workers=False,
         )  # fmt: skip
         while "attnsweep-other" not in str(other.processing()):
             time.sleep(0.02)
-        outcome, notes = go()
+        left_out = "the card is left out"
+        if ends:  # card 1 goes on once card 0 is free
+            outcome, heard = go(workers, on=[0], do=cards.go_on, when={waits: over.touch})
+        else:
+            outcome, heard = go(workers, when={left_out: cards.go_on})
+        over.touch()
         asked.cancel()
     assert is_whole(outcome)
-    assert [n for n in notes if n.startswith("worker card0: it works for another run, perhaps")]
-    out = [n for n in notes if "run the same command" in n and n.endswith("the card is left out")]
+    assert heard.about(waits)
+    out = [n for n in heard.about("run the same command") if n.endswith(left_out)]
     assert bool(out) is not ends
     assert {card for card, _ in cards.calls("open")} == ({0, 1} if ends else {1})
 
 
-def test_another_version_is_left_out_by_name(go, cards, monkeypatch):
+def test_another_version_is_left_out_by_name(go, workers, monkeypatch):
     monkeypatch.setattr(dask_cluster, "__version__", "9.9")
     with pytest.raises(NoGpuError) as caught:
-        go()
+        go(workers)
     assert "worker card" in caught.value.hint
     assert "it has attnsweep" in caught.value.hint
     assert "not 9.9" in caught.value.hint
 
 
-def test_other_shipped_kernels_are_left_out(go, cards, monkeypatch):
+def test_other_shipped_kernels_are_left_out(go, workers, monkeypatch):
     monkeypatch.setattr(dask_worker, "digest_of", lambda texts: "another")
-    outcome, notes = go()
+    outcome, heard = go(workers)
     assert outcome.no_card
-    assert [n for n in notes if "the kernels of its attnsweep are not those of the asker" in n]
+    assert heard.about("the kernels of its attnsweep are not those of the asker")
 
 
-def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(workers, monkeypatch):
+def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_workers, monkeypatch):
     monkeypatch.setattr(dask_cluster, "COMING_S", 1.0)
     said = []
-    with dask_cluster.connected(workers.scheduler_address) as client:
+    with dask_cluster.connected(own_workers.scheduler_address) as client:
         assert [card.uuid for card in dask_cluster.cards_of(client, said.append)] == [
             "card0",
             "card1",
         ]
         assert not said
-        workers.scale(0)
+        own_workers.scale(0)
         client.retire_workers()
         with pytest.raises(NoGpuError, match=r"no worker has come to tcp.*waited 1 s") as caught:
             dask_cluster.cards_of(client, said.append)
-    assert f"dask worker {workers.scheduler_address} --nthreads 1" in caught.value.hint
+    assert f"dask worker {own_workers.scheduler_address} --nthreads 1" in caught.value.hint
     (waits,) = said
     assert "no worker has come" in waits
     assert "waiting up to 1 s" in waits
@@ -286,44 +320,23 @@ def test_what_is_no_address_is_refused_at_once(monkeypatch, address, why):
     assert caught.value.hint
 
 
-def test_ctrl_c_keeps_every_row_and_resumes(go, cards):
-    cards.facts["all"]["trial_s"] = 0.4
-
-    def interrupt():
-        log = Path(cards.facts["log"])
-        while not log.exists() or log.read_text().count("trial") < 5:
-            time.sleep(0.02)
-        signal.raise_signal(signal.SIGINT)
-
-    asked = threading.Thread(target=interrupt)
-    asked.start()
-    outcome, _ = go()
-    asked.join()
+def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
+    cards.facts["all"]["holds"] = 3
+    outcome, _ = go(workers, after=6, do=lambda: signal.raise_signal(signal.SIGINT))
     assert outcome.exit_code == 130
     stored = len(outcome.run.trials)
     tried = sum(measured(cards).values())
     assert stored >= 2
     assert tried - stored <= 4
-    cards.facts["all"]["trial_s"] = 0.02
-    outcome, _ = go()
+    outcome, _ = go(workers)
     assert is_whole(outcome)
     assert sum(measured(cards).values()) <= tried + 12 - stored + 2
 
 
-def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers, monkeypatch):
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, monkeypatch):
     monkeypatch.setattr(sweep_cards, "AWAY_S", 1.0)
-    cards.facts["all"]["trial_s"] = 0.4
-
-    def end():
-        log = Path(cards.facts["log"])
-        while not log.exists() or log.read_text().count("trial") < 5:
-            time.sleep(0.02)
-        workers.sync(workers.scheduler.close)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    outcome, _ = go()
-    thread.join()
+    cards.facts["all"]["holds"] = 3
+    outcome, _ = go(own_workers, after=6, do=lambda: own_workers.sync(own_workers.scheduler.close))
     assert outcome.no_card
     assert outcome.exit_code == 3
     assert len(outcome.run.trials) >= 2
@@ -334,7 +347,7 @@ def fake_children(place):
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[1:] == ["-c", script_of(place)]:
+            if process.cmdline()[1:] == ["-c", clusters.script_of(place)]:
                 found.append(process)
     return found
 
@@ -361,28 +374,27 @@ with cluster.connected({address!r}) as client:
 
 
 def test_a_killed_asker_frees_the_cards_and_resumes(go, cards, workers, tmp_path):
-    cards.facts["all"]["trial_s"] = 0.5
+    cards.facts["all"]["holds"] = 3
     (tmp_path / "test.yaml").write_text(SPEC)
     (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
     code = ASKER.format(
         paths=sys.path, place=str(tmp_path), address=workers.scheduler_address,
-        script=script_of(tmp_path),
+        script=clusters.script_of(tmp_path),
     )  # fmt: skip
-    log = Path(cards.facts["log"])
     with subprocess.Popen([sys.executable, "-c", code]) as asker:
-        while not log.exists() or log.read_text().count("trial") < 4:
+        while len(cards.calls("trial")) < 6:
             assert asker.poll() is None
             time.sleep(0.02)
         asker.kill()
         children = fake_children(tmp_path)
         assert len(children) == 2
+    cards.go_on()
     psutil.wait_procs(children, timeout=20)
     tried = sum(measured(cards).values())
     assert not [child for child in children if child.is_running()]
     assert tried < 12
     rows, _ = read_trials(tmp_path / "results" / "test-1" / "test" / "trials.jsonl")
-    cards.facts["all"]["trial_s"] = 0.02
-    outcome, _ = go()
+    outcome, _ = go(workers)
     assert is_whole(outcome)
     done_again = sum(measured(cards).values()) - 12
     assert done_again == tried - len(rows)  # what its cards told to nobody
@@ -395,3 +407,88 @@ def test_the_command_line_refuses_what_cannot_be(attnsweep, tmp_path):
     assert both.returncode == wait.returncode == 2
     assert "exclude each other" in both.stderr
     assert "--wait does nothing with --scheduler" in wait.stderr
+
+
+# ---- workers that join a run late, leave it and come back ----
+def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(go, cards, dask):
+    cards.on(0, holds=2)
+    when = {
+        "no worker has come to tcp://127.0.0.1": lambda: dask.worker(0),
+        "joins the run": cards.go_on,
+    }
+    outcome, heard = go(dask, do=lambda: dask.worker(1), when=when)
+    assert is_whole(outcome)
+    assert measured(cards) == dict.fromkeys(LABELS, 3)
+    assert {card for card, _ in cards.calls("open")} == {0, 1}
+    assert set(cards_of(outcome.run.trials)) == {card.hashed for card in cards.cards}
+    (joined,) = heard.about("joins the run")
+    assert joined.startswith("worker tcp://")
+    assert heard.lines == {card.number: card.hashed for card in cards.cards}  # as in rows
+
+
+@pytest.mark.parametrize(
+    ("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)]
+)
+def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, how):
+    """Slurm and Kubernetes ask it to end first; its card comes back under another address."""
+    cards.on(0, holds=5)
+    first = dask.worker(0, *options)
+
+    def replace():
+        first.send_signal(how)
+        dask.worker(0, *options)
+
+    outcome, heard = go(dask, after=5, do=replace, when={LEFT: cards.go_on})
+    assert is_whole(outcome)
+    # What was in flight, and what a worker began that was asked to end.
+    assert sum(measured(cards).values()) <= 12 + (1 if how == signal.SIGKILL else 2)
+    assert heard.about(LEFT)
+    assert heard.about("no card is left: waiting up to 60 s")
+    (joined,) = heard.about("joins the run")
+    assert ("with the card that was worker tcp" in joined) is not options
+    assert list(heard.lines) == [0]
+
+
+def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(
+    go, cards, dask, monkeypatch
+):
+    cards.on(1, environment={"gpu": "NVIDIA Other"})
+    cards.on(0, holds=2)
+    dask.worker(0)
+    kind = "another gpu than the others: NVIDIA Other, not NVIDIA Test 1"
+    version = "not 9.9; the card is left out"
+
+    def come():
+        monkeypatch.setattr(dask_cluster, "__version__", "9.9")
+        dask.worker(1)
+
+    when = {kind: come, version: cards.go_on}
+    outcome, heard = go(dask, do=lambda: dask.worker(1), when=when)
+    assert is_whole(outcome)
+    assert measured(cards) == dict.fromkeys(LABELS, 3)
+    for words in (kind, version):
+        (note,) = heard.about(words)
+        assert note.startswith("worker tcp://")
+        assert note.endswith("the card is left out")
+    assert {card for card, _ in cards.calls("open")} == {0}
+
+
+def test_a_scheduler_that_is_started_again_costs_what_was_in_flight(go, cards, dask):
+    """Its workers end with it; whatever started them starts them again."""
+    before = [dask.worker(number) for number in (0, 1)]
+    cards.facts["all"] |= {"together": 2, "holds": 3}
+
+    def restart():
+        dask.schedulers.pop().kill()
+        cards.go_on()
+        for worker in before:
+            worker.wait()
+        dask.scheduler()
+        for number in (0, 1):
+            dask.worker(number)
+
+    outcome, heard = go(dask, after=6, do=restart)
+    assert is_whole(outcome)
+    assert heard.about("the scheduler is lost") or heard.about(LEFT)
+    assert len(heard.about("it joins the run with the card that was")) == 2
+    assert set(heard.lines) == {0, 1}
