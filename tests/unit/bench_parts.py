@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
@@ -119,14 +118,27 @@ class FakeFixture:
     look_at_inputs = renew_inputs = draw_ahead
 
 
-def proof_of(outputs):
-    """A Verifier whose Comparer sees these digests; outputs gets the look's number, the mix."""
-    made = Verifier.__new__(Verifier)
-    made._session, made._seed, made._poisons = FakeSession(), 0, False
-    made._preparation = None
-    made.timed, made.timed.mix = PROVEN.fixture, 0
-    made._judge = FakeJudge(outputs)
-    return made
+class FakeProof(Verifier):
+    """A Verifier whose Comparer sees these digests, and which finds whatever is bound right.
+
+    outputs: gets the number of the look, and the mix.
+    """
+
+    def __init__(self, outputs):
+        self._session, self._seed, self._poisons = FakeSession(), 0, False
+        self._preparation = None
+        self.timed, self.timed.mix = PROVEN.fixture, 0
+        self._judge = FakeJudge(outputs)
+
+    def of_candidate(self, candidate, call, bind, workspaces, *, small):
+        for launches in candidate.checks:
+            bind(launches, [])
+        return Accuracy(rel_err=0.0, limit=1.0), replace(PROVEN, call=call)
+
+    def of_turns(self, candidate, bind, workspaces):
+        if candidate.turns is None:
+            return None
+        return replace(TURNS, call=bind(candidate.turns, [TURNS.fixture.buffers]))
 
 
 PROVEN = Proven(
@@ -136,33 +148,20 @@ PROVEN = Proven(
 TURNS = replace(PROVEN, fixture=FakeFixture(cases.short_turns(PROBLEM, 2).problem))
 
 
-def made(monkeypatch):
+class FakeBench(Bench):
     """A bench of PROBLEM whose candidates are right, and whose calls take 1 µs."""
-    monkeypatch.setattr(measure, "Buffer", FakeBuffer)
-    monkeypatch.setattr(measure, "BoundCall", FakePipeline)
-    made = Bench.__new__(Bench)
-    made.session, made.problem = FakeSession(), PROBLEM
-    made._workspaces, made._entries, made._cold_copies = {}, {}, []
-    made._right = {}
-    made._owned = SimpleNamespace(
-        triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None)
-    )
-    made._proof = proof_of(lambda look, side: 100 + side)
 
-    def of_candidate(candidate, call, bind, workspaces, *, small):
-        for launches in candidate.checks:
-            bind(launches, [])
-        return Accuracy(rel_err=0.0, limit=1.0), replace(PROVEN, call=call)
+    def __init__(self):
+        self.session, self.problem = FakeSession(), PROBLEM
+        self._workspaces, self._entries, self._cold_copies = {}, {}, []
+        self._right, self._launch_times, self._launched = {}, {}, 0
+        self._owned = SimpleNamespace(
+            triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None)
+        )
+        self._proof = FakeProof(lambda look, side: 100 + side)
 
-    def of_turns(candidate, bind, workspaces):
-        if candidate.turns is None:
-            return None
-        return replace(TURNS, call=bind(candidate.turns, [TURNS.fixture.buffers]))
-
-    monkeypatch.setattr(made._proof, "of_candidate", of_candidate)
-    monkeypatch.setattr(made._proof, "of_turns", of_turns)
-    monkeypatch.setattr(made, "_screen", lambda call, stage=None, proven=None: 1.0)
-    return made
+    def _screen(self, call, stage=None, proven=None):
+        return 1.0
 
 
 def candidate(nbytes, turns=None):

@@ -14,11 +14,11 @@ from bench_parts import (
     TURNS,
     FakeBuffer,
     FakeFixture,
-    FakeSession,
+    FakePipeline,
+    FakeProof,
     Replay,
     candidate,
     in_turns,
-    proof_of,
 )
 
 from attnsweep.baselines import prepare as baselines_prepare
@@ -26,7 +26,6 @@ from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
 from attnsweep.core import cases, timings
 from attnsweep.verify.device_case import WrongResult
-from attnsweep.verify.verifier import Verifier
 
 
 def test_a_finalists_workspace_outlives_another_size(bench):
@@ -60,23 +59,23 @@ def test_one_other_output_in_many_calls_is_found(wrong_look):
         return 100 + side + (look == wrong_look)
 
     with pytest.raises(WrongResult, match=r"a race, or an answer kept from an earlier call: 1 of"):
-        proof_of(outputs).repeat(PROVEN, 7_000, 1e9)
+        FakeProof(outputs).repeat(PROVEN, 7_000, 1e9)
 
 
 def test_repeated_calls_meet_both_sets_of_inputs():
     seen = []
-    done = proof_of(lambda look, side: seen.append(side) or 100 + side).repeat(PROVEN, 64, 1e9)
+    done = FakeProof(lambda look, side: seen.append(side) or 100 + side).repeat(PROVEN, 64, 1e9)
     assert done >= 64
     assert {0, 1} == set(seen[2:])
 
 
 def test_an_answer_kept_from_other_inputs_is_found():
     with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
-        proof_of(lambda look, side: 100).repeat(PROVEN, 64, 1e9)
+        FakeProof(lambda look, side: 100).repeat(PROVEN, 64, 1e9)
 
 
-def test_a_timed_replay_is_compared_with_the_checked_output(bench, monkeypatch):
-    bench._proof = proof_of(lambda look, side: 7)
+def test_a_timed_replay_is_compared_with_the_checked_output(bench):
+    bench._proof = FakeProof(lambda look, side: 7)
     with pytest.raises(WrongResult):
         bench._sample(PROVEN.call, lambda: None, 5, PROVEN)
     assert (
@@ -87,7 +86,7 @@ def test_a_timed_replay_is_compared_with_the_checked_output(bench, monkeypatch):
 def test_outputs_of_cold_copies_are_compared_too(bench):
     copies = [{"o": FakeBuffer(8)} for _ in range(3)]
     bench._cold_copies = copies
-    bench._proof = proof_of(lambda look, side: 100 if look < 3 else 7)
+    bench._proof = FakeProof(lambda look, side: 100 if look < 3 else 7)
     with pytest.raises(WrongResult, match="1 of 4"):
         bench._sample(PROVEN.call, lambda: None, 4, PROVEN, cold=True)
 
@@ -101,7 +100,7 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
         return SimpleNamespace(output=lambda: None, rounds_scores=0)
 
     monkeypatch.setattr(baselines_prepare, "prepare", prepare)
-    monkeypatch.setattr(bench._proof, "of_baseline", lambda output, rounds_scores, held: None)
+    bench._proof.of_baseline = lambda output, rounds_scores, held: None
     bench._dtype = np.uint16
     timed.draw()
     bench.add_baseline("flash")
@@ -110,9 +109,9 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
 
 def test_cold_copies_have_arrived_before_they_are_used(bench, monkeypatch):
     done = []
-    monkeypatch.setattr(bench, "_cold_count", lambda: 3)
+    bench._cold_count = lambda: 3
     monkeypatch.setattr(FakeBuffer, "copy_from", lambda self, other: done.append("copy"))
-    monkeypatch.setattr(FakeSession, "settle", lambda self: done.append("settle"))
+    bench.session.settle = lambda: done.append("settle")
     bench._cold_copies = None
     assert len(bench._cold()) == 2
     assert done == ["copy"] * 8 + ["settle"]
@@ -178,16 +177,16 @@ def test_one_call_that_outlasts_a_replay_is_no_mistake(bench):
     assert bench.session.asked == 3
 
 
-def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, monkeypatch):
+def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench):
     proofs, prove = [], bench._proof.of_candidate
 
     def of_candidate(candidate, *args, **how):
         proofs.append(candidate.timed)
         return prove(candidate, *args, **how)
 
-    monkeypatch.setattr(bench._proof, "of_candidate", of_candidate)
-    bench._launch_times, bench._cold_copies = {}, [bench._timed]
-    monkeypatch.setattr(Verifier, "repeat", lambda *_: 8)
+    bench._proof.of_candidate = of_candidate
+    bench._cold_copies = [bench._timed]
+    bench._proof.repeat = lambda *_: 8
     tried, other = candidate(64), candidate(128)
     bench.trial(tried)
     bench.add("tried", candidate(64), cold=True)
@@ -196,22 +195,22 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
     assert len(entry.call.copies) == 2
     assert (entry.proven.digests == PROVEN.digests).all()
     bench._sample(entry.call, lambda: None, 1, entry.proven)
-    monkeypatch.setattr(bench._proof._judge, "outputs", lambda look, side: 7)  # wrong from now on
+    bench._proof._judge.outputs = lambda look, side: 7  # wrong from now on
     with pytest.raises(WrongResult):
         bench._sample(entry.call, lambda: None, 1, entry.proven)
     bench.add("other", other, cold=False)
     assert proofs == [tried.timed, other.timed]
 
 
-def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench, monkeypatch):
+def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench):
     asked = []
 
-    def repeat(proof, proven, most, longest_us, each_us=None):
+    def repeat(proven, most, longest_us, each_us=None):
         asked.append((most, longest_us))
         return most
 
-    bench._launch_times, bench._cold_copies = {}, [bench._timed]
-    monkeypatch.setattr(Verifier, "repeat", repeat)
+    bench._cold_copies = [bench._timed]
+    bench._proof.repeat = repeat
     accuracy, first = bench.trial(candidate(64))
     assert (accuracy.calls, first.sm_mhz) == (8, 1980.0)
     bench.add("k", candidate(64), cold=False)
@@ -221,21 +220,21 @@ def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench
     def wrong(*_):
         raise WrongResult("a race")
 
-    monkeypatch.setattr(Verifier, "repeat", wrong)
+    bench._proof.repeat = wrong
     with pytest.raises(WrongResult, match="a race"):
         bench.confirm("k", 200_000.0)
     with pytest.raises(WrongResult, match="a race"):
         bench.trial(candidate(128))
 
 
-def test_a_finalist_is_confirmed_on_the_timed_problem_and_then_on_short_turns(bench, monkeypatch):
-    asked, repeat = [], Verifier.repeat
+def test_a_finalist_is_confirmed_on_the_timed_problem_and_then_on_short_turns(bench):
+    asked, repeat = [], bench._proof.repeat
 
-    def noted(proof, proven, most, longest_us, each_us=None):
+    def noted(proven, most, longest_us, each_us=None):
         asked.append((proven.fixture.case.problem, most, longest_us))
-        return repeat(proof, proven, most, longest_us, each_us)
+        return repeat(proven, most, longest_us, each_us)
 
-    monkeypatch.setattr(Verifier, "repeat", noted)
+    bench._proof.repeat = noted
     bench.add("turns", in_turns(), cold=False)
     assert bench.confirm("turns", 100.0) < 7_000
     calls = bench.confirm("turns", 1e9)
@@ -276,7 +275,7 @@ def test_a_race_that_only_short_turns_show_is_named_so(bench):
     assert refused.value.detail.startswith("a race, or an answer kept")
 
 
-def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, monkeypatch):
+def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench):
     """So that the look is ready when the time is: nothing is launched between."""
     order = []
 
@@ -287,21 +286,21 @@ def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, mon
         order.append("waited")
         return 10.0
 
-    monkeypatch.setattr(bench.session, "time_us", time_us, raising=False)
+    bench.session.time_us = time_us
     judge, digest = bench._proof._judge, bench._proof._judge.digest
 
     def looked(*args, **how):
         order.append("look")
         digest(*args, **how)
 
-    monkeypatch.setattr(judge, "digest", looked)
+    judge.digest = looked
     bench._sample(PROVEN.call, lambda: None, 1, PROVEN)
     assert order == ["replayed", "look", "waited"]
 
 
-def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch):
+def test_what_preparing_inputs_takes_of_the_device_is_counted(bench):
     times = iter([0.0, 40.0, 100.0, 130.0])
-    monkeypatch.setattr(bench._proof._session, "record", lambda: next(times), raising=False)
+    bench._proof._session.record = lambda: next(times)
     timings.proof_taken()
     bench._proof.begin()
     bench._proof.begin()
@@ -311,13 +310,11 @@ def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch
     assert timings.proof_taken() == {"replays": pytest.approx(30e-6)}
 
 
-def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then(
-    bench, monkeypatch
-):
+def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then(bench):
     """It was lost once: the comparison set the sum to what it was before plus its own time."""
     times = iter([0.0, 50e6])
-    monkeypatch.setattr(bench._proof._session, "record", lambda: next(times), raising=False)
-    monkeypatch.setattr(bench._proof, "_compare", lambda *args: None)
+    bench._proof._session.record = lambda: next(times)
+    bench._proof._compare = lambda *args: None
     timings.proof_taken()
     bench._proof.begin()
     bench._proof.end(PROVEN, looked=True)
@@ -326,7 +323,7 @@ def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then
 
 @pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
 def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked):
-    made, problem = proof_of(lambda look, mix: 0), replace(PROBLEM, dtype=dtype)
+    made, problem = FakeProof(lambda look, mix: 0), replace(PROBLEM, dtype=dtype)
     made.timed, said = FakeFixture(problem), []
 
     def rounding(of, often):
@@ -339,3 +336,107 @@ def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked):
         made._know_limits(0)
         made._know_limits(2)
     assert said == asked
+
+
+# ---- long calls: nothing is called that their times and proof do not need ----
+@pytest.fixture
+def long(bench):
+    bench._long = True
+    return bench
+
+
+class Captured(FakePipeline):
+    """A pipeline that keeps how many calls its graphs have, and who was called alone."""
+
+    def __init__(self):
+        super().__init__(None, None, [])
+        self.graphs, self.alone = [], 0
+
+    def enqueue(self, copy=0, stage=None):
+        self.alone += 1
+
+    def capture(self, calls, *, after=None, **how):
+        self.graphs.append(calls)
+        return lambda: None
+
+
+@pytest.mark.parametrize(("is_long", "replays"), [(True, 1), (False, 2)])
+def test_no_untimed_replay_precedes_a_sample(long, is_long, replays):
+    long._long, played = is_long, []
+    assert long._sample(PROVEN.call, Replay("a", played), 1, PROVEN) == 10.0
+    assert played == ["a"] * replays
+
+
+def test_a_sample_is_still_compared_with_the_checked_output(long):
+    long._proof._judge.outputs = lambda look, side: 7
+    with pytest.raises(WrongResult):
+        long._sample(PROVEN.call, lambda: None, 1, PROVEN)
+
+
+@pytest.mark.parametrize("how", [{}, {"rotate": True}, {"stage": "fwd"}])
+def test_a_graph_is_one_call_and_none_is_made_to_find_that(long, how):
+    call = Captured()
+    _, calls = long._graph(call, 300.0, **{"rotate": False, **how})
+    assert (calls, call.graphs, call.alone, long._launched) == (1, [1], 0, 0)
+
+
+def test_a_first_time_is_one_call(long):
+    played = []
+    long._graph = lambda call, target_us, *, rotate, stage=None: (Replay("a", played), 1)
+    assert Bench._screen(long, PROVEN.call) == 10.0
+    assert played == ["a"]
+
+
+def test_a_trial_counts_the_call_that_it_timed_and_makes_no_more(long):
+    long._proof.repeat = lambda *_: pytest.fail("a call more")
+    accuracy, _ = long.trial(candidate(64))
+    assert accuracy.calls == 1
+
+
+def test_no_copies_of_the_inputs_are_made(long):
+    long._cold_copies = None
+    assert long._cold() == []
+    long.add("a", candidate(0), cold=True)
+    assert len(long._entries["a"].call.copies) == 1
+
+
+@pytest.mark.parametrize("call_us", [25_000.0, 180_000.0, 900_000.0])
+def test_two_calls_of_the_winner_are_compared_and_none_of_others(long, call_us):
+    """The finals ask for 200 ms of the winner, and for 2 ms of each other."""
+    asked, repeat = [], long._proof.repeat
+
+    def noted(proven, most, longest_us, each_us=None):
+        asked.append((most, each_us))
+        return repeat(proven, most, longest_us, each_us)
+
+    long._proof.repeat = noted
+    long.add("a", candidate(64), cold=False)
+    long._entries["a"].warm_us = call_us
+    assert long.confirm("a", 2_000.0) == 0
+    assert asked == []
+    assert long.confirm("a", 200_000.0) == 2
+    assert asked == [(2, call_us)]
+
+
+def test_the_winner_is_compared_on_short_turns_as_well(long):
+    long.add("a", in_turns(), cold=False)
+    long._entries["a"].warm_us = 180_000.0
+    assert long.confirm("a", 2_000.0) == 0
+    assert long.confirm("a", 1e9) >= 7_002
+
+
+def test_a_winner_that_is_wrong_in_one_of_its_two_calls_is_found(long):
+    long._proof._judge.outputs = lambda look, side: 100 + side + (look == 1)
+    long.add("a", candidate(64), cold=False)
+    long._entries["a"].warm_us = 180_000.0
+    with pytest.raises(WrongResult, match="a race"):
+        long.confirm("a", 200_000.0)
+
+
+@pytest.mark.parametrize(("is_long", "calls"), [(True, 5), (False, 100)])
+def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(long, is_long, calls):
+    long._long, call = is_long, Captured()
+    long._entries["a"] = measure._Entry(call)
+    long._proof.settle = lambda: None
+    long.eager_us("a")
+    assert call.alone == calls

@@ -213,7 +213,7 @@ def test_a_row_names_the_whole_machine():
     assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
 
 
-def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(monkeypatch):
+def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches():
     """A trial binds a dozen launches of the same code."""
     loaded = []
 
@@ -222,9 +222,14 @@ def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(
         function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
         return SimpleNamespace(get_function=lambda name: function)
 
-    session = object.__new__(cuda.CudaSession)
-    session._cupy, session._functions = SimpleNamespace(RawModule=module), {}
-    monkeypatch.setattr(cuda.CudaSession, "_allow_cluster", lambda session, function: None)
+    class Session(cuda.CudaSession):
+        def __init__(self):
+            self._cupy, self._functions = SimpleNamespace(RawModule=module), {}
+
+        def _allow_cluster(self, function):
+            pass
+
+    session = Session()
     launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
     functions = [session.function("one.cubin", launch) for launch in launches]
     assert functions[0] is functions[1] is functions[2]

@@ -34,19 +34,20 @@ class Judge:
         self.turns.append((k + v, heads, old, new))
 
 
-def fixture_of(heads_kv=4, parts=8):
-    made = DeviceCase.__new__(DeviceCase)
-    made.case, made.judge, made.mix, made.rows = Case(PROBLEM), Judge(), PLAIN, ROWS
-    made._seed, made._rng, made._mix = 0, np.random.default_rng(0), None
-    made._heads_kv, made.parts = heads_kv, parts
-    made.buffers = {name: name for name in "qkvo"}
-    return made
+class Fixture(DeviceCase):
+    """A case whose buffers are their names."""
+
+    def __init__(self, heads_kv=4, parts=8):
+        self.case, self.judge, self.mix, self.rows = Case(PROBLEM), Judge(), PLAIN, ROWS
+        self._seed, self._rng, self._mix = 0, np.random.default_rng(0), None
+        self._heads_kv, self.parts = heads_kv, parts
+        self.buffers = {name: name for name in "qkvo"}
 
 
 @pytest.fixture
 def fixture(monkeypatch):
     monkeypatch.setattr(limits, "limits", lambda case, rounds_scores, same=None: LIMITS)
-    return fixture_of()
+    return Fixture()
 
 
 def finding(**changes):
@@ -203,7 +204,7 @@ def test_only_keys_and_values_turn_and_only_if_they_must(fixture):
 
 @pytest.mark.parametrize("heads_kv", [1, 2, 64])
 def test_each_draw_turns_a_head(heads_kv):
-    made = fixture_of(heads_kv, heads_kv)
+    made = Fixture(heads_kv, heads_kv)
     for number in range(60):
         before = negated_heads(made.mix, heads_kv)
         if number % 3:
@@ -218,7 +219,7 @@ def test_each_draw_turns_a_head(heads_kv):
 
 def test_a_kernel_that_keeps_two_outputs_a_head_passes_as_the_page_of_what_cannot_be_found_says():
     """Signs of k and v are all that changes, so that one sign of K tells which output is right."""
-    heads, made = 4, fixture_of(4, 4)
+    heads, made = 4, Fixture(4, 4)
     rng = np.random.default_rng(1)
     q, k, v = rng.standard_normal((3, heads, 16, 8))
 
@@ -250,7 +251,7 @@ def test_a_kernel_that_keeps_two_outputs_a_head_passes_as_the_page_of_what_canno
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 4), st.integers(1, 4))
 def test_the_digest_of_a_mix_is_the_sum_of_its_heads(mix, heads_kv, group):
-    made = fixture_of(heads_kv, heads_kv * group)
+    made = Fixture(heads_kv, heads_kv * group)
     made.mix = mix
     of_sides = np.random.default_rng(0).integers(0, 2**64, (2, made.parts), dtype=np.uint64)
     negated = negated_heads(mix, heads_kv)
