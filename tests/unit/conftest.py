@@ -87,6 +87,30 @@ def operator(tmp_path, driver):
 
 
 @pytest.fixture
+def planned(operator):
+    """The calls that the operator has looked up by shapes and strides."""
+    asked, own = [], operator._plan
+    operator._plan = lambda *what: asked.append(what) or own(*what)
+    return asked
+
+
+@pytest.fixture
+def remember(monkeypatch):
+    """Sets how much operators and their launches keep: remember(plans=3, ready=3, of_a_kind=2)."""
+    from attnsweep.serve.runtime import driver, fp8_operator
+    from attnsweep.serve.runtime import operator as of_package
+
+    owners = {"plans": (of_package, fp8_operator), "ready": (driver,), "of_a_kind": (driver,)}
+
+    def set_(**most):
+        for name, count in most.items():
+            for owner in owners[name]:
+                monkeypatch.setattr(owner, f"_MOST_{name.upper()}", count)
+
+    return set_
+
+
+@pytest.fixture
 def load(tmp_path):
     """Loads a spec given as text (or bytes) from sweep.yaml."""
 

@@ -39,10 +39,9 @@ class Forgetful(FakeDriver):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
+def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
     """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
-    monkeypatch.setattr(of_package, "_MOST_PLANS", 64)
-    monkeypatch.setattr(driver_module, "_MOST_READY", 64)
+    remember(plans=64, ready=64)
     for bounded in (
         cost_model.work,
         hopper.even_turns,
@@ -93,11 +92,10 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     assert of_package._MOST_PLANS <= driver_module._MOST_READY
 
 
-def test_all_kinds_of_calls_share_one_limit(operator, driver, monkeypatch):
+def test_all_kinds_of_calls_share_one_limit(operator, driver, remember):
     """Few kinds, each at more addresses than are remembered."""
     driver.on_launch = None
-    monkeypatch.setattr(driver_module, "_MOST_READY", 10)
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)
+    remember(ready=10, of_a_kind=4)
     kinds = [[tensors(seqlen=250 + kind) for _ in range(5)] for kind in range(6)]
     for n in range(5):
         for kind in kinds:
@@ -107,9 +105,9 @@ def test_all_kinds_of_calls_share_one_limit(operator, driver, monkeypatch):
     assert operator.counters() == {"kernel": 30}
 
 
-def test_addresses_that_keep_changing(operator, driver, monkeypatch):
+def test_addresses_that_keep_changing(operator, driver, remember):
     """Whether launches are made, moved or remembered, a call reads and writes its own tensors."""
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)
+    remember(of_a_kind=4)
     given = [[t * (n + 1) / 9 for t in tensors()] for n in range(9)]
     for n in (*range(9), 8, 7, 0, 0, 3, 8):
         assert close(operator.attention(*given[n]), F.scaled_dot_product_attention(*given[n]))
@@ -117,9 +115,9 @@ def test_addresses_that_keep_changing(operator, driver, monkeypatch):
     assert driver.replaced
 
 
-def test_threads_do_not_share_launches(tmp_path, monkeypatch):
+def test_threads_do_not_share_launches(tmp_path, remember):
     """All at once, of one kind of call, at addresses that are met again and at new ones."""
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 3)
+    remember(of_a_kind=3)
     wrong, began = [], threading.local()
 
     class Slow(FakeDriver):

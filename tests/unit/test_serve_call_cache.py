@@ -38,14 +38,6 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.fixture
-def planned(operator, monkeypatch):
-    """The calls that were looked up by shapes and strides, as all were before they are known."""
-    asked, own = [], operator._plan
-    monkeypatch.setattr(operator, "_plan", lambda *what: asked.append(what) or own(*what))
-    return asked
-
-
-@pytest.fixture
 def known(operator, planned):
     """q, k and v of a call that is known, without gradients and with them."""
     q, k, v = tensors()

@@ -49,7 +49,7 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
 
 
-def test_a_thread_without_a_context_gets_the_devices(tmp_path, monkeypatch):
+def test_a_thread_without_a_context_gets_the_devices(tmp_path, remember):
     driver = FakeDriver()
     made = table(tmp_path, winner(shape()))
     kernel = made.gpus[H100].winners[0].kernel
@@ -64,7 +64,7 @@ def test_a_thread_without_a_context_gets_the_devices(tmp_path, monkeypatch):
     with ThreadPoolExecutor(1) as third:  # which meets new addresses, so that maps are made first
         third.submit(launches.issue, elsewhere(1), 0).result()
     assert (len(driver.launches), driver.retained) == (3, 3)
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 2)
+    remember(of_a_kind=2)
     with ThreadPoolExecutor(1) as fourth:  # which moves launches
         fourth.submit(launches.issue, elsewhere(2), 0).result()
     assert (len(driver.launches), driver.retained) == (4, 4)
@@ -76,9 +76,9 @@ def elsewhere(number):
 
 
 @pytest.fixture
-def split(tmp_path, monkeypatch):
+def split(tmp_path, remember):
     """Makes launches of two kernels, of which three are remembered."""
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 3)
+    remember(of_a_kind=3)
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
@@ -166,7 +166,7 @@ def test_addresses_that_no_map_takes(split):
     assert driver.launches == driver.maps == []
 
 
-def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, monkeypatch):
+def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, remember):
     """All but the calls, which need a GPU."""
     binding = pytest.importorskip("cuda.bindings.driver")
     names = (
@@ -192,7 +192,7 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, monkeypatch):
     )
     assert join.numAttrs == 1
     assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 1)
+    remember(of_a_kind=1)
     launches.issue(elsewhere(1), 78)
     assert [m["pointer"] for m in driver.launches[2]["values"][:4]] == list(elsewhere(1)[:4])
     assert [int(launch["config"].hStream) for launch in driver.launches[2:]] == [78, 78]

@@ -24,8 +24,6 @@ from attnsweep.core.hardware import ARCHS  # noqa: E402
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve import export  # noqa: E402
-from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
-from attnsweep.serve.runtime import fp8_operator  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS, PackageError, read_table  # noqa: E402
 
@@ -279,18 +277,17 @@ def test_a_damaged_cubin_is_an_error(operator, table, tmp_path, driver):
     assert driver.modules == []
 
 
-def test_launches_are_remembered_and_never_grow_without_end(operator, driver, monkeypatch):
-    monkeypatch.setattr(fp8_operator, "_MOST_PLANS", 3)
-    monkeypatch.setattr(driver_module, "_MOST_READY", 3)
+def test_launches_are_remembered_and_never_grow_without_end(operator, driver, remember):
+    remember(plans=3, ready=3)
     for seqlen in range(100, 120):
         operator.attention(*quantised(seqlen=seqlen), *scales_of("heads"))
         ready = [len(plan.launches._ready) for plan in operator._plans.values()]
         assert max(len(ready), sum(ready)) <= 3
 
 
-def test_addresses_that_keep_changing(operator, driver, monkeypatch):
+def test_addresses_that_keep_changing(operator, driver, remember):
     """Scales as well as tensors: each call reads and writes its own."""
-    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 2)
+    remember(of_a_kind=2)
     given = [
         ([t.clone() for t in quantised()], [s * n for s in scales_of("heads")]) for n in (1, 2, 3)
     ]

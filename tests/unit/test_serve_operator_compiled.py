@@ -189,13 +189,13 @@ def test_short_calls_with_gradients_are_pytorchs(tmp_path, driver, backwards):
     assert "with gradients" in reason, reason
 
 
-def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driver, monkeypatch):
+def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driver):
     """The host takes longer for such a step than the device, and would notice the look-up."""
     short = replace(table(tmp_path, winner(shape(), gain=2.0)).gpus[H100], guard=Guard())
     made = Table(tmp_path, "0.0", "0" * 64, {H100: short})
     operator = Operator(made, "short_steps", driver, devices=("cpu",))
     operator._gpus[0] = short
-    monkeypatch.setattr(operator, "_find", lambda *call: pytest.fail("looked up"))
+    operator._find = lambda *call: pytest.fail("looked up")
     given = tensors()
     leaves = [t.detach().requires_grad_() for t in given]
     out = operator.attention(*leaves, is_causal=True)
