@@ -44,13 +44,14 @@ class FakeCompiler:
         self.arch = arch
         self.made.append(arch)
         self.cache_dir = cache_dir or default_cache_dir() / "fake"
-        self._closures: dict[Path, dict[str, bytes]] = {}
+        self._closures: dict[Path, str] = {}
 
     def key(self, source: Path, defines: Mapping[str, str]) -> str:
         """Content address, as `Compiler.key` without NVRTC's version."""
         if source not in self._closures:
-            self._closures[source] = source_closure(source)
-        parts = [self.arch.name, sorted(defines.items()), sorted(self._closures[source].items())]
+            closure = repr(sorted(source_closure(source).items())).encode()
+            self._closures[source] = hashlib.sha256(closure).hexdigest()
+        parts = [self.arch.name, sorted(defines.items()), self._closures[source]]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:

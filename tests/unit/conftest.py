@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import fleets
 import pytest
+import typer
 from fake_cards import FakeCards
 from fake_gpu import FakeGpu
 from rich.progress import Progress
@@ -16,7 +17,9 @@ from sweeping import SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.bench import bench as measure
 from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.files import shipped
 from attnsweep.device.lock import LOCK_VARIABLE
+from attnsweep.family import discover as discovering
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
 from attnsweep.serve import evaluate
@@ -30,8 +33,11 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def recorded_rows():
-    """Each recorded run, which dozens of tests read, is parsed once, as is their table made."""
+def made_once():
+    """What cannot change and hundreds of tests need is made once for a process.
+
+    Rows of recorded runs and the table of them; shipped families; the command line.
+    """
     parse = store._parse_trials
     once = cache(parse)
 
@@ -42,10 +48,18 @@ def recorded_rows():
         return dict(trials), [*warnings], rows
 
     tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
+    load_kernel = discovering.load_kernel
+    shipped_kernel = cache(load_kernel)
+
+    def loaded(path):
+        return (shipped_kernel if path.parent == shipped("kernels") else load_kernel)(path)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_parse_trials", parsed)
         patch.setattr(store_store, "_parse_trials", parsed)
         patch.setattr(evaluate, "tuned", lambda runs: tuned(*runs))
+        patch.setattr(discovering, "load_kernel", loaded)
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

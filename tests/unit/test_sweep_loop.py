@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -370,7 +371,7 @@ def test_replay_marks_every_row_and_invents_none(go, tmp_path):
 
 
 def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go):
-    kernels = discover()
+    kernels = deepcopy(discover())
     stage = kernels["naive"].stages["fwd"]
 
     def picky(config, problem, arch):
@@ -432,7 +433,7 @@ def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gp
     """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
     monkeypatch.setattr(time_limit, "LIMIT_S", 0.2)
     gpu.installed = arch_on(TEST_GPU)
-    kernels = discover()
+    kernels = deepcopy(discover())
     naive = kernels["naive"]
 
     def endless(config, problem, arch):
