@@ -21,6 +21,8 @@ from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports import html as page
 from attnsweep.reports import plots as library
 from attnsweep.reports.explain import explain
+from attnsweep.reports.html_data import best_so_far
+from attnsweep.reports.terminal import aligned, cut, wrap
 from attnsweep.store.run import Run, open_run
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
@@ -465,3 +467,51 @@ def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(pages
     assert marks(figures["effects"]) > 10
     for name in ("BLOCKS_PER_SM", "WARPGROUPS"):
         assert name in figures["effects"]
+
+
+# ---- the course of a search ----
+def rows_of(*times):
+    rows = [candidate("a", us or 1.0, N=i).with_(first_us=us) for i, us in enumerate(times)]
+    return [row if row.first_us else row.with_(status=Status.WRONG, time_us=None) for row in rows]
+
+
+def test_the_best_so_far_only_falls_and_counts_what_failed():
+    other = candidate("b", 3.0, N=1).with_(first_us=3.0)
+    points = best_so_far([*rows_of(9.0, None, 12.0, 7.0, 8.0), baseline("cudnn", 1.0), other])
+    assert points == [
+        {"kernel": "a", "trial": 1, "us": 9.0},
+        {"kernel": "a", "trial": 4, "us": 7.0},
+        {"kernel": "b", "trial": 1, "us": 3.0},
+        {"kernel": "a", "trial": 5, "us": 7.0},
+    ]
+
+
+def test_seconds_are_there_if_the_rows_have_them():
+    rows = [row.with_(tried_s=2.5 * i) for i, row in enumerate(rows_of(9.0, 7.0, 8.0))]
+    assert best_so_far(rows) == [
+        {"kernel": "a", "trial": 1, "us": 9.0, "s": 0.0},
+        {"kernel": "a", "trial": 2, "us": 7.0, "s": 2.5},
+        {"kernel": "a", "trial": 3, "us": 7.0, "s": 5.0},
+    ]
+
+
+# ---- layout of text: columns that give way, and lines that break between words ----
+def test_cells_are_aligned_and_only_named_columns_give_way() -> None:
+    lines = [["name", "µs"], ["a-long-kernel-name", "1.5"], ["b", "123.5"]]
+    assert aligned(lines, "lr", 40) == [
+        "name                   µs",
+        "a-long-kernel-name    1.5",
+        "b                   123.5",
+    ]
+    assert aligned(lines, "lr", 17, shrink=(0,)) == [
+        "name           µs",
+        "a-long-ke…    1.5",
+        "b           123.5",
+    ]
+
+
+def test_wrap_breaks_between_words_but_not_before_a_unit() -> None:
+    assert wrap("it took 12.5\u00a0µs in all", 16) == ["it took 12.5 µs", "    in all"]
+    assert wrap("it took 12.5\u00a0µs in all", 14) == ["it took", "    12.5 µs in", "    all"]
+    assert cut("abcdef", 4) == "abc…"
+    assert cut("abcd", 4) == "abcd"

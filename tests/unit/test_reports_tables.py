@@ -1,9 +1,11 @@
 import csv
 import io
+import json
 import re
 from pathlib import Path
 
 import pytest
+from pages import visible
 from rich.cells import cell_len
 from rich.console import Console
 from samples import (
@@ -19,9 +21,16 @@ from samples import (
 )
 
 from attnsweep.choose.ranking import rank
+from attnsweep.core.length import slower_on
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Measurement, Status, Trial
+from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
+from attnsweep.family.discover import discover
+from attnsweep.reports import html, tables
 from attnsweep.reports import tables as report
+from attnsweep.reports.explain import explain
+from attnsweep.reports.explain_text import lines
+from attnsweep.reports.notes import judged_line
+from attnsweep.reports.text import by_problem
 from attnsweep.store.run import Run
 
 
@@ -411,3 +420,171 @@ def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
     for name in ("y", "foo", "bar"):
         assert text.count(f'    k.cu({5 if name == "y" else 6}): error: identifier "{name}"') == 1
     assert "warning #177" not in text
+
+
+# ---- the files of a run: Markdown, CSV and JSON hold what the terminal shows, and all of it ----
+def test_markdown_holds_the_same_table() -> None:
+    text = report.files(full_run())["ranking.md"]
+    lines = text.splitlines()
+    assert "## (4,16,1024,64) fp16 full" in lines
+    rows = [line for line in lines if line.startswith("| ")]
+    columns = {row.replace("\\|", "").count("|") for row in rows}
+    assert len(columns) == 1
+    assert rows[2].startswith(
+        "| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.010 | 2.04 |"
+    )
+    assert sum("| baseline |" in row or "| base |" in row for row in rows) == 2
+    assert "- winner three_kernel_wgmma" in text
+    assert "FlashAttention-3 is not installed" in text
+
+
+def test_a_pipe_does_not_break_the_markdown_table() -> None:
+    row = baseline("a|b", 5.0)
+    text = report.to_markdown(rank([candidate("flash", 3.0), row], H200), H200)
+    assert "a\\|b" in text
+    assert "a|b" not in text.replace("a\\|b", "")
+
+
+def test_csv_holds_every_row_in_full_precision() -> None:
+    run = full_run()
+    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    assert len(rows) == len(run.trials)
+    assert rows[0]["winner"] == "True"
+    assert float(rows[0]["us_per_head"]) == 28.1 / 64
+    assert rows[0]["registers"] == "168"
+    assert [row["rank"] for row in rows].count("") == 15
+    assert "trial" not in rows[0]
+
+
+def test_json_is_strict_stable_and_complete() -> None:
+    run = full_run()
+    data = json.loads(json.dumps(report.to_json(run), allow_nan=False))
+    assert set(data) == {"run", "environment", "problems", "warnings"}
+    assert data["warnings"] == []
+    assert data["run"] == "results/h200/h100"
+    assert data["environment"]["gpu"] == "NVIDIA H200"
+    (problem,) = data["problems"]
+    assert set(problem) == {"problem", "label", "bounds_us", "winner", "ranking", "counts"}
+    assert problem["problem"] == {
+        "batch": 4, "heads": 16, "heads_kv": 16, "seqlen_q": 1024, "seqlen_k": 1024,
+        "head_dim": 64, "dtype": "fp16", "causal": False,
+    }  # fmt: skip
+    assert set(problem["bounds_us"]) == {"matrix", "exp2", "memory"}
+    assert problem["counts"] == {
+        "ok": 25, "wrong": 4, "launch_error": 1, "timeout": 1, "compile_error": 1, "pruned": 7,
+        "skipped": 1,
+    }  # fmt: skip
+    assert len(problem["ranking"]) == len(run.trials)
+    winner = problem["winner"]
+    assert winner == problem["ranking"][0]
+    assert winner["config"] == {"QK_BLOCK_M": 128, "PV_BLOCK_M": 64, "SOFTMAX_THREADS": 128}
+    assert winner["stages_us"] == {"qk": 10.1, "softmax": 9.0, "pv": 8.2}
+    assert (winner["rank"], winner["time_us"]) == (1, 28.1)
+    skipped = problem["ranking"][-1]
+    assert (skipped["rank"], skipped["time_us"], skipped["registers"]) == (None, None, None)
+
+
+def test_nan_is_null_in_json_and_never_a_winner() -> None:
+    nan = candidate("flash", 3.0, ID=1).with_(accuracy=Accuracy(rel_err=float("nan"), limit=1.0))
+    (problem,) = report.to_json(full_run(trials=[nan], environment=None))["problems"]
+    assert problem["winner"] is None
+    assert problem["bounds_us"] == {}
+    assert problem["ranking"][0]["rel_err"] is None
+    assert problem["counts"] == {"wrong": 1}
+
+
+# ---- what a table leaves out is said beside it: candidates never tried, and rows not judged ----
+SHORT = "(1,32,16384,128) bf16 causal"
+RIGHT = Accuracy(rel_err=1e-4, limit=1e-3)
+
+
+def judged(row, share):
+    return row.with_(accuracy=RIGHT.model_copy(update={"judged": share}))
+
+
+def long_run(*shares):
+    """A run whose candidates were judged in these shares, with others that were not tried."""
+    rows = [
+        judged(candidate("naive", 30.0 + n, THREADS=32 * (n + 1)), share)
+        for n, share in enumerate(shares)
+    ]
+    rows += [
+        failed("naive", Status.PRUNED, slower_on(SHORT, 3000.0 + n, 2800.0), THREADS=n).with_(
+            accuracy=RIGHT
+        )
+        for n in (33, 34, 35)
+    ]
+    rows += [failed("naive", Status.PRUNED, "spills 8 bytes, the spec allows 0", THREADS=999)]
+    return full_run(trials=[*rows, judged(baseline("torch_flash", 40.0), 0.01)])
+
+
+def said(*shares):
+    (section,) = by_problem(rank(long_run(*shares).trials, None), None)
+    return judged_line(section.rows)
+
+
+@pytest.mark.parametrize(
+    ("shares", "span"),
+    [((0.1301,), "13"), ((0.13, 0.13), "13"), ((0.14, 0.125), "12–14"), ((0.0021,), "0.21")],
+)
+def test_the_share_of_rows_that_float64_judged_is_said(shares, span):
+    assert said(*shares) == (
+        f"float64 judged {span}\u00a0% of the rows of every head; of the others it is only known "
+        "that they are numbers, the same in all calls"
+    )
+
+
+def flat(text):
+    return " ".join(text.replace("\u00a0", " ").split())
+
+
+TEXT = "float64 judged 13 % of the rows of every head; of the others it is only known that they"
+
+
+def test_the_terminal_says_it():
+    out = io.StringIO()
+    tables.print_run(long_run(0.13), Console(file=out, width=100))
+    assert TEXT in flat(out.getvalue())
+    out = io.StringIO()
+    tables.print_run(long_run(None), Console(file=out, width=100))
+    assert "float64 judged" not in out.getvalue()
+
+
+def test_ranking_md_says_it():
+    assert f"- {TEXT}" in flat(tables.files(long_run(0.13))["ranking.md"])
+    assert "float64 judged" not in tables.files(long_run(None))["ranking.md"]
+
+
+def test_the_page_says_it():
+    pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
+    pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
+    assert TEXT in flat(visible(html.render(long_run(0.13))))
+    assert "float64 judged" not in html.render(long_run(None))
+
+
+def test_json_has_the_share_of_each_row():
+    (problem,) = tables.to_json(long_run(0.13, None))["problems"]
+    of = {(r["kernel"], r["config"].get("THREADS")): r["judged"] for r in problem["ranking"]}
+    assert of["naive", 32] == 0.13
+    assert of["naive", 64] is None
+    assert of["torch_flash", None] == 0.01
+
+
+def test_explain_says_it_of_the_candidate():
+    run = long_run(0.13, None)
+    (sampled,) = explain(run, ["THREADS=32"], None, discover())
+    assert f"F{TEXT[1:]}" in flat(" ".join(line.plain for line in lines(sampled, 120)))
+    assert sampled.to_json()["candidate"]["judged"] == 0.13
+    (whole,) = explain(run, ["THREADS=64"], None, discover())
+    assert "loat64 judged" not in "".join(line.plain for line in lines(whole, 120))
+    assert whole.to_json()["candidate"]["judged"] is None
+
+
+def test_candidates_that_were_slower_on_a_shorter_problem_are_counted_apart():
+    out = io.StringIO()
+    tables.print_run(long_run(0.13), Console(file=out, width=160), top=1)
+    text = flat(out.getvalue())
+    assert f"4 more: 3 not tried: slower on {SHORT}, 1 pruned (spills 1); " in text
+    (not_tried,) = explain(long_run(0.13), ["THREADS=33"], None, discover())
+    text = flat(" ".join(line.plain for line in lines(not_tried, 160)))
+    assert f"slower on {SHORT}: 3033 µs, where the best takes 2800" in text
