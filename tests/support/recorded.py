@@ -6,8 +6,9 @@ tests/unit/test_serve_recorded.py asks the table of each card for them, without 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Trial
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve import fp8 as made_of
@@ -29,7 +31,7 @@ from attnsweep.serve.runtime.table import (
     TunedGpu,
     read_table,
 )
-from attnsweep.store.run import find_runs
+from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 RUNS = frozenset({"flash_short", "flash_training", "flash_long", "flash_dims"})
@@ -95,6 +97,14 @@ def unguarded(gpu: TunedGpu) -> TunedGpu:
     winners = tuple(replace(winner, gain_low=9.0) for winner in gpu.winners)
     guard = Guard(margin=-99.0, per_octave=0.0, reach=99.0, short_us=0.0)
     return replace(gpu, guard=guard, winners=winners)
+
+
+def changed(run: Run, place: Path, trials: Iterable[Trial]) -> Path:
+    """A copy of a recorded run with other rows."""
+    place.mkdir()
+    shutil.copy(run.directory / "environment.json", place)
+    (place / TRIALS).write_bytes(b"".join(map(row_bytes, trials)))
+    return place
 
 
 # ---- calls in 16 bits ----

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ordinary import ordinary
 from packages import H100, PLAIN, shape, table, winner
+from recorded import changed
 from rich.console import Console
 
 from attnsweep.choose.ranking import rank
@@ -48,6 +48,14 @@ def exported(tmp_path_factory):
 def export(place, runs, out="my_attention", **options):
     compilers = {"sm_90a": FakeCompiler(ARCHS["sm_90a"], place / "cache")}
     return serve_export.export(runs, place / out, FAMILIES, compilers=compilers, **options)
+
+
+@pytest.fixture
+def compiles_nothing(monkeypatch, tmp_path):
+    """For the command, which makes a compiler of its own."""
+    monkeypatch.setattr(
+        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
+    )
 
 
 def contents(directory):
@@ -176,32 +184,28 @@ def test_runs_without_anything_to_export(tmp_path):
     assert "(1,8,512,64) fp16 full" in str(error.value)
 
 
-def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path, monkeypatch):
+def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path):
     """It cannot be known to be faster."""
     run = store_run.open_run(H100_RUN)
     ours = [t for t in run.trials if not t.provider.startswith("torch_")]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=ours))
     with pytest.raises(StoreError, match="torch_flash, torch_cudnn"):
-        export(tmp_path, [H100_RUN])
+        export(tmp_path, [changed(run, tmp_path / "run", ours)])
 
 
-def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path, monkeypatch):
+def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path):
     """A package's calls have any strides, and packed heads need those of contiguous tensors."""
     run = store_run.open_run(H100_RUN)
     won = rank(run.trials, run.environment).query("winner")["trial"].iloc[0]
     packed = won.with_(config=won.config | {"PACK_GQA": 1})
     trials = [packed if trial is won else trial for trial in run.trials]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=trials))
-    done = export(tmp_path, [H100_RUN])
+    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
     (said,) = (line for line in done.left_out if won.problem.label in line)
     assert "packs grouped heads (PACK_GQA=1)" in said
     assert done.winners == 8
 
 
+@pytest.mark.usefixtures("compiles_nothing")
 def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
-    )
     done = attnsweep("export", H100_RUN, LADDER, "--out", tmp_path / "my-attention")
     assert done.returncode == 0, done.stderr
     assert "9 problems, " in done.stdout
@@ -259,6 +263,7 @@ def test_a_target_that_is_deep_is_made_and_nothing_else_is_left(tmp_path):
     assert [path.name for path in (tmp_path / "some" / "deep").iterdir()] == ["mine"]
 
 
+@pytest.mark.usefixtures("compiles_nothing")
 def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, monkeypatch):
     told = []
     runs = [H100_RUN, RESULTS / "h100-80gb-hbm3/fp8_h100"]
@@ -267,18 +272,13 @@ def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, mon
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     monkeypatch.setattr(importlib.import_module("attnsweep.cli.export"), "errors", console)
-    monkeypatch.setattr(
-        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
-    )
     shown = attnsweep("export", H100_RUN, "--out", tmp_path / "shown", "--json")
     count = json.loads(shown.stdout)["kernels"]
     assert f"{count}/{count}" in out.getvalue()
 
 
-def test_an_export_in_a_log_is_not_silent(attnsweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
-    )
+@pytest.mark.usefixtures("compiles_nothing")
+def test_an_export_in_a_log_is_not_silent(attnsweep, tmp_path):
     said = attnsweep("export", H100_RUN, "--out", tmp_path / "shown").stderr
     assert said.startswith("compile ")
     assert " kernels\n" in said

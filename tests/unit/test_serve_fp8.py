@@ -12,6 +12,7 @@ from fake_compiler import FakeCompiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packages import H100
+from recorded import changed
 
 from attnsweep.choose.columns import held_to
 from attnsweep.core.errors import StoreError
@@ -75,12 +76,11 @@ def test_the_run_of_fp8_problems_is_exported(exported, known):
         assert kernel.code.function == "flash_fwd_fp8_wgmma"
 
 
-def test_the_ranking_rules_which_candidate_wins(tmp_path, monkeypatch):
+def test_the_ranking_rules_which_candidate_wins(tmp_path):
     """A spec's max_error takes the fastest ones out of the ranking, so out of the package too."""
     run = store_run.open_run(FP8_RUN)
     few = [held_to(trial, 0.06) for trial in run.trials]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=few))
-    done = export(tmp_path, [FP8_RUN])
+    done = export(tmp_path, [changed(run, tmp_path / "run", few)])
     made = read_table(done.directory / done.name).fp8[H100]
     errors = {
         (t.problem, t.time_us.median): t.accuracy.timed_err
@@ -110,16 +110,14 @@ def test_runs_without_fp8_have_the_table_that_they_had(tmp_path):
     assert read_table(done.directory / done.name).fp8 == {}
 
 
-def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_said(tmp_path):
     run = store_run.open_run(FP8_RUN)
     baselines = [t for t in run.trials if t.kernel != made_of.FAMILY]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=baselines))
     with pytest.raises(StoreError, match="no correct candidate of flash_fwd_fp8_wgmma"):
-        export(tmp_path, [FP8_RUN])
+        export(tmp_path, [changed(run, tmp_path / "baselines", baselines)])
     cut = [t.with_(schedule={**t.schedule, "chunks": 2}) for t in run.trials]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=cut))
     with pytest.raises(StoreError, match="cut into chunks"):
-        export(tmp_path, [FP8_RUN])
+        export(tmp_path, [changed(run, tmp_path / "cut", cut)])
 
 
 def test_a_damaged_cubin_is_found(exported, known, tmp_path):
