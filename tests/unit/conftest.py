@@ -22,7 +22,7 @@ from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family import discover as discovering
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
-from attnsweep.serve import evaluate
+from attnsweep.serve import evaluate, export
 from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
@@ -36,18 +36,32 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 def made_once():
     """What cannot change and hundreds of tests need is made once for a process.
 
-    Rows of recorded runs and the table of them; shipped families; the command line.
+    Rows of recorded runs, their winners and tables; shipped families; the command line.
     """
     parse = store._parse_trials
     once = cache(parse)
 
+    def recorded(path):
+        return path.resolve().is_relative_to(RESULTS)
+
     def parsed(data, path):
-        if not path.resolve().is_relative_to(RESULTS):
+        if not recorded(path):
             return parse(data, path)
         trials, warnings, rows = once(data, path)
         return dict(trials), [*warnings], rows
 
     tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
+    choose, chosen = export._chosen, {}
+
+    def choosing(run, environment, key, family, left_out):
+        if not recorded(run.directory):
+            return choose(run, environment, key, family, left_out)
+        if (of := (run.directory, family.source)) not in chosen:
+            left = []
+            chosen[of] = choose(run, environment, key, family, left), left
+        left_out += chosen[of][1]
+        return chosen[of][0]
+
     load_kernel = discovering.load_kernel
     shipped_kernel = cache(load_kernel)
 
@@ -58,6 +72,7 @@ def made_once():
         patch.setattr(store, "_parse_trials", parsed)
         patch.setattr(store_store, "_parse_trials", parsed)
         patch.setattr(evaluate, "tuned", lambda runs: tuned(*runs))
+        patch.setattr(export, "_chosen", choosing)
         patch.setattr(discovering, "load_kernel", loaded)
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
