@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attnsweep.core import cases
+
 from .device import Device
 from .harness import Simulator
 
@@ -20,3 +22,9 @@ def device(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device(simulator)
     made.take_place(monkeypatch)
     return made
+
+
+@pytest.fixture
+def no_small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are proved on their problem alone."""
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())

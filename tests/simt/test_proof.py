@@ -42,16 +42,14 @@ def opened(simulator):
 
 
 @pytest.fixture
-def bench(opened, device, monkeypatch):
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+def bench(opened, device, no_small_cases):
     opened.proof.timed.go_to(PLAIN)
     opened.proof._poisons = False
     return opened
 
 
 @pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM], ids=str)
-def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, monkeypatch):
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_small_cases):
     bench = Bench(device, problem)
     assert bench.repeat(attend) >= 12
 

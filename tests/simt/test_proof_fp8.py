@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.core import cases
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
@@ -26,8 +25,7 @@ FP8 = [Problem(2, 4, 2, 65, 130, 16, dtype) for dtype in ("e4m3", "e4m3_tensor",
 
 
 @pytest.fixture(params=FP8, ids=lambda p: p.dtype)
-def in_fp8(request, device, monkeypatch):
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+def in_fp8(request, device, no_small_cases):
     return Bench(device, request.param)
 
 
@@ -78,16 +76,14 @@ def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
-def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypatch):
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+def test_a_call_that_takes_another_heads_scale_is_refused(name, device, no_small_cases):
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, FP8[0]).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=1)))
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("head_dim", [16, 64])
-def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, monkeypatch):
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, no_small_cases):
     problem = Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, problem).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=2)))

@@ -233,15 +233,14 @@ def test_nvml_tells_the_sms_of_the_card(monkeypatch):
     assert installed_arch() is None, "two kinds of card"
 
 
-def test_a_dry_run_plans_for_the_card_that_a_run_would_have(monkeypatch):
+@pytest.mark.parametrize(
+    ("here", "sms"), [(replace(HOPPER, sm_count=114), 114), (ARCHS["sm_80"], 132), (None, 132)]
+)
+def test_a_dry_run_plans_for_the_card_that_a_run_would_have(monkeypatch, here, sms):
     spec = load_spec(Path("h100"))
-    monkeypatch.setattr(compile_tool, "installed_arch", lambda: replace(HOPPER, sm_count=114))
-    assert compile_tool.target_arch(spec, None).sm_count == 114
-    assert compile_tool.target_arch(spec, "sm_90a").sm_count == 132
-    monkeypatch.setattr(compile_tool, "installed_arch", lambda: ARCHS["sm_80"])
-    assert compile_tool.target_arch(spec, None) == HOPPER
-    monkeypatch.setattr(compile_tool, "installed_arch", lambda: None)
-    assert compile_tool.target_arch(spec, None) == HOPPER
+    monkeypatch.setattr(compile_tool, "installed_arch", lambda: here)
+    assert compile_tool.target_arch(spec, None) == replace(HOPPER, sm_count=sms)
+    assert compile_tool.target_arch(spec, "sm_90a") == HOPPER
 
 
 def test_an_environment_gives_its_own_number():
