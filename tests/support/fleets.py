@@ -25,6 +25,8 @@ kernels: {naive: {THREADS: [32, 64, 128]}}
 baselines: []
 measure: {rounds: 4}
 """
+TWO = SPEC.replace("[256, 512, 1024, 2048]", "[256, 512]")
+"""The same on two problems."""
 LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (256, 512, 1024, 2048)]
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
 

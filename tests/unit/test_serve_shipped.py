@@ -101,7 +101,7 @@ def test_a_table_that_the_recorded_runs_no_longer_give_is_stale(monkeypatch, cap
     """scripts/check compares the shipped table with the runs themselves, which takes 10 s."""
     winners = script()
     text = (PLACE / TABLE).read_text()
-    monkeypatch.setattr(winners, "exported_table", lambda runs: json.loads(text))
+    winners.exported_table = lambda runs: json.loads(text)
     monkeypatch.setattr(sys, "argv", ["winners.py", "--check"])
     assert winners.main() == 0
     raw = json.loads((PLACE / TABLE).read_text())
@@ -117,7 +117,7 @@ def test_a_table_that_the_recorded_runs_no_longer_give_is_stale(monkeypatch, cap
     assert "compile with the NVRTC" in capsys.readouterr().out
 
 
-def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
+def test_equal_packages_are_packed_to_equal_bytes(tmp_path):
     """Whatever was there before, and in whichever order a directory is read."""
     winners, made = script(), tmp_path / "made"
     (made / CUBINS).mkdir(parents=True)
@@ -131,8 +131,7 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
         rows.append({**facts, "config": number % 7, "stages": stages})
     written = []
     for place in ("one", "two"):
-        monkeypatch.setattr(winners, "TABLE", tmp_path / place / TABLE)
-        monkeypatch.setattr(winners, "CUBINS", tmp_path / place / CUBINS)
+        winners.TABLE, winners.CUBINS = (tmp_path / place / name for name in (TABLE, CUBINS))
         (tmp_path / place / CUBINS).mkdir(parents=True)
         if place == "two":
             (tmp_path / place / CUBINS / "77.zip.xz").write_bytes(b"of an earlier sweep")

@@ -13,24 +13,12 @@ from pathlib import Path
 import fake_bench
 import pytest
 from fake_bench import FakeBench
-from fake_cards import FakeCards
-from sweeping import use_fake_compiler
+from fleets import TWO
 
 from attnsweep.bench.worker import Worker
-from attnsweep.device import cards as installed_cards
-from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.store.run import find_runs, open_run
-from attnsweep.sweep import messages
 
 ROOT = Path(__file__).parent.parent.parent
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
-"""
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
 
 
 def program(body, *ignored):
@@ -173,14 +161,11 @@ def test_a_gpu_process_that_is_stopped_is_no_candidates_fault():
         timer.join()
 
 
-def test_a_run_on_several_cards_keeps_its_rows(attnsweep, tmp_path, monkeypatch, nursery):
+def test_a_run_on_several_cards_keeps_its_rows(attnsweep, tmp_path, monkeypatch, cards):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    use_fake_compiler(monkeypatch)
-    cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.3, together=2)
-    monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
-    monkeypatch.setattr(messages, "start_child", cards.start_child)
-    (tmp_path / "small.yaml").write_text(SPEC)
+    cards.facts["all"] |= {"trial_s": 0.3, "together": 2}
+    cards.install(monkeypatch)
+    (tmp_path / "small.yaml").write_text(TWO)
 
     def stop():
         for _ in range(3000):

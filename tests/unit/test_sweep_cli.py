@@ -6,35 +6,22 @@ import io
 import json
 
 import pytest
-from fake_cards import FakeCards
 from filelock import FileLock
+from fleets import TWO
 from rich.console import Console
 from samples import PROBLEM, candidate
-from sweeping import use_fake_compiler
 
-from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.reports import fleet_progress
 from attnsweep.reports.fleet_progress import FleetEta
 from attnsweep.reports.terminal import Form
 
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
-"""
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
-
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch, nursery):
+def cards(tmp_path, monkeypatch, cards):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    use_fake_compiler(monkeypatch)
-    cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
+    cards.facts["all"]["together"] = 2
     cards.install(monkeypatch)
-    (tmp_path / "small.yaml").write_text(SPEC)
+    (tmp_path / "small.yaml").write_text(TWO)
     return cards
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from fake_gpu import FakeGpu
+from fleets import TWO
 from samples import TEST_GPU
 from sweeping import TIMES, Notes, use
 
@@ -16,14 +17,6 @@ from attnsweep.specs.load import load_spec
 from attnsweep.store.run import TRIALS, read_trials
 from attnsweep.sweep import session
 
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
-"""
-
 
 @pytest.fixture
 def go(tmp_path, monkeypatch):
@@ -31,7 +24,7 @@ def go(tmp_path, monkeypatch):
     path = tmp_path / "test.yaml"
     kernels = discover()
 
-    def run(uuid, faults=(), times=TIMES, text=SPEC, **options):
+    def run(uuid, faults=(), times=TIMES, text=TWO, **options):
         path.write_text(text)
         gpu = FakeGpu(times, environment=TEST_GPU.model_copy(update={"uuid": uuid}))
         gpu.faults |= dict(faults)
@@ -94,7 +87,7 @@ def test_a_problem_whose_rows_are_of_two_cards_begins_anew(go):
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
 
 
-LONG = {"text": SPEC.replace("[256, 512]", "[256, 262144]")}
+LONG = {"text": TWO.replace("[256, 512]", "[256, 262144]")}
 LONG["times"] = {name: 1e5 * time for name, time in TIMES.items()}
 
 
