@@ -126,15 +126,11 @@ def planned(operator):
 @pytest.fixture
 def remember(monkeypatch):
     """Sets how much operators and their launches keep: remember(plans=3, ready=3, of_a_kind=2)."""
-    from attnsweep.serve.runtime import driver, fp8_operator
-    from attnsweep.serve.runtime import operator as of_package
-
-    owners = {"plans": (of_package, fp8_operator), "ready": (driver,), "of_a_kind": (driver,)}
 
     def set_(**most):
         for name, count in most.items():
-            for owner in owners[name]:
-                monkeypatch.setattr(owner, f"_MOST_{name.upper()}", count)
+            for owner in ("operator", "fp8_operator") if name == "plans" else ("driver",):
+                monkeypatch.setattr(f"attnsweep.serve.runtime.{owner}._MOST_{name.upper()}", count)
 
     return set_
 
