@@ -26,7 +26,6 @@ from attnsweep.core.trial import Environment, Status, Trial
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
 from attnsweep.regress.budget import Budget
-from attnsweep.regress.live import Gate
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import Run, row_bytes
@@ -238,6 +237,8 @@ class Tasks:
         environment = None if known is None else Environment.model_validate(known)
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         budget = Budget(message["budget_s"], message["left_s"])
+        from attnsweep.regress.live import Gate  # brings pandas, which a sweep does without
+
         gate = Gate(self._spec, baseline, gpu, self._here, self.compiler, observer, budget)
         problem = Problem.of(message["problem"])
         options = {name: message[name] for name in ("slower", "other_driver")}
