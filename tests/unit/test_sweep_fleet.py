@@ -209,7 +209,7 @@ def test_a_card_on_which_everything_fails_is_suspected(go, cards):
 def test_a_card_on_which_every_candidate_of_a_small_problem_fails_is_suspected(go, cards):
     """It is free again at once, and would take one problem after the other."""
     cards.on(0, fault="fails")
-    cards.on(1, trial_s=0.2)
+    cards.on(1, trial_s=0.1)
     outcome, heard = go()
     assert is_whole(outcome)
     assert cards_of(outcome.run.trials) == [cards.cards[1].hashed]
