@@ -47,8 +47,13 @@ def cards(tmp_path, monkeypatch):
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
-    monkeypatch.setattr(dask_cluster, "_LOOK_S", 0.1)
-    monkeypatch.setattr(sweep_cards, "_END_S", 1.0)
+    quick = (
+        (dask_cluster, "_LOOK_S", 0.1),
+        (dask_worker, "ALIVE_S", 0.5),
+        (sweep_cards, "_END_S", 1.0),
+    )
+    for module, name, seconds in quick:
+        monkeypatch.setattr(module, name, seconds)
     return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.02)
 
 
