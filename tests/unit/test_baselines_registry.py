@@ -22,7 +22,14 @@ from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import BoundBaseline, prepare
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
-from attnsweep.specs.model import BASELINES, FLEX, KNOWN_BASELINES, OWN_BF16, in_other_format
+from attnsweep.specs.model import (
+    BASELINES,
+    FLEX,
+    KNOWN_BASELINES,
+    OWN_BF16,
+    VARLEN,
+    in_other_format,
+)
 
 PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 
@@ -214,7 +221,7 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():
-    assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16, FLEX}
+    assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16, FLEX, VARLEN}
     assert all(backend.package.fix for backend in BACKENDS.values())
 
 

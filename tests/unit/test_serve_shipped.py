@@ -45,7 +45,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
     assert min(len(gpu.winners) for gpu in made.gpus.values()) > 30
     for kernel, stage in stages_of(made):
         combine = {"combine"} if WGMMA.combines(kernel.values) else set()
-        scan = {"mask", "order"} if kernel.mask not in ("full", "causal") else set()
+        scan = {"mask", "order"} if kernel.mask.split()[0] not in ("full", "causal") else set()
         assert set(stage) == {"fwd"} | combine | scan
     codes = {code for _, stage in stages_of(made) for code in stage.values()}
     for code in sorted(codes, key=lambda code: made.archives[code.file]):
@@ -55,7 +55,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 1600 * 2**10
+    assert size < 2100 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
