@@ -121,6 +121,7 @@ class Recordings:
         book, protocol = self.book, self.book.protocol(name)
         every = {row.provider for row in book.rows(name)} - {OURS}
         found = baselines_beside(book, [name], self._specs[name].get("kernel"), sorted(every))
+        found = [record for record in found if record["baselines"]]
         against = book.against(name, FA3) if any(FA3 in r["baselines"] for r in found) else {}
         for record in found:
             best = record["best"]

@@ -145,7 +145,7 @@ def baselines_beside(
 
 def base_of(book: Book, row: Row) -> Row | None:
     """The row of the baseline that × base of a row compares with, noisy or not."""
-    if row.ratio_of is None:
+    if not isinstance(row.ratio_of, str):  # none was timed
         return None
     found: list[Row] = book.find(
         row.run, problem=row.problem, provider=row.best_baseline, status=None, take="all"
