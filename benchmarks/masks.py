@@ -1,12 +1,15 @@
-"""Time calls with a boolean mask, and models whose batches are padded, with attnsweep and without.
+"""Time calls with masks and other scores, and padded models, with attnsweep and without.
 
 Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has winners for.
 
 Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
 `attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
-a mask. Times are medians of the device's, microseconds a call; `ratio` is the median of the rounds'
-PyTorch over ours. `host_us`: from call to return, with a mask that stays, and without one.
+a mask. In `arguments` a call says by arguments what it hides or changes, and PyTorch gets the same
+as a mask; a softcap and sinks are as transformers' eager code has them; packed sequences are
+PyTorch's varlen_attn. Times are medians of the device's, microseconds a call; `ratio` is the median
+of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays, and
+without one.
 Models: random weights, bf16, a batch that is padded on the right to 40 to 100 % of its length;
 milliseconds a forward, by transformers' sdpa and by `register_attention()`, in turns; `served`:
 calls by a kernel of all layers; `off`: the norm of the difference of the logits of tokens that are
@@ -15,6 +18,7 @@ no padding, over their norm.
 
 from __future__ import annotations
 
+import inspect
 import random
 import statistics
 import sys
@@ -46,6 +50,17 @@ CALLS = (
     (2, 16, 16, 4096, 128, "8 documents"),
     (1, 12, 12, 256, 64, "padded right"),
 )
+ARGUMENTS = (
+    (4, 32, 8, 2048, 128, "causal, key_lengths"),
+    (1, 32, 8, 8192, 128, "window of 1024"),
+    (2, 8, 8, 1024, 64, "bias"),
+    (1, 16, 16, 2048, 64, "bias of heads"),
+    (4, 16, 16, 1024, 64, "bias of keys"),
+    (1, 16, 8, 4096, 256, "causal, softcap"),
+    (1, 64, 8, 4096, 64, "causal, sinks"),
+    (1, 64, 8, 4096, 64, "window of 512, sinks"),
+    (1, 32, 8, 8192, 128, "8 packed, causal"),
+)
 
 
 def mask_of(kind: str, batch: int, seqlen: int) -> Any:
@@ -60,6 +75,7 @@ def mask_of(kind: str, batch: int, seqlen: int) -> Any:
         "causal, padded left": causal & (j >= seqlen - length),
         "window of 1024": causal & (i - j < 1024),
         "window of 512": causal & (i - j < 512),
+        "causal": causal,
         "causal with holes": causal & (j % 7 != 3),
         "8 documents": i * 8 // seqlen == j * 8 // seqlen,
     }[kind]
@@ -91,11 +107,103 @@ def host_us(call: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def rounds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Medians of each way's times, and the median ratio of the first two."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    counts = {n: max(1, int(SAMPLE_US / sample_us(call, 2))) for n, call in ways.items()}
+    for _ in range(ROUNDS):
+        for name in random.sample([*ways], len(ways)):
+            times[name].append(sample_us(ways[name], counts[name]))
+    theirs, ours, *_ = times.values()
+    ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    found = {f"{name}_us": round(statistics.median(each), 1) for name, each in times.items()}
+    return {"ratio": round(ratio, 3)} | found
+
+
+def tensors(shape: tuple[Any, ...]) -> list[Any]:
+    """q, k and v of a call."""
+    batch, heads, heads_kv, seqlen, head_dim, _ = shape
+    sizes = [(batch, n, seqlen, head_dim) for n in (heads, heads_kv, heads_kv)]
+    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+
+def eager(q: Any, k: Any, v: Any, hidden: Any, softcap: float, sinks: Any) -> Any:
+    """Attention as transformers' eager code has it, with a softcap or sinks."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]] @ v
+
+
+def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
+    """A row of a call that says by arguments what it hides, or how its scores change."""
+    batch, heads, heads_kv, seqlen, head_dim, kind = shape
+    q, k, v = tensors(shape)
+    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
+    options: dict[str, Any] = {"enable_gqa": heads != heads_kv}
+    ours, sdpa = attnsweep.attention, F.scaled_dot_product_attention
+    if kind == "8 packed, causal":
+        from torch.nn.attention.varlen import varlen_attn
+
+        parts = torch.linspace(0.4, 1, 8).cumsum(0)
+        begins = torch.cat([torch.zeros(1), parts / parts[-1] * seqlen]).int().cuda()
+        flat = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+        longest = int(begins.diff().max())
+        windows = "window_size" in inspect.signature(varlen_attn).parameters
+        how: dict[str, Any] = {"window_size": (-1, 0)} if windows else {"is_causal": True}
+        ways: dict[str, Callable[[], Any]] = {
+            "theirs": lambda: varlen_attn(*flat, begins, begins, longest, longest, **how),
+            "ours": lambda: attnsweep.attention_varlen(*flat, begins, begins, causal=True),
+        }
+    elif kind == "causal, key_lengths":
+        mask = mask_of("causal, padded right", batch, seqlen)
+        lengths = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()
+        ways = {
+            "theirs": lambda: sdpa(q, *whole, mask),
+            "ours": lambda: ours(q, k, v, is_causal=True, key_lengths=lengths, **options),
+        }
+    elif kind == "window of 1024":
+        mask = mask_of(kind, batch, seqlen)
+        ways = {
+            "theirs": lambda: sdpa(q, *whole, mask),
+            "ours": lambda: ours(q, k, v, window=(1023, 0), **options),
+        }
+    elif kind.startswith("bias"):
+        items, own = (1, heads) if kind == "bias of heads" else (batch, heads)
+        rows = 1 if kind == "bias of keys" else seqlen
+        bias = torch.randn(items, own, rows, seqlen, device="cuda", dtype=q.dtype)
+        ways = {
+            "theirs": lambda: sdpa(q, *whole, bias),
+            "ours": lambda: ours(q, k, v, bias, **options),
+        }
+    else:
+        hidden = ~mask_of("window of 512" if "window" in kind else "causal", batch, seqlen)
+        sinks = torch.randn(heads, device="cuda") if "sinks" in kind else None
+        cap = 50.0 if "softcap" in kind else 0.0
+        options |= {"softcap": cap} if cap else {"sinks": sinks}
+        options |= {"window": (511, 0)} if "window" in kind else {"is_causal": True}
+        ways = {
+            "theirs": lambda: eager(q, k, v, hidden, cap, sinks),
+            "ours": lambda: ours(q, k, v, **options),
+        }
+    before = attnsweep.attention_counters().get("kernel", 0)
+    mine, exact = ways["ours"]().float(), ways["theirs"]().float()
+    served = attnsweep.attention_counters().get("kernel", 0) > before
+    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
+    host = {"host_us": round(host_us(ways["ours"]), 1)}
+    off = float((mine - exact).norm() / exact.norm())
+    return {"call": label, "served": served} | rounds_of(ways) | host | {"off": off}
+
+
 def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     """A row of a call with a mask."""
     batch, heads, heads_kv, seqlen, head_dim, kind = shape
-    sizes = [(batch, n, seqlen, head_dim) for n in (heads, heads_kv, heads_kv)]
-    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    q, k, v = tensors(shape)
     whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
     mask, options = mask_of(kind, batch, seqlen), {"enable_gqa": heads != heads_kv}
     ways: dict[str, Callable[[], Any]] = {
@@ -103,20 +211,14 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
         "ours": lambda: attnsweep.attention(q, k, v, mask, **options),
         "unmasked": lambda: F.scaled_dot_product_attention(q, *whole),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    counts = {n: max(1, int(SAMPLE_US / sample_us(call, 2))) for n, call in ways.items()}
-    for _ in range(ROUNDS):
-        for name in random.sample([*ways], len(ways)):
-            times[name].append(sample_us(ways[name], counts[name]))
-    ratio = statistics.median(a / b for a, b in zip(times["sdpa"], times["ours"], strict=True))
-    found = {f"{name}_us": round(statistics.median(each), 1) for name, each in times.items()}
+    found = rounds_of(ways)
     explained = attnsweep.explain_attention(q, k, v, mask, **options)
     grouped = F.scaled_dot_product_attention(q, *whole, mask).float()
     off = (ways["ours"]().float() - grouped).norm() / grouped.norm()
     host = {"host_us": round(host_us(ways["ours"]), 1)}
     host["host_unmasked_us"] = round(host_us(lambda: attnsweep.attention(q, k, v, **options)), 1)
     label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
-    facts = {"call": label, "ratio": round(ratio, 3), "code": explained.code}
+    facts = {"call": label, "code": explained.code}
     return facts | found | host | {"off": float(off)}
 
 
@@ -176,7 +278,11 @@ def models() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Time everything; write it to the file that was asked for."""
-    found: dict[str, Any] = {"calls": [], "models": []}
+    found: dict[str, Any] = {"calls": [], "arguments": [], "models": []}
+    for shape in ARGUMENTS:
+        found["arguments"].append(time_arguments(shape))
+        console.print(found["arguments"][-1])
+        torch.cuda.empty_cache()
     for shape in CALLS:
         found["calls"].append(time_call(shape))
         console.print(found["calls"][-1])
