@@ -12,7 +12,6 @@ import numpy as np
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core import drawn
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
-from attnsweep.verify.reference import keys_of_sequences
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -55,7 +54,7 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
 
 def of_sequences(torch: Any, problem: Problem, device: str) -> tuple[Any, ...]:
     """(seqlen_q, 1) each: what `keys_of_sequences` says of each query of packed sequences."""
-    found = keys_of_sequences(problem, np.arange(problem.seqlen_q))
+    found = drawn.keys_of_sequences(problem, np.arange(problem.seqlen_q))
     return tuple(torch.from_numpy(each).to(device) for each in found)
 
 

@@ -1,4 +1,4 @@
-"""Boolean masks as NumPy draws them from their seed, some rows at a time."""
+"""Boolean masks as NumPy draws them from their seed, some rows at a time; keys of sequences."""
 
 from __future__ import annotations
 
@@ -72,6 +72,17 @@ def counts(problem: Problem) -> tuple[int, int]:
             rows_with_keys += int((of_rows > 0).sum())
     times = problem.batch // items
     return times * pairs, times * rows_with_keys
+
+
+def keys_of_sequences(
+    problem: Problem, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """(rows, 1) each: the first key of the sequence of each query of a packed layout, the one after
+    its last, and from the number of a query to that of the key beside it."""
+    of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequences, strict=True))
+    own = np.searchsorted(of_q[:, 1], rows, side="right")
+    beside = of_k[own, 1] - of_q[own, 1]
+    return of_k[own, :1], of_k[own, 1:], beside[:, None]
 
 
 def _tiles(problem: Problem) -> list[npt.NDArray[np.int64]]:

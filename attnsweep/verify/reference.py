@@ -32,23 +32,12 @@ def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt
     keys = np.arange(problem.seqlen_k)
     after = keys - rows[:, None]
     if problem.layout.kind == "packed":
-        first, end, beside = keys_of_sequences(problem, rows)
+        first, end, beside = drawn.keys_of_sequences(problem, rows)
         after = after - beside
     if isinstance(problem.mask, Boolean):
         return ~drawn.seen(problem, rows, item)
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
-
-
-def keys_of_sequences(
-    problem: Problem, rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], ...]:
-    """(rows, 1) each: the first key of the sequence of each query of a packed layout, the one after
-    its last, and from the number of a query to that of the key beside it."""
-    of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequences, strict=True))
-    own = np.searchsorted(of_q[:, 1], rows, side="right")
-    beside = of_k[own, 1] - of_q[own, 1]
-    return of_k[own, :1], of_k[own, 1:], beside[:, None]
 
 
 def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
@@ -60,7 +49,7 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
         return np.stack([~hidden_keys(problem, rows, item).all(axis=1) for item in items])
     first, end = np.array(problem.key_ranges).T[:, :, None]
     if problem.layout.kind == "packed":
-        first, end, beside = (part.T for part in keys_of_sequences(problem, rows))
+        first, end, beside = (part.T for part in drawn.keys_of_sequences(problem, rows))
         rows = rows + beside
     some: npt.NDArray[np.bool_] = np.maximum(rows + low, first) <= np.minimum(rows + high, end - 1)
     return some
