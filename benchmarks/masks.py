@@ -1,13 +1,12 @@
-"""Time calls with masks and other scores, and padded models, with attnsweep and without.
+"""Time calls with a mask, and models whose batches are padded, with attnsweep and without.
 
 Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has winners for.
 
 Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
 `attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
-a mask. In `arguments` a call says by arguments what it hides or changes, and PyTorch gets the same
-as a mask; a softcap and sinks are as transformers' eager code has them; packed sequences are
-PyTorch's varlen_attn. Times are medians of the device's, microseconds a call; `ratio` is the median
+a mask. In `arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask;
+or both get a mask of numbers. Times are medians of the device's, microseconds a call; `ratio` is the median
 of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays, and
 without one.
 Models: random weights, bf16, a batch that is padded on the right to 40 to 100 % of its length;
@@ -18,7 +17,6 @@ no padding, over their norm.
 
 from __future__ import annotations
 
-import inspect
 import random
 import statistics
 import sys
@@ -56,10 +54,8 @@ ARGUMENTS = (
     (2, 8, 8, 1024, 64, "bias"),
     (1, 16, 16, 2048, 64, "bias of heads"),
     (4, 16, 16, 1024, 64, "bias of keys"),
-    (1, 16, 8, 4096, 256, "causal, softcap"),
-    (1, 64, 8, 4096, 64, "causal, sinks"),
-    (1, 64, 8, 4096, 64, "window of 512, sinks"),
-    (1, 32, 8, 8192, 128, "8 packed, causal"),
+    (32, 12, 12, 512, 64, "bias of keys"),
+    (4, 16, 16, 2048, 128, "bias"),
 )
 
 
@@ -75,7 +71,6 @@ def mask_of(kind: str, batch: int, seqlen: int) -> Any:
         "causal, padded left": causal & (j >= seqlen - length),
         "window of 1024": causal & (i - j < 1024),
         "window of 512": causal & (i - j < 512),
-        "causal": causal,
         "causal with holes": causal & (j % 7 != 3),
         "8 documents": i * 8 // seqlen == j * 8 // seqlen,
     }[kind]
@@ -127,50 +122,24 @@ def tensors(shape: tuple[Any, ...]) -> list[Any]:
     return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
 
 
-def eager(q: Any, k: Any, v: Any, hidden: Any, softcap: float, sinks: Any) -> Any:
-    """Attention as transformers' eager code has it, with a softcap or sinks."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]] @ v
-
-
 def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
-    """A row of a call that says by arguments what it hides, or how its scores change."""
+    """A row of a call that says by arguments what it hides, or adds a mask of numbers."""
     batch, heads, heads_kv, seqlen, head_dim, kind = shape
     q, k, v = tensors(shape)
     whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
     options: dict[str, Any] = {"enable_gqa": heads != heads_kv}
     ours, sdpa = attnsweep.attention, F.scaled_dot_product_attention
-    if kind == "8 packed, causal":
-        from torch.nn.attention.varlen import varlen_attn
-
-        parts = torch.linspace(0.4, 1, 8).cumsum(0)
-        begins = torch.cat([torch.zeros(1), parts / parts[-1] * seqlen]).int().cuda()
-        flat = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
-        longest = int(begins.diff().max())
-        windows = "window_size" in inspect.signature(varlen_attn).parameters
-        how: dict[str, Any] = {"window_size": (-1, 0)} if windows else {"is_causal": True}
-        ways: dict[str, Callable[[], Any]] = {
-            "theirs": lambda: varlen_attn(*flat, begins, begins, longest, longest, **how),
-            "ours": lambda: attnsweep.attention_varlen(*flat, begins, begins, causal=True),
-        }
-    elif kind == "causal, key_lengths":
+    if kind == "causal, key_lengths":
         mask = mask_of("causal, padded right", batch, seqlen)
         lengths = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()
-        ways = {
-            "theirs": lambda: sdpa(q, *whole, mask),
+        ways: dict[str, Callable[[], Any]] = {
+            "sdpa": lambda: sdpa(q, *whole, mask),
             "ours": lambda: ours(q, k, v, is_causal=True, key_lengths=lengths, **options),
         }
     elif kind == "window of 1024":
         mask = mask_of(kind, batch, seqlen)
         ways = {
-            "theirs": lambda: sdpa(q, *whole, mask),
+            "sdpa": lambda: sdpa(q, *whole, mask),
             "ours": lambda: ours(q, k, v, window=(1023, 0), **options),
         }
     elif kind.startswith("bias"):
@@ -178,21 +147,13 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
         rows = 1 if kind == "bias of keys" else seqlen
         bias = torch.randn(items, own, rows, seqlen, device="cuda", dtype=q.dtype)
         ways = {
-            "theirs": lambda: sdpa(q, *whole, bias),
+            "sdpa": lambda: sdpa(q, *whole, bias),
             "ours": lambda: ours(q, k, v, bias, **options),
         }
     else:
-        hidden = ~mask_of("window of 512" if "window" in kind else "causal", batch, seqlen)
-        sinks = torch.randn(heads, device="cuda") if "sinks" in kind else None
-        cap = 50.0 if "softcap" in kind else 0.0
-        options |= {"softcap": cap} if cap else {"sinks": sinks}
-        options |= {"window": (511, 0)} if "window" in kind else {"is_causal": True}
-        ways = {
-            "theirs": lambda: eager(q, k, v, hidden, cap, sinks),
-            "ours": lambda: ours(q, k, v, **options),
-        }
+        raise ValueError(kind)
     before = attnsweep.attention_counters().get("kernel", 0)
-    mine, exact = ways["ours"]().float(), ways["theirs"]().float()
+    mine, exact = ways["ours"]().float(), ways["sdpa"]().float()
     served = attnsweep.attention_counters().get("kernel", 0) > before
     label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
     host = {"host_us": round(host_us(ways["ours"]), 1)}

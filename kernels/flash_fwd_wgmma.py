@@ -347,6 +347,8 @@ def fwd(c, p, arch):
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
     defines |= {kind.upper(): 1 for kind in p.scores.kinds}
+    if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
+        defines["EMPTY_ROWS"] = 1
     box = (64, c.BLOCK_N // c.CLUSTER)
     of_q = hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(64, 64))
     return Launch(

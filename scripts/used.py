@@ -140,7 +140,7 @@ def masks(found: Mapping[str, Any]) -> str:
     lines = ["| call, bf16 | PyTorch, µs | attnsweep, µs | × |", "|---|---:|---:|---:|"]
     lines += [
         f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} |"
-        for row in found["calls"]
+        for row in (*found["calls"], *found["arguments"])
     ]
     lines += ["", "| model, eager, padded | layers served | sdpa, ms | attnsweep, ms | × |"]
     lines.append("|---|---:|---:|---:|---:|")

@@ -96,6 +96,20 @@ def test_a_bias_of_one_row_is_of_all_queries(simulator, monkeypatch):
         assert result.ok, str(result)
 
 
+def test_a_bias_that_leaves_queries_no_key(simulator, monkeypatch):
+    case, drawn = Case(Problem.parse("(2,2,130x200,64) bf16 full bias(item)")), verify_inputs.beside
+
+    def hides(case, seed):
+        bias = drawn(case, seed)["bias"].copy()
+        bias[:, :, 50:90] = 0xFF80  # minus infinity
+        return {"bias": bias}
+
+    monkeypatch.setattr(verify_inputs, "beside", hides)
+    for words in CONFIGS[:5]:
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
+        assert result.ok, (words, str(result))
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_the_device_reference_is_that_of_numpy(problem, device):
     inputs = verify_inputs.make_inputs(Case(problem), 1)

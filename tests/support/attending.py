@@ -62,16 +62,30 @@ class MaskedKernel(Kernel):
             of_rows = launch["config"].blockDimX == 64  # a thread a row: MASK 1
             scan = self._bound if of_rows else self._scan
             scan(launch["config"].gridDimY, *values)
-            (self._intervals.add if of_rows else self._intervals.discard)(values[3])
+            (self._intervals.add if of_rows else self._intervals.discard)(values[5])
         elif name.endswith("_order"):
             _ints(values[1], 1)[:] = 77
             _ints(values[2], 2)[:] = 0
+        elif isinstance(values[12], dict):
+            self._attend_with_bias(launch)
         else:
             assert _ints(values[12], 1)[0] == 77, "a list that was made"
             self._attend(launch)
 
-    def _scan(self, masks: int, mask: int, _: int, __: int, bits: int, *rest: int) -> None:
-        _, rows, keys, _, _, words, of_item, *steps = rest
+    def _attend_with_bias(self, launch: dict[str, Any]) -> None:
+        q, k, v, o, bias = map(tensor_of, (*launch["values"][:4], launch["values"][12]))
+        group, factor = launch["values"][7], launch["values"][11]
+        heads, *apart = launch["values"][15:19]
+        assert heads == q.shape[1]
+        assert apart == [
+            int(n > 1 or n == m) for n, m in zip(bias.shape, q.shape[:3], strict=False)
+        ]
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        scores = q.float() @ k.mT * (factor / math.log2(math.e)) + bias.float()
+        o.copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)
+
+    def _scan(self, masks: int, mask: int, *rest: int) -> None:
+        _, _, _, _, bits, _, rows, keys, _, _, words, _, of_item, *steps = rest
         for number in range(masks):
             at = mask + number // of_item * steps[0] + number % of_item * steps[1]
             extent = (rows - 1) * steps[2] + (keys - 1) * steps[3] + 1
@@ -83,8 +97,8 @@ class MaskedKernel(Kernel):
             to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
 
     @staticmethod
-    def _bound(masks: int, _: int, key_range: int, bounds: int, *rest: int) -> None:
-        rows, keys, low, high = rest[2:6]
+    def _bound(masks: int, _: int, key_range: int, *rest: int) -> None:
+        _, _, bounds, _, _, rows, keys, low, high, *_ = rest
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
         if key_range != bounds:
             first, end = np.array(_ints(key_range, 2 * masks)).reshape(masks, 2, 1).swapaxes(0, 1)

@@ -152,9 +152,11 @@ class FakeDriver:
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):
-            kinds = "ppppp" + "iiiii" + "iiiii"
+            kinds = "ppppppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
             kinds = "ppp" + "iii"
+        elif b" full bias " in code:
+            kinds = "mmmmpp" + "iiiii" + "f" + "mfp" + "iiii" + "iiii"
         elif masked:
             kinds = "mmmmpp" + "iiiii" + "f" + "pppp" + "iii" + "iiii"
         elif function[1] == "flash_fwd_fp8_wgmma":

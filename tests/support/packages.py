@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep.core.problem import CAUSAL, FULL, Problem
+from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
 from attnsweep.serve.runtime.served import WGMMA
@@ -59,11 +59,13 @@ def shape(
     dtype: Any = "bf16",
     causal: bool = False,
     boolean: tuple[str, ...] | None = None,
+    bias: tuple[str, ...] | None = None,
 ) -> Problem:
-    """A shape with the defaults of PLAIN. boolean: of what a mask is its own; None for no mask."""
+    """A shape with the defaults of PLAIN. boolean, bias: of what a mask is its own; None: none."""
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
     mask = CAUSAL if causal else FULL
-    return Problem(*sizes, dtype, mask if boolean is None else mask.as_boolean(boolean))
+    mask = mask if boolean is None else mask.as_boolean(boolean)
+    return Problem(*sizes, dtype, mask, scores=Scores(bias=bias))
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
@@ -88,7 +90,7 @@ def winner(
     of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None
 ) -> Winner:
     """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
-    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.kind)
+    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.variant)
     return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)
 
 

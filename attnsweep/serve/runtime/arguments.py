@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from attnsweep.core.layouts import DENSE, Dense, Padded
-from attnsweep.core.masks import Interval
+from attnsweep.core.layouts import DENSE, Layout
+from attnsweep.core.masks import FULL, Interval
 from attnsweep.core.problem import Problem
+from attnsweep.core.scores import PLAIN as PLAIN_SCORES
+from attnsweep.core.scores import Scores
 
 from .dispatch import Choice
+from .driver import Tensor
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -40,8 +43,9 @@ def unserved_mask(
     """
     if type(mask) not in PLAIN or mask.is_nested or mask.layout is not torch.strided:
         return Choice(None, "mask", "attn_mask is no plain tensor")
-    if mask.dtype is not torch.bool:
-        return Choice(None, "mask", f"attn_mask is {mask.dtype}, not torch.bool")
+    if mask.dtype not in (torch.bool, query.dtype):
+        what = f"attn_mask is {mask.dtype}, neither torch.bool nor {query.dtype}"
+        return Choice(None, "mask", what)
     if mask.device != query.device:
         return Choice(None, "device", "attn_mask is on another device")
     if is_causal:
@@ -55,13 +59,32 @@ def unserved_mask(
     return None
 
 
-def mask_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Interval:
-    """The kind of a boolean mask that `unserved_mask` lets pass: whatever it hides, as if nothing.
+Form = tuple[Interval, Layout, Scores]
+"""What a call may be taken for: mask, layout and scores of its problem."""
 
-    What it hides is known on the device alone. Other masks take less time.
+
+def form_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Form:
+    """That of a mask that `unserved_mask` lets pass: whatever it hides, as if nothing.
+
+    What it hides is known on the device alone. Other masks take less time. A mask of numbers is a
+    bias.
     """
     items, heads, *_ = mask_strides(mask, query, key)
-    return Interval(boolean=True, of_item=items > 0, of_head=heads > 0)
+    own = tuple(name for name, step in (("item", items), ("head", heads)) if step > 0)
+    if mask.dtype is torch.bool:
+        return FULL.as_boolean(own), DENSE, PLAIN_SCORES
+    return FULL, DENSE, Scores(bias=own)
+
+
+def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tensor:
+    """A mask of numbers for a tensor map: of one element in a dimension where it has one for all.
+
+    A row of keys that is no row in memory has a stride that `unmapped` refuses.
+    """
+    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    found = mask.expand(whole).stride()
+    sizes = [n if step else 1 for n, step in zip(whole[:3], found[:3], strict=True)]
+    return Tensor((*sizes, whole[3]), (*found[:3], found[3] if whole[3] > 1 else 1))
 
 
 def mask_strides(
@@ -87,7 +110,11 @@ def number(scale: Any) -> Any:
 
 
 def problem_of(
-    query: torch.Tensor, key: torch.Tensor, mask: Interval, layout: Dense | Padded = DENSE
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: Interval,
+    layout: Layout = DENSE,
+    scores: Scores = PLAIN_SCORES,
 ) -> Problem:
     """The problem of a call that `Operator._unserved` lets pass.
 
@@ -96,7 +123,7 @@ def problem_of(
     batch, heads, seqlen_q, head_dim = query.shape
     sizes = (batch, heads, key.shape[1], seqlen_q, key.shape[2], head_dim)
     dtype: Any = DTYPES[query.dtype]
-    return Problem(*sizes, dtype, mask, layout)
+    return Problem(*sizes, dtype, mask, layout, scores)
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

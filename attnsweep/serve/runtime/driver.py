@@ -334,8 +334,9 @@ class Device:
         cuda, rank = self._cuda, len(tensor.sizes)
         columns, *outer = tensor.sizes[::-1]
         # The stride of a dimension of one element is never used, but must be one that could be.
+        unused = -(-columns // 8) * 8
         strides = [
-            2 * (stride if size > 1 else columns)
+            2 * (stride if size > 1 else unused)
             for size, stride in zip(outer, tensor.strides[-2::-1], strict=True)
         ]
         of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.layouts import DENSE, Dense, Padded
-from attnsweep.core.problem import CAUSAL, FULL, Interval, Problem
+from attnsweep.core.layouts import DENSE
+from attnsweep.core.problem import CAUSAL, FULL, Problem
 
 from . import served
 from .arguments import (
     DTYPES,
     autocast,
-    mask_of,
+    bias_of,
+    form_of,
     mask_strides,
     never,
     number,
@@ -55,7 +56,7 @@ SHORT = Choice(
     "short_training",
     "a step with gradients this short takes as long as the host's part of it",
 )
-_NOT_BOOLEAN = Choice(None, "mask", "attn_mask is not boolean")
+_OTHER_DTYPE = Choice(None, "mask", "attn_mask is neither boolean nor of query's dtype")
 # Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
 # starts anew, so that it never grows.
 _MOST_PLANS = 4096
@@ -162,7 +163,7 @@ class Operator:
         """As `_impl_attention`, with a mask."""
         gpu = self._gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, [(mask_of(mask, query, key), DENSE)])
+            choice, _ = _choice(gpu, query, key, [form_of(mask, query, key)])
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
@@ -218,13 +219,15 @@ class Operator:
     ) -> torch.Tensor | None:
         """`attention` with a mask, or None, which is counted, if no kernel serves the call.
 
-        mask: boolean, True where a query sees a key; broadcasts to (batch, heads, seqlen_q,
-        seqlen_k), with any strides. A query that sees none has output 0. hides: is_causal, which is
+        mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added
+        to the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q,
+        seqlen_k). A query that sees no key has output 0. hides: is_causal, which is
         not served beside a mask; or diagonals, and then mask is key_lengths or None. keep: whether
         what a scan makes of the mask is used again while the mask is unchanged: see mask_lists.
         """
-        if getattr(mask, "dtype", None) is not torch.bool and not isinstance(hides, tuple):
-            self._fell_back(_NOT_BOOLEAN)  # nothing else needs to be asked
+        dtype = getattr(mask, "dtype", None)
+        if dtype is not torch.bool and dtype is not query.dtype and not isinstance(hides, tuple):
+            self._fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
         plan = self._masked_plan(query, key, value, mask, hides, scale, enable_gqa)
         if not plan.calls:
@@ -254,7 +257,7 @@ class Operator:
         ):
             return SUBCLASS
         if type(mask) is not _TENSOR and not (mask is None and isinstance(hides, tuple)):
-            return SUBCLASS if isinstance(hides, tuple) else Plan(_NOT_BOOLEAN)
+            return SUBCLASS if isinstance(hides, tuple) else Plan(_OTHER_DTYPE)
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
@@ -262,8 +265,7 @@ class Operator:
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
                 *(hides, scale, enable_gqa),
-                _is_grad_enabled()
-                and (query.requires_grad or key.requires_grad or value.requires_grad),
+                _is_grad_enabled() and _requires_grad(query, key, value, mask),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
@@ -472,7 +474,7 @@ class Operator:
             return False
         if self._unserved(query, key, value, False, scale, enable_gqa):
             return False
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        grad = torch.is_grad_enabled() and _requires_grad(query, key, value, mask)
         if _unserved_mask(mask, query, key, hides, grad):
             return False
         return self._is_known(query.device.index or 0)
@@ -635,7 +637,7 @@ class Operator:
         """mask, hides: as of `masked`, where a call has them."""
         unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is None and (mask is not None or isinstance(hides, tuple)):
-            gradients = _is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            gradients = _is_grad_enabled() and _requires_grad(query, key, value, mask)
             unserved = _unserved_mask(mask, query, key, hides, gradients)
         if unserved is not None:
             return Plan(unserved)
@@ -653,11 +655,17 @@ class Operator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        found: list[Any] = [(CAUSAL if causal else FULL,)]
+        biased = mask is not None and mask.is_floating_point()
         if isinstance(hides, tuple):
             found = forms(hides, query.shape[2], key.shape[2], mask is not None)
-        else:
-            seen = CAUSAL if causal else FULL if mask is None else mask_of(mask, query, key)
-            found = [(seen, DENSE)]
+        elif mask is not None:
+            found = [form_of(mask, query, key)]
+        if biased:
+            tensors["bias"] = bias_of(mask, query, key)
+            fault = unmapped(tensors["bias"])
+            if fault is not None:
+                return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
         choice, problem = _choice(gpu, query, key, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
@@ -665,13 +673,14 @@ class Operator:
         by = scale if scale is not None else problem.scale
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()
-        if mask is not None and not isinstance(hides, tuple):
+        if mask is not None and not biased and not isinstance(hides, tuple):
             steps = mask_strides(mask, query, key)
         elif problem.mask.boolean:  # as `scanned` makes it
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
             return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
         options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
+        options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
         stages = kernel.stages[lse]
@@ -682,6 +691,7 @@ class Operator:
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
+        names += ("bias",) if biased else ()
         rows = (problem.batch, problem.heads, problem.seqlen_q)
         return Plan(
             choice,
@@ -701,6 +711,7 @@ class Operator:
             scan_floats=tuple(spaces[name] for name in listed),
             scan_reads=next(iter(shared - spaces.keys()), ""),
             hides=hides if isinstance(hides, tuple) else None,
+            biased=biased,
         )
 
     # ---- launching ----
@@ -753,6 +764,10 @@ class Operator:
             if plan.scan:
                 listed = self._listed(plan, query, key, mask, stream, keep)
                 addresses += listed.addresses
+            elif plan.biased:
+                if mask.data_ptr() & 15:
+                    raise Unaligned
+                addresses += (mask.data_ptr(),)
             launches.issue(addresses, stream)
         except Unaligned:
             self._fell_back(UNALIGNED)
@@ -818,6 +833,15 @@ _EXPECTED = frozenset(
 )
 
 
+def _requires_grad(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    return (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+    )
+
+
 def _unserved_mask(
     mask: Any, query: Any, key: Any, hides: bool | Diagonals, gradients: bool
 ) -> Choice | None:
@@ -831,17 +855,18 @@ def _choice(
     gpu: TunedGpu,
     query: torch.Tensor,
     key: torch.Tensor,
-    forms: Sequence[tuple[Interval, Dense | Padded]],
+    forms: Sequence[tuple[Any, ...]],
     gradients: bool = False,
 ) -> tuple[Choice, Problem | None]:
     """What serves a call that `Operator._unserved` lets pass, and its problem if it has one.
 
-    forms: masks and layouts that it may be taken for, of which the first that a kernel serves is.
+    forms: what it may be taken for, masks, layouts and scores as `problem_of` takes them. The first
+    that a kernel serves is.
     """
     found: list[tuple[Choice, Problem | None]] = []
-    for mask, layout in forms:
+    for form in forms:
         try:
-            problem = problem_of(query, key, mask, layout)
+            problem = problem_of(query, key, *form)
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         found.append((choose(gpu, problem, gradients=gradients), problem))

@@ -44,7 +44,8 @@ class Plan:
     kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
     scan: the launches that make the list of a mask, with names and floats of what they write;
-    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. hides: the
+    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. biased: whether a
+    call reads its mask itself, as numbers that are added to scores. hides: the
     mask by diagonals, if the call has it so.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     scan_floats: tuple[int, ...] = ()
     scan_reads: str = ""
     scans: BoundLaunches | None = None
+    biased: bool = False
     hides: Diagonals | None = None
 
 

@@ -12,7 +12,7 @@ from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.family import Config, Family, Launch
-from attnsweep.family.launch import Arg
+from attnsweep.family.launch import Arg, TensorMap
 
 
 def _declared(name: str) -> Any:
@@ -79,18 +79,22 @@ def launches(
     lse: bool = False,
     o_strides: tuple[int, ...] = (),
     mask_strides: tuple[int, ...] = (),
+    bias_rows: int = 0,
 ) -> dict[str, Launch]:
     """The launches of one attention call, by stage, in order; first those that scan its mask.
 
     scale: of the scores. lse: whether the kernel writes the log-sum-exp, float32 (batch, heads,
     seqlen_q), contiguous; otherwise its pointer is null, named ``. o_strides: elements from batch
     to batch, head to head and row to row of the output, for code that was compiled with STRIDED.
-    mask_strides: the same of a mask, in bytes, and from key to key.
+    mask_strides: the same of a mask, in bytes, and from key to key. bias_rows: of a bias; one is
+    for all queries.
     """
 
     def here(arg: Arg) -> Arg:
-        if isinstance(arg, float):  # the only one: the scale
+        if arg == problem.scale * LOG2E:
             return scale * LOG2E
+        if isinstance(arg, TensorMap) and arg.buffer == "bias" and bias_rows == 1:
+            return replace(arg, box=(arg.box[0], 1, *arg.box[2:]))
         return "" if arg == "lse" and not lse else arg
 
     made: dict[str, Launch] = {}
@@ -101,6 +105,8 @@ def launches(
                 args[-4:] = mask_strides
             made[name] = replace(launch, args=tuple(args))
             continue
+        if bias_rows and name == "fwd":
+            args[-1] = int(bias_rows > 1)
         if o_strides:
             args += [problem.seqlen_q] if name == "combine" else []
             args += [problem.heads, *o_strides[:3]]

@@ -1,0 +1,146 @@
+"""Masks of numbers, which are added to scores, by the kernels that come with attnsweep."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+import attnsweep  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+BATCH, HEADS, ROWS, KEYS, DIM = 2, 8, 1024, 1024, 64
+
+
+@pytest.fixture(autouse=True)
+def card():
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    given = tensors()
+    explained = attnsweep.explain_attention(*given, bias(BATCH, HEADS, ROWS, KEYS))
+    if explained.code == "gpu":
+        pytest.skip(explained.reason)
+    assert explained.kernel is not None, str(explained)
+    yield
+    attnsweep.disable()
+
+
+def tensors(keys=KEYS, head_dim=DIM, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    sizes = [(BATCH, HEADS, n, head_dim) for n in (ROWS, keys, keys)]
+    return [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
+
+
+def bias(*sizes, dtype=torch.bfloat16):
+    made = torch.randn(sizes, device="cuda", dtype=dtype)
+    return made.masked_fill(torch.rand(sizes, device="cuda") < 0.1, float("-inf"))
+
+
+def served(given, mask, attention=None):
+    """By a kernel, and right in every row."""
+    before = attnsweep.attention_counters().get("kernel", 0)
+    out = (attention or attnsweep.attention)(*given, mask)
+    assert attnsweep.attention_counters().get("kernel", 0) > before, str(
+        attnsweep.explain_attention(*given, mask)
+    )
+    q, k, v = (x.double() for x in given)
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + mask.double()
+    want = torch.softmax(scores, -1).nan_to_num(0) @ v
+    error, norm = ((x).norm(dim=-1) for x in (out.double() - want, want))
+    assert (error <= 1e-2 * norm).all()
+    return out
+
+
+FORMS = {
+    "of both": (BATCH, HEADS, ROWS, KEYS),
+    "of items": (BATCH, 1, ROWS, KEYS),
+    "of heads": (1, HEADS, ROWS, KEYS),
+    "one": (ROWS, KEYS),
+    "of three dimensions": (HEADS, ROWS, KEYS),
+    "of keys": (BATCH, 1, 1, KEYS),
+    "of heads and keys": (BATCH, HEADS, 1, KEYS),
+    "one row": (1, KEYS),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form, head_dim):
+    served(tensors(head_dim=head_dim), bias(*FORMS[form]))
+
+
+def test_fp16_and_lengths_that_are_no_multiple_of_a_tile():
+    given = tensors(keys=1000, dtype=torch.float16)
+    served(given, bias(BATCH, HEADS, ROWS, 1000, dtype=torch.float16))
+    wide = bias(BATCH, HEADS, ROWS, 1008, dtype=torch.float16)
+    wide[..., 1001:] = float("nan")
+    served([*given[:1], *(F.pad(x, (0, 0, 0, 1)) for x in given[1:])], wide[..., :1001])
+
+
+def test_strides():
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    served(given, bias(BATCH, HEADS, ROWS, KEYS))
+    served(given, bias(BATCH, ROWS, HEADS, KEYS).transpose(1, 2))
+    served(given, bias(BATCH, 1, ROWS, KEYS).expand(BATCH, HEADS, ROWS, KEYS))
+    served(given, bias(1, 1, ROWS, 2 * KEYS)[..., 64 : 64 + KEYS])
+
+
+def test_rows_without_a_key_are_0():
+    mask = bias(BATCH, 1, ROWS, KEYS)
+    mask[:, :, 70:200] = float("-inf")
+    out = served(tensors(), mask)
+    assert (out[:, :, 70:200] == 0).all()
+
+
+@pytest.mark.parametrize("how", ["every second key", "float32"])
+def test_what_no_kernel_reads_is_pytorchs(how):
+    given = tensors()
+    mask = {
+        "every second key": lambda: bias(ROWS, 2 * KEYS)[:, ::2],
+        "float32": lambda: bias(ROWS, KEYS).float(),
+    }[how]()
+    before = attnsweep.attention_counters().get("kernel", 0)
+    if how == "float32":
+        assert attnsweep.explain_attention(*given, mask).code == "mask"
+        return
+    out = attnsweep.attention(*given, mask)
+    assert attnsweep.attention_counters().get("kernel", 0) == before
+    assert (out - F.scaled_dot_product_attention(*given, mask)).abs().max() == 0
+
+
+def test_new_contents_at_the_same_address_and_in_a_graph():
+    given, mask = tensors(), bias(BATCH, HEADS, ROWS, KEYS)
+    served(given, mask)
+    mask.copy_(bias(BATCH, HEADS, ROWS, KEYS))
+    served(given, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attnsweep.attention(*given, mask)
+    mask.copy_(bias(BATCH, HEADS, ROWS, KEYS))
+    graph.replay()
+    assert (out - served(given, mask)).abs().max() == 0
+
+
+def test_gradients_are_pytorchs():
+    given, mask = tensors(), bias(BATCH, HEADS, ROWS, KEYS)
+    mask.requires_grad_()
+    attnsweep.attention(*given, mask).float().sum().backward()
+    assert mask.grad is not None
+
+
+def test_compiled_as_one_graph():
+    given, mask = tensors(), bias(1, HEADS, ROWS, KEYS)
+
+    @torch.compile(fullgraph=True)
+    def compiled(q, k, v, mask):
+        return attnsweep.attention(2 * q, k, v, mask) + 1
+
+    out = compiled(*given, mask)
+    assert (out - (attnsweep.attention(2 * given[0], *given[1:], mask) + 1)).abs().max() <= 2e-2
+
+
+def test_enabled_programs_are_served():
+    attnsweep.enable()
+    served(tensors(), bias(BATCH, 1, 1, KEYS), F.scaled_dot_product_attention)
