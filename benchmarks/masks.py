@@ -6,9 +6,9 @@ Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes,
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
 `attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
 a mask. In `arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask;
-or both get a mask of numbers. Times are medians of the device's, microseconds a call; `ratio` is the median
-of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays, and
-without one.
+or both get a mask of numbers. Times are medians of the device's, microseconds a call; `ratio` is
+the median of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays,
+and without one.
 Models: random weights, bf16, a batch that is padded on the right to 40 to 100 % of its length;
 milliseconds a forward, by transformers' sdpa and by `register_attention()`, in turns; `served`:
 calls by a kernel of all layers; `off`: the norm of the difference of the logits of tokens that are

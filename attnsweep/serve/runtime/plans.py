@@ -44,9 +44,9 @@ class Plan:
     kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
     scan: the launches that make the list of a mask, with names and floats of what they write;
-    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. biased: whether a
-    call reads its mask itself, as numbers that are added to scores. hides: the
-    mask by diagonals, if the call has it so.
+    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. biased:
+    whether a call reads its mask itself, as numbers that are added to scores. hides: the mask by
+    diagonals, if the call has it so.
     """
 
     choice: Choice
