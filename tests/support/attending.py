@@ -98,7 +98,7 @@ class MaskedKernel(Kernel):
 
     @staticmethod
     def _bound(masks: int, _: int, key_range: int, *rest: int) -> None:
-        _, _, bounds, _, _, rows, keys, low, high, *_ = rest
+        bounds, rows, keys, low, high = rest[2], *rest[5:9]
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
         if key_range != bounds:
             first, end = np.array(_ints(key_range, 2 * masks)).reshape(masks, 2, 1).swapaxes(0, 1)
