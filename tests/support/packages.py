@@ -142,7 +142,7 @@ def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
         sys.path.remove(str(place))
     operators = importlib.import_module(f"{name}.operator")
     made = operators.Operator(module._operator.table, f"{name}_cpu", driver, devices=("cpu",))
-    made._gpus[0] = next(iter(made.table.gpus.values()))
+    made._planner.gpus[0] = next(iter(made.table.gpus.values()))
     module._operator = made
     assert Path(module.__file__).parent == directory
     return module

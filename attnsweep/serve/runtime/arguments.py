@@ -116,7 +116,7 @@ def problem_of(
     layout: Layout = DENSE,
     scores: Scores = PLAIN_SCORES,
 ) -> Problem:
-    """The problem of a call that `Operator._unserved` lets pass.
+    """The problem of a call that `Planner.unserved` lets pass.
 
     Raises ProblemError if no card could hold it.
     """

@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE
-from attnsweep.core.problem import CAUSAL, FULL, Problem
+from attnsweep.core.problem import CAUSAL, FULL
 
-from . import served
 from .arguments import (
-    DTYPES,
     autocast,
-    bias_of,
     form_of,
-    mask_strides,
     never,
     number,
     plain,
-    problem_of,
-    strides,
-    unserved_mask,
 )
 from .call_cache import Seen, transformed
-from .dispatch import Choice, choose
-from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned, cuda_driver, unmapped
+from .dispatch import Choice
+from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import Gradient, like, with_gradient, with_lse
-from .intervals import Diagonals, by_pytorch, diagonals, forms, scanned, unserved_intervals
+from .intervals import Diagonals, by_pytorch, diagonals, forms, scanned
 from .mask_lists import MaskList, MaskLists
+from .planner import Planner, choice_of, requires_grad, why_unserved
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .sdpa_patch import asked_once, sdpa
 from .sdpa_patch import pytorchs as _sdpa
-from .served import WGMMA
-from .table import GpuKey, Guard, PackageError, Table, TunedGpu, known
+from .sdpa_patch import sdpa
+from .table import Guard, PackageError, Table
 from .torch_ops import register
 
 # Looked up once: each is asked in every call.
@@ -46,8 +37,6 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_ena
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like, _FLOAT, _TENSOR = torch.empty_like, torch.float32, torch.Tensor
-_NUMBERS = (int, float, torch.SymFloat)
-_MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
 # Elements of q times keys, below which PyTorch gets a call that records gradients before anything
 # is looked up: the host takes longer for such a step than the device, and would notice.
 _SHORT_WORK = 2.5e9
@@ -78,16 +67,13 @@ class Operator:
         self._log = logging.getLogger(namespace)
         self._said: set[str] = set()
         self.counts = {SHORT.code: 0, "kernel": 0}  # not a Counter, which takes four times as long
+        self._planner = Planner(table, devices)
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
         self._masks = MaskLists(self._capture_of)
-        self._gpus: dict[int, TunedGpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forked = False
-        self._head_dims = frozenset(
-            winner.problem.head_dim for gpu in table.gpus.values() for winner in gpu.winners
-        )
         # Where a table's guards hand short steps over, and not those of a test.
         guards = [gpu.guard for gpu in table.gpus.values()]
         short = guards and min(guard.short_us for guard in guards) >= Guard().short_us
@@ -126,9 +112,9 @@ class Operator:
     ) -> torch.Tensor:
         """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        gpu = self._gpu(query.device.index or 0)
+        gpu = self._planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, [(CAUSAL if causal else FULL, DENSE)], grad)
+            choice, _ = choice_of(gpu, query, key, [(CAUSAL if causal else FULL, DENSE)], grad)
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -161,9 +147,9 @@ class Operator:
         self, query: Any, key: Any, value: Any, mask: Any, scale: float
     ) -> torch.Tensor:
         """As `_impl_attention`, with a mask."""
-        gpu = self._gpu(query.device.index or 0)
+        gpu = self._planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = _choice(gpu, query, key, [form_of(mask, query, key)])
+            choice, _ = choice_of(gpu, query, key, [form_of(mask, query, key)])
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
@@ -184,11 +170,11 @@ class Operator:
         self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
     ) -> torch.Tensor:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths."""
-        gpu, hides = self._gpu(query.device.index or 0), (low, high)
+        gpu, hides = self._planner.gpu(query.device.index or 0), (low, high)
         numbers = (*query.shape, *key.shape, *hides)
         if gpu is not None and all(n is None or type(n) is int for n in numbers):
             found = forms(hides, query.shape[2], key.shape[2], lengths is not None)
-            if _choice(gpu, query, key, found)[0].kernel is None:
+            if choice_of(gpu, query, key, found)[0].kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return by_pytorch(hides, query, key, value, lengths, 0.0, scale, grouped)
         return self._forward_intervals(query, key, value, lengths, low, high, scale)
@@ -265,7 +251,7 @@ class Operator:
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
                 *(hides, scale, enable_gqa),
-                _is_grad_enabled() and _requires_grad(query, key, value, mask),
+                _is_grad_enabled() and requires_grad(query, key, value, mask),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
@@ -449,8 +435,8 @@ class Operator:
         if (
             never(attn_mask, dropout_p)
             or not plain(*given)
-            or self._unserved(*given, is_causal, scale, enable_gqa)
-            or not self._is_known(query.device.index or 0)
+            or self._planner.unserved(*given, is_causal, scale, enable_gqa)
+            or not self._planner.is_known(query.device.index or 0)
         ):
             return _sdpa(
                 *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
@@ -472,12 +458,12 @@ class Operator:
         """Whether a kernel may serve a compiler's call with a mask."""
         if dropout_p or not plain(query, key, value):
             return False
-        if self._unserved(query, key, value, False, scale, enable_gqa):
+        if self._planner.unserved(query, key, value, False, scale, enable_gqa):
             return False
-        grad = torch.is_grad_enabled() and _requires_grad(query, key, value, mask)
-        if _unserved_mask(mask, query, key, hides, grad):
+        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask)
+        if why_unserved(mask, query, key, hides, grad):
             return False
-        return self._is_known(query.device.index or 0)
+        return self._planner.is_known(query.device.index or 0)
 
     def explain(
         self,
@@ -519,7 +505,7 @@ class Operator:
                 choice = UNALIGNED
         gpu = None
         if isinstance(query, torch.Tensor) and query.device.type in self._types:
-            gpu = self._gpu(query.device.index or 0)
+            gpu = self._planner.gpu(query.device.index or 0)
         name = gpu.key.label if gpu is not None else None
         config = choice.kernel.config if choice.kernel is not None else None
         return Explanation(config, choice.code, choice.reason, choice.gain, name)
@@ -538,53 +524,7 @@ class Operator:
             level = logging.INFO if choice.code in _EXPECTED else logging.WARNING
             self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
 
-    # ---- what can be served ----
-    def _unserved(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Choice | None:
-        """Why no kernel serves tensors of this kind, by what a compiler knows too; or None."""
-        if query.device.type not in self._types:
-            return Choice(None, "device", f"tensors are on {query.device.type}")
-        if not query.device == key.device == value.device:
-            return Choice(None, "device", "tensors are on several devices")
-        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-            return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
-        if not query.dim() == key.dim() == value.dim() == 4:
-            return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
-        head_dim = query.shape[3]
-        if head_dim not in self._head_dims:
-            return Choice(None, "head_dim", f"head_dim {head_dim} was not tuned")
-        batch, heads, heads_kv = query.shape[0], query.shape[1], key.shape[1]
-        if not (
-            key.shape == value.shape
-            and key.shape[0] == batch
-            and key.shape[3] == head_dim
-            and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
-        ):
-            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
-        if is_causal and query.shape[2] != key.shape[2]:
-            return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
-        if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
-            return Choice(None, "scale", f"scale is {scale}, not a positive number of 32 bits")
-        return None
-
-    @asked_once
-    def _is_known(self, index: int) -> bool:
-        """Whether a device's kind is in the table: for a compiler, which need not look into it."""
-        return self._gpu(index) is not None
-
-    def _gpu(self, index: int) -> TunedGpu | None:
-        if index not in self._gpus:
-            key = GpuKey.of(torch.cuda.get_device_properties(index))
-            self._gpus[index] = known(self.table.gpus, key)
-        return self._gpus[index]
-
+    # ---- plans ----
     def _plan(
         self,
         query: Any,
@@ -619,100 +559,8 @@ class Operator:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._seen.clear()
-        plan = self._plans[what] = self._made(*call)
+        plan = self._plans[what] = self._planner.made(*call)
         return plan
-
-    def _made(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        lse: bool,
-        mask: Any = None,
-        hides: bool | Diagonals = False,
-    ) -> Plan:
-        """mask, hides: as of `masked`, where a call has them."""
-        unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
-        if unserved is None and (mask is not None or isinstance(hides, tuple)):
-            gradients = _is_grad_enabled() and _requires_grad(query, key, value, mask)
-            unserved = _unserved_mask(mask, query, key, hides, gradients)
-        if unserved is not None:
-            return Plan(unserved)
-        gpu = self._gpu(query.device.index or 0)
-        if gpu is None:
-            tuned = "; ".join(key.label for key in self.table.gpus) or "none"
-            why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
-            return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
-        out = torch.empty_like(query, device="meta")  # as the operator allocates it
-        tensors = {
-            name: Tensor(tuple(each.shape), strides(each))
-            for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
-        }
-        for name, tensor in tensors.items():
-            fault = unmapped(tensor)
-            if fault is not None:
-                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        found: list[Any] = [(CAUSAL if causal else FULL,)]
-        biased = mask is not None and mask.is_floating_point()
-        if isinstance(hides, tuple):
-            found = forms(hides, query.shape[2], key.shape[2], mask is not None)
-        elif mask is not None:
-            found = [form_of(mask, query, key)]
-        if biased:
-            tensors["bias"] = bias_of(mask, query, key)
-            fault = unmapped(tensors["bias"])
-            if fault is not None:
-                return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
-        choice, problem = _choice(gpu, query, key, found, lse)
-        if choice.kernel is None or problem is None:
-            return Plan(choice)
-        kernel = choice.kernel
-        by = scale if scale is not None else problem.scale
-        layout = tensors["o"].strides
-        steps: tuple[int, ...] = ()
-        if mask is not None and not biased and not isinstance(hides, tuple):
-            steps = mask_strides(mask, query, key)
-        elif problem.mask.boolean:  # as `scanned` makes it
-            steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
-        if max(steps, default=0) >= 2**31:
-            return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
-        options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
-        options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
-        made = served.launches(WGMMA, kernel.values, problem, by, **options)
-        spaces = served.workspaces(WGMMA, kernel.values, problem)
-        stages = kernel.stages[lse]
-        if not made.keys() <= stages.keys():
-            return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
-        calls = {name: launch for name, launch in made.items() if not launch.once}
-        shared = served.of_masks(made)
-        listed = [name for name in spaces if name in shared]
-        own = [name for name in spaces if name not in shared]
-        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
-        names += ("bias",) if biased else ()
-        rows = (problem.batch, problem.heads, problem.seqlen_q)
-        return Plan(
-            choice,
-            calls,
-            stages,
-            tensors,
-            query.get_device(),
-            lse,
-            tuple(spaces[name] for name in own),
-            names,
-            bool(causal),
-            by,
-            problem.heads != problem.heads_kv,
-            rows,
-            scan={name: launch for name, launch in made.items() if launch.once},
-            scan_names=tuple(listed),
-            scan_floats=tuple(spaces[name] for name in listed),
-            scan_reads=next(iter(shared - spaces.keys()), ""),
-            hides=hides if isinstance(hides, tuple) else None,
-            biased=biased,
-        )
 
     # ---- launching ----
     def _served(
@@ -831,48 +679,6 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
-
-
-def _requires_grad(query: Any, key: Any, value: Any, mask: Any) -> bool:
-    return (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (mask is not None and mask.requires_grad)
-    )
-
-
-def _unserved_mask(
-    mask: Any, query: Any, key: Any, hides: bool | Diagonals, gradients: bool
-) -> Choice | None:
-    """Why no kernel serves a call with `masked`'s mask and hides, or None."""
-    if isinstance(hides, tuple):
-        return unserved_intervals(mask, gradients)
-    return unserved_mask(mask, query, key, hides, gradients)
-
-
-def _choice(
-    gpu: TunedGpu,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    forms: Sequence[tuple[Any, ...]],
-    gradients: bool = False,
-) -> tuple[Choice, Problem | None]:
-    """What serves a call that `Operator._unserved` lets pass, and its problem if it has one.
-
-    forms: what it may be taken for, masks, layouts and scores as `problem_of` takes them. The first
-    that a kernel serves is.
-    """
-    found: list[tuple[Choice, Problem | None]] = []
-    for form in forms:
-        try:
-            problem = problem_of(query, key, *form)
-        except ProblemError as error:
-            return Choice(None, "far", error.what), None
-        found.append((choose(gpu, problem, gradients=gradients), problem))
-        if found[-1][0].kernel is not None:
-            return found[-1]
-    return found[0]
 
 
 def _no_stream(_: int) -> int:

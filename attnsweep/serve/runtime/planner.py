@@ -1,0 +1,229 @@
+"""Plans: which kernel serves a call, by its shapes, strides and options, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import CAUSAL, FULL, Problem
+
+from . import served
+from .arguments import (
+    DTYPES,
+    bias_of,
+    form_of,
+    mask_strides,
+    problem_of,
+    strides,
+    unserved_mask,
+)
+from .dispatch import Choice, choose
+from .driver import Tensor, unmapped
+from .intervals import Diagonals, forms, unserved_intervals
+from .plans import Plan
+from .sdpa_patch import asked_once
+from .served import WGMMA
+from .table import GpuKey, Table, TunedGpu, known
+
+_is_grad_enabled = torch.is_grad_enabled
+_NUMBERS = (int, float, torch.SymFloat)
+_MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
+
+
+class Planner:
+    """Makes the plans of a table's calls. types: the device types that are served.
+
+    gpus: what the table has for each device that was asked about, by its index.
+    """
+
+    def __init__(self, table: Table, types: tuple[str, ...]) -> None:
+        self._table, self._types = table, types
+        self.gpus: dict[int, TunedGpu | None] = {}
+        self._head_dims = frozenset(
+            winner.problem.head_dim for gpu in table.gpus.values() for winner in gpu.winners
+        )
+
+    def unserved(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Choice | None:
+        """Why no kernel serves tensors of this kind, by what a compiler knows too; or None."""
+        if query.device.type not in self._types:
+            return Choice(None, "device", f"tensors are on {query.device.type}")
+        if not query.device == key.device == value.device:
+            return Choice(None, "device", "tensors are on several devices")
+        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+            return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
+        if not query.dim() == key.dim() == value.dim() == 4:
+            return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
+        head_dim = query.shape[3]
+        if head_dim not in self._head_dims:
+            return Choice(None, "head_dim", f"head_dim {head_dim} was not tuned")
+        batch, heads, heads_kv = query.shape[0], query.shape[1], key.shape[1]
+        if not (
+            key.shape == value.shape
+            and key.shape[0] == batch
+            and key.shape[3] == head_dim
+            and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
+        ):
+            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
+        if is_causal and query.shape[2] != key.shape[2]:
+            return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
+        if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
+            return Choice(None, "scale", f"scale is {scale}, not a positive number of 32 bits")
+        return None
+
+    @asked_once
+    def is_known(self, index: int) -> bool:
+        """Whether a device's kind is in the table: for a compiler, which need not look into it."""
+        return self.gpu(index) is not None
+
+    def gpu(self, index: int) -> TunedGpu | None:
+        """What the table has for a device, by its index."""
+        if index not in self.gpus:
+            key = GpuKey.of(torch.cuda.get_device_properties(index))
+            self.gpus[index] = known(self._table.gpus, key)
+        return self.gpus[index]
+
+    def made(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        lse: bool,
+        mask: Any = None,
+        hides: bool | Diagonals = False,
+    ) -> Plan:
+        """mask, hides: as of `masked`, where a call has them."""
+        unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
+        if unserved is None and (mask is not None or isinstance(hides, tuple)):
+            gradients = _is_grad_enabled() and requires_grad(query, key, value, mask)
+            unserved = why_unserved(mask, query, key, hides, gradients)
+        if unserved is not None:
+            return Plan(unserved)
+        gpu = self.gpu(query.device.index or 0)
+        if gpu is None:
+            tuned = "; ".join(key.label for key in self._table.gpus) or "none"
+            why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
+            return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
+        out = torch.empty_like(query, device="meta")  # as the operator allocates it
+        tensors = {
+            name: Tensor(tuple(each.shape), strides(each))
+            for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
+        }
+        for name, tensor in tensors.items():
+            fault = unmapped(tensor)
+            if fault is not None:
+                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        found: list[Any] = [(CAUSAL if causal else FULL,)]
+        biased = mask is not None and mask.is_floating_point()
+        if isinstance(hides, tuple):
+            found = forms(hides, query.shape[2], key.shape[2], mask is not None)
+        elif mask is not None:
+            found = [form_of(mask, query, key)]
+        if biased:
+            tensors["bias"] = bias_of(mask, query, key)
+            fault = unmapped(tensors["bias"])
+            if fault is not None:
+                return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
+        choice, problem = choice_of(gpu, query, key, found, lse)
+        if choice.kernel is None or problem is None:
+            return Plan(choice)
+        kernel = choice.kernel
+        by = scale if scale is not None else problem.scale
+        layout = tensors["o"].strides
+        steps: tuple[int, ...] = ()
+        if mask is not None and not biased and not isinstance(hides, tuple):
+            steps = mask_strides(mask, query, key)
+        elif problem.mask.boolean:  # as `scanned` makes it
+            steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
+        if max(steps, default=0) >= 2**31:
+            return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
+        options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
+        options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
+        made = served.launches(WGMMA, kernel.values, problem, by, **options)
+        spaces = served.workspaces(WGMMA, kernel.values, problem)
+        stages = kernel.stages[lse]
+        if not made.keys() <= stages.keys():
+            return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
+        calls = {name: launch for name, launch in made.items() if not launch.once}
+        shared = served.of_masks(made)
+        listed = [name for name in spaces if name in shared]
+        own = [name for name in spaces if name not in shared]
+        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
+        names += ("bias",) if biased else ()
+        rows = (problem.batch, problem.heads, problem.seqlen_q)
+        return Plan(
+            choice,
+            calls,
+            stages,
+            tensors,
+            query.get_device(),
+            lse,
+            tuple(spaces[name] for name in own),
+            names,
+            bool(causal),
+            by,
+            problem.heads != problem.heads_kv,
+            rows,
+            scan={name: launch for name, launch in made.items() if launch.once},
+            scan_names=tuple(listed),
+            scan_floats=tuple(spaces[name] for name in listed),
+            scan_reads=next(iter(shared - spaces.keys()), ""),
+            hides=hides if isinstance(hides, tuple) else None,
+            biased=biased,
+        )
+
+
+def requires_grad(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Whether any of them does; mask may be None."""
+    return (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+    )
+
+
+def why_unserved(
+    mask: Any, query: Any, key: Any, hides: bool | Diagonals, gradients: bool
+) -> Choice | None:
+    """Why no kernel serves a call with `masked`'s mask and hides, or None."""
+    if isinstance(hides, tuple):
+        return unserved_intervals(mask, gradients)
+    return unserved_mask(mask, query, key, hides, gradients)
+
+
+def choice_of(
+    gpu: TunedGpu,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    forms: Sequence[tuple[Any, ...]],
+    gradients: bool = False,
+) -> tuple[Choice, Problem | None]:
+    """What serves a call that `Planner.unserved` lets pass, and its problem if it has one.
+
+    forms: what it may be taken for, masks, layouts and scores as `problem_of` takes them. The first
+    that a kernel serves is.
+    """
+    found: list[tuple[Choice, Problem | None]] = []
+    for form in forms:
+        try:
+            problem = problem_of(query, key, *form)
+        except ProblemError as error:
+            return Choice(None, "far", error.what), None
+        found.append((choose(gpu, problem, gradients=gradients), problem))
+        if found[-1][0].kernel is not None:
+            return found[-1]
+    return found[0]
