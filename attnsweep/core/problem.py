@@ -133,7 +133,10 @@ class Problem:
             )
         if self.layout.kind == "packed":
             if self.batch > 1:
-                raise ProblemError(f"{self.label}: packed sequences are a batch of 1")
+                raise ProblemError(
+                    f"{self.label}: packed sequences are a batch of 1",
+                    hint="write batch 1, and as seqlen the tokens of all sequences",
+                )
             if self.mask.boolean or self.mask.top_left or self.scaled:
                 what = (
                     "a boolean mask" if self.mask.boolean else "FP8" if self.scaled else "top_left"

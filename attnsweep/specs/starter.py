@@ -16,7 +16,7 @@ from typing import Any
 
 from attnsweep.core.errors import KernelError, SpaceError
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import SIZES, Problem
 from attnsweep.family.family import Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec, load_spec
@@ -257,8 +257,8 @@ def _entry(problem: Problem) -> dict[str, Any]:
     entry |= {"seqlen": p.seqlen_q} if same else {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     entry["head_dim"] = p.head_dim
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
-    said = p.mask.facts | p.layout.facts
-    return entry | {name: value for name, value in said.items() if value is not False}
+    rest = {name: value for name, value in p.facts.items() if name not in (*SIZES, "dtype")}
+    return entry | {name: value for name, value in rest.items() if value is not False}
 
 
 def _families_for(

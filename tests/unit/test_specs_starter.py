@@ -221,6 +221,20 @@ def test_the_text_has_exactly_these_problems(problems):
     assert [entry.problem for entry in spec.problems] == problems
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("window(63,0)", "window_top_left(9,all)", "causal padded(right,40,2)", "boolean(full)"),
+        *("boolean(causal,item)", "boolean(blocks,30)", "causal packed(3,0,1)", "full bias()"),
+        *("full bias(item,head)", "causal softcap(50) sinks", "window(63,0) softcap(2.5)"),
+    ],
+)
+def test_masks_layouts_and_scores_are_written(kind):
+    problem = Problem.parse(f"(1,16/4,512x512,64) bf16 {kind}")
+    spec, _ = made(problem)
+    assert [entry.problem for entry in spec.problems] == [problem]
+
+
 @given(st.lists(shapes, min_size=1, max_size=3, unique=True), st.randoms())
 def test_a_name_is_of_the_set_of_problems(problems, random):
     name = run_name(problems)
