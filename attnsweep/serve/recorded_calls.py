@@ -18,7 +18,7 @@ from attnsweep.choose.search import DEFAULT_STRATEGY
 from attnsweep.core.errors import NoGpuError, ProblemError, SpecError, StoreError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import arch_named, arch_of
-from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem
+from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem, Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import counted
@@ -36,8 +36,8 @@ _UNSEEN = ": no process imported PyTorch, or only under python -I, -E or -S, whi
 _MASKS = {
     "causal": "an explicit mask; the first one was causal: is_causal=True can be served",
     "full": "an explicit mask; the first one masked nothing: attn_mask=None can be served",
-    "bias": "a bias that is added to the scores",
-    "mask": "a mask of numbers; a boolean one, or attention's window or key_lengths, can be served",
+    "bias": "a float mask of another dtype than q's",
+    "mask": "a float mask of another dtype than q's; a boolean one can be served",
 }
 _BOOLEAN = {
     "causal": "the first mask was causal: is_causal=True needs no scan of it",
@@ -297,7 +297,9 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         reason = f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}"
     elif kind["dropout"]:
         reason = "dropout"
-    elif kind.get("mask") and ("boolean" not in kind or kind["causal"]):
+    elif kind.get("mask") and kind["causal"]:
+        reason = "a mask beside is_causal"
+    elif kind.get("mask") and not {"boolean", "bias"} & kind.keys():
         reason = _MASKS.get(kind["mask"], "an arbitrary mask")
     elif k[0] != q[0] or k[:-1] != v[:-1] or q[3] != k[3]:
         reason = "batch, heads or head_dim that are broadcast"
@@ -314,8 +316,8 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
     if reason is not None:
         return reason
     try:
-        mask = Interval.of(kind)
-        return Problem(q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0], dtype, mask)
+        sizes = q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0]
+        return Problem(*sizes, dtype, Interval.of(kind), scores=Scores.of(kind))
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
 
@@ -369,6 +371,8 @@ def _notes(kind: Mapping[str, Any], problem: Problem) -> Iterator[str]:
         yield f"k holds each of {groups} heads {kind['repeats']} times: enable_gqa avoids that"
     if "boolean" in kind:
         yield _BOOLEAN.get(kind["mask"], "its mask was not looked at, and may hide more")
+    elif "bias" in kind and kind["mask"] in ("causal", "full"):
+        yield _MASKS[kind["mask"]]
     if _own_scale(kind)[1]:
         yield "a scale of its own"
     if kind.get("captured"):

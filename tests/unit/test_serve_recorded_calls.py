@@ -72,12 +72,12 @@ def test_a_call_is_a_problem():
     ("changes", "reason"),
     [
         ({"dropout": True}, "dropout"),
-        ({"mask": "mask"}, "a boolean one, or attention's window or key_lengths, can be served"),
-        ({"mask": "mask", "boolean": [], "causal": True}, "a mask"),
+        ({"mask": "mask"}, "a float mask of another dtype than q's; a boolean one can be served"),
+        ({"mask": "mask", "boolean": [], "causal": True}, "a mask beside is_causal"),
         ({"mask": "unknown"}, "an arbitrary mask"),
         ({"mask": "causal"}, "is_causal=True can be served"),
         ({"mask": "full"}, "attn_mask=None can be served"),
-        ({"mask": "bias"}, "a bias that is added"),
+        ({"mask": "bias"}, "a float mask of another dtype"),
         ({"dtype": "float64"}, "dtype float64 is not one of fp16, bf16, fp32"),
         ({"device": "xpu"}, "on device xpu"),
         ({"q": [32, 64, 128], "k": [32, 64, 128], "v": [32, 64, 128]}, "3 dimensions"),
@@ -110,12 +110,15 @@ def test_the_reason_of_the_families():
             "boolean(window(511,0),item,head)",
             "may hide more",
         ),
+        ({"mask": "bias", "bias": []}, "full bias()", ""),
+        ({"mask": "mask", "bias": ["item", "head"]}, "full bias(item,head)", ""),
+        ({"mask": "causal", "bias": ["item"]}, "full bias(item)", "is_causal=True can be served"),
     ],
 )
-def test_a_boolean_mask_is_a_problem_that_hides_no_more(facts, label, note):
+def test_a_mask_is_a_problem_that_hides_no_more(facts, label, note):
     got = sorted_((kind(**facts), 3))
     (problem,) = got.problems
-    assert problem.mask.label == label
+    assert problem.mask.label + problem.scores.label == label
     assert note in " ".join(got.problems[problem].notes)
     text = spec_text(got, "model", HOPPER, FAMILIES)
     (entry,) = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES).problems

@@ -149,6 +149,7 @@ def test_dropout_masks_scales_layouts_and_gradients(tmp_path, every_call):
     assert [call.get("mask") for call in calls if "mask" in call] == [
         *("causal", "full", "bias", "mask"),
     ]
+    assert [call["bias"] for call in calls if call.get("mask") == "bias"] == [[]]
     assert [call["dropout"] for call in calls] == [True, *(len(calls) - 1) * [False]]
     assert sum(call["scale"] == 0.5 for call in calls) == 1
     assert sum(call["grad"] for call in calls) == 1

@@ -198,6 +198,8 @@ def _kind(seen: tuple[Any, ...], k: Any, mask: Any) -> dict[str, Any]:
         kind["mask"] = "unknown" if quiet else _mask_kind(mask, q[-2], k.shape[-2])
         if k.dim() == 4 and (mask.dtype == torch.bool or (op != NAME and _was_boolean(kind, mask))):
             kind |= _facts_of(mask, kind["mask"], q[-2], k.shape[-2])
+        elif k.dim() == 4 and mask.dtype == dtype:
+            kind["bias"] = _own(mask)
     if k.dim() == 4 and not quiet:
         kind["repeats"] = _repeats(k)
     return kind
@@ -217,9 +219,16 @@ def _mask_kind(mask: Any, rows: int, keys: int) -> str:
 
 
 def _was_boolean(kind: dict[str, Any], mask: Any) -> bool:
-    """Whether PyTorch may have made a mask of numbers of a boolean one, as its operators get it."""
+    """Whether PyTorch may have made a float mask of a boolean one, as its operators get it."""
     looked_at = kind["mask"] not in ("unknown", "bias")
     return looked_at and bool(((mask == 0) | (mask == -torch.inf)).all())
+
+
+def _own(mask: Any) -> list[str]:
+    """Whether each item of the batch, and each head, has a mask of its own."""
+    whole = mask[(None,) * (4 - mask.dim())]
+    sizes = zip(("item", "head"), whole.shape, whole.stride(), strict=False)
+    return [name for name, n, step in sizes if n > 1 and step]
 
 
 def _facts_of(mask: Any, kind: str, rows: int, keys: int) -> dict[str, Any]:
@@ -229,11 +238,10 @@ def _facts_of(mask: Any, kind: str, rows: int, keys: int) -> dict[str, Any]:
     that holds all pairs which any of them lets see each other. Padding bounds no window: a side is
     one where more than one query sees as far as it.
     """
-    whole = mask[(None,) * (4 - mask.dim())]
-    sizes = zip(("item", "head"), whole.shape, whole.stride(), strict=False)
-    facts: dict[str, Any] = {"boolean": [name for name, n, step in sizes if n > 1 and step]}
+    facts: dict[str, Any] = {"boolean": _own(mask)}
     if kind == "unknown":
         return facts
+    whole = mask[(None,) * (4 - mask.dim())]
     sees = whole if whole.dtype == torch.bool else whole == 0
     seen = sees.flatten(0, 1).any(0).expand(rows, keys)
     with_keys = seen.any(-1).nonzero().flatten()
