@@ -6,7 +6,7 @@ Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes,
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
 `attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
 a mask. In `arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask;
-or both get a mask of numbers. Times are medians of the device's, microseconds a call; `ratio` is
+or both get a float mask. Times are medians of the device's, microseconds a call; `ratio` is
 the median of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays,
 and without one.
 Models: random weights, bf16, a batch that is padded on the right to 40 to 100 % of its length;
@@ -123,7 +123,7 @@ def tensors(shape: tuple[Any, ...]) -> list[Any]:
 
 
 def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
-    """A row of a call that says by arguments what it hides, or adds a mask of numbers."""
+    """A row of a call that says by arguments what it hides, or adds a float mask."""
     batch, heads, heads_kv, seqlen, head_dim, kind = shape
     q, k, v = tensors(shape)
     whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]

@@ -1,4 +1,4 @@
-"""Masks of numbers, which are added to scores, by the kernels that come with attnsweep."""
+"""Float masks, which are added to scores, by the kernels that come with attnsweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of numbers in PyTorch, with a fake driver and kernels of NumPy's."""
+"""Float masks in PyTorch, with a fake driver and kernels of NumPy's."""
 
 from __future__ import annotations
 

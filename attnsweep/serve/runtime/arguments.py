@@ -59,15 +59,13 @@ def unserved_mask(
     return None
 
 
-Form = tuple[Interval, Layout, Scores]
-"""What a call may be taken for: mask, layout and scores of its problem."""
+def taken_for(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[Interval, Layout, Scores]:
+    """Mask, layout and scores of the problem of a call whose mask `unserved_mask` lets pass.
 
-
-def form_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Form:
-    """That of a mask that `unserved_mask` lets pass: whatever it hides, as if nothing.
-
-    What it hides is known on the device alone. Other masks take less time. A mask of numbers is a
-    bias.
+    What a mask hides is known on the device alone, so it counts as if it hid nothing: others take
+    less time. A float mask is a bias.
     """
     items, heads, *_ = mask_strides(mask, query, key)
     own = tuple(name for name, step in (("item", items), ("head", heads)) if step > 0)
@@ -77,7 +75,7 @@ def form_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Form:
 
 
 def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tensor:
-    """A mask of numbers for a tensor map: of one element in a dimension where it has one for all.
+    """A float mask for a tensor map: of one element in a dimension where it has one for all.
 
     A row of keys that is no row in memory has a stride that `unmapped` refuses.
     """

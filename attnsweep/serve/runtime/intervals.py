@@ -22,14 +22,14 @@ Diagonals = tuple[int | None, int | None]
 
 
 def forms(
-    hides: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool
+    limits: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool
 ) -> list[tuple[Interval, Dense | Padded]]:
     """What a kernel may take a call for, the best first: mask and layout of its problem.
 
     The last is a boolean mask: a kernel of these has any diagonals, and queries without a key,
     which the shipped code for causal masks does not expect.
     """
-    (low, high), layout = hides, _UNKNOWN if padded else DENSE
+    (low, high), layout = limits, _UNKNOWN if padded else DENSE
     found: list[tuple[Interval, Dense | Padded]] = []
     for top_left, diagonal in ((False, seqlen_k - seqlen_q), (True, 0)):
         left = None if low is None else diagonal - low
@@ -55,10 +55,10 @@ def unserved_intervals(lengths: Any, gradients: bool) -> Choice | None:
 
 
 def dense(
-    hides: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
+    limits: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
     """The boolean mask that says the same. It broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
-    (low, high), keys = hides, torch.arange(key.shape[-2], device=query.device)
+    (low, high), keys = limits, torch.arange(key.shape[-2], device=query.device)
     parts = []
     if low is not None or high is not None:
         distance = keys - torch.arange(query.shape[-2], device=query.device)[:, None]
@@ -73,7 +73,7 @@ def dense(
 
 def scanned(
     name: str,
-    hides: Diagonals,
+    limits: Diagonals,
     query: torch.Tensor,
     key: torch.Tensor,
     lengths: torch.Tensor | None,
@@ -82,7 +82,7 @@ def scanned(
     if name == "mask":
         items = 1 if lengths is None else query.shape[0]
         whole = (items, 1, query.shape[2], key.shape[2])
-        return dense(hides, query, key, lengths).expand(whole).contiguous()
+        return dense(limits, query, key, lengths).expand(whole).contiguous()
     if lengths is None:
         raise AssertionError
     if lengths.dim() == 1:
@@ -91,7 +91,7 @@ def scanned(
 
 
 def by_pytorch(
-    hides: Diagonals,
+    limits: Diagonals,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -105,7 +105,7 @@ def by_pytorch(
     Its backends differ for those: cuDNN's of PyTorch 2.11 lets them see all keys. So all let them
     here, and their rows are filled afterwards, which keeps gradients finite too.
     """
-    mask, (low, high) = dense(hides, query, key, lengths), hides
+    mask, (low, high) = dense(limits, query, key, lengths), limits
     how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     # A window's left side begins no later than the last query's own key, which is the last one.
     if lengths is None and (high is None or high >= max(0, 0 if low is None else low)):
@@ -123,10 +123,10 @@ def diagonals(
     window: Any,
     causal_offset: Any,
     key_lengths: Any,
-) -> bool | Diagonals:
+) -> tuple[bool, Diagonals | None]:
     """What these arguments of `attention` let queries see, but for key_lengths, which are checked.
 
-    is_causal, if that alone says it. Raises TypeError or ValueError.
+    As is_causal, if that alone says it, and diagonals otherwise. Raises TypeError or ValueError.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -152,8 +152,8 @@ def diagonals(
     low = None if low is None or low <= 1 - seqlen_q else low
     high = None if high is None or high >= seqlen_k - 1 else high
     if key_lengths is None and low is None and (high is None or high == 0):
-        return high == 0
-    return low, high
+        return high == 0, None
+    return False, (low, high)
 
 
 def _check(lengths: Any, query: torch.Tensor) -> None:

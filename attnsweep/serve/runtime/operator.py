@@ -14,10 +14,10 @@ from attnsweep.core.problem import CAUSAL, FULL
 
 from .arguments import (
     autocast,
-    form_of,
     never,
     number,
     plain,
+    taken_for,
 )
 from .call_cache import Seen, transformed
 from .dispatch import Choice
@@ -149,7 +149,7 @@ class Operator:
         """As `_impl_attention`, with a mask."""
         gpu = self._planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = choice_of(gpu, query, key, [form_of(mask, query, key)])
+            choice, _ = choice_of(gpu, query, key, [taken_for(mask, query, key)])
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
@@ -170,25 +170,25 @@ class Operator:
         self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
     ) -> torch.Tensor:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths."""
-        gpu, hides = self._planner.gpu(query.device.index or 0), (low, high)
-        numbers = (*query.shape, *key.shape, *hides)
+        gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
+        numbers = (*query.shape, *key.shape, *limits)
         if gpu is not None and all(n is None or type(n) is int for n in numbers):
-            found = forms(hides, query.shape[2], key.shape[2], lengths is not None)
+            found = forms(limits, query.shape[2], key.shape[2], lengths is not None)
             if choice_of(gpu, query, key, found)[0].kernel is None:
                 grouped = query.shape[1] != key.shape[1]
-                return by_pytorch(hides, query, key, value, lengths, 0.0, scale, grouped)
+                return by_pytorch(limits, query, key, value, lengths, 0.0, scale, grouped)
         return self._forward_intervals(query, key, value, lengths, low, high, scale)
 
     def _impl_forward_intervals(
         self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
     ) -> torch.Tensor:
         """As `_impl_forward_masked`."""
-        hides = (low, high)
-        done = self.masked(query, key, value, lengths, hides, scale, keep=False)
+        limits = (low, high)
+        done = self.masked(query, key, value, lengths, scale=scale, limits=limits, keep=False)
         if done is not None:
             return done
         grouped = query.shape[1] != key.shape[1]
-        return like(by_pytorch(hides, query, key, value, lengths, 0.0, scale, grouped), query)
+        return like(by_pytorch(limits, query, key, value, lengths, 0.0, scale, grouped), query)
 
     # ---- one call ----
     def masked(
@@ -197,25 +197,26 @@ class Operator:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        hides: bool | Diagonals = False,
+        is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = True,
         *,
+        limits: Diagonals | None = None,
         keep: bool = True,
     ) -> torch.Tensor | None:
         """`attention` with a mask, or None, which is counted, if no kernel serves the call.
 
         mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added
         to the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q,
-        seqlen_k). A query that sees no key has output 0. hides: is_causal, which is
-        not served beside a mask; or diagonals, and then mask is key_lengths or None. keep: whether
-        what a scan makes of the mask is used again while the mask is unchanged: see mask_lists.
+        seqlen_k), and no kernel serves is_causal beside it. A query that sees no key has output 0.
+        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None. keep:
+        whether what a scan makes of mask is used again while that is unchanged: see mask_lists.
         """
         dtype = getattr(mask, "dtype", None)
-        if dtype is not torch.bool and dtype is not query.dtype and not isinstance(hides, tuple):
+        if limits is None and dtype is not torch.bool and dtype is not query.dtype:
             self._fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
-        plan = self._masked_plan(query, key, value, mask, hides, scale, enable_gqa)
+        plan = self._masked_plan(query, key, value, mask, is_causal, scale, enable_gqa, limits)
         if not plan.calls:
             self._fell_back(plan.choice)
             return None
@@ -228,9 +229,10 @@ class Operator:
         key: Any,
         value: Any,
         mask: Any,
-        hides: bool | Diagonals,
+        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
+        limits: Diagonals | None,
     ) -> Plan:
         if transformed():
             return TRANSFORMED
@@ -242,22 +244,22 @@ class Operator:
             or value.is_neg()
         ):
             return SUBCLASS
-        if type(mask) is not _TENSOR and not (mask is None and isinstance(hides, tuple)):
-            return SUBCLASS if isinstance(hides, tuple) else Plan(_OTHER_DTYPE)
+        if type(mask) is not _TENSOR and (mask is not None or limits is None):
+            return Plan(_OTHER_DTYPE) if limits is None else SUBCLASS
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-                *(hides, scale, enable_gqa),
+                *(is_causal, scale, enable_gqa, limits),
                 _is_grad_enabled() and requires_grad(query, key, value, mask),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            how = (False, scale, enable_gqa, False, mask, hides)
+            how = (False, scale, enable_gqa, False, mask, is_causal, limits)
             plan = self._remembered(what, query, key, value, *how)
         return plan
 
@@ -283,26 +285,16 @@ class Operator:
         query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k,
         head_dim); any strides with contiguous head_dim. causal: another name of is_causal, which is
         aligned top-left as PyTorch's. What no kernel serves, or is not known to be faster, goes to
-        PyTorch's own attention; `explain` says why. Masks without a tensor of the mask's size,
-        of which a query sees what all let it see, and has output 0 if that is nothing:
-
-        window: (left, right), keys before and after a query's own, which is key i + seqlen_k -
-        seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
-        i + causal_offset; takes the place of is_causal, which is 0. key_lengths: int32 or int64 on
-        query's device, (batch,), how many keys each item of the batch has, or (batch, 2), the first
-        and the one after the last; the device takes them for at least 0 and at most seqlen_k.
-        Raises TypeError or ValueError for these three alone.
-
-        cache: False scans a mask or lengths anew in this call: see mask_lists.
+        PyTorch's own attention; `explain` says why. The others are as the package's `attention` has
+        them.
         """
         is_causal = is_causal or causal
         if window is not None or causal_offset is not None or key_lengths is not None:
-            limits = (window, causal_offset, key_lengths)
-            hides = diagonals(query, key, attn_mask, is_causal, *limits)
-            if isinstance(hides, tuple):
-                given = (hides, query, key, value, key_lengths, dropout_p)
+            how = (window, causal_offset, key_lengths)
+            is_causal, limits = diagonals(query, key, attn_mask, is_causal, *how)
+            if limits is not None:
+                given = (limits, query, key, value, key_lengths, dropout_p)
                 return self._intervals(*given, scale, enable_gqa, cache)
-            is_causal = hides
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
@@ -326,8 +318,8 @@ class Operator:
             query, key, value = self._cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
-            how = (is_causal, scale, enable_gqa)
-            out = self.masked(query, key, value, attn_mask, *how, keep=cache)
+            beside = (is_causal, scale, enable_gqa)
+            out = self.masked(query, key, value, attn_mask, *beside, keep=cache)
             if out is not None:
                 return out
         elif dropout_p != 0.0:
@@ -373,7 +365,7 @@ class Operator:
 
     def _intervals(
         self,
-        hides: Diagonals,
+        limits: Diagonals,
         query: Any,
         key: Any,
         value: Any,
@@ -389,16 +381,18 @@ class Operator:
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _is_compiling():
-            if self._traces_mask(query, key, value, lengths, hides, dropout_p, scale, enable_gqa):
+            given = (query, key, value, lengths, False, dropout_p, scale, enable_gqa)
+            if self._traces_mask(*given, limits):
                 by = scale if scale is not None else query.shape[3] ** -0.5
-                return self._attention_intervals(query, key, value, lengths, *hides, by)
+                return self._attention_intervals(query, key, value, lengths, *limits, by)
         elif choice := never(None, dropout_p):
             self._fell_back(choice)
         else:
-            out = self.masked(query, key, value, lengths, hides, scale, enable_gqa, keep=keep)
+            how = (False, scale, enable_gqa)
+            out = self.masked(query, key, value, lengths, *how, limits=limits, keep=keep)
             if out is not None:
                 return out
-        return by_pytorch(hides, query, key, value, lengths, dropout_p, scale, enable_gqa)
+        return by_pytorch(limits, query, key, value, lengths, dropout_p, scale, enable_gqa)
 
     def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
@@ -450,10 +444,11 @@ class Operator:
         key: Any,
         value: Any,
         mask: Any,
-        hides: bool | Diagonals,
+        is_causal: bool,
         dropout_p: float,
         scale: float | None,
         enable_gqa: bool,
+        limits: Diagonals | None = None,
     ) -> bool:
         """Whether a kernel may serve a compiler's call with a mask."""
         if dropout_p or not plain(query, key, value):
@@ -461,7 +456,7 @@ class Operator:
         if self._planner.unserved(query, key, value, False, scale, enable_gqa):
             return False
         grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask)
-        if why_unserved(mask, query, key, hides, grad):
+        if why_unserved(mask, query, key, is_causal, limits, grad):
             return False
         return self._planner.is_known(query.device.index or 0)
 
@@ -486,20 +481,21 @@ class Operator:
         query, key, value = self._cast(query, key, value)
         scale = number(scale)
         is_causal = is_causal or causal
-        hides: bool | Diagonals = is_causal
+        limits: Diagonals | None = None
         if window is not None or causal_offset is not None or key_lengths is not None:
-            limits = (window, causal_offset, key_lengths)
-            hides = diagonals(query, key, attn_mask, is_causal, *limits)
+            how = (window, causal_offset, key_lengths)
+            is_causal, limits = diagonals(query, key, attn_mask, is_causal, *how)
         choice = never(None, dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
-        if choice is None and (attn_mask is not None or isinstance(hides, tuple)):
+        if choice is None and (attn_mask is not None or limits is not None):
             mask = attn_mask if attn_mask is not None else key_lengths
-            plan = self._masked_plan(query, key, value, mask, hides, scale, enable_gqa)
+            given = (query, key, value, mask, is_causal, scale, enable_gqa, limits)
+            plan = self._masked_plan(*given)
             choice = plan.choice
         elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            plan = self._plan(query, key, value, bool(hides), scale, enable_gqa, grad)
+            plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
@@ -651,8 +647,8 @@ class Operator:
         found = self._masks.find(mask, plan, stream) if keep else None
         if found is None and plan.scans is not None:
             read = mask
-            if plan.hides is not None and plan.scan_reads:
-                read = scanned(plan.scan_reads, plan.hides, query, key, mask)
+            if plan.limits is not None and plan.scan_reads:
+                read = scanned(plan.scan_reads, plan.limits, query, key, mask)
             memory = tuple([query.new_empty(n, dtype=torch.int32) for n in plan.scan_floats])
             addresses = tuple([each.data_ptr() for each in memory])
             plan.scans.issue((*addresses, 0 if read is None else read.data_ptr()), stream)

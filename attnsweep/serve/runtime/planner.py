@@ -14,10 +14,10 @@ from . import served
 from .arguments import (
     DTYPES,
     bias_of,
-    form_of,
     mask_strides,
     problem_of,
     strides,
+    taken_for,
     unserved_mask,
 )
 from .dispatch import Choice, choose
@@ -103,13 +103,14 @@ class Planner:
         enable_gqa: bool,
         lse: bool,
         mask: Any = None,
-        hides: bool | Diagonals = False,
+        causal_too: bool = False,
+        limits: Diagonals | None = None,
     ) -> Plan:
-        """mask, hides: as of `masked`, where a call has them."""
+        """mask, causal_too, limits: as of `Operator.masked`, where a call has them."""
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
-        if unserved is None and (mask is not None or isinstance(hides, tuple)):
+        if unserved is None and (mask is not None or limits is not None):
             gradients = _is_grad_enabled() and requires_grad(query, key, value, mask)
-            unserved = why_unserved(mask, query, key, hides, gradients)
+            unserved = why_unserved(mask, query, key, causal_too, limits, gradients)
         if unserved is not None:
             return Plan(unserved)
         gpu = self.gpu(query.device.index or 0)
@@ -128,10 +129,10 @@ class Planner:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
         found: list[Any] = [(CAUSAL if causal else FULL,)]
         biased = mask is not None and mask.is_floating_point()
-        if isinstance(hides, tuple):
-            found = forms(hides, query.shape[2], key.shape[2], mask is not None)
+        if limits is not None:
+            found = forms(limits, query.shape[2], key.shape[2], mask is not None)
         elif mask is not None:
-            found = [form_of(mask, query, key)]
+            found = [taken_for(mask, query, key)]
         if biased:
             tensors["bias"] = bias_of(mask, query, key)
             fault = unmapped(tensors["bias"])
@@ -144,7 +145,7 @@ class Planner:
         by = scale if scale is not None else problem.scale
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()
-        if mask is not None and not biased and not isinstance(hides, tuple):
+        if mask is not None and not biased and limits is None:
             steps = mask_strides(mask, query, key)
         elif problem.mask.boolean:  # as `scanned` makes it
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
@@ -181,7 +182,7 @@ class Planner:
             scan_names=tuple(listed),
             scan_floats=tuple(spaces[name] for name in listed),
             scan_reads=next(iter(shared - spaces.keys()), ""),
-            hides=hides if isinstance(hides, tuple) else None,
+            limits=limits,
             biased=biased,
         )
 
@@ -197,12 +198,17 @@ def requires_grad(query: Any, key: Any, value: Any, mask: Any) -> bool:
 
 
 def why_unserved(
-    mask: Any, query: Any, key: Any, hides: bool | Diagonals, gradients: bool
+    mask: Any,
+    query: Any,
+    key: Any,
+    causal_too: bool,
+    limits: Diagonals | None,
+    gradients: bool,
 ) -> Choice | None:
-    """Why no kernel serves a call with `masked`'s mask and hides, or None."""
-    if isinstance(hides, tuple):
+    """Why no kernel serves a call with `Operator.masked`'s mask and limits, or None."""
+    if limits is not None:
         return unserved_intervals(mask, gradients)
-    return unserved_mask(mask, query, key, hides, gradients)
+    return unserved_mask(mask, query, key, causal_too, gradients)
 
 
 def choice_of(

@@ -45,7 +45,7 @@ class Plan:
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
     scan: the launches that make the list of a mask, with names and floats of what they write;
     scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. biased:
-    whether a call reads its mask itself, as numbers that are added to scores. hides: the mask by
+    whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
     diagonals, if the call has it so.
     """
 
@@ -70,7 +70,7 @@ class Plan:
     scan_reads: str = ""
     scans: BoundLaunches | None = None
     biased: bool = False
-    hides: Diagonals | None = None
+    limits: Diagonals | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
