@@ -253,12 +253,11 @@ def mask(c, p, arch):
     threads = 64 if how == 1 else 1024
     low, high = p.diagonals
     seen = "bits" if how == 2 else "bounds"
-    # Of what a problem has not, another pointer takes the place.
+    # The kernel does not read a pointer to what the problem does not have.
     given = [
         name if name in p.inputs else seen
         for name in ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
     ]
-    given[0] = "mask" if how == 2 else seen
     ranges = {"padded": 1, "packed": 2}.get(p.kind, 0)
     # Last come the masks of an item, and the strides of the mask: a package has those of a call.
     heads, of_head = p.heads if p.mask.of_head else 1, p.seqlen_q * p.seqlen_k
@@ -269,7 +268,7 @@ def mask(c, p, arch):
         threads=threads,
         args=(
             *(*given, seen, seen, "records", p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
-            *(getattr(p.layout, "parts", 0), *strides),
+            *(p.layout.sequences, *strides),
         ),
         smem_bytes=64 * 16,
         defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},

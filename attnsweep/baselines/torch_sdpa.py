@@ -65,7 +65,9 @@ def packed_inputs(*inputs: Any) -> tuple[Any, ...]:
 
 def packed_lengths(torch: Any, problem: Problem) -> tuple[Any, Any, int, int]:
     """Where sequences begin among queries and keys, and the longest of both."""
-    ends = [[0, *(end for _, end in ranges)] for ranges in zip(*problem.sequences, strict=True)]
+    ends = [
+        [0, *(end for _, end in ranges)] for ranges in zip(*problem.sequence_ranges, strict=True)
+    ]
     longest = [max(end - first for first, end in pairwise(each)) for each in ends]
     begins = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ends]
     return begins[0], begins[1], longest[0], longest[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.masks import Interval
+from attnsweep.core.masks import Interval, check_drawn
 
 PATTERNS = ("blocks", "documents", "holes", "padding")
 _BOOLEAN = re.compile(r"boolean\((\w+), ?(\d+)(?:, ?(\d+))?\)")
@@ -38,12 +38,13 @@ class Boolean:
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:
             raise ProblemError(f"{self.pattern!r} is no pattern of a boolean mask", hint=_HINT)
-        most, least = (100, 0) if self.pattern != "documents" else (2**15, 1)
-        if type(self.density) is not int or not least <= self.density <= most:
-            what = f"the density of {self.pattern} is {least} to {most}, not {self.density!r}"
-            raise ProblemError(what, hint=_HINT)
-        if type(self.seed) is not int or self.seed < 0:
-            raise ProblemError(f"the seed of a mask is a whole number, not {self.seed!r}")
+        percent = self.density
+        if self.pattern == "documents":
+            if type(self.density) is not int or not 1 <= self.density <= 2**15:
+                what = f"a mask has 1 to {2**15} documents, not {self.density!r}"
+                raise ProblemError(what, hint=_HINT)
+            percent = 100
+        check_drawn(self.pattern, percent, self.seed, _HINT)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def keys_of_sequences(
 ) -> tuple[npt.NDArray[np.int64], ...]:
     """(rows, 1) each: the first key of the sequence of each query of a packed layout, the one after
     its last, and from the number of a query to that of the key beside it."""
-    of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequences, strict=True))
+    of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequence_ranges, strict=True))
     own = np.searchsorted(of_q[:, 1], rows, side="right")
     beside = of_k[own, 1] - of_q[own, 1]
     return of_k[own, :1], of_k[own, 1:], beside[:, None]

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.masks import Range, drawn_order
+from attnsweep.core.masks import Range, check_drawn, drawn_order
 
 _PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
 _PACKED = re.compile(r"(?:packed\()?(\d+)(?:, ?(\d+))?(?:, ?(\d+))?\)?")
@@ -25,6 +25,7 @@ class Dense:
     """Every item has all keys."""
 
     kind = "dense"
+    sequences = 0
     label = ""
     numbers = ()
 
@@ -51,15 +52,12 @@ class Padded:
     least: int
     seed: int = 0
     kind = "padded"
+    sequences = 0
 
     def __post_init__(self) -> None:
         if self.side not in ("right", "left"):
             raise ProblemError(f"padding is right or left, not {self.side!r}", hint=_HINT)
-        if type(self.least) is not int or not 0 <= self.least <= 100:
-            what = f"the shortest item has 0 to 100 percent of the keys, not {self.least!r}"
-            raise ProblemError(what, hint=_HINT)
-        if type(self.seed) is not int or self.seed < 0:
-            raise ProblemError(f"the seed of padding is a whole number, not {self.seed!r}")
+        check_drawn("the shortest item", self.least, self.seed, _HINT)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -99,47 +97,44 @@ class Packed:
     """Sequences of other lengths, one behind the other in the one item of a batch.
 
     The queries of a sequence see its own keys alone, and the mask's diagonal is that of the
-    sequence. parts: how many there are. least: percent of the longest that the shortest has; 0:
-    it has no token. Lengths are spread evenly, of queries as of keys, and seed draws their order.
+    sequence. sequences: how many there are. least: percent of the longest that the shortest has;
+    0: it has no token. Lengths of queries, and of keys, are spread evenly, and seed draws their
+    order.
     """
 
-    parts: int
+    sequences: int
     least: int = 40
     seed: int = 0
     kind = "packed"
 
     def __post_init__(self) -> None:
-        if type(self.parts) is not int or self.parts < 1:
-            what = f"packed sequences are counted from 1, not {self.parts!r}"
+        if type(self.sequences) is not int or self.sequences < 1:
+            what = f"packed sequences are counted from 1, not {self.sequences!r}"
             raise ProblemError(what, hint=_HOW_PACKED)
-        if type(self.least) is not int or not 0 <= self.least <= 100:
-            what = f"the shortest sequence has 0 to 100 percent of the longest, not {self.least!r}"
-            raise ProblemError(what, hint=_HOW_PACKED)
-        if type(self.seed) is not int or self.seed < 0:
-            raise ProblemError(f"the seed of packed lengths is a whole number, not {self.seed!r}")
+        check_drawn("the shortest sequence", self.least, self.seed, _HOW_PACKED)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What tells two such layouts apart, and from padding."""
-        return 2, self.parts, self.least, self.seed
+        return 2, self.sequences, self.least, self.seed
 
     @property
     def label(self) -> str:
         """` packed(8,40)`; with the seed after it if it is not 0."""
         seed = f",{self.seed}" if self.seed else ""
-        return f" packed({self.parts},{self.least}{seed})"
+        return f" packed({self.sequences},{self.least}{seed})"
 
     @property
     def facts(self) -> dict[str, Any]:
         """As rows and specs have it."""
-        return {"packed": [self.parts, self.least, self.seed]}
+        return {"packed": [self.sequences, self.least, self.seed]}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
         """Those of items: all keys."""
         return DENSE.ranges(batch, seqlen_k)
 
     def begins(self, seqlen: int) -> tuple[int, ...]:
-        """Where each sequence begins, and the end of the last: cu_seqlens of so many tokens."""
+        """cu_seqlens: where each sequence begins among `seqlen` tokens, and where the last ends."""
         return _begins(self, seqlen)
 
     @classmethod
@@ -188,9 +183,9 @@ def _ranges(layout: Padded, batch: int, seqlen_k: int) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=256)
 def _begins(layout: Packed, seqlen: int) -> tuple[int, ...]:
-    parts, least = layout.parts, layout.least
-    steps = max(1, parts - 1)
-    percents = [least * steps + (100 - least) * step for step in range(1, parts)]
-    shares = [max(least * steps, int(parts == 1)), *percents]
-    ends = [*accumulate(shares[part] for part in drawn_order(parts, layout.seed))]
+    count, least = layout.sequences, layout.least
+    steps = max(1, count - 1)
+    percents = [least * steps + (100 - least) * step for step in range(1, count)]
+    shares = [max(least * steps, int(count == 1)), *percents]
+    ends = [*accumulate(shares[number] for number in drawn_order(count, layout.seed))]
     return (0, *(seqlen * end // ends[-1] for end in ends))

@@ -171,6 +171,14 @@ def _clamped(to: int, most: int) -> int:
     return whole * (whole + 1) // 2 + (to - whole) * most
 
 
+def check_drawn(what: str, percent: Any, seed: Any, hint: str) -> None:
+    """Raise ProblemError for a percentage or a seed, of what is drawn by it, that is none."""
+    if type(percent) is not int or not 0 <= percent <= 100:
+        raise ProblemError(f"{what} has 0 to 100 percent, not {percent!r}", hint=hint)
+    if type(seed) is not int or seed < 0:
+        raise ProblemError(f"a seed is a whole number of at least 0, not {seed!r}", hint=hint)
+
+
 def mixed(number: int) -> int:
     """Sixty-four bits at random that follow from a number: the finaliser of SplitMix64."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _BITS

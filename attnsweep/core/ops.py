@@ -81,7 +81,7 @@ def _ranges(p: Problem) -> tuple[Tensor, ...]:
         return (Tensor("key_range", (p.batch, 2), "int32"),)
     if isinstance(p.layout, Packed):
         names = ("cu_seqlens_q", "cu_seqlens_k")
-        return tuple(Tensor(name, (p.layout.parts + 1,), "int32") for name in names)
+        return tuple(Tensor(name, (p.layout.sequences + 1,), "int32") for name in names)
     return ()
 
 

@@ -204,8 +204,8 @@ class Problem:
         return self.mask.diagonals(self.seqlen_q, self.seqlen_k)
 
     @property
-    def sequences(self) -> tuple[tuple[Range, Range], ...]:
-        """Of a packed layout, the queries and the keys of each sequence."""
+    def sequence_ranges(self) -> tuple[tuple[Range, Range], ...]:
+        """The range of queries and the range of keys of each packed sequence."""
         assert isinstance(self.layout, Packed)
         of_q, of_k = (self.layout.begins(n) for n in (self.seqlen_q, self.seqlen_k))
         return tuple(zip(pairwise(of_q), pairwise(of_k), strict=True))
@@ -385,7 +385,7 @@ def _pairs(p: Problem) -> int:
     if p.layout == DENSE:
         return p.batch * p.mask.pairs(p.seqlen_q, p.seqlen_k)
     if p.layout.kind == "packed":
-        return sum(p.mask.pairs(b - a, d - c) for (a, b), (c, d) in p.sequences)
+        return sum(p.mask.pairs(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
     return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
 
 
@@ -398,7 +398,7 @@ def _rows_with_keys(p: Problem) -> int:
     if p.layout == DENSE:
         return p.batch * (p.seqlen_q - p.mask.empty_rows(p.seqlen_q, p.seqlen_k))
     if p.layout.kind == "packed":
-        return sum(b - a - p.mask.empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequences)
+        return sum(b - a - p.mask.empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
     empty = (p.mask.empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
     return p.batch * p.seqlen_q - sum(empty)
 

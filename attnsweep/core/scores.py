@@ -78,7 +78,9 @@ class Scores:
         """Those of a problem's facts. Raises ProblemError."""
         bias = facts.get("bias")
         return cls(
-            facts.get("softcap") or 0, bool(facts.get("sinks")), None if bias is None else own(bias)
+            facts.get("softcap") or 0,
+            bool(facts.get("sinks")),
+            None if bias is None else in_order(bias),
         )
 
     @classmethod
@@ -89,12 +91,12 @@ class Scores:
             softcap = float(cap[1]) if cap else 0
         except ValueError:
             raise ProblemError(f"{cap and cap[0]!r}: softcap is a number above 0") from None
-        names = None if bias is None else own(filter(None, bias[1].split(",")))
+        names = None if bias is None else in_order(filter(None, bias[1].split(",")))
         return cls(softcap, "sinks" in text, names)
 
 
-def own(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Whose own a tensor is, in the order of its dimensions."""
+def in_order(names: str | Iterable[str]) -> tuple[str, ...]:
+    """The names in the order of a tensor's dimensions; unknown ones last."""
     given = [names] if isinstance(names, str) else [str(name).strip() for name in names]
     known = [name for name in _OWN if name in given]
     return (*known, *(name for name in given if name not in _OWN))

@@ -178,7 +178,7 @@ class Comparer:
                 *(np.uint64(at.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
                 np.int32(problem.items_differ),
                 *(np.uint64(at.get(f"cu_seqlens_{name}", 0)) for name in "qk"),
-                *(np.int32(getattr(problem.layout, "parts", 0)), np.float64(how.softcap)),
+                *(np.int32(problem.layout.sequences), np.float64(how.softcap)),
                 *(np.uint64(at.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
                 np.uint64(at.get("sinks", 0)),
                 *(np.int32(sample.every), np.int32(sample.phase)),

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from attending import seen  # noqa: E402
+
 import attnsweep  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -30,26 +32,6 @@ def tensors(batch=BATCH, heads=HEADS, rows=ROWS, keys=None, heads_kv=None, head_
     torch.manual_seed(0)
     sizes = [(batch, heads, rows), *[(batch, heads_kv or heads, keys or rows)] * 2]
     return [torch.randn(*n, head_dim, device="cuda", dtype=torch.bfloat16) for n in sizes]
-
-
-def seen(q, k, window=None, causal_offset=None, key_lengths=None, is_causal=False):
-    """(batch, 1, seqlen_q, seqlen_k), by what the documentation says of each argument."""
-    rows, keys = q.shape[2], k.shape[2]
-    i, j = torch.arange(rows, device="cuda")[:, None], torch.arange(keys, device="cuda")
-    mask = torch.ones(q.shape[0], 1, rows, keys, device="cuda", dtype=torch.bool)
-    left, right = window or (None, None)
-    if left is not None:
-        mask &= j >= i + keys - rows - left
-    if right is not None:
-        mask &= j <= i + keys - rows + right
-    if causal_offset is not None:
-        mask &= j <= i + causal_offset
-    elif is_causal:
-        mask &= j <= i
-    for item, lengths in enumerate([] if key_lengths is None else key_lengths.tolist()):
-        first, end = lengths if isinstance(lengths, list) else (0, lengths)
-        mask[item] &= (j >= first) & (j < end)
-    return mask
 
 
 def exact(q, k, v, mask):

@@ -190,3 +190,30 @@ def _floats(address: int, count: int) -> Any:
     memory: Any = (ctypes.c_float * count).from_address(address)
     view: Any = np.ndarray((count,), np.float32, memory)
     return torch.from_numpy(view)
+
+
+def seen(
+    q: Any,
+    k: Any,
+    window: Any = None,
+    causal_offset: int | None = None,
+    key_lengths: Any = None,
+    is_causal: bool = False,
+) -> Any:
+    """(batch, 1, seqlen_q, seqlen_k), by what the documentation says of each argument."""
+    rows, keys = q.shape[2], k.shape[2]
+    i, j = torch.arange(rows, device=q.device)[:, None], torch.arange(keys, device=q.device)
+    mask = torch.ones(q.shape[0], 1, rows, keys, dtype=torch.bool, device=q.device)
+    left, right = window or (None, None)
+    if left not in (None, -1):
+        mask &= j >= i + keys - rows - left
+    if right not in (None, -1):
+        mask &= j <= i + keys - rows + right
+    if causal_offset is not None:
+        mask &= j <= i + causal_offset
+    elif is_causal:
+        mask &= j <= i
+    for item, lengths in enumerate([] if key_lengths is None else key_lengths.tolist()):
+        first, end = lengths if isinstance(lengths, list) else (0, lengths)
+        mask[item] &= (j >= first) & (j < end)
+    return mask

@@ -104,7 +104,7 @@ def test_packed_sequences_see_their_own_keys(mask, parts, least, seed, seqlen_q,
     assert Problem.parse(problem.label) == problem
     assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
     shown = np.zeros((problem.seqlen_q, problem.seqlen_k), bool)
-    for (first, end), (first_k, end_k) in problem.sequences:
+    for (first, end), (first_k, end_k) in problem.sequence_ranges:
         if first < end and first_k < end_k:
             shown[first:end, first_k:end_k] = seen(mask, end - first, end_k - first_k)
     assert (shown == ~hidden_keys(problem, np.arange(problem.seqlen_q), 0)).all()
@@ -120,7 +120,7 @@ def test_packed_sequences_see_their_own_keys(mask, parts, least, seed, seqlen_q,
         ("1,2,64,64 e4m3 full packed(2)", "packed sequences have no FP8"),
         ("1,2,64x80,64 bf16 causal_top_left packed(2)", "packed sequences have no top_left"),
         ("1,2,64,64 bf16 full packed(0)", "packed sequences are counted from 1"),
-        ("1,2,64,64 bf16 full packed(2,101)", "0 to 100 percent of the longest"),
+        ("1,2,64,64 bf16 full packed(2,101)", "the shortest sequence has 0 to 100 percent"),
     ],
 )
 def test_packing_that_cannot_be(text, what):

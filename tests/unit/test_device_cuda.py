@@ -267,7 +267,7 @@ def lengthened(each_us: float, once_us: float, target_us: float = 300.0, most: i
 
 @pytest.mark.parametrize("once_us", [9.0, 20.0, 150.0, 299.0, 301.0, 5_000.0, 1e6])
 def test_a_host_that_stood_still_at_first_makes_no_graph_of_one_call(once_us):
-    """Of 9 us calls there are 33 to 300 us, and 23 to the 70 % that is enough."""
+    """300 us hold 33 calls of 9 us, and 70 % of that, which is enough, holds 23."""
     calls, made = lengthened(9.0, once_us)
     assert 22 <= calls <= 34
     assert len(made) <= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.files import shipped
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem, Scores
 from attnsweep.family.discover import discover
@@ -107,3 +109,18 @@ def test_a_bias_ends_in_what_nobody_may_read():
     bias = from_bits(make_inputs(Case(problem), 1)["bias"], "bf16")
     assert bias.shape == (1, 1, 5, 16)
     assert (np.isnan(bias) == (np.arange(16) >= 13)).all()
+
+
+def test_the_polynomial_of_a_softcap_is_off_by_no_more_than_its_template_says():
+    """Coefficients as common/tile/scores.cuh has them, in float32 as it adds them."""
+    text = (shipped("kernels") / "common/tile/scores.cuh").read_text()
+    said = float(re.search(r"off by ([\d.e-]+)", text)[1].rstrip("."))
+    numbers = re.findall(r"-?0\.\d+(?=f)", text[text.index("float y = s[i]") :])
+    highest_first = [np.float32(number) for number in numbers[:6]]
+    assert len(highest_first) == 6
+    x = np.linspace(0, 1, 10**5, dtype=np.float32)
+    p = np.float32(0)
+    for coefficient in highest_first:
+        p = p * (x * x) + coefficient
+    off = np.abs(x.astype(float) * p - np.tanh(x.astype(float))).max()
+    assert said / 2 < off <= said

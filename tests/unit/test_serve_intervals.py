@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from attending import Kernel, MaskedKernel  # noqa: E402
+from attending import Kernel, MaskedKernel, seen  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from operators import close, make, tensors  # noqa: E402
@@ -61,26 +61,6 @@ def given_of(rows=ROWS, keys=ROWS, **options):
     q, _, _ = tensors(BATCH, HEADS, rows, **options)
     _, k, v = tensors(BATCH, HEADS, keys, **options)
     return q, k, v
-
-
-def seen(q, k, window=None, causal_offset=None, key_lengths=None, is_causal=False):
-    """(batch, 1, seqlen_q, seqlen_k), by what the documentation says of each argument."""
-    rows, keys = q.shape[2], k.shape[2]
-    i, j = torch.arange(rows)[:, None], torch.arange(keys)
-    mask = torch.ones(q.shape[0], 1, rows, keys, dtype=torch.bool)
-    left, right = window or (None, None)
-    if left not in (None, -1):
-        mask &= j >= i + keys - rows - left
-    if right not in (None, -1):
-        mask &= j <= i + keys - rows + right
-    if causal_offset is not None:
-        mask &= j <= i + causal_offset
-    elif is_causal:
-        mask &= j <= i
-    for item, lengths in enumerate([] if key_lengths is None else key_lengths.tolist()):
-        first, end = lengths if isinstance(lengths, list) else (0, lengths)
-        mask[item] &= (j >= first) & (j < end)
-    return mask
 
 
 def exact(q, k, v, mask, scale=None):

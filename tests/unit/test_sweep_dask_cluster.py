@@ -111,9 +111,9 @@ def dask(tmp_path, cards, monkeypatch):
 
 @pytest.fixture
 def go(tmp_path, cards):
-    """Sweeps on a cluster; does something once so many candidates were tried, on any card or one.
+    """Sweeps on a cluster, and calls `do` once `after` candidates were tried on the cards `on`.
 
-    do: is followed by every card going on that holds a candidate, unless `when` says more.
+    Every card that holds a candidate then goes on.
     """
 
     def run(cluster, text=SPEC, families=None, *, after=1, on=(0, 1), do=None, **options):

@@ -147,11 +147,11 @@ extern "C" __global__ void __launch_bounds__(256)
                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
                  const int* key_range, const unsigned char* mask, int heads, int apart,
-                 const int* cu_q, const int* cu_k, int parts, double softcap, const void* bias,
+                 const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
                  int of_item, int of_head, const float* sinks, int every, int phase) {
     attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
                    Scales{of_q, of_k, of_v, block, blocks},
-                   Seen{key_range, mask, heads, apart, cu_q, cu_k, parts},
+                   Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                    Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
@@ -159,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(256)
                   int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                   const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
                   const int* key_range, const unsigned char* mask, int heads, int apart,
-                  const int* cu_q, const int* cu_k, int parts, double softcap, const void* bias,
+                  const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
                   int of_item, int of_head, const float* sinks, int every, int phase) {
     attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
                     Scales{of_q, of_k, of_v, block, blocks},
-                    Seen{key_range, mask, heads, apart, cu_q, cu_k, parts},
+                    Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                     Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)

@@ -82,23 +82,23 @@ struct Sample {
 
 // What items of the batch see, if there is any of it: keys from the first to the one after the last
 // of each; a mask (seqlen_q, seqlen_k), of each item if they are `apart`; or those of the sequence
-// of a query, of `parts` that begin, and end, at cu_q and cu_k.
+// of a query, of `sequences` that begin, and end, at cu_q and cu_k.
 struct Seen {
     const int* ranges;
     const unsigned char* mask;
     int heads;  // of queries, of an item
     int apart;
     const int *cu_q, *cu_k;
-    int parts;
+    int sequences;
     // The keys from `first` on, before `end`, of those from row + low to row + high.
     __device__ void keys_of(long long head, int row, int low, int high, int seqlen_k, int& first,
                             int& end) const {
         first = 0, end = seqlen_k;
         if (ranges) first = ranges[2 * (head / heads)], end = ranges[2 * (head / heads) + 1];
-        if (parts) {
-            int part = 0;
-            while (part < parts - 1 && row >= cu_q[part + 1]) ++part;
-            first = cu_k[part], end = cu_k[part + 1], row += end - cu_q[part + 1];
+        if (sequences) {
+            int own = 0;
+            while (own < sequences - 1 && row >= cu_q[own + 1]) ++own;
+            first = cu_k[own], end = cu_k[own + 1], row += end - cu_q[own + 1];
         }
         first = max(first, row + low), end = min(end, row + high + 1);
     }
@@ -160,7 +160,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     for (int i = 0; i < 4; ++i)
         keys.keys_of(head, first + y + 16 * i, low, high, seqlen_k, first_key[i], end_key[i]);
     // All keys of the sequences of a tile: a later one may have none for many queries.
-    int open = keys.parts ? 1 << 29 : 0, last = min(first + TILE, seqlen_q) - 1;
+    int open = keys.sequences ? 1 << 29 : 0, last = min(first + TILE, seqlen_q) - 1;
     keys.keys_of(head, first, low - open, high, seqlen_k, least, unused);
     keys.keys_of(head, last, low, high + open, seqlen_k, unused, end);
     for (int key = max(0, least) / TILE * TILE; key < end; key += TILE) {

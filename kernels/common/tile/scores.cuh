@@ -16,7 +16,7 @@ namespace attn {
 #define SINKS 0
 #endif
 
-// s times `inner` becomes its hyperbolic tangent. Up to 1 that is a polynomial, off by 2.4e-7:
+// s times `inner` becomes its hyperbolic tangent. Up to 1 that is a polynomial, off by 3e-7:
 // tanh.approx is off by 2^-11, and 50 times that, as a softcap has it, would change a weight by 2
 // %. A warp with a larger one takes exponentials for all: exact too, and twice the special
 // functions of the softmax.
