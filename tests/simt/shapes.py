@@ -74,8 +74,10 @@ def cases(compiled: Problem, config: Config) -> list[Case]:
 def _as(
     compiled: Problem, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
 ) -> Problem:
-    """The shape with the compile-time facts of a problem; causal ones have a key for each query, and
-    packed ones one item."""
+    """The shape with the compile-time facts of a problem.
+
+    Causal ones have a key for each query, and packed ones one item.
+    """
     numbers: Mapping[str, int] = {
         "batch": 1 if compiled.kind == "packed" else batch,
         "heads": heads,

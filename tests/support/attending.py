@@ -66,23 +66,8 @@ class MaskedKernel(Kernel):
         elif name.endswith("_order"):
             _ints(values[1], 1)[:] = 77
             _ints(values[2], 2)[:] = 0
-        elif isinstance(values[12], dict):
-            self._attend_with_bias(launch)
         else:
-            assert _ints(values[12], 1)[0] == 77, "a list that was made"
             self._attend(launch)
-
-    def _attend_with_bias(self, launch: dict[str, Any]) -> None:
-        q, k, v, o, bias = map(tensor_of, (*launch["values"][:4], launch["values"][12]))
-        group, factor = launch["values"][7], launch["values"][11]
-        heads, *apart = launch["values"][15:19]
-        assert heads == q.shape[1]
-        assert apart == [
-            int(n > 1 or n == m) for n, m in zip(bias.shape, q.shape[:3], strict=False)
-        ]
-        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
-        scores = q.float() @ k.mT * (factor / math.log2(math.e)) + bias.float()
-        o.copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)
 
     def _scan(self, masks: int, mask: int, *rest: int) -> None:
         _, _, _, _, bits, _, rows, keys, _, _, words, _, of_item, *steps = rest
@@ -97,25 +82,59 @@ class MaskedKernel(Kernel):
             to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
 
     @staticmethod
-    def _bound(masks: int, _: int, key_range: int, *rest: int) -> None:
-        bounds, rows, keys, low, high = rest[2], *rest[5:9]
+    def _bound(
+        masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int
+    ) -> None:
+        bounds, _, _, rows, keys, low, high, _, sequences, *_ = rest
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
+        i = np.arange(rows)
         if key_range != bounds:
             first, end = np.array(_ints(key_range, 2 * masks)).reshape(masks, 2, 1).swapaxes(0, 1)
-        i = np.arange(rows)
+        if cu_seqlens_q != bounds:
+            of_q, of_k = (_ints(each, sequences + 1) for each in (cu_seqlens_q, cu_seqlens_k))
+            own = np.searchsorted(of_q[1:], i, side="right")
+            inside = own < sequences
+            own = own.clip(max=sequences - 1)
+            first, end = of_k[own], np.where(inside, of_k[own + 1], 0)
+            i = i + of_k[own + 1] - of_q[own + 1]
         to = _ints(bounds, 2 * masks * rows).reshape(masks, rows, 2)
         to[..., 0] = np.maximum(np.maximum(first, 0), i + low)
         to[..., 1] = np.minimum(np.minimum(end, keys), i + high + 1)
 
     def _attend(self, launch: dict[str, Any]) -> None:
         q, k, v, o = map(tensor_of, launch["values"][:4])
-        _, _, heads, group, _, rows, keys, factor = launch["values"][4:12]
-        _, _, bits, _, _, of_mask, words, per_batch, *_ = launch["values"][12:]
-        assert (heads, per_batch, rows, keys) == (
-            q.shape[0] * q.shape[1],
-            *q.shape[1:3],
-            k.shape[2],
-        )
+        _, _, heads, group, _, rows, keys, factor, *rest = launch["values"][4:-4]
+        assert (heads, rows, keys) == (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        scores = q.float() @ k.mT * (factor / math.log2(math.e))
+        compiled = set(launch["code"].decode().split())
+        if listed := rest[:7] if compiled & {"boolean", "window", "padded", "packed"} else []:
+            rest = rest[7:]
+        if compiled & {"softcap", "sinks", "bias"}:
+            bias, softcap, sinks, of_item, *apart = rest
+        if "softcap" in compiled:
+            scores = softcap * torch.tanh(scores / softcap)
+        if "bias" in compiled:
+            bias = tensor_of(bias)
+            sizes = zip(bias.shape, q.shape[:3], strict=False)
+            assert apart == [int(n > 1 or n == m) for n, m in sizes]
+            scores = scores + bias.float()
+        if listed:
+            assert _ints(listed[0], 1)[0] == 77, "a list that was made"
+            seen = self._seen(listed, heads, rows, keys).view_as(scores)
+            scores = scores.masked_fill(~seen, -math.inf)
+        elif "causal" in compiled:
+            seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+            scores = scores.masked_fill(~seen, -math.inf)
+        if "sinks" in compiled:
+            assert of_item == q.shape[1]
+            sink = _floats(sinks, of_item).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+            scores = torch.cat((scores, sink), 3)
+        weights = torch.softmax(scores, -1).nan_to_num(0)
+        o.copy_(weights[..., :keys] @ v)
+
+    def _seen(self, listed: list[int], heads: int, rows: int, keys: int) -> Any:
+        _, _, bits, _, _, of_mask, words = listed
         masks = heads // of_mask
         if bits in self._intervals:
             bounds = _ints(bits, 2 * masks * rows).reshape(masks, rows, 2, 1)
@@ -124,10 +143,7 @@ class MaskedKernel(Kernel):
             packed = _ints(bits, masks * rows * words).view(np.uint8)
             unpacked = np.unpackbits(packed, bitorder="little")
             own = unpacked.reshape(-1, rows, 32 * words)[..., :keys].astype(bool)
-        seen = torch.from_numpy(own.repeat(of_mask, 0)).view(*q.shape[:3], keys)
-        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
-        scores = (q.float() @ k.mT * (factor / math.log2(math.e))).masked_fill(~seen, -math.inf)
-        o.copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)
+        return torch.from_numpy(own.repeat(of_mask, 0))
 
 
 def _ints(address: int, count: int) -> Any:

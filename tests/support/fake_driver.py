@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -148,29 +149,31 @@ class FakeDriver:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
         code = self.modules[function[0]]
-        masked = any(kind in code for kind in (b" boolean ", b" window ", b" padded "))
+        masked = re.search(rb" (boolean|window|padded|packed) ", code)
+        scored = re.search(rb" (softcap|sinks|bias) ", code)
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):
             kinds = "ppppppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
             kinds = "ppp" + "iii"
-        elif b" full bias " in code:
-            kinds = "mmmmpp" + "iiiii" + "f" + "mfp" + "iiii" + "iiii"
-        elif masked:
-            kinds = "mmmmpp" + "iiiii" + "f" + "pppp" + "iii" + "iiii"
+        elif masked or scored:
+            kinds = "mmmmpp" + "iiiii" + "f"
+            kinds += "pppp" + "iii" if masked else ""
+            kinds += "mfp" + "iiii" if scored else ""
+            kinds += "iiii"
         elif function[1] == "flash_fwd_fp8_wgmma":
             kinds = "mmmm" + "pppp" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)
         values: list[Any] = []
         for kind, address in zip(kinds, addresses, strict=True):
-            code = {"m": _NUMBER_AND_ADDRESS, "p": "=Q", "i": "=i", "f": "=f"}[kind]
-            read = struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))
+            how = {"m": _NUMBER_AND_ADDRESS, "p": "=Q", "i": "=i", "f": "=f"}[kind]
+            read = struct.unpack(how, ctypes.string_at(address, struct.calcsize(how)))
             assert kind != "m" or address % 64 == 0
             values.append(self.maps[read[0]] | {"pointer": read[1]} if kind == "m" else read[0])
         if isinstance(config, SimpleNamespace):
             config = SimpleNamespace(**vars(config))  # as it is now
-        launch = {"function": function, "config": config, "values": values}
+        launch = {"function": function, "config": config, "values": values, "code": code}
         self.launches.append(launch)
         if self.on_launch is not None:
             self.on_launch(launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,18 +61,18 @@ def unserved_mask(
 
 
 def taken_for(
-    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scores: Scores = PLAIN_SCORES
 ) -> tuple[Interval, Layout, Scores]:
     """Mask, layout and scores of the problem of a call whose mask `unserved_mask` lets pass.
 
     What a mask hides is known on the device alone, so it counts as if it hid nothing: others take
-    less time. A float mask is a bias.
+    less time. A float mask is a bias. scores: what else changes them.
     """
     items, heads, *_ = mask_strides(mask, query, key)
     own = tuple(name for name, step in (("item", items), ("head", heads)) if step > 0)
     if mask.dtype is torch.bool:
-        return FULL.as_boolean(own), DENSE, PLAIN_SCORES
-    return FULL, DENSE, Scores(bias=own)
+        return FULL.as_boolean(own), DENSE, scores
+    return FULL, DENSE, replace(scores, bias=own)
 
 
 def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tensor:

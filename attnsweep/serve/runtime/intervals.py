@@ -10,8 +10,11 @@ import torch
 
 from attnsweep.core.layouts import DENSE, Dense, Padded
 from attnsweep.core.masks import Interval
+from attnsweep.core.scores import PLAIN as PLAIN_SCORES
+from attnsweep.core.scores import Scores
 
 from .arguments import PLAIN
+from .changed_scores import checked, composed
 from .dispatch import Choice
 from .sdpa_patch import sdpa
 
@@ -22,23 +25,23 @@ Diagonals = tuple[int | None, int | None]
 
 
 def forms(
-    limits: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool
-) -> list[tuple[Interval, Dense | Padded]]:
-    """What a kernel may take a call for, the best first: mask and layout of its problem.
+    limits: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool, scores: Scores = PLAIN_SCORES
+) -> list[tuple[Interval, Dense | Padded, Scores]]:
+    """What a kernel may take a call for, the best first: mask, layout and scores of its problem.
 
     The last is a boolean mask: a kernel of these has any diagonals, and queries without a key,
     which the shipped code for causal masks does not expect.
     """
     (low, high), layout = limits, _UNKNOWN if padded else DENSE
-    found: list[tuple[Interval, Dense | Padded]] = []
+    found: list[tuple[Interval, Dense | Padded, Scores]] = []
     for top_left, diagonal in ((False, seqlen_k - seqlen_q), (True, 0)):
         left = None if low is None else diagonal - low
         right = None if high is None else high - diagonal
         if min(left or 0, right or 0) >= 0:
             mask = Interval(left, right, top_left).of_lengths(seqlen_q, seqlen_k)
             if padded or mask.kind == "window" or not mask.empty_rows(seqlen_q, seqlen_k):
-                found.append((mask, layout))
-    return [*found[:1], (Interval(boolean=True, of_item=padded), DENSE)]
+                found.append((mask, layout, scores))
+    return [*found[:1], (Interval(boolean=True, of_item=padded), DENSE, scores)]
 
 
 def unserved_intervals(lengths: Any, gradients: bool) -> Choice | None:
@@ -57,7 +60,10 @@ def unserved_intervals(lengths: Any, gradients: bool) -> Choice | None:
 def dense(
     limits: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
-    """The boolean mask that says the same. It broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+    """The boolean mask that says the same, if anything is hidden by it.
+
+    It broadcasts to (batch, heads, seqlen_q, seqlen_k).
+    """
     (low, high), keys = limits, torch.arange(key.shape[-2], device=query.device)
     parts = []
     if low is not None or high is not None:
@@ -99,13 +105,23 @@ def by_pytorch(
     dropout_p: float,
     scale: float | None,
     enable_gqa: bool,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PyTorch's own attention with that mask, and 0 for a query that sees no key.
 
     Its backends differ for those: cuDNN's of PyTorch 2.11 lets them see all keys. So all let them
-    here, and their rows are filled afterwards, which keeps gradients finite too.
+    here, and their rows are filled afterwards, which keeps gradients finite too. softcap, sinks:
+    as `changed_scores.composed` takes them, which has that mask too.
     """
-    mask, (low, high) = dense(limits, query, key, lengths), limits
+    (low, high), mask = limits, None
+    if lengths is not None or low is not None or high is not None:
+        mask = dense(limits, query, key, lengths)
+    if softcap or sinks is not None:
+        given = (query, key, value, mask, dropout_p)
+        return composed(*given, scale, enable_gqa, softcap, sinks)
+    if mask is None:
+        raise AssertionError
     how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     # A window's left side begins no later than the last query's own key, which is the last one.
     if lengths is None and (high is None or high >= max(0, 0 if low is None else low)):
@@ -113,6 +129,30 @@ def by_pytorch(
     empty = ~mask.any(-1, keepdim=True)
     out: torch.Tensor = sdpa(query, key, value, mask | empty, dropout_p, False, **how)
     return out.masked_fill(empty, 0)
+
+
+def understood(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: Any,
+    is_causal: bool,
+    given: tuple[Any, Any, Any],
+    softcap: Any,
+    sinks: Any,
+) -> tuple[Any, bool, Diagonals | None, float, torch.Tensor | None]:
+    """What `attention`'s arguments say: mask, is_causal, limits, softcap and sinks.
+
+    As `Operator.masked` takes them; without limits, softcap and sinks they are PyTorch's alone.
+    given: window, causal_offset and key_lengths. Raises TypeError or ValueError.
+    """
+    mask, limits = attn_mask, None
+    if given != (None, None, None):
+        is_causal, limits = diagonals(query, key, attn_mask, is_causal, *given)
+        mask = given[2]
+    cap, sinks = checked(softcap, sinks, query, attn_mask, is_causal)
+    if (cap or sinks is not None) and limits is mask is None:
+        is_causal, limits = False, (None, 0 if is_causal else None)
+    return mask, is_causal, limits, cap, sinks
 
 
 def diagonals(

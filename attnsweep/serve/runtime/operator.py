@@ -11,6 +11,7 @@ import torch
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
+from attnsweep.core.scores import Scores
 
 from .arguments import (
     autocast,
@@ -20,10 +21,11 @@ from .arguments import (
     taken_for,
 )
 from .call_cache import Seen, transformed
+from .changed_scores import composed
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import Gradient, like, with_gradient, with_lse
-from .intervals import Diagonals, by_pytorch, diagonals, forms, scanned
+from .intervals import Diagonals, by_pytorch, forms, scanned, understood
 from .mask_lists import MaskList, MaskLists
 from .planner import Planner, choice_of, requires_grad, why_unserved
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
@@ -167,28 +169,48 @@ class Operator:
         return like(out, query)
 
     def _impl_attention_intervals(
-        self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        lengths: Any,
+        low: Any,
+        high: Any,
+        scale: float,
+        softcap: float,
+        sinks: Any,
     ) -> torch.Tensor:
-        """As `_impl_attention_masked`, with a mask of diagonals and lengths."""
+        """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
         gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
         numbers = (*query.shape, *key.shape, *limits)
         if gpu is not None and all(n is None or type(n) is int for n in numbers):
-            found = forms(limits, query.shape[2], key.shape[2], lengths is not None)
+            scores = Scores(softcap, sinks is not None)
+            found = forms(limits, query.shape[2], key.shape[2], lengths is not None, scores)
             if choice_of(gpu, query, key, found)[0].kernel is None:
-                grouped = query.shape[1] != key.shape[1]
-                return by_pytorch(limits, query, key, value, lengths, 0.0, scale, grouped)
-        return self._forward_intervals(query, key, value, lengths, low, high, scale)
+                how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
+                return by_pytorch(limits, query, key, value, *how)
+        how = (lengths, low, high, scale, softcap, sinks)
+        return self._forward_intervals(query, key, value, *how)
 
     def _impl_forward_intervals(
-        self, query: Any, key: Any, value: Any, lengths: Any, low: Any, high: Any, scale: float
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        lengths: Any,
+        low: Any,
+        high: Any,
+        scale: float,
+        softcap: float,
+        sinks: Any,
     ) -> torch.Tensor:
         """As `_impl_forward_masked`."""
-        limits = (low, high)
-        done = self.masked(query, key, value, lengths, scale=scale, limits=limits, keep=False)
+        options: Any = {"limits": (low, high), "softcap": softcap, "sinks": sinks, "keep": False}
+        done = self.masked(query, key, value, lengths, scale=scale, **options)
         if done is not None:
             return done
-        grouped = query.shape[1] != key.shape[1]
-        return like(by_pytorch(limits, query, key, value, lengths, 0.0, scale, grouped), query)
+        how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
+        return like(by_pytorch((low, high), query, key, value, *how), query)
 
     # ---- one call ----
     def masked(
@@ -202,6 +224,8 @@ class Operator:
         enable_gqa: bool = True,
         *,
         limits: Diagonals | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         keep: bool = True,
     ) -> torch.Tensor | None:
         """`attention` with a mask, or None, which is counted, if no kernel serves the call.
@@ -209,18 +233,20 @@ class Operator:
         mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added
         to the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q,
         seqlen_k), and no kernel serves is_causal beside it. A query that sees no key has output 0.
-        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None. keep:
-        whether what a scan makes of mask is used again while that is unchanged: see mask_lists.
+        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None.
+        softcap, sinks: as `changed_scores.checked` returns them. keep: whether what a scan makes of
+        mask is used again while that is unchanged: see mask_lists.
         """
         dtype = getattr(mask, "dtype", None)
         if limits is None and dtype is not torch.bool and dtype is not query.dtype:
             self._fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
-        plan = self._masked_plan(query, key, value, mask, is_causal, scale, enable_gqa, limits)
+        beside = (is_causal, scale, enable_gqa, limits, softcap, sinks)
+        plan = self._masked_plan(query, key, value, mask, *beside)
         if not plan.calls:
             self._fell_back(plan.choice)
             return None
-        done = self._run(plan, query, key, value, mask, keep)
+        done = self._run(plan, query, key, value, mask, keep, sinks)
         return None if done is None else done[0]
 
     def _masked_plan(
@@ -233,6 +259,8 @@ class Operator:
         scale: float | None,
         enable_gqa: bool,
         limits: Diagonals | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
     ) -> Plan:
         if transformed():
             return TRANSFORMED
@@ -252,14 +280,14 @@ class Operator:
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-                *(is_causal, scale, enable_gqa, limits),
-                _is_grad_enabled() and requires_grad(query, key, value, mask),
+                *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
+                _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            how = (False, scale, enable_gqa, False, mask, is_causal, limits)
+            how = (False, scale, enable_gqa, False, mask, is_causal, limits, softcap, sinks)
             plan = self._remembered(what, query, key, value, *how)
         return plan
 
@@ -278,6 +306,8 @@ class Operator:
         window: Any = None,
         causal_offset: int | None = None,
         key_lengths: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         cache: bool = True,
     ) -> torch.Tensor:
         """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
@@ -289,12 +319,10 @@ class Operator:
         them.
         """
         is_causal = is_causal or causal
-        if window is not None or causal_offset is not None or key_lengths is not None:
-            how = (window, causal_offset, key_lengths)
-            is_causal, limits = diagonals(query, key, attn_mask, is_causal, *how)
-            if limits is not None:
-                given = (limits, query, key, value, key_lengths, dropout_p)
-                return self._intervals(*given, scale, enable_gqa, cache)
+        if not (window is causal_offset is key_lengths is softcap is sinks is None):
+            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            limits = (window, causal_offset, key_lengths)
+            return self._beyond_sdpa(*given, limits, softcap, sinks, cache)
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
@@ -363,36 +391,50 @@ class Operator:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    def _intervals(
+    def _beyond_sdpa(
         self,
-        limits: Diagonals,
         query: Any,
         key: Any,
         value: Any,
-        lengths: Any,
+        attn_mask: Any,
         dropout_p: float,
+        is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
+        given: tuple[Any, Any, Any],
+        softcap: Any,
+        sinks: Any,
         keep: bool,
     ) -> torch.Tensor:
-        """`attention` with a mask of diagonals and lengths."""
-        if _any_autocast():
-            query, key, value = self._cast(query, key, value)
+        """`attention` with arguments that PyTorch's own does not have.
+
+        given: window, causal_offset and key_lengths.
+        """
+        asked = (attn_mask, is_causal, given, softcap, sinks)
+        mask, is_causal, limits, softcap, sinks = understood(query, key, *asked)
+        if limits is None and not softcap and sinks is None:
+            how: Any = (dropout_p, is_causal, scale, enable_gqa)
+            return self.attention(query, key, value, attn_mask, *how, cache=keep)
+        query, key, value = self._cast(query, key, value)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _is_compiling():
-            given = (query, key, value, lengths, False, dropout_p, scale, enable_gqa)
-            if self._traces_mask(*given, limits):
+            how = (dropout_p, scale, enable_gqa, limits, softcap, sinks)
+            if limits is not None and self._traces_mask(query, key, value, mask, False, *how):
                 by = scale if scale is not None else query.shape[3] ** -0.5
-                return self._attention_intervals(query, key, value, lengths, *limits, by)
+                how = (*limits, by, softcap, sinks)
+                return self._attention_intervals(query, key, value, mask, *how)
         elif choice := never(None, dropout_p):
             self._fell_back(choice)
         else:
-            how = (False, scale, enable_gqa)
-            out = self.masked(query, key, value, lengths, *how, limits=limits, keep=keep)
+            options: Any = {"limits": limits, "softcap": softcap, "sinks": sinks, "keep": keep}
+            out = self.masked(query, key, value, mask, False, scale, enable_gqa, **options)
             if out is not None:
                 return out
-        return by_pytorch(limits, query, key, value, lengths, dropout_p, scale, enable_gqa)
+        how = (dropout_p, scale, enable_gqa, softcap, sinks)
+        if limits is None:
+            return composed(query, key, value, mask, *how)
+        return by_pytorch(limits, query, key, value, mask, *how)
 
     def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
@@ -449,14 +491,16 @@ class Operator:
         scale: float | None,
         enable_gqa: bool,
         limits: Diagonals | None = None,
+        softcap: float = 0.0,
+        sinks: Any = None,
     ) -> bool:
         """Whether a kernel may serve a compiler's call with a mask."""
         if dropout_p or not plain(query, key, value):
             return False
         if self._planner.unserved(query, key, value, False, scale, enable_gqa):
             return False
-        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask)
-        if why_unserved(mask, query, key, is_causal, limits, grad):
+        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
             return False
         return self._planner.is_known(query.device.index or 0)
 
@@ -475,6 +519,8 @@ class Operator:
         window: Any = None,
         causal_offset: int | None = None,
         key_lengths: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         cache: bool = True,  # noqa: ARG002
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
@@ -482,16 +528,14 @@ class Operator:
         scale = number(scale)
         is_causal = is_causal or causal
         limits: Diagonals | None = None
-        if window is not None or causal_offset is not None or key_lengths is not None:
-            how = (window, causal_offset, key_lengths)
-            is_causal, limits = diagonals(query, key, attn_mask, is_causal, *how)
+        asked = (attn_mask, is_causal, (window, causal_offset, key_lengths), softcap, sinks)
+        mask, is_causal, limits, cap, sinks = understood(query, key, *asked)
         choice = never(None, dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
         if choice is None and (attn_mask is not None or limits is not None):
-            mask = attn_mask if attn_mask is not None else key_lengths
-            given = (query, key, value, mask, is_causal, scale, enable_gqa, limits)
-            plan = self._masked_plan(*given)
+            given = (mask, is_causal, scale, enable_gqa, limits, cap, sinks)
+            plan = self._masked_plan(query, key, value, *given)
             choice = plan.choice
         elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -576,19 +620,21 @@ class Operator:
         value: Any,
         mask: Any = None,
         keep: bool = True,
+        sinks: Any = None,
     ) -> tuple[torch.Tensor, ...] | None:
         """The output, and the log-sum-exp if the plan has it; None if nothing could be launched.
 
-        mask: of a plan that scans one; keep: as of `masked`.
+        mask: of a plan that scans or adds one; keep, sinks: as of `masked`.
         """
         index = plan.index
         if index >= 0 and index != self._current_device():
             with torch.cuda.device(index):
-                return self._run(plan, query, key, value, mask, keep)
+                return self._run(plan, query, key, value, mask, keep, sinks)
         out = _empty_like(query)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
-            return self._run(plan, query.clone(), key.clone(), value.clone(), mask, keep)
+            given = (query.clone(), key.clone(), value.clone(), mask, keep, sinks)
+            return self._run(plan, *given)
         made: tuple[torch.Tensor, ...] = (out,)
         addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
         if plan.lse:
@@ -612,6 +658,8 @@ class Operator:
                 if mask.data_ptr() & 15:
                     raise Unaligned
                 addresses += (mask.data_ptr(),)
+            if sinks is not None:
+                addresses += (sinks.data_ptr(),)
             launches.issue(addresses, stream)
         except Unaligned:
             self._fell_back(UNALIGNED)

@@ -43,6 +43,8 @@ def attention(
     window: Any = None,
     causal_offset: int | None = None,
     key_lengths: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
     cache: bool = True,
 ) -> Any:
     """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
@@ -62,15 +64,20 @@ def attention(
     the host: the device takes them for at least 0 and at most seqlen_k. Raises TypeError or
     ValueError for these three.
 
+    softcap: scores s become softcap * tanh(s / softcap) before the softmax, as in Gemma 2; None or
+    0: they stay. sinks: (heads,), a score of each query head that takes weight from the keys and
+    has no value, as in gpt-oss. Both stand beside any mask. Where no kernel serves such a call,
+    PyTorch's operators compute it in float32, with gradients.
+
     cache: False scans attn_mask or key_lengths anew, which were written to where PyTorch does not
     see it: through `.data`, DLPack or raw kernels, or by a replayed CUDA graph.
     """
     is_causal = is_causal or causal
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if cache and window is None and causal_offset is None and key_lengths is None:
+    if cache and window is causal_offset is key_lengths is softcap is sinks is None:
         return _operator.attention(*given)
-    limits = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
-    return _operator.attention(*given, **limits, cache=cache)
+    others = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
+    return _operator.attention(*given, **others, softcap=softcap, sinks=sinks, cache=cache)
 
 
 def explain(*args: Any, **options: Any) -> Explanation:

@@ -9,6 +9,7 @@ import torch
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import CAUSAL, FULL, Problem
+from attnsweep.core.scores import Scores
 
 from . import served
 from .arguments import (
@@ -20,6 +21,7 @@ from .arguments import (
     taken_for,
     unserved_mask,
 )
+from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
 from .driver import Tensor, unmapped
 from .intervals import Diagonals, forms, unserved_intervals
@@ -105,12 +107,15 @@ class Planner:
         mask: Any = None,
         causal_too: bool = False,
         limits: Diagonals | None = None,
+        softcap: float = 0.0,
+        sinks: Any = None,
     ) -> Plan:
-        """mask, causal_too, limits: as of `Operator.masked`, where a call has them."""
+        """mask and what follows: as of `Operator.masked`, where a call has them."""
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is None and (mask is not None or limits is not None):
-            gradients = _is_grad_enabled() and requires_grad(query, key, value, mask)
-            unserved = why_unserved(mask, query, key, causal_too, limits, gradients)
+            gradients = _is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+            changes = (limits, softcap, sinks)
+            unserved = why_unserved(mask, query, key, causal_too, *changes, gradients)
         if unserved is not None:
             return Plan(unserved)
         gpu = self.gpu(query.device.index or 0)
@@ -128,11 +133,12 @@ class Planner:
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
         found: list[Any] = [(CAUSAL if causal else FULL,)]
-        biased = mask is not None and mask.is_floating_point()
+        biased, sunk = mask is not None and mask.is_floating_point(), sinks is not None
+        scores = Scores(softcap, sunk)
         if limits is not None:
-            found = forms(limits, query.shape[2], key.shape[2], mask is not None)
+            found = forms(limits, query.shape[2], key.shape[2], mask is not None, scores)
         elif mask is not None:
-            found = [taken_for(mask, query, key)]
+            found = [taken_for(mask, query, key, scores)]
         if biased:
             tensors["bias"] = bias_of(mask, query, key)
             fault = unmapped(tensors["bias"])
@@ -163,7 +169,7 @@ class Planner:
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
-        names += ("bias",) if biased else ()
+        names += ("bias",) * biased + ("sinks",) * sunk
         rows = (problem.batch, problem.heads, problem.seqlen_q)
         return Plan(
             choice,
@@ -187,13 +193,14 @@ class Planner:
         )
 
 
-def requires_grad(query: Any, key: Any, value: Any, mask: Any) -> bool:
-    """Whether any of them does; mask may be None."""
+def requires_grad(query: Any, key: Any, value: Any, mask: Any, sinks: Any) -> bool:
+    """Whether any of them does; mask and sinks may be None."""
     return (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
         or (mask is not None and mask.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     )
 
 
@@ -203,9 +210,17 @@ def why_unserved(
     key: Any,
     causal_too: bool,
     limits: Diagonals | None,
+    softcap: float,
+    sinks: Any,
     gradients: bool,
 ) -> Choice | None:
-    """Why no kernel serves a call with `Operator.masked`'s mask and limits, or None."""
+    """Why no kernel serves a call with `Operator.masked`'s arguments of these names, or None.
+
+    gradients: whether the call records them.
+    """
+    changed = unserved_scores(softcap, sinks is not None, gradients)
+    if changed is not None:
+        return changed
     if limits is not None:
         return unserved_intervals(mask, gradients)
     return unserved_mask(mask, query, key, causal_too, gradients)

@@ -15,7 +15,7 @@ _FORWARD = f"forward({_GIVEN}) -> Tensor"
 _MASKED = "Tensor query, Tensor key, Tensor value, Tensor mask, float scale"
 _INTERVALS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
-    "float scale"
+    "float scale, float softcap, Tensor? sinks"
 )
 _FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
 _FORWARD_FP8 = (

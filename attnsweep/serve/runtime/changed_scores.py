@@ -1,0 +1,118 @@
+"""Scores that are changed before the softmax, by a cap or by sinks: what a call may say of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout
+
+from .arguments import number
+from .dispatch import Choice
+
+_MOST_SCORES = 2**27
+"""Scores of a step of `composed`, in float32: 512 MiB."""
+_CAPS = (1e-3, 1e6)
+"""The softcaps that kernels take: with others, float32 does not hold what they compute on the way.
+"""
+
+
+def checked(
+    softcap: Any, sinks: Any, query: torch.Tensor, attn_mask: Any, is_causal: bool
+) -> tuple[float, torch.Tensor | None]:
+    """The cap, 0 if there is none, and sinks, float32. Raises TypeError or ValueError."""
+    if softcap is sinks is None:
+        return 0.0, None
+    if query.dim() != 4:
+        raise ValueError(f"with softcap or sinks, query has 4 dimensions, not {query.dim()}")
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal are given: hide later keys in attn_mask")
+    if attn_mask is not None and not (
+        attn_mask.dtype is torch.bool or attn_mask.is_floating_point()
+    ):
+        raise TypeError(
+            f"attn_mask is {attn_mask.dtype}: beside softcap or sinks, a mask is "
+            "boolean or floating point"
+        )
+    cap = 0.0 if softcap is None else number(softcap)
+    if not isinstance(cap, int | float) or not math.isfinite(cap) or cap < 0:
+        raise ValueError(f"softcap is {softcap!r}, not a number above 0")
+    if sinks is None:
+        return float(cap), None
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
+        what = getattr(sinks, "dtype", type(sinks).__name__)
+        raise TypeError(f"sinks is {what}, not a tensor of floating point numbers")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks is on {sinks.device}, and query on {query.device}")
+    if sinks.shape != query.shape[1:2]:
+        sizes = f"{tuple(sinks.shape)}, and query {tuple(query.shape)}"
+        raise ValueError(f"sinks is {sizes}: it has one number for each head of query")
+    return float(cap), sinks.float().contiguous()
+
+
+def unserved_scores(softcap: float, sunk: bool, gradients: bool) -> Choice | None:
+    """Why no kernel serves a call with these, or None. sunk: whether it has sinks."""
+    if gradients and (softcap or sunk):
+        return Choice(None, "scores", "softcap or sinks are given, and gradients are recorded")
+    if softcap and not _CAPS[0] <= softcap <= _CAPS[1]:
+        return Choice(
+            None, "scores", f"softcap is {softcap:g}, beyond {_CAPS[0]:g} to {_CAPS[1]:g}"
+        )
+    return None
+
+
+def composed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """That attention by PyTorch's operators, in float32 and with gradients.
+
+    mask: boolean, or added to scores; it broadcasts to (batch, heads, seqlen_q, seqlen_k). A query
+    that sees no key has output 0. Raises ValueError for shapes that do not agree.
+    """
+    batch, heads, rows, head_dim = query.shape
+    heads_kv, seqlen_k = key.shape[1:3]
+    if heads != heads_kv and not (enable_gqa and heads_kv and heads % heads_kv == 0):
+        why = "do not divide them" if enable_gqa else "are fewer: pass enable_gqa=True"
+        raise ValueError(f"query has {heads} heads, and the {heads_kv} of key {why}")
+    group = heads // heads_kv if heads_kv else 1
+    by = head_dim**-0.5 if scale is None else scale
+    part = max(1, _MOST_SCORES // max(1, batch * heads * seqlen_k))
+    if mask is not None:
+        mask = mask.expand(batch, heads, rows, seqlen_k)
+    of_key, of_value = key.float().transpose(2, 3), value.float()
+
+    def of_rows(at: int) -> torch.Tensor:
+        end = min(rows, at + part)
+        # Query heads of a key head are its rows: nothing is repeated.
+        grouped = query[:, :, at:end].float().reshape(batch, heads_kv, group * (end - at), head_dim)
+        scores = (grouped @ of_key).view(batch, heads, end - at, seqlen_k) * by
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            own = mask[:, :, at:end]
+            boolean = own.dtype is torch.bool
+            scores = scores.masked_fill(~own, -math.inf) if boolean else scores + own
+        most = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_zeros(1)
+        total: Any = 0
+        if sinks is not None:
+            most = torch.maximum(most, sinks.detach()[:, None, None])
+            total = torch.exp(sinks[:, None, None] - most)
+        most = most.masked_fill(most == -math.inf, 0)
+        weights = torch.exp(scores - most)
+        total = total + weights.sum(-1, keepdim=True)
+        weights = dropout(weights / total.masked_fill(total == 0, 1), dropout_p)
+        out = weights.reshape(batch, heads_kv, group * (end - at), seqlen_k) @ of_value
+        return out.view(batch, heads, end - at, value.shape[3]).to(query.dtype)
+
+    with torch.autocast(query.device.type, enabled=False):
+        parts = [of_rows(at) for at in range(0, rows, part)]
+    return torch.cat(parts, 2) if len(parts) != 1 else parts[0]
