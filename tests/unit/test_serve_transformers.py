@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from attending import Kernel  # noqa: E402
+from attending import Kernel, MaskedKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from packages import imported, shape, winner  # noqa: E402
+
+from attnsweep.core.masks import CAUSAL, FULL  # noqa: E402
+from attnsweep.core.scores import Scores  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = itertools.count()
@@ -73,11 +77,12 @@ def logits(model, *arguments, **options):
         return model(*arguments, **options).logits.float()
 
 
-def exact(model, ids, **options):
-    """By PyTorch's attention in float64, from the same weights."""
-    reference = type(model)(model.config).double().eval()
+def exact(model, ids, by="sdpa", **options):
+    """By PyTorch's attention in float64, or another in float32, from the same weights."""
+    dtype = torch.float64 if by == "sdpa" else torch.float32  # which experts take
+    reference = type(model)(model.config).to(dtype).eval()
     reference.load_state_dict(model.state_dict())
-    reference.set_attn_implementation("sdpa")
+    reference.set_attn_implementation(by)
     return logits(reference, ids, **options)
 
 
@@ -123,10 +128,7 @@ def test_padding_gets_pytorchs_attention(package):
 
 def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
     """k and v are not repeated, and a mask is scanned once for all layers."""
-    from attending import MaskedKernel
-    from fake_driver import FakeDriver
     from operators import make
-    from packages import shape, winner
 
     from attnsweep.serve.runtime.transformers_hook import _implementation
 
@@ -208,12 +210,50 @@ def test_enable_serves_an_unmodified_model(package):
     assert package.counters() == {"kernel": 2}
 
 
+def gemma2(**options):
+    own = {"attn_logit_softcapping": 2.0, "sliding_window": 100, "query_pre_attn_scalar": 4}
+    config = transformers.Gemma2Config(**SIZES | own, **options)
+    return transformers.Gemma2ForCausalLM, config
+
+
+def gpt_oss(**options):
+    own = {"sliding_window": 100, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return transformers.GptOssForCausalLM, transformers.GptOssConfig(**SIZES | own, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", [gemma2, gpt_oss])
+@pytest.mark.parametrize("served", [True, False])
+def test_softcap_and_sinks(tmp_path, kind, padded, served):
+    """A layer in two has a window, which a model gives as a boolean mask."""
+    scores = Scores(2.0) if kind is gemma2 else Scores(0, True)
+    one = shape(2, 4, SEQLEN, heads_kv=2)
+    masks = (CAUSAL, FULL.as_boolean(("item",)))
+    tuned = [winner(replace(one, mask=mask, scores=scores), gain=4.0) for mask in masks]
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(MaskedKernel()), *tuned * served)
+    model, ids = built(kind), tokens()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if name.endswith("sinks"):
+                each.copy_(torch.tensor([1.0, 4.0, -3.0, 0.0]))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0 if padded else 1
+    wanted = logits(model, ids, attention_mask=mask)
+    right = exact(model, ids, by="eager", attention_mask=mask)
+    model.set_attn_implementation(made.register())
+    ours = logits(model, ids, attention_mask=mask)
+    error, own = ((each - right)[mask == 1].norm() for each in (ours, wanted))
+    assert error <= 1.5 * own + 1e-6 * right.norm()
+    assert made.counters() == {"kernel" if served else "head_dim": 2}
+
+
 @pytest.mark.parametrize("option", ["softcap", "s_aux"])
-def test_what_a_kernel_does_not_compute_is_an_error(package, option):
+def test_what_nobody_computes_beside_a_changed_score_is_an_error(package, option):
     attend = transformers.AttentionInterface()[package.register()]
     q = torch.randn(1, 4, 8, 64)
-    with pytest.raises(ValueError, match=f"{option}.*eager"):
-        attend(torch.nn.Module(), q, q, q, None, **{option: torch.ones(1)})
+    changed = {option: 2.0 if option == "softcap" else torch.ones(4)}
+    with pytest.raises(ValueError, match=r"position_bias.*eager"):
+        attend(torch.nn.Module(), q, q, q, None, position_bias=q, **changed)
 
 
 def test_an_encoder_is_not_causal(package):

@@ -13,6 +13,7 @@ from .dispatch import Choice
 
 _MOST_SCORES = 2**27
 """Scores of a step of `composed`, in float32: 512 MiB."""
+_TO_FLOAT32 = "dtype" in torch.ops.aten.bmm.overloads()  # since PyTorch 2.8
 _CAPS = (1e-3, 1e6)
 """The softcaps that kernels take: with others, float32 does not hold what they compute on the way.
 """
@@ -73,7 +74,7 @@ def composed(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """That attention by PyTorch's operators, in float32 and with gradients.
+    """That attention by PyTorch's operators, with scores in float32, and with gradients.
 
     mask: boolean, or added to scores; it broadcasts to (batch, heads, seqlen_q, seqlen_k). A query
     that sees no key has output 0. Raises ValueError for shapes that do not agree.
@@ -88,13 +89,13 @@ def composed(
     part = max(1, _MOST_SCORES // max(1, batch * heads * seqlen_k))
     if mask is not None:
         mask = mask.expand(batch, heads, rows, seqlen_k)
-    of_key, of_value = key.float().transpose(2, 3), value.float()
 
     def of_rows(at: int) -> torch.Tensor:
         end = min(rows, at + part)
         # Query heads of a key head are its rows: nothing is repeated.
-        grouped = query[:, :, at:end].float().reshape(batch, heads_kv, group * (end - at), head_dim)
-        scores = (grouped @ of_key).view(batch, heads, end - at, seqlen_k) * by
+        grouped = query[:, :, at:end].reshape(batch, heads_kv, group * (end - at), head_dim)
+        products: torch.Tensor = _Products.apply(grouped, key)
+        scores = products.view(batch, heads, end - at, seqlen_k) * by
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
@@ -109,10 +110,34 @@ def composed(
         most = most.masked_fill(most == -math.inf, 0)
         weights = torch.exp(scores - most)
         total = total + weights.sum(-1, keepdim=True)
-        weights = dropout(weights / total.masked_fill(total == 0, 1), dropout_p)
-        out = weights.reshape(batch, heads_kv, group * (end - at), seqlen_k) @ of_value
-        return out.view(batch, heads, end - at, value.shape[3]).to(query.dtype)
+        weights = dropout(weights / total.masked_fill(total == 0, 1), dropout_p).to(value.dtype)
+        out = weights.reshape(batch, heads_kv, group * (end - at), seqlen_k) @ value
+        return out.view(batch, heads, end - at, value.shape[3])
 
     with torch.autocast(query.device.type, enabled=False):
         parts = [of_rows(at) for at in range(0, rows, part)]
     return torch.cat(parts, 2) if len(parts) != 1 else parts[0]
+
+
+class _Products(torch.autograd.Function):  # type: ignore[misc]
+    """Each row of a with each of b, in float32.
+
+    bf16 would round a score of 50 by 0.1. A product of float32 would take 10 times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a: (batch, heads, rows, columns); b: the same, with other rows."""
+        ctx.save_for_backward(a, b)
+        if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and _TO_FLOAT32:
+            of_heads = (a.flatten(0, 1), b.flatten(0, 1).mT)
+            made = torch.bmm(*of_heads, out_dtype=torch.float32)
+            return made.view(*a.shape[:3], b.shape[2])
+        return a.float() @ b.float().mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """In the inputs' dtype, as of any product of them."""
+        a, b = ctx.saved_tensors
+        grad = grads[0].to(a.dtype)
+        return grad @ b, grad.mT @ a

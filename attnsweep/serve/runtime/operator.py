@@ -146,26 +146,25 @@ class Operator:
         return with_lse(query, key, value, causal, scale)
 
     def _impl_attention_masked(
-        self, query: Any, key: Any, value: Any, mask: Any, scale: float
+        self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
-        """As `_impl_attention`, with a mask."""
+        """As `_impl_attention`, with a mask and changed scores."""
         gpu = self._planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = choice_of(gpu, query, key, [taken_for(mask, query, key)])
-            if choice.kernel is None:
-                grouped = query.shape[1] != key.shape[1]
-                return _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
-        return self._forward_masked(query, key, value, mask, scale)
+            found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
+            if choice_of(gpu, query, key, found)[0].kernel is None:
+                return _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
+        return self._forward_masked(query, key, value, mask, scale, softcap, sinks)
 
     def _impl_forward_masked(
-        self, query: Any, key: Any, value: Any, mask: Any, scale: float
+        self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
-        done = self.masked(query, key, value, mask, scale=scale, keep=False)
+        options: Any = {"softcap": softcap, "sinks": sinks, "keep": False}
+        done = self.masked(query, key, value, mask, scale=scale, **options)
         if done is not None:
             return done
-        grouped = query.shape[1] != key.shape[1]
-        out = _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
+        out = _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
         return like(out, query)
 
     def _impl_attention_intervals(
@@ -420,8 +419,10 @@ class Operator:
             scale = number(scale)
         if _is_compiling():
             how = (dropout_p, scale, enable_gqa, limits, softcap, sinks)
-            if limits is not None and self._traces_mask(query, key, value, mask, False, *how):
+            if self._traces_mask(query, key, value, mask, False, *how):
                 by = scale if scale is not None else query.shape[3] ** -0.5
+                if limits is None:
+                    return self._attention_masked(query, key, value, mask, by, softcap, sinks)
                 how = (*limits, by, softcap, sinks)
                 return self._attention_intervals(query, key, value, mask, *how)
         elif choice := never(None, dropout_p):
@@ -467,7 +468,7 @@ class Operator:
             *given, attn_mask, is_causal, dropout_p, scale, enable_gqa
         ):
             by = scale if scale is not None else query.shape[3] ** -0.5
-            return self._attention_masked(query, key, value, attn_mask, by)
+            return self._attention_masked(query, key, value, attn_mask, by, 0.0, None)
         if (
             never(attn_mask, dropout_p)
             or not plain(*given)
@@ -723,6 +724,16 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
+
+
+def _masked_by_pytorch(
+    query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    if softcap or sinks is not None:
+        return composed(query, key, value, mask, 0.0, scale, grouped, softcap, sinks)
+    out: torch.Tensor = _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    return out
 
 
 def _no_stream(_: int) -> int:

@@ -12,7 +12,9 @@ from .gradients import backward, save_for_backward
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _ATTENTION = f"attention({_GIVEN}) -> Tensor"
 _FORWARD = f"forward({_GIVEN}) -> Tensor"
-_MASKED = "Tensor query, Tensor key, Tensor value, Tensor mask, float scale"
+_MASKED = (
+    "Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float softcap, Tensor? sinks"
+)
 _INTERVALS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
     "float scale, float softcap, Tensor? sinks"

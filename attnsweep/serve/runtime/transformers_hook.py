@@ -9,9 +9,7 @@ import torch
 
 from .table import PackageError
 
-# What changes the result and a kernel does not compute.
-_UNKNOWN = ("softcap", "s_aux")
-# What transformers' own function for PyTorch's attention computes.
+# What transformers' own function for PyTorch's attention computes, without softcap and sinks.
 _OTHERS = ("position_bias", "cache")
 
 
@@ -69,18 +67,26 @@ def _implementation(
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Any = None,
         **options: Any,
     ) -> tuple[Any, None]:
-        for option in _UNKNOWN:
-            if options.get(option) is not None:
-                raise ValueError(
-                    f"this model's attention has {option}, which scaled_dot_product_attention "
-                    'does not have; use attn_implementation="eager"'
-                )
-        others = any(options.get(name) is not None for name in _OTHERS)
-        others = others or bool(options.get("output_attentions"))
+        changed = softcap is not None or s_aux is not None
+        found = [name for name in _OTHERS if options.get(name) is not None]
+        found += ["output_attentions"] if options.get("output_attentions") else []
+        if changed and found:
+            raise ValueError(
+                f"this model's attention has {'softcap' if softcap else 'sinks'} and "
+                f'{found[0]}; use attn_implementation="eager"'
+            )
         head_dims_differ = key.shape[-1] != value.shape[-1] or key.shape[-1] > 256
-        others = others or dropout != 0.0 or head_dims_differ
+        others = bool(found) or (not changed and (dropout != 0.0 or head_dims_differ))
+        scores = {"softcap": softcap, "sinks": s_aux} if changed else {}
+        grouped = query.shape[1] != key.shape[1]
+        if changed and attention_mask is not None:
+            how = {"scale": scaling, "enable_gqa": grouped, **scores}
+            out = attention(query, key, value, attention_mask, dropout, **how)
+            return out.transpose(1, 2).contiguous(), None
         if attention_mask is not None and not others:
             # Compiled code is PyTorch's own where no kernel serves, which repeats k and v itself.
             if not torch.compiler.is_compiling():
@@ -101,8 +107,9 @@ def _implementation(
         causal = bool(seqlen_q > 1 and is_causal)  # a lone query sees all keys
         if causal and key.shape[2] > seqlen_q:  # an empty static cache: later keys are no one's
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-        grouped = query.shape[1] != key.shape[1]
-        out = attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
+        how = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped, **scores}
+        how |= {"dropout_p": dropout} if changed else {}
+        out = attention(query, key, value, **how)
         return out.transpose(1, 2).contiguous(), None
 
     forward.attention = attention  # type: ignore[attr-defined]
