@@ -81,9 +81,69 @@ def attention(
     return (_loaded or _package()).attention(*given, **others)
 
 
+def attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    cache: bool = True,
+) -> Any:
+    """Attention of sequences of any lengths, one behind the other, each by itself.
+
+    query: (tokens_q, heads, head_dim); key, value: (tokens_k, heads_kv, head_dim), where heads_kv
+    divides heads. cu_seqlens_q, cu_seqlens_k: int32 or int64 on query's device, (sequences + 1,),
+    where each sequence begins and where the last one ends. They are not looked at on the host.
+    max_seqlen_q, max_seqlen_k: tokens of the longest, which only PyTorch's flash attention needs:
+    it takes longer without them where it serves a call. Queries and keys beyond the last sequence
+    are no one's.
+
+    causal and window are aligned to the end of each sequence, as in FlashAttention: query i of a
+    sequence of seqlen_q queries and seqlen_k keys has key i + seqlen_k - seqlen_q for its own. The
+    others are as `attention` has them. Raises TypeError or ValueError for what has no such meaning.
+    """
+    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+    options |= {"sinks": sinks, "dropout_p": dropout_p, "cache": cache}
+    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return (_loaded or _package()).attention_varlen(*given, **options)
+
+
+def flash_attn_func(*args: Any, **options: Any) -> Any:
+    """`attention` with the arguments of the function of that name in the package flash_attn.
+
+    q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim); causal and
+    window_size are aligned bottom-right. Raises NotImplementedError for alibi_slopes and
+    return_attn_probs, and for deterministic where gradients are recorded.
+    """
+    return (_loaded or _package()).flash_attn_func(*args, **options)
+
+
+def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
+    """`attention_varlen` with the arguments of the function of that name in flash_attn.
+
+    Raises NotImplementedError as `flash_attn_func`, and for block_table.
+    """
+    return (_loaded or _package()).flash_attn_varlen_func(*args, **options)
+
+
 def explain_attention(*args: Any, **options: Any) -> Explanation:
     """Which kernel `attention` would call with these arguments, and why; launches nothing."""
     explanation: Explanation = _package().explain(*args, **options)
+    return explanation
+
+
+def explain_attention_varlen(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `attention_varlen` would call with these arguments, and why."""
+    explanation: Explanation = _package().explain_varlen(*args, **options)
     return explanation
 
 

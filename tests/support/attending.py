@@ -86,6 +86,8 @@ class MaskedKernel(Kernel):
         masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int
     ) -> None:
         bounds, _, _, rows, keys, low, high, _, sequences, *_ = rest
+        first: Any
+        end: Any
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
         i = np.arange(rows)
         if key_range != bounds:
@@ -93,7 +95,7 @@ class MaskedKernel(Kernel):
         if cu_seqlens_q != bounds:
             of_q, of_k = (_ints(each, sequences + 1) for each in (cu_seqlens_q, cu_seqlens_k))
             own = np.searchsorted(of_q[1:], i, side="right")
-            inside = own < sequences
+            inside = (own < sequences) & (i >= of_q[0])
             own = own.clip(max=sequences - 1)
             first, end = of_k[own], np.where(inside, of_k[own + 1], 0)
             i = i + of_k[own + 1] - of_q[own + 1]

@@ -17,7 +17,7 @@ NUMBERS = itertools.count()
 def make(directory: Path, driver: Any, *winners: Any) -> Operator:
     """An operator over a package of these winners, on the CPU as on an H100."""
     made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
-    made._planner.gpus[0] = made.table.gpus[H100]
+    made.planner.gpus[0] = made.table.gpus[H100]
     return made
 
 

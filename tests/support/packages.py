@@ -142,7 +142,8 @@ def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
         sys.path.remove(str(place))
     operators = importlib.import_module(f"{name}.operator")
     made = operators.Operator(module._operator.table, f"{name}_cpu", driver, devices=("cpu",))
-    made._planner.gpus[0] = next(iter(made.table.gpus.values()))
-    module._operator = made
+    made.planner.gpus[0] = next(iter(made.table.gpus.values()))
+    module._operator, varlen = made, importlib.import_module(f"{name}.varlen_operator")
+    module._varlen = varlen.VarlenOperator(made)
     assert Path(module.__file__).parent == directory
     return module

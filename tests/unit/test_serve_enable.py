@@ -251,7 +251,7 @@ def test_a_package_that_is_imported_anew(package, driver, monkeypatch):
     name = before.removeprefix("attnsweep_")
     anew._operator = operators.Operator(anew._operator.table, name, driver, devices=("cpu",))
     assert anew._operator.namespace == f"{before}_again2"
-    anew._operator._planner.gpus[0] = next(iter(anew._operator.table.gpus.values()))
+    anew._operator.planner.gpus[0] = next(iter(anew._operator.table.gpus.values()))
     anew.enable()
     assert F.scaled_dot_product_attention is not kept
     assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))

@@ -228,10 +228,10 @@ def test_what_stands_under_the_number_of_another_mask_is_not_its():
     mask = random_mask(2, 2)
     alike = mask.view(2, 2)  # with its memory and version
     made = mask_lists.MaskList((1,), ())
-    lists.keep(mask, plan, 0, made)
-    assert lists.find(mask, plan, 0) is made
+    lists.keep((mask,), plan, 0, made)
+    assert lists.find((mask,), plan, 0) is made
     lists._kept[id(alike), id(plan)] = lists._kept[id(mask), id(plan)]
-    assert lists.find(alike, plan, 0) is None
+    assert lists.find((alike,), plan, 0) is None
 
 
 def test_under_inference_mode_nothing_is_kept(operator, kernel):

@@ -145,7 +145,7 @@ def test_a_kernel_without_code_for_gradients(tmp_path, driver):
         known.winners[0],
         kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {})),
     )
-    made._planner.gpus[0] = replace(known, winners=(bare,))
+    made.planner.gpus[0] = replace(known, winners=(bare,))
     q, k, v = (t.requires_grad_() for t in tensors())
     out = made.attention(q, k, v)
     out.sum().backward()
@@ -186,7 +186,7 @@ def test_more_than_2_31_elements():
 
 
 def test_another_gpu(operator, driver, caplog):
-    operator._planner.gpus[0] = None
+    operator.planner.gpus[0] = None
     q, k, v = tensors()
     assert operator.explain(q, k, v).code == "gpu"
     expected = F.scaled_dot_product_attention(q, k, v)
@@ -241,7 +241,7 @@ from attnsweep.serve.runtime.operator import Operator
 torch.set_num_threads(1)
 driver = FakeDriver(Kernel())
 made = Operator(table(Path({str(tmp_path)!r}), winner(shape())), "forked", driver, ("cpu",))
-made._planner.gpus[0] = made.table.gpus[H100]
+made.planner.gpus[0] = made.table.gpus[H100]
 q = torch.randn(1, 4, 256, 64).bfloat16()
 early = os.fork()
 if not early:  # before a kernel was used, a child is as good as any process

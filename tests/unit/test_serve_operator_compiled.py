@@ -60,7 +60,7 @@ def test_compiled_calls_fall_back_at_run_time(operator, driver):
 
 
 def test_compiled_code_on_another_gpu_is_pytorchs(operator):
-    operator._planner.gpus[0] = None
+    operator.planner.gpus[0] = None
     attention, graphs = compiled(operator)
     q, k, v = tensors()
     assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
@@ -173,7 +173,7 @@ def test_short_calls_with_gradients_are_pytorchs(tmp_path, driver, backwards):
     given = tensors()
     for least, served in ((19.0, True), (21.0, False)):  # PyTorch's forward takes 20 µs
         gpu = operator.table.gpus[H100]
-        operator._planner.gpus[0] = type(gpu)(
+        operator.planner.gpus[0] = type(gpu)(
             gpu.key, gpu.names, Guard(short_us=least), gpu.winners, gpu.memory_bytes_per_us
         )
         operator._plans.clear()
@@ -194,7 +194,7 @@ def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driv
     short = replace(table(tmp_path, winner(shape(), gain=2.0)).gpus[H100], guard=Guard())
     made = Table(tmp_path, "0.0", "0" * 64, {H100: short})
     operator = Operator(made, "short_steps", driver, devices=("cpu",))
-    operator._planner.gpus[0] = short
+    operator.planner.gpus[0] = short
     operator._find = lambda *call: pytest.fail("looked up")
     given = tensors()
     leaves = [t.detach().requires_grad_() for t in given]

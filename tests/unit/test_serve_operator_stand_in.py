@@ -144,7 +144,7 @@ def test_an_exported_package_has_the_rule(monkeypatch, tmp_path, driver):
     """Its runtime is a copy, and its table has the format that it always had."""
     module = imported(tmp_path, "stands_in", driver, winner(ASKED))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(H200))
-    module._operator._planner.gpus.clear()
+    module._operator.planner.gpus.clear()
     q, k, v = tensors()
     with module.enable():
         assert close(F.scaled_dot_product_attention(q, k, v), module.attention(q, k, v))

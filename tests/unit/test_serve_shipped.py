@@ -342,7 +342,7 @@ def test_a_kernel_of_the_shipped_package_is_launched(tmp_path):
     driver = FakeDriver(Kernel())
     operator = Operator(read_table(PLACE), "shipped_for_tests", driver, devices=("cpu",))
     key = next(key for key in operator.table.gpus if key.l2_bytes == H100_L2)
-    operator._planner.gpus[0] = operator.table.gpus[key]
+    operator.planner.gpus[0] = operator.table.gpus[key]
     q = torch.randn(4, 16, 2048, 64).bfloat16()
     assert operator.explain(q, q, q).code == "tuned"
     driver.on_launch = None

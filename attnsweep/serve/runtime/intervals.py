@@ -181,10 +181,8 @@ def diagonals(
     if causal_offset is not None:
         high = _whole("causal_offset", causal_offset)
     if window is not None:
-        if not isinstance(window, tuple | list) or len(window) != 2:
-            raise TypeError(f"window is {window!r}, not (left, right), such as (512, 0)")
         diagonal = seqlen_k - seqlen_q
-        left, right = _side(window, window[0]), _side(window, window[1])
+        left, right = sides(window)
         low = None if left is None else diagonal - left
         if right is not None:
             high = diagonal + right if high is None else min(high, diagonal + right)
@@ -214,6 +212,15 @@ def _check(lengths: Any, query: torch.Tensor) -> None:
     batch, sizes = query.shape[0], tuple(lengths.shape)
     if sizes not in ((batch,), (batch, 2)):
         raise ValueError(f"key_lengths is {sizes}, not ({batch},) or ({batch}, 2)")
+
+
+def sides(window: Any) -> tuple[int | None, int | None]:
+    """The keys before and after a query's own, None where all. Raises TypeError or ValueError."""
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window is {window!r}, not (left, right), such as (512, 0)")
+    return _side(window, window[0]), _side(window, window[1])
 
 
 def _side(window: Any, side: Any) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+Masks = tuple[torch.Tensor, ...]
 # A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten.
 _MOST = 64
 
@@ -31,22 +32,17 @@ class MaskList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    mask: Callable[[], Any]  # a weak reference, or to nothing
+    masks: tuple[Callable[[], Any], ...]  # weak references
     plan: Any  # kept, so that no other has its number
-    pointer: int
-    version: int
+    content: list[tuple[int, int]]
     stream: int
     capture: int
     made: MaskList
 
 
-def _content(mask: torch.Tensor | None) -> tuple[int, int]:
-    """Where a mask is, and how often PyTorch knows that it was written to."""
-    return (0, 0) if mask is None else (mask.data_ptr(), mask._version)
-
-
-def _nothing() -> None:
-    """A reference to no mask."""
+def _content(masks: Masks) -> list[tuple[int, int]]:
+    """Where each is, and how often PyTorch knows that it was written to."""
+    return [(mask.data_ptr(), mask._version) for mask in masks]
 
 
 class MaskLists:
@@ -57,39 +53,40 @@ class MaskLists:
 
     def __init__(self, capture_of: Callable[[int], int | None]) -> None:
         self._capture_of = capture_of
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, ...], _Kept] = {}
 
-    def find(self, mask: torch.Tensor | None, plan: Any, stream: int) -> MaskList | None:
+    def find(self, masks: Masks, plan: Any, stream: int) -> MaskList | None:
         """The list of an unchanged mask that `keep` got in this stream, or None.
 
-        mask: also the lengths that say it; None if the plan alone does.
+        masks: the tensors that say it: a mask, lengths, or where sequences begin. None of them: the
+        plan alone says it.
         """
-        kept = self._kept.get((id(mask), id(plan)))
+        kept = self._kept.get((*map(id, masks), id(plan)))
         if (
             kept is None
-            or kept.mask() is not mask
+            or any(own() is not mask for own, mask in zip(kept.masks, masks, strict=True))
             or kept.stream != stream
-            or (kept.pointer, kept.version) != _content(mask)
+            or kept.content != _content(masks)
             or kept.capture != self._capture_of(stream)
         ):
             return None
         return kept.made
 
-    def keep(self, mask: torch.Tensor | None, plan: Any, stream: int, made: MaskList) -> None:
+    def keep(self, masks: Masks, plan: Any, stream: int, made: MaskList) -> None:
         """Remember what was made of a mask in a stream, if a change of it would show."""
         capture = self._capture_of(stream)
-        inference = mask is not None and mask.is_inference()  # it has no version
+        inference = any(mask.is_inference() for mask in masks)  # it has no version
         if inference or capture is None:  # or nothing would show
             return
-        what = (id(mask), id(plan))
+        what = (*map(id, masks), id(plan))
 
-        def gone(_: Any, what: tuple[int, int] = what) -> None:
+        def gone(_: Any, what: tuple[int, ...] = what) -> None:
             self._kept.pop(what, None)
 
         while len(self._kept) >= _MOST:
             self._kept.pop(next(iter(self._kept)), None)
-        own: Callable[[], Any] = _nothing if mask is None else weakref.ref(mask, gone)
-        self._kept[what] = _Kept(own, plan, *_content(mask), stream, capture, made)
+        own = tuple(weakref.ref(mask, gone) for mask in masks)
+        self._kept[what] = _Kept(own, plan, _content(masks), stream, capture, made)
 
     def forget(self) -> None:
         """Scan each mask anew from now on."""

@@ -27,6 +27,7 @@ from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import Gradient, like, with_gradient, with_lse
 from .intervals import Diagonals, by_pytorch, forms, scanned, understood
 from .mask_lists import MaskList, MaskLists
+from .packed import CuSeqlens
 from .planner import Planner, choice_of, requires_grad, why_unserved
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
@@ -65,11 +66,11 @@ class Operator:
         self, table: Table, namespace: str, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
     ) -> None:
         self.table = table
-        self._cuda, self._types = cuda, devices
+        self._cuda, self.device_types = cuda, devices
         self._log = logging.getLogger(namespace)
         self._said: set[str] = set()
         self.counts = {SHORT.code: 0, "kernel": 0}  # not a Counter, which takes four times as long
-        self._planner = Planner(table, devices)
+        self.planner = Planner(table, devices)
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
@@ -114,7 +115,7 @@ class Operator:
     ) -> torch.Tensor:
         """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        gpu = self._planner.gpu(query.device.index or 0)
+        gpu = self.planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
             choice, _ = choice_of(gpu, query, key, [(CAUSAL if causal else FULL, DENSE)], grad)
             if choice.kernel is None:
@@ -149,7 +150,7 @@ class Operator:
         self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """As `_impl_attention`, with a mask and changed scores."""
-        gpu = self._planner.gpu(query.device.index or 0)
+        gpu = self.planner.gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
             found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
             if choice_of(gpu, query, key, found)[0].kernel is None:
@@ -180,7 +181,7 @@ class Operator:
         sinks: Any,
     ) -> torch.Tensor:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
-        gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
+        gpu, limits = self.planner.gpu(query.device.index or 0), (low, high)
         numbers = (*query.shape, *key.shape, *limits)
         if gpu is not None and all(n is None or type(n) is int for n in numbers):
             scores = Scores(softcap, sinks is not None)
@@ -232,23 +233,24 @@ class Operator:
         mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added
         to the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q,
         seqlen_k), and no kernel serves is_causal beside it. A query that sees no key has output 0.
-        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None.
+        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None; or of
+        packed sequences, which mask then is, the keys before and after a query's own.
         softcap, sinks: as `changed_scores.checked` returns them. keep: whether what a scan makes of
         mask is used again while that is unchanged: see mask_lists.
         """
         dtype = getattr(mask, "dtype", None)
         if limits is None and dtype is not torch.bool and dtype is not query.dtype:
-            self._fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
+            self.fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
         beside = (is_causal, scale, enable_gqa, limits, softcap, sinks)
-        plan = self._masked_plan(query, key, value, mask, *beside)
+        plan = self.masked_plan(query, key, value, mask, *beside)
         if not plan.calls:
-            self._fell_back(plan.choice)
+            self.fell_back(plan.choice)
             return None
         done = self._run(plan, query, key, value, mask, keep, sinks)
         return None if done is None else done[0]
 
-    def _masked_plan(
+    def masked_plan(
         self,
         query: Any,
         key: Any,
@@ -261,6 +263,7 @@ class Operator:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> Plan:
+        """The plan of a call of `masked`."""
         if transformed():
             return TRANSFORMED
         if (
@@ -271,14 +274,14 @@ class Operator:
             or value.is_neg()
         ):
             return SUBCLASS
-        if type(mask) is not _TENSOR and (mask is not None or limits is None):
-            return Plan(_OTHER_DTYPE) if limits is None else SUBCLASS
+        if type(mask) is not _TENSOR and limits is None:
+            return Plan(_OTHER_DTYPE)
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
-                mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+                _kind_of(mask),
                 *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
                 _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
             )
@@ -335,14 +338,14 @@ class Operator:
             and key.dim() == 4
             and query.numel() * key.shape[2] < self.short_work
         ):
-            self._fell_back(SHORT)
+            self.fell_back(SHORT)
             return sdpa(
                 query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _any_autocast():
-            query, key, value = self._cast(query, key, value)
+            query, key, value = self.cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
             beside = (is_causal, scale, enable_gqa)
@@ -385,7 +388,7 @@ class Operator:
                 if done is not None:
                     return done[0]
         if choice is not None:
-            self._fell_back(choice)
+            self.fell_back(choice)
         return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -414,7 +417,7 @@ class Operator:
         if limits is None and not softcap and sinks is None:
             how: Any = (dropout_p, is_causal, scale, enable_gqa)
             return self.attention(query, key, value, attn_mask, *how, cache=keep)
-        query, key, value = self._cast(query, key, value)
+        query, key, value = self.cast(query, key, value)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _is_compiling():
@@ -426,7 +429,7 @@ class Operator:
                 how = (*limits, by, softcap, sinks)
                 return self._attention_intervals(query, key, value, mask, *how)
         elif choice := never(None, dropout_p):
-            self._fell_back(choice)
+            self.fell_back(choice)
         else:
             options: Any = {"limits": limits, "softcap": softcap, "sinks": sinks, "keep": keep}
             out = self.masked(query, key, value, mask, False, scale, enable_gqa, **options)
@@ -437,12 +440,12 @@ class Operator:
             return composed(query, key, value, mask, *how)
         return by_pytorch(limits, query, key, value, mask, *how)
 
-    def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
+    def cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
         query, key, value = given
         if all(isinstance(each, torch.Tensor) for each in given):
             kind = query.device.type
-            if kind in self._types and torch.is_autocast_enabled(kind):
+            if kind in self.device_types and torch.is_autocast_enabled(kind):
                 wanted = torch.get_autocast_dtype(kind)
                 if not query.dtype == key.dtype == value.dtype == wanted:
                     query, key, value = map(autocast, given)
@@ -463,7 +466,7 @@ class Operator:
 
         Where the compiler knows all sizes, `_impl_attention` hands over what no kernel serves.
         """
-        given = query, key, value = self._cast(query, key, value)
+        given = query, key, value = self.cast(query, key, value)
         if attn_mask is not None and self._traces_mask(
             *given, attn_mask, is_causal, dropout_p, scale, enable_gqa
         ):
@@ -472,8 +475,8 @@ class Operator:
         if (
             never(attn_mask, dropout_p)
             or not plain(*given)
-            or self._planner.unserved(*given, is_causal, scale, enable_gqa)
-            or not self._planner.is_known(query.device.index or 0)
+            or self.planner.unserved(*given, is_causal, scale, enable_gqa)
+            or not self.planner.is_known(query.device.index or 0)
         ):
             return _sdpa(
                 *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
@@ -498,12 +501,12 @@ class Operator:
         """Whether a kernel may serve a compiler's call with a mask."""
         if dropout_p or not plain(query, key, value):
             return False
-        if self._planner.unserved(query, key, value, False, scale, enable_gqa):
+        if self.planner.unserved(query, key, value, False, scale, enable_gqa):
             return False
         grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
         if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
             return False
-        return self._planner.is_known(query.device.index or 0)
+        return self.planner.is_known(query.device.index or 0)
 
     def explain(
         self,
@@ -525,7 +528,7 @@ class Operator:
         cache: bool = True,  # noqa: ARG002
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
-        query, key, value = self._cast(query, key, value)
+        query, key, value = self.cast(query, key, value)
         scale = number(scale)
         is_causal = is_causal or causal
         limits: Diagonals | None = None
@@ -536,7 +539,7 @@ class Operator:
             choice = SUBCLASS.choice
         if choice is None and (attn_mask is not None or limits is not None):
             given = (mask, is_causal, scale, enable_gqa, limits, cap, sinks)
-            plan = self._masked_plan(query, key, value, *given)
+            plan = self.masked_plan(query, key, value, *given)
             choice = plan.choice
         elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -544,9 +547,13 @@ class Operator:
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
+        return self.explained(choice, query)
+
+    def explained(self, choice: Choice, query: Any) -> Explanation:
+        """What is said of a choice for a query."""
         gpu = None
-        if isinstance(query, torch.Tensor) and query.device.type in self._types:
-            gpu = self._planner.gpu(query.device.index or 0)
+        if isinstance(query, torch.Tensor) and query.device.type in self.device_types:
+            gpu = self.planner.gpu(query.device.index or 0)
         name = gpu.key.label if gpu is not None else None
         config = choice.kernel.config if choice.kernel is not None else None
         return Explanation(config, choice.code, choice.reason, choice.gain, name)
@@ -558,7 +565,8 @@ class Operator:
         """
         return {code: count for code, count in self.counts.items() if count}
 
-    def _fell_back(self, choice: Choice) -> None:
+    def fell_back(self, choice: Choice) -> None:
+        """Count a call that PyTorch gets, and say why if it is the first of its reason."""
         self.counts[choice.code] = self.counts.get(choice.code, 0) + 1
         if choice.code not in self._said:
             self._said.add(choice.code)
@@ -600,7 +608,7 @@ class Operator:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._seen.clear()
-        plan = self._plans[what] = self._planner.made(*call)
+        plan = self._plans[what] = self.planner.made(*call)
         return plan
 
     # ---- launching ----
@@ -610,7 +618,7 @@ class Operator:
         """What `_run` returns; None, which is counted, if no kernel serves the call."""
         if plan.calls:
             return self._run(plan, query, key, value)
-        self._fell_back(plan.choice)
+        self.fell_back(plan.choice)
         return None
 
     def _run(
@@ -650,7 +658,7 @@ class Operator:
             if launches is None:
                 launches = self._prepared(plan, index)
             if launches is None:  # another thread has tried it in vain since this one asked
-                self._fell_back(plan.choice)
+                self.fell_back(plan.choice)
                 return None
             if plan.scan:
                 listed = self._listed(plan, query, key, mask, stream, keep)
@@ -663,13 +671,13 @@ class Operator:
                 addresses += (sinks.data_ptr(),)
             launches.issue(addresses, stream)
         except Unaligned:
-            self._fell_back(UNALIGNED)
+            self.fell_back(UNALIGNED)
             return None
         except (DriverError, PackageError) as error:
             code = "damaged" if isinstance(error, PackageError) else "driver"
             plan.choice = Choice(None, code, str(error), plan.choice.gain)
             plan.calls, plan.launches = {}, None  # not tried again
-            self._fell_back(plan.choice)
+            self.fell_back(plan.choice)
             return None
         self.counts["kernel"] += 1
         return made
@@ -683,7 +691,7 @@ class Operator:
             self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
         device = self._devices[index]
         if plan.scan:
-            names = (*plan.scan_names, plan.scan_reads)
+            names = (*plan.scan_names, *plan.scan_reads)
             plan.scans = device.launches(plan.scan, plan.stages, plan.tensors, names)
         made = device.launches(calls, plan.stages, plan.tensors, plan.names)
         plan.launches = made
@@ -693,17 +701,20 @@ class Operator:
         self, plan: Plan, query: Any, key: Any, mask: Any, stream: int, keep: bool
     ) -> MaskList:
         """What a call reads of its mask: made in this stream, now or before. Raises DriverError."""
-        found = self._masks.find(mask, plan, stream) if keep else None
+        masks = mask if isinstance(mask, CuSeqlens) else () if mask is None else (mask,)
+        found = self._masks.find(masks, plan, stream) if keep else None
         if found is None and plan.scans is not None:
-            read = mask
-            if plan.limits is not None and plan.scan_reads:
-                read = scanned(plan.scan_reads, plan.limits, query, key, mask)
+            read = masks
+            if isinstance(mask, CuSeqlens):
+                read = tuple([each.to(torch.int32).contiguous() for each in mask])
+            elif plan.limits is not None and plan.scan_reads:
+                read = (scanned(plan.scan_reads[0], plan.limits, query, key, mask),)
             memory = tuple([query.new_empty(n, dtype=torch.int32) for n in plan.scan_floats])
             addresses = tuple([each.data_ptr() for each in memory])
-            plan.scans.issue((*addresses, 0 if read is None else read.data_ptr()), stream)
+            plan.scans.issue((*addresses, *[each.data_ptr() for each in read]), stream)
             found = MaskList(addresses, memory)
             if keep:
-                self._masks.keep(mask, plan, stream, found)
+                self._masks.keep(masks, plan, stream, found)
         if found is None:
             raise DriverError("the scan of a mask is not loaded")
         return found
@@ -724,6 +735,13 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
+
+
+def _kind_of(mask: Any) -> Any:
+    """What plans depend on of a mask, of lengths, or of where sequences begin."""
+    if isinstance(mask, CuSeqlens):
+        return (mask.sequences, *(type(each) for each in mask), mask.q.device)
+    return mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device)
 
 
 def _masked_by_pytorch(

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from . import transformers_hook
+from . import flash_attn, transformers_hook
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, open_package
 from .plans import Explanation
 from .sdpa_patch import InPlace, Routing, Switched, flash_allowed, pytorchs, sdpa
 from .table import PackageError
+from .varlen_operator import VarlenOperator
 
 # In attnsweep itself this file is a module of the package.
 _name = __name__.removesuffix(".serve.runtime.package")
 _operator = open_package(Path(__file__).parent, _name)
+_varlen = VarlenOperator(_operator)
 _fp8 = Fp8Operator(_operator.table, _operator.library)
 # Looked up once: each is asked in every call.
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
@@ -80,9 +82,117 @@ def attention(
     return _operator.attention(*given, **others, softcap=softcap, sinks=sinks, cache=cache)
 
 
+def attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    cache: bool = True,
+) -> Any:
+    """Attention of sequences of any lengths, one behind the other, each by itself.
+
+    query: (tokens_q, heads, head_dim); key, value: (tokens_k, heads_kv, head_dim), where heads_kv
+    divides heads. cu_seqlens_q, cu_seqlens_k: int32 or int64 on query's device, (sequences + 1,),
+    where each sequence begins and where the last one ends. They are not looked at on the host.
+    max_seqlen_q, max_seqlen_k: tokens of the longest, which only PyTorch's flash attention needs:
+    it takes longer without them where it serves a call. Queries and keys beyond the last sequence
+    are no one's.
+
+    causal and window are aligned to the end of each sequence, as in FlashAttention: query i of a
+    sequence of seqlen_q queries and seqlen_k keys has key i + seqlen_k - seqlen_q for its own. The
+    others are as `attention` has them. Raises TypeError or ValueError for what has no such meaning.
+    """
+    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _varlen.attention(*given, **options, sinks=sinks, dropout_p=dropout_p, cache=cache)
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`attention` with the arguments of the function of that name in the package flash_attn.
+
+    q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim); causal and
+    window_size are aligned bottom-right. Raises NotImplementedError for alibi_slopes and
+    return_attn_probs, and for deterministic where gradients are recorded.
+    """
+    flash_attn.check((q, k, v), alibi_slopes, deterministic, return_attn_probs)
+    how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "enable_gqa": True}
+    how |= {"softcap": softcap or None}
+    if causal and window_size[0] == -1 and q.shape[1] == k.shape[1]:
+        how |= {"is_causal": True}
+    elif causal or tuple(window_size) != (-1, -1):
+        how |= {"window": (window_size[0], 0) if causal else window_size}
+    out = _operator.attention(*(each.transpose(1, 2) for each in (q, k, v)), **how)
+    return out.transpose(1, 2).contiguous()
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """`attention_varlen` with the arguments of the function of that name in flash_attn.
+
+    Raises NotImplementedError as `flash_attn_func`, and for block_table.
+    """
+    flash_attn.check((q, k, v), alibi_slopes, deterministic, return_attn_probs, block_table)
+    how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal}
+    how |= {"window": window_size, "softcap": softcap, "sinks": None, "cache": True}
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _varlen.attention(*given, **how).contiguous()
+
+
 def explain(*args: Any, **options: Any) -> Explanation:
     """Which kernel `attention` would call with these arguments, and why; launches nothing."""
     return _operator.explain(*args, **options)
+
+
+def explain_varlen(
+    *args: Any,
+    causal: bool = False,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+) -> Explanation:
+    """The same of `attention_varlen`; args: its tensors."""
+    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+    return _varlen.explain(*args, **options, sinks=sinks, dropout_p=dropout_p)
 
 
 def attention_fp8(
@@ -209,11 +319,15 @@ __all__ = [
     "PackageError",
     "attention",
     "attention_fp8",
+    "attention_varlen",
     "counters",
     "disable",
     "enable",
     "explain",
     "explain_fp8",
+    "explain_varlen",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "is_enabled",
     "register",
 ]

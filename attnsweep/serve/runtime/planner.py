@@ -25,12 +25,17 @@ from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
 from .driver import Tensor, unmapped
 from .intervals import Diagonals, forms, unserved_intervals
+from .packed import CuSeqlens
+from .packed import form as packed_form
+from .packed import unserved as unserved_packed
 from .plans import Plan
 from .sdpa_patch import asked_once
 from .served import WGMMA
 from .table import GpuKey, Table, TunedGpu, known
 
 _is_grad_enabled = torch.is_grad_enabled
+# What a scan reads of a call, in the order in which the call has it.
+_SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
 _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
 
@@ -133,9 +138,12 @@ class Planner:
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
         found: list[Any] = [(CAUSAL if causal else FULL,)]
-        biased, sunk = mask is not None and mask.is_floating_point(), sinks is not None
+        packed, sunk = isinstance(mask, CuSeqlens), sinks is not None
+        biased = mask is not None and not packed and mask.is_floating_point()
         scores = Scores(softcap, sunk)
-        if limits is not None:
+        if packed:
+            found = [packed_form(limits or (None, None), mask, scores)]
+        elif limits is not None:
             found = forms(limits, query.shape[2], key.shape[2], mask is not None, scores)
         elif mask is not None:
             found = [taken_for(mask, query, key, scores)]
@@ -187,7 +195,7 @@ class Planner:
             scan={name: launch for name, launch in made.items() if launch.once},
             scan_names=tuple(listed),
             scan_floats=tuple(spaces[name] for name in listed),
-            scan_reads=next(iter(shared - spaces.keys()), ""),
+            scan_reads=tuple(name for name in _SCANNED if name in shared),
             limits=limits,
             biased=biased,
         )
@@ -199,7 +207,7 @@ def requires_grad(query: Any, key: Any, value: Any, mask: Any, sinks: Any) -> bo
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
-        or (mask is not None and mask.requires_grad)
+        or (isinstance(mask, torch.Tensor) and mask.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     )
 
@@ -221,6 +229,8 @@ def why_unserved(
     changed = unserved_scores(softcap, sinks is not None, gradients)
     if changed is not None:
         return changed
+    if isinstance(mask, CuSeqlens):
+        return unserved_packed(mask, gradients)
     if limits is not None:
         return unserved_intervals(mask, gradients)
     return unserved_mask(mask, query, key, causal_too, gradients)

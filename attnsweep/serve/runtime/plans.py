@@ -44,7 +44,7 @@ class Plan:
     kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
     settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
     scan: the launches that make the list of a mask, with names and floats of what they write;
-    scans: once they are loaded. scan_reads: the name of what they read, `` if nothing. biased:
+    scans: once they are loaded. scan_reads: the names of what they read. biased:
     whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
     diagonals, if the call has it so.
     """
@@ -67,7 +67,7 @@ class Plan:
     scan: Mapping[str, Launch] = field(default_factory=dict)
     scan_names: tuple[str, ...] = ()
     scan_floats: tuple[int, ...] = ()
-    scan_reads: str = ""
+    scan_reads: tuple[str, ...] = ()
     scans: BoundLaunches | None = None
     biased: bool = False
     limits: Diagonals | None = None

@@ -19,6 +19,11 @@ _INTERVALS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
     "float scale, float softcap, Tensor? sinks"
 )
+_FORWARD_VARLEN = (
+    "forward_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+    " Tensor cu_seqlens_k, SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
+)
 _FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
 _FORWARD_FP8 = (
     "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
@@ -72,6 +77,11 @@ def register(
     return library
 
 
+def register_varlen(library: Any, devices: Sequence[str], forward: Callable[..., Any]) -> Any:
+    """Define `forward_varlen` in a library, and return it. It has no gradient."""
+    return _registered(library, devices, "forward_varlen", _FORWARD_VARLEN, forward, _fake_forward)
+
+
 def register_fp8(
     library: Any, devices: Sequence[str], forward: Callable[..., torch.Tensor], fake: Any
 ) -> Any:
@@ -79,11 +89,17 @@ def register_fp8(
 
     fake: what a compiler calls in its place, with tensors that hold nothing.
     """
-    library.define(_FORWARD_FP8, tags=_tags())
+    return _registered(library, devices, "forward_fp8", _FORWARD_FP8, forward, fake)
+
+
+def _registered(
+    library: Any, devices: Sequence[str], name: str, schema: str, forward: Any, fake: Any
+) -> Any:
+    library.define(schema, tags=_tags())
     for kind in devices:
-        library.impl("forward_fp8", forward, kind.upper())
-    torch.library.register_fake(f"{library.ns}::forward_fp8", fake, lib=library)
-    return getattr(torch.ops, library.ns).forward_fp8.default
+        library.impl(name, forward, kind.upper())
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, library.ns), name).default
 
 
 def _tags() -> tuple[torch.Tag, ...]:

@@ -142,8 +142,11 @@ see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* b
     int diagonal = row;
     if (Packed) {
         int part = sequences.of(min(row, seqlen_q - 1)), end = sequences.of_k[part + 1];
-        range = {sequences.of_k[part], end};
-        diagonal += end - sequences.of_q[part + 1];
+        int after = sequences.of_q[part + 1];
+        // A query may be of no sequence: a call's tensors can be longer than all of them.
+        bool own = sequences.of_q[part] <= row && row < after;
+        range = {sequences.of_k[part], own ? end : 0};
+        diagonal += end - after;
     }
     int4 seen{max(max(range.x, 0), diagonal + low),
               min(min(range.y, seqlen_k), diagonal + high + 1), 0, 0};

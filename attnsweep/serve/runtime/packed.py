@@ -1,0 +1,144 @@
+"""Packed sequences: `attention_varlen`'s arguments, and what PyTorch computes of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnsweep.core.layouts import Packed
+from attnsweep.core.masks import Interval
+from attnsweep.core.scores import Scores
+
+from .arguments import DTYPES, PLAIN
+from .changed_scores import composed
+from .dispatch import Choice
+from .intervals import sides
+from .sdpa_patch import sdpa
+
+Window = tuple[int | None, int | None]
+"""(left, right): the keys before and after a query's own; None: all on that side."""
+
+
+class CuSeqlens(NamedTuple):
+    """Where sequences begin among queries and keys, and where the last ends: cu_seqlens."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return int(self.q.shape[0]) - 1
+
+
+def as_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, Any, Any]:
+    """(tokens, heads, head_dim) as the one item of a batch, (1, heads, tokens, head_dim)."""
+    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    return q, k, v
+
+
+def understood(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: CuSeqlens,
+    causal: bool,
+    window: Any,
+) -> Window:
+    """What queries see of their own sequence. Raises TypeError or ValueError."""
+    for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{name} is {type(each).__name__}, not a tensor on {query.device}")
+        if each.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {each.dtype}, not torch.int32 or torch.int64")
+        if each.device != query.device:
+            raise ValueError(f"{name} is on {each.device}, and query on {query.device}")
+        if each.dim() != 1 or each.shape[0] < 2:
+            raise ValueError(
+                f"{name} is {tuple(each.shape)}: it has one number for each sequence, where it "
+                "begins, and where the last one ends"
+            )
+    if cu_seqlens.q.shape != cu_seqlens.k.shape:
+        sizes = f"{cu_seqlens.q.shape[0]} and {cu_seqlens.k.shape[0]}"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k have {sizes} numbers, not as many")
+    if not query.dim() == key.dim() == value.dim() == 3:
+        sizes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+        raise ValueError(f"packed tensors are (tokens, heads, head_dim), not {sizes}")
+    left, right = sides(window)
+    return left, 0 if causal else right
+
+
+def form(window: Window, cu_seqlens: CuSeqlens, scores: Scores) -> tuple[Any, ...]:
+    """Mask, layout and scores of a call's problem.
+
+    The device alone knows how long each sequence is: they count as equally long.
+    """
+    return Interval(*window), Packed(cu_seqlens.sequences, 100), scores
+
+
+def unserved(cu_seqlens: CuSeqlens, gradients: bool) -> Choice | None:
+    """Why no kernel serves a call with packed sequences, or None."""
+    if gradients:
+        return Choice(None, "packed", "packed sequences are given, and gradients are recorded")
+    if not all(type(each) in PLAIN for each in cu_seqlens):
+        return Choice(None, "subclass", "cu_seqlens are no plain tensors")
+    return None
+
+
+def by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: CuSeqlens,
+    longest: tuple[int | None, int | None],
+    window: Window,
+    dropout_p: float,
+    scale: float | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Packed attention by PyTorch's flash attention, or else with a mask of all pairs of tokens.
+
+    query, key, value: (tokens, heads, head_dim). longest: tokens of the longest sequence of query
+    and of key; None: at most all.
+    """
+    head_dim, plain = query.shape[2], not softcap and sinks is None
+    flash = query.is_cuda and query.dtype in DTYPES and head_dim % 8 == 0 and head_dim <= 256
+    if plain and flash and key.shape == value.shape and query.shape[0] and key.shape[0]:
+        left, right = window
+        most = [n or each.shape[0] for n, each in zip(longest, (query, key), strict=True)]
+        begins = [each.to(torch.int32).contiguous() for each in cu_seqlens]
+        of_window: dict[str, int] = {}
+        if left is not None or right not in (None, 0):
+            of_window["window_size_left"] = -1 if left is None else left
+            of_window["window_size_right"] = -1 if right is None else right
+        given = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        causal = right == 0 and not of_window
+        how: Any = (*begins, *most, dropout_p, causal, False)
+        flash_attention = torch.ops.aten._flash_attention_forward
+        out: torch.Tensor = flash_attention(*given, *how, scale=scale, **of_window)[0]
+        return out
+    one = as_one(query, key, value)
+    mask = dense(query.shape[0], key.shape[0], cu_seqlens, window)
+    if plain:
+        empty = ~mask.any(-1, keepdim=True)
+        how = (mask | empty, dropout_p, False)
+        made = sdpa(*one, *how, scale=scale, enable_gqa=True).masked_fill(empty, 0)
+    else:
+        made = composed(*one, mask, dropout_p, scale, True, softcap, sinks)
+    return made.squeeze(0).transpose(0, 1).contiguous()
+
+
+def dense(tokens_q: int, tokens_k: int, cu_seqlens: CuSeqlens, window: Window) -> torch.Tensor:
+    """The boolean mask that says the same: (tokens_q, tokens_k)."""
+    (of_q, of_k), (left, right) = cu_seqlens, window
+    rows, keys = (torch.arange(n, device=of_q.device) for n in (tokens_q, tokens_k))
+    own = torch.searchsorted(of_q[1:].contiguous(), rows, right=True, out_int32=True)
+    inside = (own < cu_seqlens.sequences) & (rows >= of_q[0])
+    own = own.clamp(max=cu_seqlens.sequences - 1).long()
+    first, end = of_k[own][:, None], of_k[own + 1][:, None]
+    mask = (keys >= first) & (keys < end) & inside[:, None]
+    after = keys - (rows + of_k[own + 1] - of_q[own + 1])[:, None]  # of a query's own key
+    mask = mask if left is None else mask & (after >= -left)
+    return mask if right is None else mask & (after <= right)
