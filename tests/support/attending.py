@@ -85,20 +85,18 @@ class MaskedKernel(Kernel):
     def _bound(
         masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int
     ) -> None:
-        bounds, _, _, rows, keys, low, high, _, sequences, *_ = rest
-        first: Any
-        end: Any
+        bounds, _, _, rows, keys, low, high, _, sequences, *_other = rest
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
-        i = np.arange(rows)
+        i = at = np.arange(rows)
         if key_range != bounds:
             first, end = np.array(_ints(key_range, 2 * masks)).reshape(masks, 2, 1).swapaxes(0, 1)
         if cu_seqlens_q != bounds:
             of_q, of_k = (_ints(each, sequences + 1) for each in (cu_seqlens_q, cu_seqlens_k))
-            own = np.searchsorted(of_q[1:], i, side="right")
-            inside = (own < sequences) & (i >= of_q[0])
+            own = np.searchsorted(of_q[1:], at, side="right")
+            inside = (own < sequences) & (at >= of_q[0])
             own = own.clip(max=sequences - 1)
             first, end = of_k[own], np.where(inside, of_k[own + 1], 0)
-            i = i + of_k[own + 1] - of_q[own + 1]
+            i = at + of_k[own + 1] - of_q[own + 1]
         to = _ints(bounds, 2 * masks * rows).reshape(masks, rows, 2)
         to[..., 0] = np.maximum(np.maximum(first, 0), i + low)
         to[..., 1] = np.minimum(np.minimum(end, keys), i + high + 1)
