@@ -182,7 +182,8 @@ class Family:
     is checked; False for a family with atomic sums.
     empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
-    to the workspace `lse`; it is then checked too.
+    to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
+    compile and check; without, its first, second and last.
     """
 
     name: str
@@ -198,6 +199,7 @@ class Family:
     rounds_scores: int = 0
     deterministic: bool = True
     lse: str = ""
+    usual_head_dims: tuple[int, ...] = ()
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""
@@ -234,7 +236,9 @@ class Family:
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
-        """The head_dims to compile and check: all, or a range's first, second and last."""
+        """The head_dims to compile and check: the usual, or all, or a range's first two and last."""
+        if self.usual_head_dims:
+            return self.usual_head_dims
         if isinstance(self.head_dims, range):
             return (*self.head_dims[:2], self.head_dims[-1])
         return self.head_dims
