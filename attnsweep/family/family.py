@@ -360,7 +360,9 @@ class Family:
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:
-            return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
+            nearest = min(self.head_dims, key=lambda own: (abs(own - problem.head_dim), -own))
+            own = f"{self.head_dims_text}; the nearest is {nearest}"
+            return f"head_dim {problem.head_dim} is not one of {own}"
         if problem.mask.kind not in self.masks:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         if problem.layout.kind not in self.layouts:
