@@ -130,7 +130,7 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None,
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
-    of_p = (10 if p.head_dim < 128 else 12) if c.P_SHARED else c.BLOCK_N // 4
+    of_p = (10 if 64 <= columns(p) <= 96 else 12) if c.P_SHARED else c.BLOCK_N // 4
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
     if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:

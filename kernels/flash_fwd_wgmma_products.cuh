@@ -137,7 +137,7 @@ struct Products {
         for (int i = 0; i < BLOCK_N / 16; ++i)
             if (P_SHARED)
                 Wgmma<COLUMNS>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
-                                                1);
+                                               1);
             else Wgmma<COLUMNS>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
         wgmma_commit();
     }

@@ -236,7 +236,7 @@ class Family:
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
-        """The head_dims to compile and check: the usual, or all, or a range's first two and last."""
+        """Those to compile and check: the usual, or all, or a range's first, second and last."""
         if self.usual_head_dims:
             return self.usual_head_dims
         if isinstance(self.head_dims, range):
