@@ -54,6 +54,7 @@ REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
+OF_POLYNOMIAL = 12  # more of them beside those: with 2 to 10, 8 to 108 bytes were spilled
 
 
 def columns(p: Problem) -> int:
@@ -134,7 +135,7 @@ def registers_needed(c: Config, p: Problem) -> int:
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
     if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:
-        rest += AGAIN
+        rest += AGAIN + OF_POLYNOMIAL * (c.EXP2_POLY > 0)
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)

@@ -11,7 +11,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.space import Space
+from attnsweep.family.space import Selection, Space
 from attnsweep.serve.export_code import compile_for_models
 
 ARCH = ARCHS["sm_90a"]
@@ -28,16 +28,23 @@ def compiler():
 
 
 def tightest(problem: Problem, count: int) -> list:
-    """Configs whose consumers need most of the registers that they have, of each way to keep P."""
+    """Configs whose consumers need most of the registers that they have, of each way to keep P.
+
+    And to take exponentials, where these bind.
+    """
     declared = sys.modules[FAMILY.stages["fwd"].launch.__module__]
 
     def spare(config):
         given = declared.registers_given(config, problem, ARCH)[2]
         return given - declared.registers_needed(config, problem)
 
-    configs = sorted(Space.build(FAMILY, problem, ARCH).configs, key=spare)
-    kinds = ([c for c in configs if c.P_SHARED == kept] for kept in (0, 1))
-    return [config for kind in kinds for config in kind[:count]]
+    found = []
+    for polynomial in (0, 2, 4) if problem.head_dim <= 48 else (0,):
+        selection = Selection({"EXP2_POLY": (polynomial,)})
+        space = Space.build(FAMILY, problem, ARCH, selection).configs
+        for kept in (0, 1):
+            found += sorted((c for c in space if c.P_SHARED == kept), key=spare)[:count]
+    return found
 
 
 @pytest.mark.parametrize("causal", [False, True])
