@@ -51,10 +51,13 @@ MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up 
 ORDER_THREADS, ORDER_PLACES = 1024, 1024
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
+BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
-OF_POLYNOMIAL = 12  # more of them beside those: with 2 to 10, 8 to 108 bytes were spilled
+# For a polynomial beside P in registers, without and with scores computed again: with 2 to 6, and
+# with 2 to 10, 8 to 108 bytes were spilled.
+OF_POLYNOMIAL = (8, 12)
 
 
 def columns(p: Problem) -> int:
@@ -131,11 +134,14 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None,
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
-    of_p = (10 if 64 <= columns(p) <= 96 else 12) if c.P_SHARED else c.BLOCK_N // 4
+    beside_p = next(count for most, count in BESIDE_P if columns(p) <= most)
+    of_p = beside_p if c.P_SHARED else c.BLOCK_N // 4
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
-    if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:
-        rest += AGAIN + OF_POLYNOMIAL * (c.EXP2_POLY > 0)
+    again = c.OVERLAP > 0 and c.P_SHARED == 0 and c.MAXIMA == 2
+    rest += AGAIN * again
+    if c.EXP2_POLY and not c.P_SHARED:
+        rest += OF_POLYNOMIAL[again]
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)
