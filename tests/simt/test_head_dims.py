@@ -17,7 +17,8 @@ from attnsweep.family.launch import TensorMap
 from .harness import ARCH, COMPILER, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-FAMILY = discover()["flash_fwd_wgmma"]
+FAMILIES = discover()
+FAMILY = FAMILIES["flash_fwd_wgmma"]
 DIMS = (8, 16, 24, 40, 72, 80, 88, 104, 112, 136, 160, 200, 248)
 CONFIGS = (
     "BLOCK_N=64 WARPGROUPS=2 LSE=1",
@@ -46,6 +47,12 @@ PROBLEMS = (
     "(2,2,130x200,{}) bf16 causal softcap(5) sinks",
     "(2,4/2,97x400,{}) fp16 full bias(item,head)",
     "(2,12/2,5x331,{}) bf16 causal",
+)
+# Of flash_fwd_mma, with rows of 16 and of 32 queries for a warp, in each layout of shared memory.
+MMA_CONFIGS = (
+    "BLOCK_M=64 BLOCK_N=64 NUM_STAGES=2",
+    "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=4 KEY_GROUPS=2 SWIZZLE=0 Q_IN_REGISTERS=1",
+    "BLOCK_M=128 BLOCK_N=64 NUM_WARPS=4 NUM_STAGES=1 SWIZZLE=0",
 )
 # What rules say of sizes so small, and of speed.
 MAY_REFUSE = (
@@ -81,6 +88,22 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
         case = Case(able[(number + turn * len(able) // 2) % len(able)])
         result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(turn,))
         assert result.ok, (words, case.label, str(result))
+
+
+@pytest.mark.nightly(push=3)
+@pytest.mark.parametrize("dim", DIMS)
+def test_right_with_mma(simulator, dim):
+    family, tried = FAMILIES["flash_fwd_mma"], 0
+    for words in MMA_CONFIGS:
+        config = config_of(family, words)
+        for number, label in enumerate(PROBLEMS[:3]):
+            case = Case(Problem.parse(label.format(dim)))
+            if family.refused_by(config, case.problem, ARCH) not in (None, "block_order"):
+                continue
+            result = simulator.check(family, config, case, schedules=(number % 2,))
+            assert result.ok, (words, case.label, str(result))
+            tried += 1
+    assert tried >= 3
 
 
 @pytest.mark.nightly(push=1)
