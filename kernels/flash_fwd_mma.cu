@@ -20,17 +20,26 @@ constexpr int THREADS = NUM_WARPS * 32, GROUP_THREADS = THREADS / KEY_GROUPS;
 constexpr int WARPS_M = NUM_WARPS / KEY_GROUPS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, M_TILES = WARP_M / 16;
 constexpr int WARP_N = BLOCK_N / KEY_GROUPS, N_STEPS = WARP_N / 16;
-constexpr int D_STEPS = HEAD_DIM / 16, CHUNKS = HEAD_DIM / 8;  // a chunk is 16 bytes
+// A chunk is 16 bytes. A tile has those of a row, zeros up to 16 columns, and room up to a multiple
+// of the swizzle's period.
+constexpr int D_STEPS = (HEAD_DIM + 15) / 16, CHUNKS = HEAD_DIM / 8,
+              PITCH_CHUNKS = (CHUNKS + 7) / 8 * 8;
+// Threads that load a row: a power of two, of which those from 2 * D_STEPS on are idle.
+constexpr int ROW_LANES = D_STEPS == 1   ? 2
+                          : D_STEPS == 2 ? 4
+                          : D_STEPS <= 4 ? 8
+                          : D_STEPS <= 8 ? 16
+                                         : 32;
 static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == BLOCK_N,
               "whole fragments");
-static_assert(HEAD_DIM % 64 == 0, "a row must be whole swizzle periods");
+static_assert(HEAD_DIM % 8 == 0, "a row must be whole chunks");
 
 // Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge).
 // ldmatrix reads 8 rows at one column, which must lie in 8 different bank groups. SWIZZLE 1: a
 // row's 16-byte chunks are permuted by its number. SWIZZLE 0: 16 bytes of padding a row; the best
 // config with it takes 17.6 us against 15.8 at (1,16,1024,64) on an H200
 // (results/h200/h200_parameters).
-constexpr int PITCH = HEAD_DIM * 2 + (SWIZZLE ? 0 : 16);
+constexpr int PITCH = PITCH_CHUNKS * 16 + (SWIZZLE ? 0 : 16);
 constexpr unsigned PERIOD = SWIZZLE ? 7 : 0;
 constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = WARP_N * PITCH, STAGE_BYTES = 2 * TILE_BYTES;
 
@@ -48,23 +57,30 @@ __device__ __forceinline__ unsigned step_offset(unsigned lane_chunk, int step) {
 template <int ROWS, int COUNT>
 __device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left,
                                           unsigned thread) {
-    static_assert(ROWS * CHUNKS % COUNT == 0, "a tile must be whole chunks for every thread");
-    constexpr int STEP = COUNT / CHUNKS;  // rows from one chunk of a thread to its next
-    const unsigned row = thread / CHUNKS, chunk = thread % CHUNKS,
+    static_assert(ROWS * ROW_LANES % COUNT == 0, "a tile must be whole chunks for every thread");
+    constexpr int STEP = COUNT / ROW_LANES;  // rows from one chunk of a thread to its next
+    const unsigned row = thread / ROW_LANES, chunk = thread % ROW_LANES,
                    first = target + offset_of(row, chunk);
+    if (ROW_LANES > 2 * D_STEPS && chunk >= 2 * D_STEPS) return;
+    const bool inside = CHUNKS % 2 == 0 || chunk < CHUNKS;
     auto target_of = [&](int i) {
         return STEP % 8 == 0 ? first + i * STEP * PITCH : target + offset_of(row + i * STEP, chunk);
     };
+    auto element_of = [&](int i) {
+        return ROW_LANES == CHUNKS ? (thread + i * COUNT) * 8
+                                   : (row + i * STEP) * HEAD_DIM + chunk * 8;
+    };
     if (rows_left >= ROWS) {
-        source += thread * 8;
+        source += element_of(0);
 #pragma unroll
-        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i)
-            cp_async_16(target_of(i), source + i * (COUNT * 8));
+        for (int i = 0; i < ROWS * ROW_LANES / COUNT; ++i)
+            if (CHUNKS % 2 == 0) cp_async_16(target_of(i), source + i * (STEP * HEAD_DIM));
+            else cp_async_16(target_of(i), source + (inside ? i * (STEP * HEAD_DIM) : 0), inside);
     } else {
 #pragma unroll 1
-        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) {
-            const bool valid = static_cast<int>(row) + i * STEP < rows_left;
-            cp_async_16(target_of(i), source + (valid ? (thread + i * COUNT) * 8 : 0), valid);
+        for (int i = 0; i < ROWS * ROW_LANES / COUNT; ++i) {
+            const bool valid = inside && static_cast<int>(row) + i * STEP < rows_left;
+            cp_async_16(target_of(i), source + (valid ? element_of(i) : 0), valid);
         }
     }
 }
@@ -370,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     o += (static_cast<long long>(head) * seqlen_q + warp_row) * HEAD_DIM;
     const int rows_left = seqlen_q - warp_row;
 #pragma unroll
-    for (int i = 0; i < WARP_M * CHUNKS / 32; ++i) {
+    for (int i = 0; i < (WARP_M * CHUNKS + 31) / 32; ++i) {
         const int at = i * 32 + lane;
         const unsigned char* from = smem + offset_of(staging + at / CHUNKS, at % CHUNKS);
-        if (at / CHUNKS < rows_left)
+        if (at / CHUNKS < rows_left && (WARP_M * CHUNKS % 32 == 0 || at < WARP_M * CHUNKS))
             reinterpret_cast<uint4*>(o)[at] = *reinterpret_cast<const uint4*>(from);
     }
 }

@@ -17,8 +17,20 @@ kernel = Family(
         Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
         Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long next to short"),
     ),
+    head_dims=range(8, 257, 8),
+    usual_head_dims=(64, 128, 256, 72),
     masks=("full", "causal", "window"),
 )
+
+
+def columns(head_dim: int) -> int:
+    """Columns that are multiplied: those of a row, and zeros up to 16."""
+    return ceil_div(head_dim, 16) * 16
+
+
+def lanes_of_row(head_dim: int) -> int:
+    """Threads that load a row, 16 bytes each: a power of two, some of which may be idle."""
+    return 1 << (columns(head_dim) // 8 - 1).bit_length()
 
 
 def warp_m(config: Config) -> int:
@@ -28,9 +40,9 @@ def warp_m(config: Config) -> int:
 
 def smem_bytes(config: Config, head_dim: int) -> int:
     """Bytes of Q and the larger of the K and V ring and the merge of key groups."""
-    pitch = head_dim * 2 + (0 if config.SWIZZLE else 16)
+    pitch = ceil_div(head_dim, 64) * 128 + (0 if config.SWIZZLE else 16)
     ring = 2 * config.NUM_STAGES * config.BLOCK_N * pitch
-    words_per_lane = warp_m(config) // 16 * (head_dim // 2 + 4)
+    words_per_lane = warp_m(config) // 16 * (columns(head_dim) // 2 + 4)
     merge = (config.KEY_GROUPS - 1) * config.NUM_WARPS // config.KEY_GROUPS * 128 * words_per_lane
     return config.BLOCK_M * pitch + max(ring, merge)
 
@@ -38,9 +50,9 @@ def smem_bytes(config: Config, head_dim: int) -> int:
 def registers_needed(config: Config, head_dim: int, arch: Arch) -> int:
     """Registers of a lane: outputs, scores, kept Q, and extra for fragments and addresses."""
     keys = config.BLOCK_N // config.KEY_GROUPS
-    kept_q = head_dim // 4 if config.Q_IN_REGISTERS else 0
+    kept_q = columns(head_dim) // 4 if config.Q_IN_REGISTERS else 0
     on_top = 60 if arch.compute_capability < (10, 0) else 76
-    return warp_m(config) // 16 * (head_dim // 2 + keys // 2 + kept_q + 8) + on_top
+    return warp_m(config) // 16 * (columns(head_dim) // 2 + keys // 2 + kept_q + 8) + on_top
 
 
 @kernel.rule("a warp owns 16 or 32 queries and whole fragments of keys")
@@ -50,7 +62,7 @@ def warp_rows(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("Q, K and V tiles are whole 16-byte chunks for every thread")
 def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
-    per_row, threads = problem.head_dim // 8, config.NUM_WARPS * 32
+    per_row, threads = lanes_of_row(problem.head_dim), config.NUM_WARPS * 32
     return config.BLOCK_M * per_row % threads == 0 and config.BLOCK_N * per_row % threads == 0
 
 

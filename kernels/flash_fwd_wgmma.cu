@@ -141,7 +141,10 @@ static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WAR
 // Otherwise a warpgroup meets stages whose last phase it has not waited for, and takes that for its
 // own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
-static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
+static_assert(HEAD_DIM % 8 == 0 && BLOCK_N % 16 == 0, "TMA takes 16 bytes, wgmma 16 keys at once");
+// Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
+// loads by TMA make them 0, and nothing is stored of them.
+constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
 // MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads
 // its part of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
 #if CLUSTER > 1
@@ -166,8 +169,8 @@ static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
 // panel is half empty: its columns are outside the tensor, so nothing is moved for them.
-using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of one warpgroup
-using KVTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+using QTile = SharedTile<element_t, 64, COLUMNS, 128>;  // of one warpgroup
+using KVTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 using BiasTile = PTile;  // beside K, of each 64 rows
 constexpr unsigned Q_BYTES = QTile::BYTES, KV_BYTES = KVTile::BYTES;
@@ -177,12 +180,12 @@ constexpr unsigned P_BYTES = PTile::BYTES, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 // With P over its scores in registers, MAXIMA 2 computes them again from K where it needs them.
 constexpr bool SCORES_AGAIN = OVERLAP && !P_SHARED && MAXIMA == 2;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<COLUMNS>;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
 // already fills for the next tile; others over Q, and merge over the ring. With O_OVER_Q all stage
 // it over Q, so that blocks take turns where wide heads leave no other room. What splits send each
 // other has room of its own too, since a block may send while the other still multiplies.
-using JoinSplits = Join<HEAD_DIM, SPLITS>;
+using JoinSplits = Join<COLUMNS, SPLITS>;
 constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
                                   : PERSISTENT  ? !O_OVER_Q * ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
                                                 : 0;
@@ -460,7 +463,7 @@ struct Place {
 // Of a split that is a block of a cluster: its columns, from all keys.
 template <class Join>
 __device__ __forceinline__ void store_joined(const Consumer& self, const Place& to,
-                                             const float (&out)[HEAD_DIM / 2], Softmax& rows,
+                                             const float (&out)[COLUMNS / 2], Softmax& rows,
                                              element_t* joined, float* lse) {
     float mine[Join::SLICE];
     int rank = cluster_rank();
@@ -472,11 +475,13 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
         long long at = static_cast<long long>(to.head) * self.call.rows + to.row + r * 8;
         float by = rows.inverse(r);
         element_t* o = joined + self.call.layout.of_output(at, to.head, to.row + r * 8) +
-                       rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
+                       rank * (COLUMNS / SPLITS) + self.lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < Join::SLICE; i += 4)
+        for (int i = 0; i < Join::SLICE; i += 4) {
+            if (HEAD_DIM < COLUMNS && rank * (COLUMNS / SPLITS) + i * 2 >= HEAD_DIM) continue;
             *reinterpret_cast<unsigned*>(o + i * 2) =
                 pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
+        }
         if (LSE && rank == 0 && self.lane % 4 == 0)
             lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r])) * LN2;
     }
@@ -484,7 +489,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
 // Of a split whose blocks the combine stage joins: what it would be without the others, and its
 // weight.
 __device__ __forceinline__ void store_split(const Consumer& self, const Place& to,
-                                            const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                            const float (&out)[COLUMNS / 2], const Softmax& rows,
                                             float* partial, float* lse) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -503,7 +508,7 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
 // no other warp reads, in the layout of a swizzled box.
 __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
-                                           const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                           const float (&out)[COLUMNS / 2], const Softmax& rows,
                                            const TensorMap& o, float* lse) {
     float low = rows.inverse(0), high = rows.inverse(1);
     constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
@@ -513,7 +518,7 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
         __syncwarp();
     }
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i)
+    for (int i = 0; i < COLUMNS / 16; ++i)
         stmatrix_x4((staged + self.lane_at + i / 4 * QTile::PANEL_BYTES) ^ (i % 4 * 32),
                     pack(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
@@ -602,7 +607,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         Consumer::State state;
         auto& [out, rows, p] = state;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+        for (int i = 0; i < COLUMNS / 2; ++i) out[i] = 0.f;
 
         if (KEY_GROUPS > 1)
             self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
@@ -619,7 +624,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
             cluster_wait();  // all blocks have begun, and have their barriers: long since
         if constexpr (KEY_GROUPS > 1) {
             unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * Q_BYTES : at.k;
-            merge<HEAD_DIM, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
+            merge<COLUMNS, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
                 out, rows, smem + region - at.q, call.exponent());
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;

@@ -37,7 +37,8 @@ kernel = Family(
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
-    head_dims=(64, 96, 128, 192, 256),
+    head_dims=range(8, 257, 8),
+    usual_head_dims=(64, 96, 128, 192, 256, 72),
     masks=("full", "causal", "window", "boolean"),
     layouts=("dense", "padded", "packed"),
     scores=("softcap", "sinks", "bias"),
@@ -50,9 +51,18 @@ MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up 
 ORDER_THREADS, ORDER_PLACES = 1024, 1024
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
+BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
+# For a polynomial beside P in registers, without and with scores computed again: with 2 to 6, and
+# with 2 to 10, 8 to 108 bytes were spilled.
+OF_POLYNOMIAL = (8, 12)
+
+
+def columns(p: Problem) -> int:
+    """Columns of a tile: those of a row, and zeros up to 16, of which wgmma takes as many."""
+    return ceil_div(p.head_dim, 16) * 16
 
 
 def block_m(c: Config) -> int:
@@ -89,7 +99,7 @@ def most_blocks(c: Config, arch: Arch) -> int:
 
 def merge_bytes(c: Config, p: Problem) -> int:
     """Bytes of accumulators, maxima and sums that key groups hand over."""
-    return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (p.head_dim // 2 + 4)
+    return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (columns(p) // 2 + 4)
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
@@ -103,7 +113,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
     if p.scores.bias is not None:
         staged += c.NUM_STAGES * block_m(c) * hopper.panels(c.BLOCK_N) * 128
     if c.SPLIT_CLUSTER:
-        staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (p.head_dim // (2 * c.SPLITS) + 4)
+        staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (columns(p) // (2 * c.SPLITS) + 4)
     groups = c.WARPGROUPS // c.KEY_GROUPS
     barriers = 32 * c.NUM_STAGES + 8 + 8 * (1 + c.SPLIT_CLUSTER) * groups
     barriers += 8 * (groups - 1) * c.O_OVER_Q
@@ -124,15 +134,18 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None,
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
-    of_p = (10 if p.head_dim < 128 else 12) if c.P_SHARED else c.BLOCK_N // 4
+    beside_p = next(count for most, count in BESIDE_P if columns(p) <= most)
+    of_p = beside_p if c.P_SHARED else c.BLOCK_N // 4
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
-    if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:
-        rest += AGAIN
+    again = c.OVERLAP > 0 and c.P_SHARED == 0 and c.MAXIMA == 2
+    rest += AGAIN * again
+    if c.EXP2_POLY and not c.P_SHARED:
+        rest += OF_POLYNOMIAL[again]
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)
-    return c.BLOCK_N // 2 + of_p + p.head_dim // 2 + 4 * c.Q_REGISTERS + rest
+    return c.BLOCK_N // 2 + of_p + columns(p) // 2 + 4 * c.Q_REGISTERS + rest
 
 
 # fmt: off
@@ -153,21 +166,21 @@ kernel.keep_if(
     ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
      lambda c, p, arch: registers_needed(c, p) <= registers_given(c, p, arch)[2]
      # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
-     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, p, arch)[0]),
+     and max(c.BLOCK_N, columns(p)) // 2 + 26 <= registers_given(c, p, arch)[0]),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
     ("merge_fits", "the merge of key groups fits the ring", lambda c, p, arch: c.PERSISTENT > 0
      or merge_bytes(c, p) <= 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128),
-    ("q_in_registers", "Q has head_dim / 16 sixteens of columns",
-     lambda c, p, arch: c.Q_REGISTERS <= p.head_dim // 16),
+    ("q_in_registers", "Q has head_dim / 16 sixteens of columns, rounded up",
+     lambda c, p, arch: c.Q_REGISTERS <= columns(p) // 16),
     ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
      lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
     ("output_over_q", "blocks that take turns, without key groups, stage the output where Q was",
      lambda c, p, arch: c.O_OVER_Q == 0 or (c.PERSISTENT > 0 and c.KEY_GROUPS == 1)),
     ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
      lambda c, p, arch: not c.SPLIT_CLUSTER
-     or (c.SPLITS in (2, 4, 8) and p.head_dim % (8 * c.SPLITS) == 0)),
+     or (c.SPLITS in (2, 4, 8) and columns(p) % (8 * c.SPLITS) == 0)),
 )
 kernel.keep_if(
     ("masks_in_memory", "a mask in memory has whole rows of a head, in words, and its own order",

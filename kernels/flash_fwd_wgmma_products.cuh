@@ -28,7 +28,7 @@ struct Products {
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
 
     using Scores = float[BLOCK_N / 2];
-    using Output = float[HEAD_DIM / 2];
+    using Output = float[COLUMNS / 2];
     using HalfScores = float[HALF_TILES ? BLOCK_N / 4 : BLOCK_N / 2];
     using Weights = unsigned[BLOCK_N / 4];  // P as fragments; unused if P is in shared memory
     struct State {
@@ -60,7 +60,7 @@ struct Products {
     // waits for these, and the next Q then came over this one in 1 of 1,024 calls (docs/tried.md).
     // With O_OVER_Q the output goes there first: see store_tile.
     __device__ __forceinline__ void release_q(bool first) const {
-        if (PERSISTENT && !O_OVER_Q && first == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
+        if (PERSISTENT && !O_OVER_Q && first == (Q_REGISTERS == COLUMNS / 16) && lane == 0)
             mbarrier_arrive(at.barriers.q_empty(0));
     }
     // The i-th 16 columns of this warp's 16 rows of Q, as a fragment.
@@ -80,7 +80,7 @@ struct Products {
         wgmma_fence();
         unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        for (int i = 0; i < COLUMNS / 16; ++i) {
             constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
             unsigned in = i % IN_PANEL * 32;
             unsigned long long of_k = k + KVTile::step(i);
@@ -110,7 +110,7 @@ struct Products {
         for (int n = 0; n < BLOCK_N / 16; ++n) {
             float d[2][4] = {};
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            for (int i = 0; i < COLUMNS / 16; ++i) {
                 unsigned a[4], b[4];
                 if (i >= Q_REGISTERS) load_q(a, i);
 #pragma unroll
@@ -136,9 +136,9 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i)
             if (P_SHARED)
-                Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
-                                                1);
-            else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
+                Wgmma<COLUMNS>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
+                                               1);
+            else Wgmma<COLUMNS>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
         wgmma_commit();
     }
     __device__ __forceinline__ void end_pv(State& state) {
@@ -212,7 +212,7 @@ struct Products {
     }
     __device__ __forceinline__ static void scale_rows(Output& out, const float (&by)[2]) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= by[i / 2 % 2];
+        for (int i = 0; i < COLUMNS / 2; ++i) out[i] *= by[i / 2 % 2];
     }
     // The softmax of a tile that nothing runs beside.
     template <int N>

@@ -85,8 +85,10 @@ def spread(families: dict[str, Family]) -> Iterator[Job]:
 
 
 def says_more(job: Job, old: Family, new: Family) -> bool:
-    """Whether the config needs a parameter that the old family has not, so that it has no code."""
+    """Whether it needs a parameter or a head_dim that the old family has not, and has no code."""
     known = {param.name for param in old.params}
+    if job.problem.head_dim not in old.head_dims:
+        return True
     return any(p.name not in known and job.config[p.name] != p.absent for p in new.params)
 
 

@@ -178,7 +178,7 @@ def compile_all(dtype: Any, q: Sequence[int], k: Sequence[int], *, causal: bool)
 def _constants(head_dim: int, causal: bool, config: triton.Config) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot takes no fewer
         "CAUSAL": causal,
         **config.kwargs,
         "num_warps": config.num_warps,

@@ -182,7 +182,8 @@ class Family:
     is checked; False for a family with atomic sums.
     empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
-    to the workspace `lse`; it is then checked too.
+    to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
+    compile and check; without, its first, second and last.
     """
 
     name: str
@@ -198,6 +199,7 @@ class Family:
     rounds_scores: int = 0
     deterministic: bool = True
     lse: str = ""
+    usual_head_dims: tuple[int, ...] = ()
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""
@@ -234,7 +236,9 @@ class Family:
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
-        """The head_dims to compile and check: all, or a range's first, second and last."""
+        """Those to compile and check: the usual, or all, or a range's first, second and last."""
+        if self.usual_head_dims:
+            return self.usual_head_dims
         if isinstance(self.head_dims, range):
             return (*self.head_dims[:2], self.head_dims[-1])
         return self.head_dims
@@ -356,7 +360,9 @@ class Family:
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:
-            return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
+            nearest = min(self.head_dims, key=lambda own: (abs(own - problem.head_dim), -own))
+            own = f"{self.head_dims_text}; the nearest is {nearest}"
+            return f"head_dim {problem.head_dim} is not one of {own}"
         if problem.mask.kind not in self.masks:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         if problem.layout.kind not in self.layouts:

@@ -75,6 +75,9 @@ def of_kernel(kernel: Any) -> Fault | None:
     if not dims or min(dims) < 1:
         what = "head_dims are empty" if not dims else f"head_dims are above 0, not {min(dims)}"
         return Fault(what, "write the supported ones, as in head_dims=(64, 128)")
+    if not isinstance(kernel.usual_head_dims, tuple) or not {*kernel.usual_head_dims} <= {*dims}:
+        what = f"usual_head_dims are a tuple of head_dims, not {kernel.usual_head_dims!r}"
+        return Fault(what, "write some of head_dims, or leave them out")
     if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
         what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
         return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")

@@ -39,7 +39,8 @@ _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
 # The shipped specs whose spaces problems in 16 bits get on a Hopper card: see _by_shape. On an
 # H100, (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml, 48 with decode.yaml's.
-_FEW_QUERIES, _SHORT, _DIMS, _LONG = "decode", "flash_short", "flash_dims", "flash_training"
+_FEW_QUERIES, _SHORT, _LONG = "decode", "flash_short", "flash_training"
+_DIMS, _OTHER_DIMS = "flash_dims", "head_dims"
 # Queries of a head that are few: they fill no tile of 64.
 _MOST_FEW = 64
 # Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
@@ -319,7 +320,7 @@ def _by_shape(problem: Problem, target: Target) -> str | None:
     if problem.query_tiles(64) <= _TILES_OF_SHORT * target.arch.sm_count:
         return _SHORT
     if problem.head_dim not in (64, 128):
-        return _DIMS
+        return _DIMS if problem.head_dim in (96, 192, 256) else _OTHER_DIMS
     return _LONG if problem.seqlen_k >= _LEAST_LONG else None
 
 

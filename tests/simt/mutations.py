@@ -35,6 +35,7 @@ CASES = {
     "fp8, head_dim 256": Case(Problem(1, 2, 1, 65, 200, 256, "e4m3")),
     "fp8, blocks": Case(Problem(1, 4, 2, 65, 600, 64, "e4m3_block")),
     "one tile of keys": Case(Problem(1, 4, 2, 100, 60, 64)),
+    "head_dim 72": Case(Problem(2, 4, 2, 97, 161, 72)),
     "softcap, large scores": Case(Problem.parse("(1,2,97x161,64) fp16 full softcap(2)")),
     "sinks": Case(Problem.parse("(2,4/2,97x161,64) fp16 full sinks")),
     "bias": Case(Problem.parse("(2,4/2,97x400,64) fp16 full bias(item,head)")),

@@ -111,9 +111,9 @@ def runs():
         if kernel.name in WIDE:
             continue
         masks_and_dtypes = list(product((True, False), kernel.dtypes))
-        compiled = [(*each, dim) for each in masks_and_dtypes for dim in kernel.head_dims[:2]]
+        compiled = [(*each, dim) for each in masks_and_dtypes for dim in kernel.some_head_dims[:2]]
         if len(kernel.dtypes) > 2:  # of each mask and dtype one head_dim, in turn
-            dims = cycle((*kernel.head_dims[:2], *kernel.head_dims[1::-1]))
+            dims = cycle((*kernel.some_head_dims[:2], *kernel.some_head_dims[1::-1]))
             compiled = [(*each, dim) for each, dim in zip(masks_and_dtypes, dims, strict=False)]
         step = 3 if kernel.name.startswith(FEW_CONFIGS) else 1
         for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):

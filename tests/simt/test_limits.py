@@ -34,6 +34,8 @@ TIMED = (
     "1,4,200x87,64",
     "1,4,130x3,128",
     "1,4,300x2,32",
+    "2,8,600x161,8",
+    "1,4,512,16 {} causal",
 )
 # Relative errors of P's exp: of ex2.approx, of a polynomial, and half of what rounding P costs.
 # Factors that rescale sums have that of ex2.approx: an error in them meets a whole tile alike.

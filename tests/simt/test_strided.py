@@ -134,15 +134,17 @@ def test_any_layout_is_right(simulator, layout, number):
         "CLUSTER=" not in words.replace("SPLIT_CLUSTER", "") and number % 2 == 0
     )
     dtype = FAMILY.dtypes[number % 2]
-    problem = Problem(3, 4, 2, 150, 330, (64, 128)[number % 3 == 0], dtype, causal=causal)
+    head_dim = (128, 64, 72)[number % 3]
+    problem = Problem(3, 4, 2, 150, 330, head_dim, dtype, causal=causal)
     words = words.replace("LSE=1", "").strip()
     layouts = {"q": layout, "k": "packed", "v": "rows_first", "o": layout}
     check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
 
 
-def test_the_usual_layouts_of_models(simulator):
+@pytest.mark.parametrize("head_dim", [64, 72, 40])
+def test_the_usual_layouts_of_models(simulator, head_dim):
     """Every push: slices of one packed tensor, an output of (batch, seqlen, heads, head_dim)."""
-    problem = Problem(2, 4, 2, 100, 100, 64, "bf16", causal=True)
+    problem = Problem(2, 4, 2, 100, 100, head_dim, "bf16", causal=True)
     layouts = dict.fromkeys("qkv", "packed") | {"o": "rows_first"}
     for words in PLAIN[:2]:
         check(simulator, words, problem, layouts, lse=True)

@@ -28,14 +28,16 @@ def tensors(
     heads_kv: int | None = None,
     layout: str = "bhsd",
     dtype: Any = torch.bfloat16,
+    head_dim: int = 64,
 ) -> tuple[Any, ...]:
     """q, k and v. layout: bhsd is contiguous; bshd, heads beside each other; packed, in one."""
     torch.manual_seed(0)
     heads_kv = heads_kv or heads
     if layout == "packed":
-        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, 64).to(dtype)
+        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, head_dim).to(dtype)
         return tuple(t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2))
-    made = [torch.randn(batch, seqlen, n, 64).to(dtype) for n in (heads, heads_kv, heads_kv)]
+    each = (heads, heads_kv, heads_kv)
+    made = [torch.randn(batch, seqlen, n, head_dim).to(dtype) for n in each]
     made = [t.transpose(1, 2) for t in made]
     return tuple(t.contiguous() if layout == "bhsd" else t for t in made)
 

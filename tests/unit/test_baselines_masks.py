@@ -81,4 +81,5 @@ def test_a_baseline_without_such_masks_says_so(name, problem):
 
 def test_flex_is_for_masks():
     assert "is for masks" in backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 64))
+    assert "16 or more" in backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 8, mask=CAUSAL))
     assert backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 64, mask=CAUSAL)) is None

@@ -228,9 +228,21 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
         ),
         (("1,2,64,64", "--replay", "h100"), ["is a spec that measures"]),
         (("1,2,64,64", "--replay", "nowhere"), ["nowhere: no such run"]),
+        *(
+            (
+                (f"1,2,64,{head_dim}", "--dry-run", "--arch", "sm_90a"),
+                [
+                    f"no family of h100.yaml runs (1,2,64,{head_dim})",
+                    f"flash_fwd_wgmma: head_dim {head_dim} is not one of 8 to 256 in steps of 8; "
+                    f"the nearest is {nearest}",
+                ],
+            )
+            for head_dim, nearest in ((7, 8), (12, 16), (257, 256), (264, 256), (10000, 256))
+        ),
+        (("1,2,64,0", "--dry-run", "--arch", "sm_90a"), ["head_dim must be 1 to", "not 0"]),
         (
-            ("1,2,64,80", "--dry-run", "--arch", "sm_90a"),
-            ["no family of h100.yaml runs (1,2,64,80)", "head_dim 80 is not one of"],
+            ("1,2,64,80", "--dtype", "fp32", "--dry-run", "--arch", "sm_90a"),
+            ["flash_fwd_fp32_wide: head_dim 80 is", "the nearest is 512"],
         ),
         (
             ("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),

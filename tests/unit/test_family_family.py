@@ -155,12 +155,16 @@ def test_a_family_is_refused_for_dtypes_and_head_dims_it_does_not_have():
     bf16, wide = Problem(1, 1, 1, 1, 1, 64, "bf16"), Problem(1, 1, 1, 1, 1, 80)
     assert kernel.refusal(PROBLEM, H200) is None
     assert kernel.refusal(bf16, H200) == "dtype bf16 is not one of fp16"
-    assert kernel.refusal(wide, H200) == "head_dim 80 is not one of 64, 128"
+    assert kernel.refusal(wide, H200) == "head_dim 80 is not one of 64, 128; the nearest is 64"
     ranged = Family("toy", summary="", params=(), head_dims=range(64, 81, 8))
     assert ranged.refusal(wide, H200) is None
     assert ranged.some_head_dims == (64, 72, 80)
-    odd = Problem(1, 1, 1, 1, 1, 76)
-    assert ranged.refusal(odd, H200) == "head_dim 76 is not one of 64 to 80 in steps of 8"
+    some = Family("toy", summary="", params=(), head_dims=range(64, 81, 8), usual_head_dims=(72,))
+    assert some.some_head_dims == (72,)
+    for head_dim, nearest in ((76, 80), (1, 64), (69, 72), (10_000, 80)):  # a tie can be padded
+        odd, own = Problem(1, 1, 1, 1, 1, head_dim), "64 to 80 in steps of 8"
+        said = f"head_dim {head_dim} is not one of {own}; the nearest is {nearest}"
+        assert ranged.refusal(odd, H200) == said
 
 
 def test_a_stage_is_launched_when_its_config_needs_it():
@@ -350,6 +354,8 @@ class TestBrokenDeclarations:
             ({"head_dims": 64}, "head_dims are a tuple of whole numbers, or a range, not 64"),
             ({"head_dims": ("64",)}, "or a range"),
             ({"head_dims": ()}, "head_dims are empty"),
+            ({"usual_head_dims": [64]}, "usual_head_dims are a tuple of head_dims"),
+            ({"usual_head_dims": (80,)}, "usual_head_dims are a tuple of head_dims"),
         ],
         ids=str,
     )

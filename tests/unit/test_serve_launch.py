@@ -43,7 +43,8 @@ UNUSUAL = [
 def space() -> list[tuple[Config, Problem]]:
     found = list(UNUSUAL)
     shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
-    for head_dims, causal in (((64, 128, 256), False), ((128, 256, 64), True)):
+    dims = (((64, 128, 256), False), ((128, 256, 64), True), ((72, 40, 248), False))
+    for head_dims, causal in dims:
         for shape, head_dim in zip(shapes, head_dims, strict=True):  # each takes half a second
             problem = Problem(*shape, head_dim, "fp16", causal=causal)
             configs = Space.build(FAMILY, problem, ARCH).configs

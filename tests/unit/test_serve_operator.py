@@ -39,6 +39,17 @@ def test_layouts_without_copies(operator, driver, layout, heads_kv):
     assert operator.counters() == {"kernel": 1}
 
 
+@pytest.mark.parametrize("head_dim", [72, 40])
+@pytest.mark.parametrize("layout", ["bhsd", "packed"])
+def test_maps_have_the_columns_of_a_row(tmp_path, driver, head_dim, layout):
+    made = make(tmp_path, driver, winner(shape(head_dim=head_dim)))
+    q, k, v = tensors(layout=layout, head_dim=head_dim)
+    assert close(made.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert [m["dims"][0] for m in driver.maps] == [head_dim] * 4
+    assert made.counters() == {"kernel": 1}
+    assert made.explain(q[..., :24], k[..., :24], v[..., :24]).code == "head_dim"
+
+
 def test_causal_scale_and_the_alias(operator, driver):
     driver.on_launch.causal = True
     q, k, v = tensors()

@@ -77,6 +77,9 @@ def test_the_space_is_the_shipped_one_with_its_comments():
         ((8, 32, 8, 16, 4096, 128), "decode"),
         ((1, 16, 16, 1024, 1024, 64), "flash_short"),
         ((4, 16, 16, 2048, 2048, 192), "flash_dims"),
+        ((8, 16, 16, 729, 729, 72), "head_dims"),
+        ((2, 8, 8, 4096, 4096, 40), "head_dims"),
+        ((2, 8, 8, 4096, 4096, 248), "head_dims"),
         ((1, 32, 32, 131072, 131072, 128), "flash_training"),
         ((8, 16, 16, 2048, 2048, 128), "h100"),
         ((64, 16, 16, 64, 64, 64), "h100"),
@@ -209,7 +212,7 @@ shapes = st.builds(
         b, kv * group, kv, min(q, k), k, d, dtype, causal=causal
     ),
     *(sizes, sizes, sizes, sizes, sizes),
-    st.sampled_from([64, 96, 128, 192, 256]),
+    st.sampled_from([8, 64, 72, 96, 128, 192, 256]),
     st.sampled_from(["fp16", "bf16"]),
     st.booleans(),
 )

@@ -43,6 +43,8 @@ __device__ __forceinline__ int opaque(int x) {
 #define WGMMA_LIST8 WGMMA_8(0)
 #define WGMMA_D16 WGMMA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_LIST16 WGMMA_LIST8, WGMMA_8(8)
+#define WGMMA_D24 WGMMA_D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_LIST24 WGMMA_LIST16, WGMMA_8(16)
 #define WGMMA_D32                                            \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -118,6 +120,7 @@ struct Wgmma;
     };
 WGMMA_DEFINE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_DEFINE(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WGMMA_DEFINE(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_DEFINE(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_DEFINE(80, 40, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_DEFINE(96, 48, 48, 49, 50, 51, 52, 53, 54)

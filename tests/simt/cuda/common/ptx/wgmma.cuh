@@ -16,8 +16,7 @@ inline int opaque(int x) { return x; }
 
 template <int N>
 struct Wgmma {
-    static_assert(N == 16 || N == 32 || (N >= 64 && N <= 256 && N % 16 == 0),
-                  "common/ptx/wgmma.cuh has no such shape");
+    static_assert(N >= 16 && N <= 256 && N % 16 == 0, "common/ptx/wgmma.cuh has no such shape");
     template <bool Bf16, int TransposeB>
     static void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate,
                    SIMT_HERE) {

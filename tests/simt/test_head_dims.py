@@ -1,0 +1,137 @@
+"""head_dims that fill no panel of 64 columns, nor 16 columns: in each way to load, join and store.
+
+A row's columns have the next row behind them, so that code which reads or writes too many meets it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.launch import TensorMap
+
+from .harness import ARCH, COMPILER, config_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILIES = discover()
+FAMILY = FAMILIES["flash_fwd_wgmma"]
+DIMS = (8, 16, 24, 40, 72, 80, 88, 104, 112, 136, 160, 200, 248)
+CONFIGS = (
+    "BLOCK_N=64 WARPGROUPS=2 LSE=1",
+    "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 MAXIMA=2 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 KEY_GROUPS=2 MAXIMA=2 LSE=1",
+    "BLOCK_N=80 WARPGROUPS=2 KEY_GROUPS=2 PERSISTENT=1 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 SPLITS=2 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 SPLITS=2 SPLIT_CLUSTER=1 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 SPLIT_CLUSTER=1 P_SHARED=0 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=1 BLOCKS_PER_SM=2 SPLITS=4 SPLIT_CLUSTER=1 MAXIMA=2 PACK_GQA=1 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 PERSISTENT=1 MAXIMA=2 EXP2_POLY=2",
+    "BLOCK_N=64 WARPGROUPS=2 PERSISTENT=1 O_OVER_Q=1 MAXIMA=2 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=2 P_SHARED=1 MAXIMA=1 LSE=1",
+    "BLOCK_N=96 WARPGROUPS=3 P_SHARED=1 MAXIMA=2 PERSISTENT=1",
+    "BLOCK_N=64 WARPGROUPS=2 Q_REGISTERS=1 PERSISTENT=1 MAXIMA=2",
+    "BLOCK_N=64 WARPGROUPS=2 CLUSTER=2 LSE=1",
+    "BLOCK_N=64 WARPGROUPS=4 OVERLAP=0 EXP2_POLY=4 MAXIMA=1",
+    "BLOCK_N=64 WARPGROUPS=1 BLOCKS_PER_SM=2 SPLITS=2 PACK_GQA=1 LSE=1",
+)
+PROBLEMS = (
+    "(2,4/2,133x161,{}) bf16 full",
+    "(1,2,150x200,{}) fp16 causal",
+    "(1,3,150x211,{}) bf16 window(20,3)",
+    "(1,4/2,150x170,{}) fp16 boolean(holes,50)",
+    "(2,2,70x150,{}) bf16 full padded(left,0)",
+    "(1,4/2,300,{}) bf16 causal packed(4,0)",
+    "(2,2,130x200,{}) bf16 causal softcap(5) sinks",
+    "(2,4/2,97x400,{}) fp16 full bias(item,head)",
+    "(2,12/2,5x331,{}) bf16 causal",
+)
+# Of flash_fwd_mma, with rows of 16 and of 32 queries for a warp, in each layout of shared memory.
+MMA_CONFIGS = (
+    "BLOCK_M=64 BLOCK_N=64 NUM_STAGES=2",
+    "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=4 KEY_GROUPS=2 SWIZZLE=0 Q_IN_REGISTERS=1",
+    "BLOCK_M=128 BLOCK_N=64 NUM_WARPS=4 NUM_STAGES=1 SWIZZLE=0",
+)
+# What rules say of sizes so small, and of speed.
+MAY_REFUSE = (
+    *("turns_of_blocks", "block_order", "no_idle_tile", "split_grid", "split_keys"),
+    *("warpgroups_of_sm", "some_overlap"),
+)
+
+
+def problems_of(words: str, head_dim: int) -> list[Problem]:
+    """Those that this config can do, whatever rules say of their size."""
+    config = config_of(FAMILY, words)
+    hard = [name for name in FAMILY.rules if name not in MAY_REFUSE]
+    every = (Problem.parse(label.format(head_dim)) for label in PROBLEMS)
+    return [p for p in every if all(FAMILY.passes(name, config, p, ARCH) for name in hard)]
+
+
+PAIRS = [(words, dim) for words in CONFIGS for dim in DIMS if problems_of(words, dim)]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_head_dim_has_configs_of_many_kinds(dim):
+    assert sum(own == dim for _, own in PAIRS) >= (12 if dim <= 128 else 6)
+    kinds = {p.variant for words, own in PAIRS if own == dim for p in problems_of(words, dim)}
+    assert len(kinds) >= 7
+
+
+@pytest.mark.nightly(push=10)
+@pytest.mark.parametrize(("words", "dim"), PAIRS)
+def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
+    number = CONFIGS.index(words) + DIMS.index(dim)
+    able = problems_of(words, dim)
+    for turn in range(min(2, len(able))):  # each config meets all of them at some head_dim
+        case = Case(able[(number + turn * len(able) // 2) % len(able)])
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(turn,))
+        assert result.ok, (words, case.label, str(result))
+
+
+@pytest.mark.nightly(push=3)
+@pytest.mark.parametrize("dim", DIMS)
+def test_right_with_mma(simulator, dim):
+    family, tried = FAMILIES["flash_fwd_mma"], 0
+    for words in MMA_CONFIGS:
+        config = config_of(family, words)
+        for number, label in enumerate(PROBLEMS[:3]):
+            case = Case(Problem.parse(label.format(dim)))
+            if family.refused_by(config, case.problem, ARCH) not in (None, "block_order"):
+                continue
+            result = simulator.check(family, config, case, schedules=(number % 2,))
+            assert result.ok, (words, case.label, str(result))
+            tried += 1
+    assert tried >= 3
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("dim", [8, 40, 72, 136])
+def test_right_on_hard_cases(simulator, dim):
+    config = config_of(FAMILY, CONFIGS[0])
+    for case in small_cases(Problem(1, 4, 4, 2048, 2048, dim, "bf16", causal=dim % 16 == 0)):
+        result = simulator.check(FAMILY, config, case, schedules=(0,))
+        assert result.ok, (case.label, str(result))
+
+
+@pytest.mark.parametrize("tensors", ["qk", "v", "o"])
+def test_maps_of_the_columns_of_a_tile_are_wrong(simulator, monkeypatch, tensors):
+    """They would have the next row's first columns, which loads must leave out, and stores keep."""
+    case = Case(Problem(1, 2, 1, 97, 161, 72, "bf16"))
+    stage = FAMILY.stages["fwd"]
+
+    def wide(arg):
+        if not isinstance(arg, TensorMap) or arg.buffer not in tensors:
+            return arg
+        return replace(arg, dims=(80, arg.dims[1] - 1, *arg.dims[2:]))  # and end with the tensor
+
+    def launch(config, problem, arch):
+        made = stage.launch(config, problem, arch)
+        return replace(made, args=tuple(map(wide, made.args)))
+
+    config = config_of(FAMILY, "BLOCK_N=64 WARPGROUPS=2")
+    assert simulator.check(FAMILY, config, case, schedules=(0,)).ok
+    monkeypatch.setitem(FAMILY.stages, "fwd", replace(stage, launch=launch))
+    assert not simulator.check(FAMILY, config, case, schedules=(0,)).ok
