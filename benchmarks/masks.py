@@ -17,6 +17,7 @@ no padding, over their norm.
 
 from __future__ import annotations
 
+import inspect
 import random
 import statistics
 import sys
@@ -56,6 +57,11 @@ ARGUMENTS = (
     (4, 16, 16, 1024, 64, "bias of keys"),
     (32, 12, 12, 512, 64, "bias of keys"),
     (4, 16, 16, 2048, 128, "bias"),
+    (1, 16, 8, 4096, 256, "softcap, causal"),
+    (1, 64, 8, 4096, 64, "sinks, causal"),
+    (1, 64, 8, 4096, 64, "sinks, window of 128"),
+    (1, 32, 8, 8192, 128, "packed, 8 sequences, causal"),
+    (1, 12, 12, 32768, 64, "packed, 64 sequences, causal"),
 )
 
 
@@ -70,6 +76,8 @@ def mask_of(kind: str, batch: int, seqlen: int) -> Any:
         "causal, padded right": causal & (j < length),
         "causal, padded left": causal & (j >= seqlen - length),
         "window of 1024": causal & (i - j < 1024),
+        "causal": causal,
+        "window of 128": causal & (i - j < 128),
         "window of 512": causal & (i - j < 512),
         "causal with holes": causal & (j % 7 != 3),
         "8 documents": i * 8 // seqlen == j * 8 // seqlen,
@@ -150,6 +158,32 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
             "sdpa": lambda: sdpa(q, *whole, bias),
             "ours": lambda: ours(q, k, v, bias, **options),
         }
+    elif "softcap" in kind or "sinks" in kind:
+        changes = time_scores(kind, heads)
+        mask = mask_of("causal" if "causal" in kind else "window of 128", batch, seqlen)
+        hides = {"is_causal": True} if "causal" in kind else {"window": (127, 0)}
+        ways = {
+            "sdpa": lambda: eager(q, k, v, mask, **changes),
+            "ours": lambda: ours(q, k, v, **hides, **changes, **options),
+        }
+    elif "sequences" in kind:
+        from torch.nn.attention.varlen import varlen_attn
+
+        number = int(kind.split()[1])
+        lengths = torch.linspace(0.4, 1, number)
+        ends = (lengths / lengths.sum()).cumsum(0) * seqlen
+        cu = torch.tensor([0, *ends.round().int().tolist()], device="cuda", dtype=torch.int32)
+        longest = int(cu.diff().max())
+        packed = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
+        how = inspect.signature(varlen_attn).parameters
+        gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in how else {}
+        causal: dict[str, Any] = (
+            {"window_size": (-1, 0)} if "window_size" in how else {"is_causal": True}
+        )
+        ways = {
+            "sdpa": lambda: varlen_attn(*packed, cu, cu, longest, longest, **causal, **gqa),
+            "ours": lambda: attnsweep.attention_varlen(*packed, cu, cu, causal=True),
+        }
     else:
         raise ValueError(kind)
     before = attnsweep.attention_counters().get("kernel", 0)
@@ -159,6 +193,30 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
     host = {"host_us": round(host_us(ways["ours"]), 1)}
     off = float((mine - exact).norm() / exact.norm())
     return {"call": label, "served": served} | rounds_of(ways) | host | {"off": off}
+
+
+def time_scores(kind: str, heads: int) -> dict[str, Any]:
+    """What changes scores in a call of a kind, as `attention` takes it."""
+    if "softcap" in kind:
+        return {"softcap": 50.0}
+    return {"sinks": torch.linspace(-2, 2, heads, device="cuda")}
+
+
+def eager(
+    q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None
+) -> Any:
+    """As models of transformers compute it that SDPA cannot serve."""
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+        scores = scores - scores.amax(-1, keepdim=True)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : k.shape[2]].to(q.dtype)
+    return weights @ v
 
 
 def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
@@ -183,14 +241,16 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     return facts | found | host | {"off": float(off)}
 
 
-def time_model(name: str, config: Any, model_of: Any, batch: int, seqlen: int) -> dict[str, Any]:
-    """A row of a model whose batch is padded."""
+def time_model(
+    name: str, config: Any, model_of: Any, batch: int, seqlen: int, theirs: str = "sdpa"
+) -> dict[str, Any]:
+    """A row of a model whose batch is padded, if it has more than one item."""
     torch.manual_seed(0)
     model = model_of(config).cuda().bfloat16().eval()
     ids = torch.randint(0, config.vocab_size, (batch, seqlen), device="cuda")
     length = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()[:, None]
     keep = torch.arange(seqlen, device="cuda") < length
-    times: dict[str, list[float]] = {"sdpa": [], attnsweep.register_attention(): []}
+    times: dict[str, list[float]] = {theirs: [], attnsweep.register_attention(): []}
     logits, served = {}, 0
     with torch.no_grad():
         for turn in range(7):
@@ -205,7 +265,7 @@ def time_model(name: str, config: Any, model_of: Any, batch: int, seqlen: int) -
                     times[way].append((time.perf_counter() - begin) * 1e3)
                 served = attnsweep.attention_counters().get("kernel", 0) - before
                 logits[way] = out[keep].float()
-    theirs, ours = times
+    ours = [*times][1]
     off = (logits[ours] - logits[theirs]).norm() / logits[theirs].norm()
     medians = {way: statistics.median(each) for way, each in times.items()}
     return {
@@ -225,6 +285,8 @@ def models() -> list[dict[str, Any]]:
     sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "vocab_size": 1024}
     wide = sizes | {"intermediate_size": 14336, "num_attention_heads": 32}
     grouped = wide | {"num_key_value_heads": 8, "head_dim": 128}
+    gemma = {"num_hidden_layers": 4, "vocab_size": 1024, "attn_implementation": "eager"}
+    gpt_oss = gemma | {"num_local_experts": 4, "num_experts_per_tok": 1}
     bert = {"num_hidden_layers": 6, "vocab_size": 1024}
     return [
         time_model("Llama kind", t.LlamaConfig(**grouped), t.LlamaForCausalLM, 4, 2048),
@@ -234,6 +296,14 @@ def models() -> list[dict[str, Any]]:
             *(t.MistralForCausalLM, 1, 8192),
         ),
         time_model("BERT kind", t.BertConfig(**bert), t.BertModel, 32, 512),
+        *(
+            time_model(name, config, model_of, batch, seqlen, "eager")
+            for name, config, model_of in (
+                ("Gemma 2 kind, by eager", t.Gemma2Config(**gemma), t.Gemma2ForCausalLM),
+                ("gpt-oss kind, by eager", t.GptOssConfig(**gpt_oss), t.GptOssForCausalLM),
+            )
+            for batch, seqlen in ((1, 4096), (2, 2048))
+        ),
     ]
 
 
