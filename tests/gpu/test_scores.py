@@ -132,10 +132,10 @@ def test_compiled():
 
 # ---- packed sequences ----
 PACKINGS = {
-    "even": [500] * 4,
-    "uneven": [1, 63, 64, 65, 1000, 0, 7, 800],
-    "many": [5] * 400,
-    "with tokens of none": [300, 200, -1500],
+    "even": [2048] * 4,
+    "uneven": [1, 63, 64, 65, 4000, 0, 7, 4000],
+    "many": [20] * 400,
+    "with tokens of none": [3000, 200, -5000],
 }
 
 
