@@ -116,7 +116,7 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
     if tiling.divides:
         problem = _packed(problem)
-        if problem.kind not in ("full", "causal"):  # its mask is dense, and it passes no tile by
+        if problem.kind not in ("full", "causal", "packed"):  # it passes no tile by
             problem = replace(problem, mask=FULL, layout=DENSE)
     visits = _visits(tiling, problem, ceil_div(problem.seqlen_q, tiling.block_m))
     least = _undivided(tiling, problem, visits, sm_count)

@@ -146,7 +146,7 @@ def understood(
     given: window, causal_offset and key_lengths. Raises TypeError or ValueError.
     """
     mask, limits = attn_mask, None
-    if given != (None, None, None):
+    if any(each is not None for each in given):  # to compare tuples compares tensors
         is_causal, limits = diagonals(query, key, attn_mask, is_causal, *given)
         mask = given[2]
     cap, sinks = checked(softcap, sinks, query, attn_mask, is_causal)
