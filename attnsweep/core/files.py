@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import lzma
 import os
 import secrets
 import shutil
@@ -19,6 +20,17 @@ def shipped(folder: str) -> Path:
     """`kernels` or `configs`: inside the wheel, or next to the package in a source tree."""
     inside = _PACKAGE / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def read_code(path: str | Path) -> bytes:
+    """The bytes of a cubin; runs keep theirs compressed, with another `.xz`. Raises OSError."""
+    data = Path(path).read_bytes()
+    if not str(path).endswith(".xz"):
+        return data
+    try:
+        return lzma.decompress(data)
+    except lzma.LZMAError as error:
+        raise OSError(errno.EIO, f"damaged: {error}", str(path)) from error
 
 
 def install_command(extra: str) -> str:

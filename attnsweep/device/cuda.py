@@ -11,12 +11,14 @@ import ctypes
 import functools
 import itertools
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attnsweep.compile.launches import CompiledStage
+from attnsweep.core import files
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.hardware import CardFacts, arch_of
 from attnsweep.device.buffers import _cupy
@@ -129,7 +131,7 @@ class CudaSession:
         """The loaded function of a stage. CuPy keeps modules by path; a path means one content."""
         key = cubin, launch.function
         if key not in self._functions:  # a trial binds a dozen launches of the same code
-            self._functions[key] = self._cupy.RawModule(path=cubin).get_function(launch.function)
+            self._functions[key] = self._loaded(cubin, launch.function)
             self._allow_cluster(self._functions[key])
         function = self._functions[key]
         # Never lower it: another launch of the same code may be bound to more.
@@ -138,6 +140,14 @@ class CudaSession:
         if launch.carveout >= 0:
             function.preferred_shared_memory_carveout = launch.carveout
         return function
+
+    def _loaded(self, cubin: str, name: str) -> Any:
+        if not cubin.endswith(".xz"):
+            return self._cupy.RawModule(path=cubin).get_function(name)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(files.read_code(cubin))
+            file.flush()
+            return self._cupy.RawModule(path=file.name).get_function(name)
 
     def kernel(self, cubin: str, name: str, smem_bytes: int = 0) -> Any:
         """A function of a cubin, allowed to have smem_bytes of dynamic shared memory."""

@@ -58,7 +58,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
 
 def older(run: Run) -> bool:
     """Whether an older version recorded the run: it kept machine code, but not how to launch it."""
-    kept = [path.suffix for path in (run.directory / CUBINS).glob("*")]
+    kept = {suffix for path in (run.directory / CUBINS).glob("*") for suffix in path.suffixes}
     return ".cubin" in kept and ".json" not in kept
 
 

@@ -8,6 +8,7 @@ declarations have changed.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import LaunchPlan
+from attnsweep.core import files
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
@@ -49,16 +51,17 @@ def keep_code(store: Writer, build: Build) -> None:
     name = _name(build.problem, build.kernel.name)
     digests = {}
     for stage, cubin in build.cubins().items():
-        digests[f"{name}.{stage}.cubin"] = cubin.digest
+        digests[f"{name}.{stage}.cubin.xz"] = cubin.digest
         try:
             code = cubin.path.read_bytes()
         except OSError as error:
             raise _store_error(error, cubin.path, "cannot read the cubin to keep") from error
-        store.keep(f"{name}.{stage}.cubin", code)
+        # A fifth of the bytes: those of recorded runs were 24 MB.
+        store.keep(f"{name}.{stage}.cubin.xz", lzma.compress(code, preset=9))
     launches = build.launches_for(build.problem)
-    stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin") for s in launches.stages)
+    stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin.xz") for s in launches.stages)
     facts = _Code(config=dict(build.config), digests=digests, plan=replace(launches, stages=stages))
-    store.keep(f"{name}.json", facts.model_dump_json(indent=1).encode() + b"\n")
+    store.keep(f"{name}.json", facts.model_dump_json().encode() + b"\n")
 
 
 def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
@@ -72,7 +75,7 @@ def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
     try:
         code = _Code.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        kept = any(directory.glob(f"{name}.*.cubin"))
+        kept = any(directory.glob(f"{name}.*.cubin*"))
         what = "winner's launches" if kept else "winner's machine code"
         raise StoreError(f"the run lacks the {what}", where=str(path), hint=_AGAIN) from error
     except OSError as error:
@@ -118,7 +121,7 @@ def _verify(directory: Path, name: str, digests: Mapping[str, str]) -> None:
 
 
 def _digest(path: str | Path) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(files.read_code(path)).hexdigest()
 
 
 def same_code(one: LaunchPlan, other: LaunchPlan) -> bool:

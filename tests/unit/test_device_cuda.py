@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import lzma
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +244,23 @@ def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(
     assert functions[0].max_dynamic_shared_size_bytes == 100 << 10
     session.function("other.cubin", launches[0])
     assert loaded == ["one.cubin", "other.cubin"]
+
+
+def test_a_cubin_of_a_run_is_loaded_from_what_is_in_it(tmp_path):
+    loaded = {}
+
+    def module(path):
+        loaded[path] = Path(path).read_bytes()
+        return SimpleNamespace(get_function=lambda name: name)
+
+    class Session(cuda.CudaSession):
+        def __init__(self):
+            self._cupy = SimpleNamespace(RawModule=module)
+
+    (tmp_path / "k.cubin.xz").write_bytes(lzma.compress(b"\x7fELF"))
+    assert Session()._loaded(str(tmp_path / "k.cubin.xz"), "f") == "f"
+    assert [*loaded.values()] == [b"\x7fELF"]
+    assert not any(Path(path).exists() for path in loaded)
 
 
 # ---- how many calls a timed graph holds ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -249,14 +250,19 @@ def test_no_kept_code_as_in_runs_of_earlier_versions(check, baseline):
 
 
 def test_a_damaged_or_missing_cubin(check, baseline):
-    one, two = sorted((baseline / "cubins").glob("*.cubin"))
-    one.write_bytes(one.read_bytes()[:-1])
-    two.unlink()
-    code, data, _ = check()
-    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
-    reasons = " ".join(each["why"] for each in data["problems"])
-    assert "the cubin is damaged: wrong SHA-256" in reasons
-    assert "the cubin cannot be read: No such file" in reasons
+    one, two = sorted((baseline / "cubins").glob("*.cubin.xz"))
+    whole = lzma.decompress(one.read_bytes())
+    for damage, why in (
+        (one.read_bytes()[:-1], "the cubin cannot be read: damaged"),
+        (lzma.compress(whole[:-1]), "the cubin is damaged: wrong SHA-256"),
+    ):
+        one.write_bytes(damage)
+        two.unlink(missing_ok=True)
+        code, data, _ = check()
+        assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+        reasons = " ".join(each["why"] for each in data["problems"])
+        assert why in reasons
+        assert "the cubin cannot be read: No such file" in reasons
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards, workers
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
     assert {card for card, _ in cards.calls("open")} == {0, 1}
-    assert len(list((outcome.run.directory / "cubins").glob("*.cubin"))) == 4
+    assert len(list((outcome.run.directory / "cubins").glob("*.cubin.xz"))) == 4
     outcome, _ = go(workers)
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12

@@ -20,6 +20,7 @@ from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
+from attnsweep.core.files import read_code
 from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
@@ -60,9 +61,9 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
         assert (directory / name).is_file()
     launches, cubin = sorted(
-        (directory / "cubins").iterdir(), key=lambda path: path.suffix == ".cubin"
+        (directory / "cubins").iterdir(), key=lambda path: path.suffix == ".xz"
     )
-    assert cubin.read_bytes()[:4] == b"\x7fELF"
+    assert read_code(cubin)[:4] == b"\x7fELF"
     assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
 
 
