@@ -7,6 +7,7 @@ rows of a forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -58,6 +59,25 @@ def rows_of(problem: Problem, output: str) -> int:
     low, high = problem.diagonals
     seen = min(problem.seqlen_k - 1, problem.seqlen_q - 1 + high) - max(0, low) + 1
     return problem.batch * problem.heads_kv * max(0, seen)
+
+
+# Rows of dQ and dK count at least as this share of what one key of weight 1 would make of typical
+# inputs: dP - delta may cancel to nothing, as where a query sees one key, and leaves noise of fp32
+# sums, of about 1e-6 of dP.
+_LEAST = 4e-3
+
+
+def least_lengths(inputs: Mapping[str, Tensor], problem: Problem) -> dict[str, float]:
+    """How long a row of each output counts at least, whatever is expected of it."""
+
+    def typical(name: str) -> float:
+        heads = product(range(problem.batch), range(problem.shape_of(name)[1]))
+        squares = [np.square(values_of(inputs, problem, name, *at)).sum(axis=1) for at in heads]
+        return math.sqrt(float(np.mean(squares, dtype=np.float64)))
+
+    dp = typical("do") * typical("v") / math.sqrt(problem.head_dim)
+    of_one = {"dq": typical("k"), "dk": typical("q")}
+    return {n: _LEAST * problem.scale * dp * size for n, size in of_one.items()} | {"dv": 0.0}
 
 
 @dataclass(frozen=True, slots=True)

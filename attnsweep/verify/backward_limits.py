@@ -10,19 +10,37 @@ from itertools import product
 import numpy as np
 
 from attnsweep.core.cases import TILE, Case
-from attnsweep.verify.backward import EXACT, ROUNDED, gradients, of_keys, rows_of
+from attnsweep.core.problem import Problem
+from attnsweep.verify.backward import (
+    EXACT,
+    ROUNDED,
+    Rows,
+    gradients,
+    least_lengths,
+    of_keys,
+    rows_of,
+)
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.measures import Measures, by_chance, measures
-from attnsweep.verify.reference import some_rows
+from attnsweep.verify.reference import tiles_of_rows
 
 # Multiples of the errors of the rounded maths, and the least limits: as those of a forward in
 # limits.py, but rms, which adds of dQ in bf16 exceed by two.
 _TIMES = Measures(row=2, element=3, rms=1.15, row_gain=3, tile_gain=4, gain=1)
 _HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 _SYSTEMATIC, _CUT_PER_TERM, _BY_CHANCE = 1e-4, 2e-9, 2.5
-_AVERAGES, _ROWS, _DRAWS = 512, 512, 8
+# Hard inputs have few rows that cancel almost to nothing, whose errors are the largest by far.
+_TIMES_HARD = 3
+_AVERAGES, _ROWS, _DRAWS = 512, 512, 16
 Same = Mapping[str, Measures]
 """The errors of the rounded maths, of each output."""
+
+
+def _rows(problem: Problem, seed: int) -> Rows:
+    """Rows to learn the errors from: all of a few, or some tiles."""
+    if problem.seqlen_q <= 2 * _ROWS:
+        return np.arange(problem.seqlen_q)
+    return tiles_of_rows(problem, seed, _ROWS)
 
 
 @lru_cache(maxsize=256)
@@ -35,12 +53,13 @@ def same_maths(case: Case) -> Same:
     problem, found = few.problem, {name: Measures(0, 0) for name in whole.outputs}
     for seed in range(_DRAWS if case.inputs != "normal" or whole.seqlen_k < TILE else 2):
         inputs = make_inputs(few, 1000 + seed, windows=False)
-        rows = some_rows(few, seed, _ROWS)
-        keys = some_rows(replace(few, problem=of_keys(problem)), seed, _ROWS)
+        rows, keys = (_rows(each, seed) for each in (problem, of_keys(problem)))
+        least = least_lengths(inputs, problem)
         exact, *outs = gradients(inputs, problem, rows, keys, (EXACT, *ROUNDED))
         for name, out in product(whole.outputs, outs):
-            one = measures(out[name], exact[name], whole.dtype)
-            gain, _ = by_chance(out[name], exact[name], None, max(1, rows_of(whole, name)))
+            one = measures(out[name], exact[name], whole.dtype, least=least[name])
+            rows_there = max(1, rows_of(whole, name))
+            gain, _ = by_chance(out[name], exact[name], None, rows_there, least[name])
             one = replace(one, gain=_BY_CHANCE * gain)
             pairs = ((getattr(one, f.name), getattr(found[name], f.name)) for f in fields(one))
             found[name] = Measures(*map(max, pairs))
@@ -53,10 +72,12 @@ def limits(case: Case, same: Same) -> dict[str, Measures]:
     most = max(problem.seqlen_k, problem.heads // problem.heads_kv * problem.seqlen_q)
     made = {}
     for name, of in same.items():
-        row, element = max(_TIMES.row * of.row, half), max(_TIMES.element * of.element, half)
+        hard = case.inputs != "normal"
+        times = (_TIMES_HARD, 2 * _TIMES_HARD) if hard else (_TIMES.row, _TIMES.element)
+        row, element = max(times[0] * of.row, half), max(times[1] * of.element, half)
         if not (row < np.inf and element < np.inf):  # anything would be within it
             raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
-        if case.inputs != "normal" or rows_of(problem, name) < _AVERAGES:
+        if hard or rows_of(problem, name) < _AVERAGES:
             made[name] = Measures(row, element, *[np.inf] * 5)
             continue
         gain, cut = max(_SYSTEMATIC, 2 * of.gain), _CUT_PER_TERM * most
