@@ -47,9 +47,10 @@ def of_keys(problem: Problem) -> Problem:
     return replace(problem, seqlen_q=problem.seqlen_k, seqlen_k=problem.seqlen_q, mask=FULL)
 
 
-def sampled(problem: Problem, seed: int) -> tuple[Rows, Rows]:
+def sampled(problem: Problem, seed: int, flops: float | None = None) -> tuple[Rows, Rows]:
     """Queries and keys whose gradients NumPy computes in every head: see sampled_rows."""
-    return sampled_rows(problem, seed), sampled_rows(of_keys(problem), seed + 1)
+    most = {} if flops is None else {"flops": flops}
+    return sampled_rows(problem, seed, **most), sampled_rows(of_keys(problem), seed + 1, **most)
 
 
 def rows_of(problem: Problem, output: str) -> int:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
+from attnsweep.core import cases
 from attnsweep.core.cases import Case, small_cases
-from attnsweep.core.masks import CAUSAL, FULL
+from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.family.discover import discover
+from attnsweep.verify import measures
+from attnsweep.verify.backward import gradients
+from attnsweep.verify.device_case import WrongResult
+from attnsweep.verify.expected import PLAIN
+from attnsweep.verify.inputs import make_inputs
 
+from .device import Device, HostBuffer, uploaded
 from .harness import ARCH, COMPILER, SimtError, config_of, sources
+from .proving import Bench, differentiate, inputs_in
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_bwd_wgmma"]
@@ -117,3 +128,136 @@ def test_wrong_kernels_are_found(simulator, name):
     except SimtError:
         return
     assert not result.ok, name
+
+
+REFERENCES = (
+    Problem(2, 4, 2, 70, 130, 64, "bf16", CAUSAL, op=BACKWARD),
+    Problem(1, 2, 2, 200, 70, 128, "fp16", CAUSAL, op=BACKWARD),  # queries that see no key
+    Problem(1, 3, 1, 130, 70, 24, "fp16", Interval(20, 3), op=BACKWARD),
+    Problem(1, 2, 1, 1, 65, 130, "bf16", FULL, op=BACKWARD),  # columns in three parts
+)
+
+
+@pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
+def test_the_device_has_the_gradients_that_numpy_has(problem, device):
+    for kind in ("normal", "far_below"):
+        inputs = make_inputs(Case(problem, kind), 1)
+        outs = {name: HostBuffer(8 * math.prod(problem.shape_of(name))) for name in problem.outputs}
+        buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+        device.judge(problem.dtype).gradients(buffers, problem, outs)
+        every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+        (expected,) = gradients(inputs, problem, *every)
+        for name, exact in expected.items():
+            found = outs[name].of(np.float64).reshape(exact.shape)
+            assert measures.row_error(found, exact) <= 1e-11, (kind, name)
+
+
+# -- calls that are judged ------------------------------------------------------------------------
+
+JUDGED = Problem(2, 4, 2, 70, 90, 16, "bf16", CAUSAL, op=BACKWARD)
+
+
+@pytest.fixture(scope="module")
+def opened(simulator):
+    """A problem with two small cases, for all tests."""
+    device, own = Device(simulator), cases.small_cases
+    with pytest.MonkeyPatch.context() as patch:
+        device.take_place(patch)
+        patch.setattr(cases, "small_cases", lambda problem: own(problem)[1:4])
+        yield Bench(device, JUDGED)
+
+
+@pytest.fixture
+def bench(opened):
+    opened.proof.timed.go_to(PLAIN)
+    return opened
+
+
+def changed(name, number, bit, when=lambda call: True):
+    """A right call but for one bit of an output."""
+
+    def write(problem, buffers, call):
+        differentiate(problem, buffers)
+        if when(call) and problem == JUDGED:
+            buffers[name].of(np.uint16)[number] ^= bit
+
+    return write
+
+
+def test_right_gradients_pass_in_every_call(bench):
+    accuracy, proven = bench.prove(differentiate, small=True)
+    assert accuracy.output in ("dq", "dk", "dv")
+    assert 0 < accuracy.rel_err <= accuracy.limit
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+    _, proven = bench.prove(differentiate, deterministic=False)
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+
+
+@pytest.mark.parametrize("name", JUDGED.outputs)
+def test_a_wrong_element_of_any_output_is_found_and_named(bench, name):
+    with pytest.raises(WrongResult, match=rf"error .* over the limit .* \({name}, "):
+        bench.prove(changed(name, 1000, 0x4000))
+    with pytest.raises(WrongResult, match=r"a race.*1 of"):
+        bench.repeat(changed(name, 1000, 1, lambda call: call == 9))
+    late = changed(name, 1000, 0x4000, lambda call: call == 9)
+    with pytest.raises(WrongResult, match=rf"over the limit .* \({name}, "):
+        bench.repeat(late, deterministic=False)
+
+
+@pytest.mark.parametrize("name", JUDGED.outputs)
+def test_an_output_that_is_not_written_is_found_and_named(bench, name):
+    def write(problem, buffers, call):
+        others = {key: buffer for key, buffer in buffers.items() if key != name}
+        differentiate(problem, others | {name: HostBuffer(buffers[name].nbytes)})
+
+    with pytest.raises(WrongResult, match=rf"never written \({name}, "):
+        bench.prove(write)
+
+
+def test_gradients_kept_from_an_earlier_call_are_found(bench):
+    """Each call has other signs of dO, and so of all gradients."""
+    kept = {}
+
+    def write(problem, buffers, call):
+        key = inputs_in(problem, buffers)["do"][0, 0, 0, 0]
+        if key not in kept:
+            differentiate(problem, buffers)
+            kept[key] = {name: buffers[name].main.copy() for name in problem.outputs}
+        for name, bits in kept[key].items():
+            buffers[name].main[:] = bits
+
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        bench.repeat(write)
+
+
+def test_what_a_call_does_to_inputs_and_beside_outputs_is_found(bench):
+    def to_lse(problem, buffers, call):
+        differentiate(problem, buffers)
+        buffers["lse"].main[0] ^= call == 0
+
+    with pytest.raises(WrongResult, match="wrote to its inputs"):
+        bench.prove(to_lse)
+
+    def beside(problem, buffers, call):
+        differentiate(problem, buffers)
+        buffers["dv"].all[-1] ^= call == 0
+
+    with pytest.raises(WrongResult, match="wrote 1 bytes outside 'dq, dk, dv'"):
+        bench.prove(beside)
+    bench.proof.timed.buffers["dv"].all[-1] ^= 1
+
+
+def test_short_turns_of_a_backward_are_judged(bench):
+    short = Problem(3, 2, 1, 40, 30, 16, "bf16", CAUSAL, op=BACKWARD)
+    assert bench.repeat_turns(differentiate, short) >= 12
+
+
+def test_a_baseline_writes_all_outputs(bench):
+    inputs = bench.proof.timed.buffers
+
+    def write(outputs):
+        differentiate(JUDGED, inputs | dict(outputs))
+
+    assert bench.proof.of_baseline(write, 0).rel_err > 0
+    with pytest.raises(WrongResult, match="never written"):
+        bench.proof.of_baseline(lambda outputs: None, 0)
