@@ -279,7 +279,8 @@ struct Consumer {
     }
     // row: of the tile's first query, column 0.
     __device__ __forceinline__ void mask(Scores& s, int row) const {
-        const int own = key - key % 64;  // the warpgroup's first
+        const int key = opaque(this->key);  // so that what follows takes registers here alone
+        const int own = key - key % 64;     // the warpgroup's first
         if (own + 64 <= call.seqlen_k && !(CAUSAL && row < own + 63 + call.diagonal)) return;
         constexpr int NEVER = 1 << 30;
         // The first column that sees each of the two keys.
@@ -648,7 +649,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) flash_bwd_wgmma_queries(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries(
     const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
     const __grid_constant__ TensorMap dq_map, const uint4* __restrict__ out,
