@@ -43,6 +43,9 @@ class Op:
     outputs: Callable[[Problem], tuple[Tensor, ...]]
     flops: Callable[[Problem], int]
 
+    def __repr__(self) -> str:
+        return self.name.upper()
+
     def __reduce__(self) -> tuple[Callable[[str], Op], tuple[str]]:
         return _named, (self.name,)  # there is one of each name in a process
 
