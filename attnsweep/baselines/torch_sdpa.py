@@ -96,10 +96,10 @@ def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
 def _sdpa(backend: str) -> Builder:
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         if problem.op == BACKWARD:
             return _gradients(torch, problem, backend)
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         chosen = getattr(SDPBackend, backend)
         attention = torch.nn.functional.scaled_dot_product_attention
         # PyTorch aligns is_causal top-left.

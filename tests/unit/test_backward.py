@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_torch import torch_of
 
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.masks import CAUSAL, FULL, Interval
@@ -166,3 +170,52 @@ def test_wrong_gradients_are_not():
         return values * (1 + rng.normal(0, 4.5e-3, values.shape)) if name == "dq" else values
 
     assert "dq rms" in rounded_as_a_kernel_may(case, 3, added_in_bf16)
+
+
+# -- baselines ------------------------------------------------------------------------------------
+
+
+def test_few_baselines_have_a_backward():
+    problem = PROBLEMS[3]
+    able = {name for name, backend in BACKENDS.items() if backend.supports(problem) is None}
+    assert able == {"torch_cudnn", "torch_flash"}
+    assert BACKENDS["cudnn"].supports(problem) == "cudnn is timed in no backward"
+    assert backend_of("some.module:gradients").supports(problem) is None
+
+
+@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
+def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
+    asked, torch = [], torch_of()
+
+    def called(by):
+        def backward(*given, scale):
+            asked.append((by, given, scale))
+            return given[1:4]
+
+        return SimpleNamespace(default=backward)
+
+    torch.ops = SimpleNamespace(
+        aten=SimpleNamespace(
+            _scaled_dot_product_cudnn_attention_backward=called("torch_cudnn"),
+            _scaled_dot_product_flash_attention_backward=called("torch_flash"),
+        )
+    )
+    torch.int64, torch.empty = "int64", lambda size, dtype, device: "no seed"
+    problem = Problem(2, 4, 2, 8, 8, 64, "bf16", CAUSAL, op=BACKWARD)
+    ways = BACKENDS[name].ways(torch, problem, None)
+    inputs = {
+        n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}", dim=lambda: 4)
+        for n in problem.values
+    }
+    assert ways[0].forward(*inputs.values()) == tuple(inputs[n] for n in "qkv")
+    ((by, given, scale),) = asked
+    assert (by, scale) == (name, problem.scale)
+    lse = "lse -1" if name == "torch_cudnn" else inputs["lse"]
+    assert given[:6] == (inputs["do"], *(inputs[n] for n in "qkvo"), lse)
+    rest = (8, 8, 0.0, True)
+    own = ("no seed", "no seed", None, None, None, *rest)
+    assert given[6:] == (own if name == "torch_cudnn" else (None, None, *rest, *own[:2]))
+    assert [way.convert is None for way in ways] == [True, False]
+    for other in (PROBLEMS[0], PROBLEMS[2]):  # queries and keys of other numbers; a window
+        with pytest.raises(Unavailable, match="PyTorch's backward"):
+            BACKENDS[name].ways(torch, other, None)
