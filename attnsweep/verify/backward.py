@@ -77,7 +77,12 @@ def least_lengths(inputs: Mapping[str, Tensor], problem: Problem) -> dict[str, f
         return math.sqrt(float(np.mean(squares, dtype=np.float64)))
 
     dp = typical("do") * typical("v") / math.sqrt(problem.head_dim)
-    of_one = {"dq": typical("k"), "dk": typical("q")}
+    # Weights of a query add up to 1, and those of a key to more where there are few keys.
+    queries = problem.heads // problem.heads_kv * problem.seqlen_q
+    of_one = {
+        "dq": typical("k"),
+        "dk": typical("q") * max(1.0, math.sqrt(queries) / problem.seqlen_k),
+    }
     return {n: _LEAST * problem.scale * dp * size for n, size in of_one.items()} | {"dv": 0.0}
 
 
