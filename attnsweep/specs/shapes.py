@@ -42,7 +42,7 @@ _KEYS = {
 }
 """The short name of each size; dtype and causal have none."""
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
-_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padding"}
+_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padding", "op": "op"}
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
@@ -182,7 +182,7 @@ class _Shape:
                 facts |= of_label(_bracketed(said)).facts
             words = [_bracketed(self.fields[name]) for name in _OF_SCORES if name in self.fields]
             facts |= Scores.parse(" ".join(words)).facts
-            facts |= {"op": self.fields["op"]} if "op" in self.fields else {}
+            facts |= {"op": self.fields["op"].lower()} if "op" in self.fields else {}
             return Problem.of({**sizes, "dtype": own} | facts)
         except ProblemError as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error

@@ -38,6 +38,10 @@ def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(prob
     assert Problem.parse(problem.label) == problem
     assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
     assert read_shapes(problem.label.split()) == [problem]
+    assert read_shapes(["B=1", "H=2", "S=64", "D=64", "op=Backward", "1,2,64,64"]) == [
+        Problem(1, 2, 2, 64, 64, 64, op=BACKWARD),
+        Problem(1, 2, 2, 64, 64, 64),
+    ]
     copy = pickle.loads(pickle.dumps(problem))
     assert copy == problem
     assert copy.op is BACKWARD
