@@ -112,22 +112,50 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_kernels_are_found(simulator, name):
-    stage, before, times, after = WRONG[name]
+# The same where queries see keys up to their own.
+WRONG_CAUSAL = {
+    "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", 1, "row + 1 <= seen"),
+    "a tile is masked too late": ("keys", "own + 63 + call.diagonal", 1, "own + call.diagonal"),
+    "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
+    "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
+    "keys that the last query sees are passed by": (
+        *("queries", "seen_by(row - row % 64 + 63)", 1),
+        "seen_by(row - row % 64)",
+    ),
+    "keys of another head": ("queries", "work.head / group", 1, "work.head % group"),
+    "V given back before it is read": (
+        *("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);", 1),
+        "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);",
+    ),
+}
+
+
+def shown(simulator, wrong, words, case):
+    """Whether a change of the template shows; without it the config is right."""
+    stage, before, times, after = wrong
     texts = dict(sources(FAMILY))
     text = texts[FAMILY.source.name]
     assert text.count(before) == times
     texts[FAMILY.source.name] = text.replace(before, after)
-    # The log-sum-exps are far below 0, so that what is not hidden becomes infinite.
-    case = Case(Problem(1, 2, 1, 350, 200, 64, "bf16", FULL, op=BACKWARD), "far_below")
-    config = config_for("RECOMPUTE=0", case.problem)
+    config = config_for(words, case.problem)
     assert simulator.check(FAMILY, config, case).ok
     try:
-        result = simulator.check(FAMILY, config, case, changed={stage: texts})
+        return not simulator.check(FAMILY, config, case, changed={stage: texts}).ok
     except SimtError:
-        return
-    assert not result.ok, name
+        return True
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_are_found(simulator, name):
+    # The log-sum-exps are far below 0, so that what is not hidden becomes infinite.
+    case = Case(Problem(1, 2, 1, 350, 200, 64, "bf16", FULL, op=BACKWARD), "far_below")
+    assert shown(simulator, WRONG[name], "RECOMPUTE=0", case)
+
+
+@pytest.mark.parametrize("name", WRONG_CAUSAL)
+def test_wrong_causal_kernels_are_found(simulator, name):
+    case = Case(Problem(1, 4, 2, 350, 410, 64, "bf16", CAUSAL, op=BACKWARD))
+    assert shown(simulator, WRONG_CAUSAL[name], "RECOMPUTE=1", case)
 
 
 REFERENCES = (
