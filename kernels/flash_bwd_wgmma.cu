@@ -15,6 +15,9 @@
 //
 // Statistics of queries lie in `neg_lse` (-log2(e) lse) and `delta`, `pitch` of each head: those
 // past the last query are minus infinity and 0, and so have no weight.
+//
+// PDL: a launch lets the next begin at once, and waits for the one ahead where it needs what that
+// wrote: neg_lse, delta and the cleared sums; the sums.
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/bulk.cuh"
@@ -53,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(256)
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
                           float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
                           int pitch) {
+    if (PDL) grid_launch_dependents();
     const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, head = blockIdx.y;
     const int lane = threadIdx.x % LANES;
     const long long at = static_cast<long long>(head) * pitch + row;
@@ -71,9 +75,10 @@ extern "C" __global__ void __launch_bounds__(256)
 // The sums lie as the threads that made them had them: of 64 queries and each 64 columns, 8 times
 // 128 threads' four numbers.
 extern "C" __global__ void __launch_bounds__(128)
-    flash_bwd_wgmma_convert(const float4* __restrict__ sums, uint4* __restrict__ dq, int seqlen_q,
-                            int pitch, float scale) {
+    flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
+                            float scale) {
     extern __shared__ __align__(16) unsigned char smem[];
+    if (PDL) grid_wait();
     constexpr int ROW = HEAD_DIM / 2 + 4;  // words, of which four keep rows in other banks
     unsigned* tile = reinterpret_cast<unsigned*>(smem);
     const int t = threadIdx.x, first = blockIdx.x * 64, head = blockIdx.y;
@@ -215,6 +220,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                                            const Call& call) {
     load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.head_kv);
     load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.head_kv);
+    if (PDL) grid_wait();
     Ring<NUM_STAGES> ring;
 #pragma unroll 1
     for (int number = 0; number < call.group; ++number)
@@ -458,6 +464,7 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
 }
 // One thread of each part adds it to the sums.
 __device__ __forceinline__ void add_dq(const Call& call, int part) {
+    if (PDL) grid_wait();
     int j = 0;
 #pragma unroll 1
     for (int number = 0; number < call.group; ++number)
@@ -483,6 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                          int heads_kv, int group, int together, float factor, float scale) {
     extern __shared__ __align__(1024) unsigned char smem[];
     if (smem_address(smem) != Memory::K) __trap();
+    if (PDL && DQ) grid_launch_dependents();
     const Work work((seqlen_k + BLOCK_N - 1) / BLOCK_N, heads_kv, together);
     const int key = work.tile * BLOCK_N, diagonal = seqlen_q - seqlen_k;
     const int first = CAUSAL ? max(0, key + diagonal) / BLOCK_M : 0;
@@ -658,6 +666,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     int together, float factor, float scale) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
+    if (PDL) grid_launch_dependents();
     const int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
     const Work work(tiles_m, heads, together);
     const int query = (CAUSAL ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;

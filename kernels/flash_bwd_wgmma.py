@@ -18,6 +18,7 @@ kernel = Family(
         Param("Q_BLOCK_N", (128, 96, 64), "RECOMPUTE: keys of a tile that queries pass"),
         Param("Q_WARPGROUPS", (2,), "RECOMPUTE: consumer warpgroups, 64 queries each"),
         Param("Q_STAGES", (2,), "RECOMPUTE: tiles of K, and of V, in flight"),
+        Param("PDL", (0, 1), "1: a launch may begin before the one ahead of it ends"),
     ),
     min_arch="sm_90a",
     head_dims=(64, 128),
@@ -82,8 +83,8 @@ def together(p: Problem, rows: int, arch: Arch, heads: int) -> int:
 
 # fmt: off
 kernel.keep_if(
-    ("known_values", "RECOMPUTE is 0 or 1, AHEAD 0 to 2; a tile has 64 or 128 queries",
-     lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.AHEAD in (0, 1, 2)
+    ("known_values", "RECOMPUTE and PDL are 0 or 1, AHEAD 0 to 2; a tile has 64 or 128 queries",
+     lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.PDL in (0, 1) and c.AHEAD in (0, 1, 2)
      and c.BLOCK_M in (64, 128) and c.KV_WARPGROUPS in (1, 2, 3)),
     ("warpgroups_of_sm", "an SM has 2 or 3 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= c.KV_WARPGROUPS * c.BLOCKS_PER_SM <= 3),
@@ -116,7 +117,7 @@ def workspace(c, p):
     return {"neg_lse": 4 * rows, "delta": 4 * rows} | sums
 
 
-@kernel.stage("delta", params=())
+@kernel.stage("delta", params=("PDL",))
 def delta(c, p, arch):
     if c.RECOMPUTE:
         return None
@@ -138,7 +139,7 @@ def maps(p: Problem, rows_q: int, rows_k: int):
     return tuple(hopper.tensor_map(name, *sizes, box=box) for name, (sizes, box) in made.items())
 
 
-@kernel.stage("queries", params=("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES"))
+@kernel.stage("queries", params=("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL"))
 def queries(c, p, arch):
     if not c.RECOMPUTE:
         return None
@@ -162,7 +163,7 @@ def queries(c, p, arch):
     )
 
 
-OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOCKS_PER_SM")
+OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOCKS_PER_SM", "PDL")
 
 
 @kernel.stage("keys", params=OF_KEYS)
@@ -189,10 +190,11 @@ def keys(c, p, arch):
         smem_bytes=smem_bytes(c, p),
         defines=defines,
         min_blocks_per_sm=c.BLOCKS_PER_SM,
+        programmatic=c.PDL > 0,
     )
 
 
-@kernel.stage("convert", params=())
+@kernel.stage("convert", params=("PDL",))
 def convert(c, p, arch):
     if c.RECOMPUTE:
         return None
@@ -202,4 +204,5 @@ def convert(c, p, arch):
         threads=128,
         args=("dq_sums", "dq", p.seqlen_q, pitch(p), p.scale),
         smem_bytes=64 * 4 * (p.head_dim // 2 + 4),
+        programmatic=c.PDL > 0,
     )

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_bwd_wgmma"]
 # Config, head_dim, and what else a problem of it has.
 CONFIGS = (
-    ("RECOMPUTE=0", 128, "bf16", FULL),
+    ("RECOMPUTE=0 PDL=1", 128, "bf16", FULL),
     ("RECOMPUTE=0", 128, "fp16", CAUSAL),
     ("RECOMPUTE=0 BLOCK_M=128", 64, "bf16", CAUSAL),
     ("RECOMPUTE=0 AHEAD=1", 64, "fp16", FULL),
     ("RECOMPUTE=0 AHEAD=2", 64, "bf16", CAUSAL),
     ("RECOMPUTE=0 KV_WARPGROUPS=1 BLOCKS_PER_SM=2", 64, "bf16", CAUSAL),
     ("RECOMPUTE=1 KV_WARPGROUPS=1 BLOCKS_PER_SM=2 AHEAD=2", 128, "bf16", CAUSAL),
-    ("RECOMPUTE=1 AHEAD=0 Q_BLOCK_N=96", 128, "fp16", FULL),
+    ("RECOMPUTE=1 AHEAD=0 Q_BLOCK_N=96 PDL=1", 128, "fp16", FULL),
     ("RECOMPUTE=1 BLOCK_M=128 AHEAD=1 Q_BLOCK_N=64", 64, "bf16", CAUSAL),
 )
 # Tiles and half tiles that a block passes by, tails on both sides, queries that see no key, three
