@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
 Forward = Callable[..., Any]
-"""A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
+"""A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim).
+
+Of a backward, dq, dk and dv as a tuple of such tensors, from q, k, v, o, lse and do.
+"""
 
 
 class Unavailable(Exception):
@@ -103,11 +106,14 @@ class Backend:
     layouts: tuple[str, ...] = ("dense",)
     scores: tuple[str, ...] = ()
     rounds_scores: int = 0
+    ops: tuple[str, ...] = ("forward",)
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
 
     def supports(self, problem: Problem) -> str | None:
         """Why it cannot do a problem at all; None if it can, as far as that is known before."""
+        if problem.op.name not in self.ops:
+            return f"{self.name} is timed in no {problem.op.name}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} does not do {problem.dtype}"
         if problem.mask.kind not in self.masks:

@@ -85,8 +85,8 @@ class BoundBaseline:
 
         return replay
 
-    def output(self, into: Any) -> None:
-        """Write the output on copy 0 to a CuPy array of its shape, of int16, or int32 for fp32.
+    def output(self, into: Sequence[Any]) -> None:
+        """Write the outputs on copy 0 to CuPy arrays of their shapes, of int16, or int32 for fp32.
 
         A baseline whose output has another type, as FP8's may have, is converted to the problem's.
         Raises ValueError if it has another shape.
@@ -96,10 +96,14 @@ class BoundBaseline:
             out = self._way.forward(*given)
             if self._way.finish is not None:
                 out = self._way.finish(out, *given)
-            kept = self._torch.from_dlpack(into).view(self._dtype)
-            if tuple(out.shape) != tuple(kept.shape):
-                raise ValueError(f"its output has the shape {tuple(out.shape)}")
-            kept.copy_(out)  # which converts it
+            made = out if isinstance(out, tuple) else (out,)
+            if len(made) != len(into):
+                raise ValueError(f"it has {len(made)} outputs, not {len(into)}")
+            for one, array in zip(made, into, strict=True):
+                kept = self._torch.from_dlpack(array).view(self._dtype)
+                if tuple(one.shape) != tuple(kept.shape):
+                    raise ValueError(f"its output has the shape {tuple(one.shape)}")
+                kept.copy_(one)  # which converts it
             self._stream.synchronize()
 
 
@@ -112,7 +116,8 @@ def prepare(
 ) -> BoundBaseline:
     """The baseline called `name`, after one run. copies: CuPy arrays of its inputs, as storage.
 
-    They are q, k, v, and of their scales, a bias and sinks those that there are.
+    They are q, k, v, and of their scales, a bias and sinks those that there are; of a backward also
+    o, lse and do.
 
     triton: waited for if it has begun what the baseline needs. Raises Unavailable with the reason
     if anything goes wrong inside the baseline.

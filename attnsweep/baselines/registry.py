@@ -26,6 +26,7 @@ _MASKED: Any = {
     "masks": ("full", "causal", "window", "boolean"),
     "layouts": ("dense", "padded", "packed"),
 }
+_BOTH = ("forward", "backward")
 _FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 _FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
 _FLASH_3 = Package(
@@ -42,8 +43,10 @@ _TRITON = Package(
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH),
-        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED, scores=("bias",)),
+        Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH, ops=_BOTH),
+        Backend(
+            "torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED, scores=("bias",), ops=_BOTH
+        ),
         Backend(
             "torch_efficient",
             _sdpa("EFFICIENT_ATTENTION"),
@@ -101,4 +104,4 @@ def backend_of(name: str) -> Backend:
     if CALLABLE.fullmatch(name) is None:
         return BACKENDS[name]
     package = Package((), f"put {name.partition(':')[0]} where Python finds it")
-    return Backend(name, own.ways_of(name), package, _FP32, **_MASKED)
+    return Backend(name, own.ways_of(name), package, _FP32, **_MASKED, ops=_BOTH)

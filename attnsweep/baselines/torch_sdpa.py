@@ -11,6 +11,7 @@ import numpy as np
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core import drawn
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
 def _sdpa(backend: str) -> Builder:
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+        if problem.op == BACKWARD:
+            return _gradients(torch, problem, backend)
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         chosen = getattr(SDPBackend, backend)
@@ -138,6 +141,36 @@ def _sdpa(backend: str) -> Builder:
         return ways
 
     return build
+
+
+def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
+    """PyTorch's own backward, as its autograd calls it, from a forward that is not timed.
+
+    Its tensors are (batch, heads, seqlen, head_dim), or lie as (batch, seqlen, heads, head_dim).
+    """
+    if problem.kind not in ("full", "causal"):
+        raise Unavailable("PyTorch's backward takes no mask but causal")
+    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        raise Unavailable("PyTorch's backward has a causal mask aligned top-left alone")
+    aten, scale = torch.ops.aten, problem.scale
+    seed = torch.empty((), dtype=torch.int64, device="cuda")  # of no dropout
+    rest = (problem.seqlen_q, problem.seqlen_k, 0.0, problem.causal)
+
+    def by_cudnn(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+        given = (do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, *rest)
+        return aten._scaled_dot_product_cudnn_attention_backward.default(*given, scale=scale)
+
+    def by_flash(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+        given = (do, q, k, v, o, lse, None, None, *rest, seed, seed)
+        return aten._scaled_dot_product_flash_attention_backward.default(*given, scale=scale)
+
+    def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(
+            x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs
+        )
+
+    backward = by_cudnn if backend == "CUDNN_ATTENTION" else by_flash
+    return [Way(backward), Way(backward, rows_of_heads)]
 
 
 def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

@@ -369,8 +369,8 @@ class Bench:
         call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
         bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
 
-        def write(output: Buffer) -> None:
-            call.output(output.view(self.problem.shape_of("o"), bits))
+        def write(outputs: Mapping[str, Buffer]) -> None:
+            call.output([to.view(self.problem.shape_of(n), bits) for n, to in outputs.items()])
 
         with step("judge"):
             # Libraries have their own maths; a callable may do anything.

@@ -178,7 +178,7 @@ class Build:
             tuple(self.launches_for(case.problem) for case in cases),
             self.kernel.rounds_scores,
             self._emptied(timed),
-            self.kernel.deterministic,
+            self.kernel.is_deterministic(self.config),
             self._turns(),
         )
 

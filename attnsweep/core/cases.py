@@ -8,6 +8,7 @@ from typing import Literal
 from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import DENSE, Packed, Padded
 from attnsweep.core.masks import CAUSAL, Interval
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
@@ -24,6 +25,7 @@ Inputs = Literal[
     "wide",
     "sink",
     "huge_padding",
+    "exact",
 ]
 # Short turns: queries and keys of a sequence, and of a causal one. 100 keys are two tiles of 64 or
 # one of 128, and end in a tail; a causal sequence has turns of other lengths too.
@@ -55,6 +57,7 @@ class Case:
 def small_cases(problem: Problem) -> tuple[Case, ...]:
     """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
+    A backward has none whose gradients cancel to nothing, of which only the noise would be judged.
     Of a padded problem, each has padding, and there are items with no key, one, and all of them.
 
     Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
@@ -70,6 +73,21 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
             batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
+    if problem.op == BACKWARD:
+        return (
+            case(1, 1, 1, 1, "normal"),
+            case(2, 1, 1, 63, "normal"),
+            case(4, 2, 127, 192, "normal", batch=2),
+            case(2, 1, 192, 64, "exact"),
+            case(1, 1, 65, 704, "normal"),
+            case(3, 1, 129, 129, "large_scores"),
+            case(1, 1, 130, 255, "far_below"),
+            case(2, 1, 70, 70, "far_above"),
+            case(1, 1, 63, 192, "equal_keys"),
+            case(1, 1, 67, 640, "tiny_ends"),
+            case(1, 1, 64, 321, "wide"),
+            case(1, 1, 66, 513, "sink"),
+        )
     cases = (
         case(1, 1, 1, 1, "normal"),
         case(2, 1, 1, 17, "normal"),

@@ -43,6 +43,16 @@ class Op:
     outputs: Callable[[Problem], tuple[Tensor, ...]]
     flops: Callable[[Problem], int]
 
+    def __repr__(self) -> str:
+        return self.name.upper()
+
+    def __reduce__(self) -> tuple[Callable[[str], Op], tuple[str]]:
+        return _named, (self.name,)  # there is one of each name in a process
+
+
+def _named(name: str) -> Op:
+    return OPS[name]
+
 
 def _queries(p: Problem) -> tuple[int, ...]:
     return (p.batch, p.heads, p.seqlen_q, p.head_dim)
@@ -107,3 +117,28 @@ def _forward_flops(p: Problem) -> int:
 
 FORWARD = Op("forward", _forward_inputs, _forward_outputs, _forward_flops)
 """O = softmax(Q K^T / sqrt(head_dim)) V."""
+
+
+def _backward_inputs(p: Problem) -> tuple[Tensor, ...]:
+    rows = Tensor("lse", (p.batch, p.heads, p.seqlen_q), "fp32")
+    o, do = (Tensor(name, _queries(p), p.dtype) for name in ("o", "do"))
+    return (*_forward_inputs(p), o, rows, do)
+
+
+def _backward_outputs(p: Problem) -> tuple[Tensor, ...]:
+    shapes = {"dq": _queries(p), "dk": _keys(p), "dv": _keys(p)}
+    return tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
+
+
+def _backward_flops(p: Problem) -> int:
+    return 10 * p.pairs * p.head_dim  # of S, dP, dV, dQ and dK: scores are not kept
+
+
+BACKWARD = Op("backward", _backward_inputs, _backward_outputs, _backward_flops)
+"""The gradients of Q, K and V, of dO that O has, from O and the log-sum-exp of a forward.
+
+P = exp(Q K^T / sqrt(head_dim) - lse), dV = P^T dO, dS = P * (dO V^T - sum(dO * O)) with a sum for
+each row, dQ = dS K / sqrt(head_dim), dK = dS^T Q / sqrt(head_dim). dK and dV of a key head are sums
+over its query heads. O and lse are given as a forward rounds them, lse natural and in float32.
+"""
+OPS = {op.name: op for op in (FORWARD, BACKWARD)}

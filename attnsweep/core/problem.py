@@ -19,8 +19,9 @@ from attnsweep.core.masks import CAUSAL as CAUSAL
 from attnsweep.core.masks import FULL as FULL
 from attnsweep.core.masks import Interval as Interval
 from attnsweep.core.masks import Range
+from attnsweep.core.ops import BACKWARD as BACKWARD
 from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
-from attnsweep.core.ops import FORWARD, Op, Tensor
+from attnsweep.core.ops import FORWARD, OPS, Op, Tensor
 from attnsweep.core.ops import SCALE_BLOCK as SCALE_BLOCK
 from attnsweep.core.scores import PLAIN, WORDS
 from attnsweep.core.scores import Scores as Scores
@@ -39,16 +40,19 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
-    r"(?: +(?!causal_|window|boolean|padded|packed|softcap|sinks|bias)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|packed|softcap|sinks|bias|backward)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
     r"(?: +(pa(?:dded|cked)\([^)]*\)))?"
     rf"({WORDS})"
+    r"(?: +(backward))?"
 )
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Problem:
-    """One attention forward: O = softmax(Q Kᵀ / sqrt(head_dim)) V, or as `scores` change them.
+    """One attention call: O = softmax(Q Kᵀ / sqrt(head_dim)) V, or as `scores` change them.
+
+    Or, with `op` BACKWARD, the gradients of Q, K and V: see core/ops.py.
 
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
     contiguous. Query head h reads key head h // (heads // heads_kv). `mask` says which keys a query
@@ -77,6 +81,8 @@ class Problem:
     mask: Interval | Boolean = FULL
     layout: Layout = DENSE
     scores: Scores = PLAIN
+    op: Op = FORWARD
+    """What a call computes."""
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -93,6 +99,7 @@ class Problem:
         mask: Interval | Boolean = FULL,
         layout: Layout = DENSE,
         scores: Scores = PLAIN,
+        op: Op = FORWARD,
         *,
         causal: bool | None = None,
     ) -> None:
@@ -101,12 +108,12 @@ class Problem:
             mask = CAUSAL if causal else FULL
         mask = mask.of_lengths(seqlen_q, seqlen_k)
         sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
-        values = (*sizes, dtype, mask, layout, scores)
+        values = (*sizes, dtype, mask, layout, scores, op)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
         own = [*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers
-        object.__setattr__(self, "_hash", hash((*sizes, *own)))
+        object.__setattr__(self, "_hash", hash((*sizes, *own, *([1] if op is not FORWARD else ()))))
 
     def __hash__(self) -> int:
         return self._hash
@@ -154,11 +161,25 @@ class Problem:
                 f"{self.label}: a bias has no mask beside it",
                 hint="minus infinity in a bias hides a key by itself",
             )
+        if self.op == BACKWARD:
+            self._check_backward()
         if self.tensor_bytes > MOST_MEMORY_BYTES:
             raise ProblemError(
-                f"{self.label}: q, k, v and o need {self.tensor_bytes / 2**30:,.0f} GiB, and the "
+                f"{self.label}: its tensors need {self.tensor_bytes / 2**30:,.0f} GiB, and the "
                 f"largest card has {MOST_MEMORY_BYTES // 2**30} GiB",
                 hint="make batch, heads, seqlen or head_dim smaller",
+            )
+
+    def _check_backward(self) -> None:
+        others = [self.mask.label] if self.mask.boolean else []
+        others += [self.layout.kind] if self.layout != DENSE else []
+        others += self.scores.kinds
+        if DTYPE_BYTES[self.dtype] != 2:
+            others.append(self.dtype)
+        if others:
+            raise ProblemError(
+                f"{self.label}: a backward has no {others[0]}",
+                hint="a backward is of fp16 or bf16, full, causal or with a window",
             )
 
     @property
@@ -186,7 +207,8 @@ class Problem:
     @property
     def variant(self) -> str:
         """What code serves it, of a head_dim and a dtype: `causal`, `window sinks`, `full bias`."""
-        return " ".join((self.kind, *self.scores.kinds))
+        own = [] if self.op == FORWARD else [self.op.name]
+        return " ".join((self.kind, *self.scores.kinds, *own))
 
     @property
     def key_ranges(self) -> tuple[Range, ...]:
@@ -218,7 +240,8 @@ class Problem:
     def label(self) -> str:
         """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`.
 
-        With padding, `(4,8,512,64) bf16 causal padded(right,40)`; then come `scores.label`.
+        With padding, `(4,8,512,64) bf16 causal padded(right,40)`; then come `scores.label`, and
+        ` backward` of such a call.
         """
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
@@ -227,7 +250,8 @@ class Problem:
             else f"{self.seqlen_q}x{self.seqlen_k}"
         )
         sizes = f"({self.batch},{heads},{seqlen},{self.head_dim})"
-        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}{self.scores.label}"
+        op = "" if self.op == FORWARD else f" {self.op.name}"
+        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}{self.scores.label}{op}"
 
     @classmethod
     def parse(cls, text: str) -> Problem:
@@ -242,12 +266,12 @@ class Problem:
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )
-        b, heads, kv, q, k, d, dtype, mask, padding, scores = match.groups()
+        b, heads, kv, q, k, d, dtype, mask, padding, scores, op = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = of_label(padding) if padding else DENSE
         seen = Boolean.parse(mask) if mask else FULL
-        return cls(*sizes, known, seen, layout, Scores.parse(scores))
+        return cls(*sizes, known, seen, layout, Scores.parse(scores), OPS[op or "forward"])
 
     def __repr__(self) -> str:
         """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
@@ -259,7 +283,8 @@ class Problem:
         """Sizes, dtype and mask as rows have them in JSON."""
         sizes = {name: getattr(self, name) for name in SIZES}
         own = self.mask.facts | self.layout.facts | self.scores.facts
-        return sizes | {"dtype": self.dtype} | own
+        op = {} if self.op == FORWARD else {"op": self.op.name}
+        return sizes | {"dtype": self.dtype} | own | op
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -274,7 +299,9 @@ class Problem:
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
         values = {"mask": Boolean.of(facts), "layout": of_facts(facts), "scores": Scores.of(facts)}
-        return cls(**own | values)
+        if (op := facts.get("op", FORWARD.name)) not in OPS:
+            raise ProblemError(f"an op is one of {', '.join(OPS)}, not {op!r}")
+        return cls(**own | values, op=OPS[op])
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -301,11 +328,6 @@ class Problem:
     def out_dtype(self) -> str:
         """Type of o: bf16 if q, k and v are FP8, otherwise theirs."""
         return "bf16" if self.scaled else self.dtype
-
-    @property
-    def op(self) -> Op:
-        """What a call computes."""
-        return FORWARD
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -407,7 +429,7 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
         *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
-        *("softcap", "sinks", "bias"),
+        *("softcap", "sinks", "bias", "op"),
     }
 )
 """Keys that `Problem.facts` may have."""

@@ -84,6 +84,8 @@ class Accuracy(_Row):
     limit: float
     case: str | None = None
     """The shape and input whose error was the largest share of its limit."""
+    output: str | None = None
+    """Of several outputs, the one whose error that was."""
     shares: dict[str, float] = Field(default_factory=dict)
     """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
     seed: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Value, ceil_div
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.family import Config, Family, Param
@@ -166,6 +167,8 @@ def _keeps_groups(heads: int, group: int) -> bool:
 
 def _splits(problem: Problem) -> bool:
     """Whether some heads of all items are a problem of their own."""
+    if problem.op != FORWARD:
+        return False
     return problem.layout.kind == "dense" and not problem.mask.boolean
 
 

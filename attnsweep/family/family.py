@@ -179,11 +179,12 @@ class Family:
     those it must have empty_rows, since the inputs are known on the device alone. scores: what it
     can make of them, of softcap, sinks and bias, which is minus infinity in places. deterministic:
     equal calls give equal bits, and the bits of a head follow from its own q, k and v alone, which
-    is checked; False for a family with atomic sums.
+    is checked; False for a family with atomic sums; or the name of a switch with which they do.
     empty_rows: it writes 0, and a log-sum-exp of minus infinity, for a query that sees no key. lse:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
     to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
-    compile and check; without, its first, second and last.
+    compile and check; without, its first, second and last. ops: what its calls compute: forward,
+    backward.
     """
 
     name: str
@@ -197,9 +198,10 @@ class Family:
     scores: tuple[str, ...] = ()
     empty_rows: bool = False
     rounds_scores: int = 0
-    deterministic: bool = True
+    deterministic: bool | str = True
     lse: str = ""
     usual_head_dims: tuple[int, ...] = ()
+    ops: tuple[str, ...] = ("forward",)
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""
@@ -355,6 +357,8 @@ class Family:
             self.min_arch.endswith("a") and self.min_arch != arch.name
         ):
             return f"needs {self.min_arch}, not {arch.name}"
+        if problem.op.name not in self.ops:
+            return f"does no {problem.op.name}"
         if problem.scaled and (major, minor) < _FIRST_WITH_FP8:
             return f"{arch.name} has no FP8: it needs sm_89 or later"
         if problem.dtype not in self.dtypes:
@@ -436,6 +440,11 @@ class Family:
     def writes_lse(self, config: Config) -> bool:
         """Whether calls of this config write the log-sum-exp of every row."""
         return bool(self.lse and config[self.lse])
+
+    def is_deterministic(self, config: Config) -> bool:
+        """Whether equal calls of this config give equal bits."""
+        how = self.deterministic
+        return bool(config[how]) if isinstance(how, str) else how
 
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
         """Bytes of each workspace by name."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import DTYPE_BYTES
+from attnsweep.core.ops import DTYPE_BYTES, OPS
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
@@ -93,8 +93,14 @@ def of_kernel(kernel: Any) -> Fault | None:
     if not isinstance(kernel.scores, tuple) or not {*kernel.scores} <= {*SCORES}:
         what = f"scores are a tuple of {', '.join(SCORES)}, not {kernel.scores!r}"
         return Fault(what, 'write a tuple of one as ("softcap",)')
-    if not isinstance(kernel.deterministic, bool):
-        return Fault(f"deterministic is not {kernel.deterministic!r}", "write True or False")
+    if not isinstance(kernel.ops, tuple) or not kernel.ops or not {*kernel.ops} <= {*OPS}:
+        what = f"ops are a tuple of {', '.join(OPS)}, not {kernel.ops!r}"
+        return Fault(what, 'write a tuple of one as ("forward",)')
+    switches = kernel.params if isinstance(kernel.params, tuple) else ()
+    named = [getattr(param, "name", None) for param in switches]
+    if not isinstance(kernel.deterministic, bool) and kernel.deterministic not in named:
+        what = f"deterministic is not {kernel.deterministic!r}"
+        return Fault(what, "write True or False, or the name of one of its switches")
     return None
 
 

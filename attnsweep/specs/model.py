@@ -29,6 +29,7 @@ from pydantic import (
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.layouts import of_facts
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import CAUSAL, FULL, Boolean, Dtype, Interval, Problem, Scores
 from attnsweep.specs.require import RequireSpec
 from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
@@ -353,6 +354,11 @@ class ProblemSpec(_Model):
         description="Calls add a tensor to the scores, as attn_mask of q's dtype: one for all, [], "
         "or of each item of the batch and each head, [item, head].",
     )
+    op: Many[Literal["forward", "backward"]] = Field(
+        default=["forward"],
+        description="What a call computes. backward: the gradients dq, dk, dv from q, k, v, o, "
+        "lse and do.",
+    )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
     )
@@ -399,7 +405,7 @@ class ProblemSpec(_Model):
                 _boolean(mask, self.boolean, alone=not (self.padding or self.packed))
                 for mask in masks
             ]
-        axes += [seqlens, self.head_dim, self.dtype, masks]
+        axes += [seqlens, self.head_dim, self.dtype, masks, [OPS[op] for op in self.op]]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
@@ -408,8 +414,8 @@ class ProblemSpec(_Model):
             given = {"softcap": self.softcap, "sinks": self.sinks, "bias": self.bias}
             scores = Scores.of(given)
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores)
-                for b, heads, kv, (q, k), d, dtype, mask in itertools.product(*axes)
+                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores, op)
+                for b, heads, kv, (q, k), d, dtype, mask, op in itertools.product(*axes)
             ]
         except ProblemError as error:
             raise wrong(error.what, error.hint) from error

@@ -10,6 +10,8 @@ from typing import Any
 
 from attnsweep.core.errors import NoGpuError, SpaceError, SpecError
 from attnsweep.core.hardware import Arch, arch_on
+from attnsweep.core.length import is_long
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.space import Space
@@ -32,7 +34,7 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
         spaces, refused = [], {}
         for name in entry.kernels:
             kernel = spec.families[spec.family_of(name)]
-            reason = kernel.refusal(entry.problem, arch)
+            reason = kernel.refusal(entry.problem, arch) or _unproved(entry.problem)
             if reason is not None:
                 refused[kernel.name] = reason
                 continue
@@ -46,12 +48,19 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
     return tuple(planned)
 
 
+def _unproved(problem: Problem) -> str | None:
+    """Why a problem cannot be proved, or None: NumPy computes the whole forward of a backward."""
+    if problem.op == BACKWARD and is_long(problem):
+        return "a backward of 2e13 FLOPs or more cannot be proved"
+    return None
+
+
 def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:
     """Raise NoGpuError if the tensors of a problem do not fit the memory of this card."""
     for problem in problems:
         if problem.tensor_bytes > 0.9 * card.memory_bytes:
             raise NoGpuError(
-                f"{problem.label}: q, k, v and o need {problem.tensor_bytes / 2**30:.1f} GiB, "
+                f"{problem.label}: its tensors need {problem.tensor_bytes / 2**30:.1f} GiB, "
                 f"{card.gpu} has {card.memory_bytes / 2**30:.1f}",
                 hint="make the problem smaller",
             )

@@ -7,7 +7,7 @@ The grammar, in words apart from each other:
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
                                        window_top_left(512,0), boolean(blocks,30) and
-                                       padded(right,40)
+                                       padded(right,40), backward
     shapes.csv                         a row for each shape
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import of_label
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.specs.model import MAX_PROBLEMS
@@ -41,7 +42,7 @@ _KEYS = {
 }
 """The short name of each size; dtype and causal have none."""
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
-_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padding"}
+_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask", "padding": "padding", "op": "op"}
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
@@ -49,11 +50,11 @@ _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padde
 _CALLS |= {"packed": "padding", "softcap": "softcap", "bias": "bias"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 _OF_SCORES = ("softcap", "sinks", "bias")
-_OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES)
+_OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "op")
 _MASK_WORDS = (
     *("causal", "full", "window(LEFT,RIGHT)", "boolean(PATTERN,NUMBER)", "padded(SIDE,PERCENT)"),
     "packed(SEQUENCES,PERCENT)",
-    *("softcap(NUMBER)", "sinks", "bias(item,head)"),
+    *("softcap(NUMBER)", "sinks", "bias(item,head)", "backward"),
 )
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
@@ -181,6 +182,7 @@ class _Shape:
                 facts |= of_label(_bracketed(said)).facts
             words = [_bracketed(self.fields[name]) for name in _OF_SCORES if name in self.fields]
             facts |= Scores.parse(" ".join(words)).facts
+            facts |= {"op": self.fields["op"].lower()} if "op" in self.fields else {}
             return Problem.of({**sizes, "dtype": own} | facts)
         except ProblemError as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error
@@ -219,6 +221,8 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
             given = [("mask", bare.lower())]
         elif bare.lower() == "sinks":
             given = [("sinks", "sinks")]
+        elif bare.lower() in OPS:
+            given = [("op", bare.lower())]
         elif (of := _CALLS.get(bare.lower().partition(":")[0])) is not None:
             given = [(of, bare.lower())]
         elif bare.lower() in DTYPE_BYTES:

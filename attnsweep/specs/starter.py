@@ -16,6 +16,7 @@ from typing import Any
 
 from attnsweep.core.errors import KernelError, SpaceError
 from attnsweep.core.hardware import Arch
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import SIZES, Problem
 from attnsweep.family.family import Family
 from attnsweep.family.space import Space
@@ -46,8 +47,8 @@ _MOST_FEW = 64
 # Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
 _TILES_OF_SHORT = 2
 _LEAST_LONG = 4096
-# Head dims and dtypes that no card's own spec has, on every card that can.
-_MORE_SPECS = ("wide_head", "fp8_h100")
+# Head dims, dtypes and ops that no card's own spec has, on every card that can.
+_MORE_SPECS = ("wide_head", "fp8_h100", "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
     lines.append("kernels:")
     for (family, source), name in spaces.items():
         lines += _block(family, name, source)
-    variants = {problem.variant for problem in request.problems}
+    variants = {problem.variant for problem in request.problems if problem.op == FORWARD}
     asked = [*_OF_MASKS] if variants - {"full", "causal"} else []
     asked += [VARLEN] if any(problem.kind == "packed" for problem in request.problems) else []
     baselines = dict.fromkeys((*base.baselines, *asked))

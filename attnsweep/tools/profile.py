@@ -328,7 +328,8 @@ def _launch(path: Path) -> None:
         for name, bits in inputs_of(plan.problem).items():
             buffers[name] = Buffer(bits.nbytes)
             buffers[name].upload(bits)
-        buffers["o"] = Buffer(plan.problem.bytes_of("o"))
+        for name in plan.problem.outputs:
+            buffers[name] = Buffer(plan.problem.bytes_of(name))
         buffers |= {name: Buffer(nbytes) for name, nbytes in plan.workspaces.items()}
         call = BoundCall(session, plan, [buffers])
         call.enqueue()

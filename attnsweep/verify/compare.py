@@ -6,7 +6,7 @@ that tell whether many calls gave the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,18 +82,19 @@ class Compared:
     tilted: Buffer | None
     floor: float
     sample: Sample = ALL
+    name: str = "o"
 
     @property
     def tiles(self) -> int:
         """Tiles of 64 rows, each of which a block judges."""
-        problem = self.problem
-        return problem.batch * problem.heads * ceil_div(problem.seqlen_q, _TILE)
+        batch, heads, rows, _ = self.problem.shape_of(self.name)
+        return batch * heads * ceil_div(rows, _TILE)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Heads of queries to one of keys, seqlen_q, and head_dim."""
-        problem = self.problem
-        return problem.heads // problem.heads_kv, problem.seqlen_q, problem.head_dim
+        """Heads of the output to one of keys, its rows, and head_dim."""
+        _, heads, rows, head_dim = self.problem.shape_of(self.name)
+        return heads // self.problem.heads_kv, rows, head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,30 @@ class Comparer:
             8 * doubles,
         )
 
+    def gradients(
+        self, inputs: dict[str, Buffer], problem: Problem, outs: Mapping[str, Buffer]
+    ) -> None:
+        """Write the gradients of a backward in float64 to dq, dk and dv of `outs`."""
+        group, *lengths = problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k
+        rows = problem.batch * problem.heads * problem.seqlen_q
+        delta = Buffer(8 * rows)
+        at = {name: np.uint64(buffer.pointer) for name, buffer in (inputs | {**outs}).items()}
+        to = np.uint64(delta.pointer)
+        args = [at["o"], at["do"], to, np.int64(rows), np.int32(problem.head_dim)]
+        self._launch("backward_delta", ceil_div(rows, _THREADS // 32), args)
+        given = [*(at[name] for name in ("q", "k", "v", "do", "lse")), to]
+        sizes = map(np.int32, (group, *lengths, problem.head_dim))
+        how = [*sizes, np.float64(problem.scale), *map(np.int32, problem.diagonals)]
+        smem_bytes = 8 * (2 * _TILE + 2 * _CHUNK) * _PITCH
+        parts = ceil_div(problem.head_dim, _TILE)
+        for name, length, heads, written in (
+            ("backward_queries", problem.seqlen_q, problem.heads, ("dq", "dq")),
+            ("backward_keys", problem.seqlen_k, problem.heads_kv, ("dk", "dv")),
+        ):
+            blocks = ceil_div(length, _TILE) * parts * problem.batch * heads
+            self._launch(name, blocks, [*given, *(at[n] for n in written), *how], smem_bytes)
+        self._session.synchronize()  # delta is in use until then
+
     def rows(
         self, buffer: Buffer, shape: Sequence[int], rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
@@ -276,16 +301,20 @@ class Comparer:
         blocks = self._blocks(buffer.nbytes, parts)
         self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS))
 
-    def negate(self, k: Buffer, v: Buffer, heads: int, mix: Buffer, old: int, new: int) -> None:
-        """Take k and v from one mix to another, and write it to `mix`; see `negated_heads`.
+    def negate(
+        self, tensors: Sequence[Buffer], heads: int, mix: Buffer, old: int, new: int
+    ) -> None:
+        """Take k and v, or dO, from one mix to another, and write it to `mix`: see `negated_heads`.
 
         In one launch: the device waits for it before each replay that is timed.
         """
-        sign, sizes = np.uint32(sign_bits(self.dtype)), (np.int64(k.nbytes), np.int32(heads))
+        one, other = tensors[0], tensors[-1]
+        sign, sizes = np.uint32(sign_bits(self.dtype)), (np.int64(one.nbytes), np.int32(heads))
         mixes = map(np.uint64, (old, new, mix.pointer))
-        args = [np.uint64(k.pointer), np.uint64(v.pointer), *sizes, sign, *mixes]
-        blocks = self._blocks(2 * k.nbytes, 2 * heads)
-        self._launch("negate", blocks, args, 0, min(heads, _PARTS), 2)
+        args = [np.uint64(one.pointer), np.uint64(other.pointer), *sizes, sign, *mixes]
+        count = len(tensors)
+        blocks = self._blocks(count * one.nbytes, count * heads)
+        self._launch("negate", blocks, args, 0, min(heads, _PARTS), count)
 
     def count_outside(self, buffer: Buffer, slot: int) -> None:
         """Add to a slot the number of bytes of the buffer's guards that something changed."""
@@ -334,6 +363,11 @@ class Comparer:
         self._counts.download(self._host[:slots], self._session.stream)
         self._session.synchronize()
         return self._host[:slots].copy()
+
+    def found_of(self, cases: int, outputs: int) -> list[list[dict[str, float]]]:
+        """The findings of so many cases, of each of their outputs: see DeviceCase.compare."""
+        found = self.found(cases * outputs)
+        return [found[at : at + outputs] for at in range(0, len(found), outputs)]
 
     def found(self, slots: int) -> list[dict[str, float]]:
         """The findings of the first `slots` slots of `compare`, after all work before."""

@@ -6,7 +6,8 @@ several of them through a check in a few launches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
-from attnsweep.core.problem import DTYPE_BYTES
+from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
-from attnsweep.verify import encoding, measures
+from attnsweep.verify import backward, encoding, measures
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
 from attnsweep.verify.compare import Compared, Comparer
@@ -47,27 +48,30 @@ class BrokenComparison(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What one checked call showed: findings, bytes written outside; lse is 0 if none is there."""
+    """What one checked call showed: findings of each output, bytes written outside.
 
-    values: dict[str, float]
+    lse: 0 if none is there.
+    """
+
+    values: Sequence[dict[str, float]]
     outside: dict[str, int]
     lse: float = 0.0
 
 
 @dataclass
 class _Side:
-    """What is expected of the inputs as they were made, or of all k and v negated."""
+    """What is expected of the inputs as they were made, or negated: outputs by name."""
 
-    expected: Buffer
-    lse: Buffer
+    expected: dict[str, Buffer]
+    lse: Buffer | None
 
 
 class DeviceCase:
-    """One case on the device: guarded inputs and output, and the expected float64 output.
+    """One case on the device: guarded inputs and outputs, and the expected float64 outputs.
 
     two_sided: the heads of k and v can be negated, each for itself, which gives it other scores
-    and outputs. `draw` chooses which at random, so that the last answers are wrong ones. A head
-    has no more than these two contents.
+    and outputs; of a backward, those of dO, which negates its gradients. `draw` chooses which at
+    random, so that the last answers are wrong ones. A head has no more than these two contents.
     """
 
     _negated: npt.NDArray[np.bool_] | None = None
@@ -97,14 +101,16 @@ class DeviceCase:
         # A head with half a word cannot be negated without its neighbour.
         apart = two_sided and problem.head_dim * DTYPE_BYTES[problem.dtype] % 4 == 0
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
-        self.parts = problem.batch * problem.heads if apart else 1
+        # Of a backward, every output has whole heads of keys.
+        group = 1 if self._backward else problem.heads // problem.heads_kv
+        self.parts = self._heads_kv * group if apart else 1
         self.buffers: dict[str, Buffer] = {}
         check_scales(known.inputs, problem)
         for name, bits in known.inputs.items():
             self.buffers[name] = Buffer(bits.nbytes, guard=POISON)
             _upload(bits, self.buffers[name])
-        size = int(np.prod(problem.shape_of("o")))
-        self.buffers["o"] = Buffer(problem.bytes_of("o"))
+        for name in self.outputs:
+            self.buffers[name] = Buffer(problem.bytes_of(name))
         inputs = [(self.buffers[name], 1 + i, 0) for i, name in enumerate(problem.inputs)]
         self._inputs = judge.regions(inputs)
         self._session = session
@@ -114,34 +120,65 @@ class DeviceCase:
         session.settle()
         self.tilted: Buffer | None = None
         self._sides: list[_Side] = []
-        self.floor = 0.0
+        self.floor = dict.fromkeys(self.outputs, 0.0)
         with session.stream:
             self._mix.fill(0)
             judge.clear()
-            if not two_sided and case.inputs == "normal":
-                self.tilted = Buffer(8 * size)
+            if not two_sided and case.inputs == "normal" and not self._backward:
+                self.tilted = self._of_float64("o")
                 judge.reference(self.buffers, problem, self.tilted, Buffer(8 * rows), TILT)
             for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
                 self.go_to(mix)
-                one = _Side(Buffer(8 * size), Buffer(8 * rows))
-                judge.reference(self.buffers, problem, one.expected, one.lse, sample=sample)
-                self._sides.append(one)
+                self._sides.append(self._side())
             self.go_to(PLAIN)
             self.compare(0)
             self.look_at_inputs(0)
-            norm = judge.found(1)[0]["norm"]
+            norms = [one["norm"] for one in judge.found(len(self.outputs))]
             self._intact = judge.counts(1)[0]
-        # As measures.floor: a thousandth of the typical norm of a row.
-        self.floor = 1e-3 * float(np.sqrt(norm / max(1, self.judged_rows))) or 1.0
-        for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
+        for name, norm in zip(self.outputs, norms, strict=True):
+            # As measures.floor: a thousandth of the typical norm of a row.
+            typical = float(np.sqrt(norm / max(1, self.rows_of(name))))
+            self.floor[name] = max(1e-3 * typical, known.least.get(name, 0.0)) or 1.0
+        if known.gradients is not None:
+            for side, sign in zip(self._sides, (1, -1), strict=False):
+                self._prove_gradients(side, known, sign)
+        for side, (exact, lse) in zip(self._sides, known.sides, strict=not self._backward):
             self._prove(side, known.rows, exact, lse)
         self.format_err: float | None = None
         self._drawn = self._unrounded(known)
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of a call's outputs."""
+        return self.case.problem.outputs
+
+    @property
+    def _backward(self) -> bool:
+        return self.case.problem.op == BACKWARD
+
+    def _of_float64(self, output: str) -> Buffer:
+        return Buffer(8 * math.prod(self.case.problem.shape_of(output)))
+
+    def _side(self) -> _Side:
+        """The expected outputs on the present inputs."""
+        problem, expected = self.case.problem, {n: self._of_float64(n) for n in self.outputs}
+        if self._backward:
+            self.judge.gradients(self.buffers, problem, expected)
+            return _Side(expected, None)
+        lse = Buffer(8 * self.rows)
+        self.judge.reference(self.buffers, problem, expected["o"], lse, sample=self.sample)
+        return _Side(expected, lse)
+
+    @property
     def judged_rows(self) -> int:
-        """Rows that see a key and are compared with float64, of all heads."""
+        """Rows of queries that see a key and are compared with float64, of all heads."""
+        return self.rows_of(self.outputs[0])
+
+    def rows_of(self, output: str) -> int:
+        """Rows of an output that are compared with float64, and are not 0 in any case."""
         problem = self.case.problem
+        if self._backward:
+            return backward.rows_of(problem, output)
         if self.sample == ALL:
             return problem.heads * problem.rows_with_keys
         return self.sample.rows(problem)
@@ -155,18 +192,17 @@ class DeviceCase:
         for name, values in known.drawn.items():
             inputs[name].upload(np.ascontiguousarray(values))
         inputs |= {name: self.buffers[name] for name in problem.inputs if name not in inputs}
-        size = 8 * int(np.prod(problem.shape_of("o")))
-        made = _Side(Buffer(size), Buffer(8 * self.rows))
+        made, lse = self._of_float64("o"), Buffer(8 * self.rows)
         self._session.settle()
         with self._session.stream:
             judge = self.judge.of_dtype("fp32")
-            judge.reference(inputs, problem, made.expected, made.lse, sample=self.sample)
-            plain = self._sides[PLAIN].expected.pointer
-            one = Compared(plain, problem, [made.expected], None, None, self.floor, self.sample)
+            judge.reference(inputs, problem, made, lse, sample=self.sample)
+            plain, floor = self._sides[PLAIN].expected["o"].pointer, self.floor["o"]
+            one = Compared(plain, problem, [made], None, None, floor, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
-        self._prove(made, known.rows, *known.exact)
-        return made.expected
+        self._prove(_Side({"o": made}, lse), known.rows, *known.exact)
+        return made
 
     def compare_format(self, slot: int) -> bool:
         """Compare the output on the inputs as made with that before they were rounded to FP8.
@@ -176,7 +212,8 @@ class DeviceCase:
         if self._drawn is None:
             return False
         at, problem = self.buffers["o"].pointer, self.case.problem
-        drawn = Compared(at, problem, [self._drawn], None, None, self.floor, self.sample)
+        floor = self.floor["o"]
+        drawn = Compared(at, problem, [self._drawn], None, None, floor, self.sample)
         self.judge.compare(drawn, slot)
         return True
 
@@ -184,10 +221,21 @@ class DeviceCase:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
         shape, of_rows = problem.shape_of("o"), self.judge.rows
-        error = measures.row_error(of_rows(side.expected, shape, rows), exact)
+        error = measures.row_error(of_rows(side.expected["o"], shape, rows), exact)
+        assert side.lse is not None
         lse = of_rows(side.lse, (*shape[:3], 1), rows)[..., 0]
         wrong_lse = measures.apart(lse, exact_lse).max()
-        error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
+        self._must_be(max(error, float(wrong_lse) / 1e3))  # of scores up to a thousand
+
+    def _prove_gradients(self, side: _Side, known: ExpectedCase, sign: int) -> None:
+        """The same of gradients. sign: of those that are known."""
+        assert known.gradients is not None
+        for name, exact in known.gradients.items():
+            rows: Any = known.rows if name == "dq" else known.keys
+            found = self.judge.rows(side.expected[name], self.case.problem.shape_of(name), rows)
+            self._must_be(measures.row_error(found, sign * exact, known.least[name]))
+
+    def _must_be(self, error: float) -> None:
         if not error <= _PROOF:
             raise BrokenComparison(
                 f"the float64 reference on this GPU is off by {error:.1e} ({self.case.label}): "
@@ -197,8 +245,8 @@ class DeviceCase:
     def go_to(self, mix: int) -> None:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
         if self.mix != mix:
-            k, v = self.buffers["k"], self.buffers["v"]
-            self.judge.negate(k, v, self._heads_kv, self._mix, self.mix, mix)
+            tensors = [self.buffers[name] for name in (("do",) if self._backward else ("k", "v"))]
+            self.judge.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 
     def draw(self) -> None:
@@ -225,9 +273,8 @@ class DeviceCase:
         return self._negated
 
     def digest(self, of_sides: npt.NDArray[np.uint64]) -> int:
-        """The digest of an output on the present inputs, of those of its parts (2, parts)."""
-        group = self.parts // self._heads_kv
-        sides = self._now().repeat(group).astype(int)
+        """The digest of outputs on the present inputs, of those of their parts (2, parts)."""
+        sides = self._now().repeat(self.parts // self._heads_kv).astype(int)
         return int(of_sides[sides, np.arange(self.parts)].sum(dtype=np.uint64))
 
     def look_at_inputs(self, slot: int) -> None:
@@ -249,17 +296,28 @@ class DeviceCase:
         self._session.settle()
         return True
 
-    def compared(self, output: int | None = None) -> Compared:
-        """The output on the present inputs, or the one at a pointer, to be compared."""
-        expected = [side.expected for side in self._sides]
-        at = self.buffers["o"].pointer if output is None else output
-        mix = self._mix if len(expected) > 1 else None
-        how = (mix, self.tilted, self.floor, self.sample)
-        return Compared(at, self.case.problem, expected, *how)
+    def compared(self, buffers: Mapping[str, Buffer] | None = None) -> list[Compared]:
+        """The outputs on the present inputs, its own or of a copy, to be compared."""
+        at, mix = buffers or self.buffers, self._mix if len(self._sides) > 1 else None
+        made = []
+        for name in self.outputs:
+            expected = [side.expected[name] for side in self._sides]
+            how = (mix, self.tilted, self.floor[name], self.sample, name)
+            made.append(Compared(at[name].pointer, self.case.problem, expected, *how))
+        return made
 
-    def compare(self, slot: int, output: int | None = None) -> None:
-        """Compare the output on the present inputs, or the one at a pointer, into a slot."""
-        self.judge.compare(self.compared(output), slot)
+    def compare(self, slot: int, buffers: Mapping[str, Buffer] | None = None) -> None:
+        """Compare the outputs on the present inputs, its own or of a copy.
+
+        Findings go to as many slots as there are outputs, the slot-th of such groups.
+        """
+        for number, one in enumerate(self.compared(buffers)):
+            self.judge.compare(one, slot * len(self.outputs) + number)
+
+    def poison(self) -> None:
+        """Fill the outputs with NaN."""
+        for name in self.outputs:
+            self.buffers[name].fill(POISON)
 
     def compare_lse(self, written: Buffer, slot: int) -> None:
         """Compare the log-sum-exps of all rows into a slot, on PLAIN or OPPOSITE inputs."""
@@ -269,6 +327,7 @@ class DeviceCase:
                 f"need {4 * self.rows} ({self.case.label})"
             )
         expected = self._sides[self.mix].lse
+        assert expected is not None
         self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
 
     def accuracy(
@@ -277,53 +336,71 @@ class DeviceCase:
         rounds_scores: int,
         *,
         baseline: bool = False,
-        same: Measures | None = None,
+        same: verify_limits.Same | None = None,
     ) -> Accuracy:
-        """The accuracy of an output. Raises WrongResult if it is wrong.
+        """The accuracy of a call's outputs: of the worst. Raises WrongResult if one is wrong.
 
         baseline: only NaN is wrong; an error over the limit is returned, to be shown. same: errors
         of the same maths, if they are known, which give the limits.
         """
-        label = self.case.label
-        limits = verify_limits.limits(self.case, rounds_scores, same)
-        values = found.values
-        often = rounds_scores if values["tilt_norm"] > 0 else 0  # of small cases alone
-        of_rounding = verify_limits.scale_of_rounding(self.case, self._seed, often)
-        taken = Measures(
-            **{name: values[name] for name in ("row", "element", "row_gain", "tile_gain")},
-            rms=float(np.sqrt(values["squares"] / max(1, self.judged_rows))),
-            gain=abs(values["gains"]) / max(1, self.judged_rows),
-            scale=abs(TILT * values["tilt"] / (values["tilt_norm"] or 1.0) - of_rounding),
-        )
-        shares = taken.shares(limits)
-        accuracy = Accuracy(
-            rel_err=taken.row if np.isfinite(taken.row) and not values["nans"] else None,
-            limit=limits.row,
-            case=label,
-            shares={name: float(f"{share:.3g}") for name, share in shares.items()},
-        )
-        for name, count in found.outside.items():
+        label, every = self.case.label, []
+        most = verify_limits.of_outputs(self.case, rounds_scores, same)
+        for name, values in zip(self.outputs, found.values, strict=True):
+            taken = self._taken(name, values, rounds_scores)
+            shares = taken.shares(most[name])
+            one = Accuracy(
+                rel_err=taken.row if np.isfinite(taken.row) and not values["nans"] else None,
+                limit=most[name].row,
+                case=label,
+                shares={name: float(f"{share:.3g}") for name, share in shares.items()},
+                output=name if self._backward else None,
+            )
+            every.append((name, values, taken, one))
+        # NaN first, and then the output that is nearest to its limits.
+        every.sort(key=lambda each: (each[1]["nans"] == 0, -_worst(each[3])))
+        name, values, taken, accuracy = every[0]
+        said = f"{name}, {label}" if self._backward else label
+        for where, count in found.outside.items():
             if count:
-                raise WrongResult(f"wrote {count} bytes outside {name!r} ({label})")
+                raise WrongResult(f"wrote {count} bytes outside {where!r} ({label})")
         if values["nans"]:
+            size = math.prod(self.case.problem.shape_of(name))
             raise WrongResult(
-                f"{values['nans']:.0f} of {self.rows * self.case.problem.head_dim} outputs are NaN "
-                f"or were never written ({label})",
+                f"{values['nans']:.0f} of {size} outputs are NaN or were never written ({said})",
                 accuracy,
             )
         if baseline:
             return accuracy
-        over = [name for name, share in shares.items() if not share <= 1]  # so that NaN fails
+        shares = taken.shares(most[name])
+        over = [which for which, share in shares.items() if not share <= 1]  # so that NaN fails
         if over:
-            name = over[0]  # the error of a row says most
-            head, row = divmod(int(values["row_at"]), self.case.problem.seqlen_q)
-            value, limit = getattr(taken, name), getattr(limits, name)
-            said = _SAID[name].format(value=value, limit=limit, at=f"row {row} of head {head}")
-            raise WrongResult(f"{said} ({label})", accuracy)
-        if found.lse and not found.lse <= (most := verify_limits.lse_limit(self.case)):
-            said = f"log-sum-exp off by {found.lse:.1e}, over the limit {most:.0e}"
-            raise WrongResult(f"{said} ({label})", accuracy)
+            which = over[0]  # the error of a row says most
+            head, row = divmod(int(values["row_at"]), self.case.problem.shape_of(name)[2])
+            value, limit = getattr(taken, which), getattr(most[name], which)
+            text = _SAID[which].format(value=value, limit=limit, at=f"row {row} of head {head}")
+            raise WrongResult(f"{text} ({said})", accuracy)
+        if found.lse and not found.lse <= (limit := verify_limits.lse_limit(self.case)):
+            text = f"log-sum-exp off by {found.lse:.1e}, over the limit {limit:.0e}"
+            raise WrongResult(f"{text} ({label})", accuracy)
         return accuracy
+
+    def _taken(self, output: str, values: dict[str, float], rounds_scores: int) -> Measures:
+        """The measures of an output that findings say."""
+        often = rounds_scores if values["tilt_norm"] > 0 else 0  # of small cases alone
+        of_rounding = verify_limits.scale_of_rounding(self.case, self._seed, often)
+        rows = max(1, self.rows_of(output))
+        return Measures(
+            **{name: values[name] for name in ("row", "element", "row_gain", "tile_gain")},
+            rms=float(np.sqrt(values["squares"] / rows)),
+            gain=abs(values["gains"]) / rows,
+            scale=abs(TILT * values["tilt"] / (values["tilt_norm"] or 1.0) - of_rounding),
+        )
+
+
+def _worst(accuracy: Accuracy) -> float:
+    """The largest share of a limit; NaN is the largest of all."""
+    shares = accuracy.shares.values()
+    return max((math.inf if share != share else share for share in shares), default=0.0)
 
 
 # What an error over each limit says.
@@ -355,7 +432,11 @@ class Small:
     def __init__(self, fixtures: Sequence[DeviceCase], judge: Comparer) -> None:
         self.fixtures, self._judge = fixtures, judge
         count = len(fixtures)
-        outputs = [(each.buffers["o"], 0, count + i) for i, each in enumerate(fixtures)]
+        outputs = [
+            (each.buffers[name], 0, count + i)
+            for i, each in enumerate(fixtures)
+            for name in each.outputs
+        ]
         inputs = [
             (each.buffers[name], 1 + place, i)
             for i, each in enumerate(fixtures)
@@ -363,14 +444,14 @@ class Small:
         ]
         self._outputs = judge.regions(outputs)
         self._regions = judge.regions([*inputs, *outputs])
-        self._compared = judge.outputs([fixture.compared() for fixture in fixtures])
+        self._compared = judge.outputs([one for each in fixtures for one in each.compared()])
 
     def renew(self) -> None:
         """Poison each output, and renew its guards."""
         self._judge.renew(self._outputs)
 
     def compare(self) -> None:
-        """Compare each output into the slot of its number."""
+        """Compare each case's outputs into the slots of its number, as DeviceCase.compare does."""
         self._judge.compare_each(self._compared)
 
     def look(self, first: int) -> None:

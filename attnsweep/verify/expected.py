@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
-from attnsweep.core.problem import DTYPE_BYTES
-from attnsweep.verify import encoding, reference
+from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
+from attnsweep.verify import backward, encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.encoding import stored
 from attnsweep.verify.sample import ALL, Sample
 
-# Mixes of inputs: as they were made, and with k and v negated. Other numbers negate some heads.
+# Mixes of inputs: as they were made, and with k and v negated, or dO of a backward, which negates
+# all gradients. Other numbers negate some heads.
 PLAIN, OPPOSITE = 0, 1
 
 
@@ -42,6 +43,12 @@ class ExpectedCase:
     """q, k, v before they were rounded, of a timed case in FP8."""
     exact: tuple[encoding.Float, encoding.Float] | None = None
     """Output and log-sum-exp of the rows on them."""
+    keys: npt.NDArray[np.int64] | None = None
+    """Of a backward, keys of every head; `sides` is then empty."""
+    gradients: Mapping[str, encoding.Float] | None = None
+    """dq of the rows, dk and dv of the keys; on the opposite they are negated."""
+    least: Mapping[str, float] = field(default_factory=dict)
+    """How long a row of an output counts at least."""
 
     @classmethod
     def of(
@@ -49,6 +56,8 @@ class ExpectedCase:
     ) -> ExpectedCase:
         """Compute it on the host. two_sided: as is timed; see DeviceCase. sample: of the rows."""
         problem = case.problem
+        if problem.op == BACKWARD:
+            return cls._of_backward(case, seed)
         drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
         inputs: Mapping[str, encoding.Tensor] = (
             {**stored(drawn, problem), **verify_inputs.beside(case, seed)}
@@ -63,8 +72,18 @@ class ExpectedCase:
         return cls(inputs, rows, sides, drawn, exact)
 
     @classmethod
+    def _of_backward(cls, case: Case, seed: int, flops: float | None = None) -> ExpectedCase:
+        inputs = verify_inputs.make_inputs(case, seed)
+        rows, keys = backward.sampled(case.problem, seed, flops)
+        (found,) = backward.gradients(inputs, case.problem, rows, keys)
+        least = backward.least_lengths(inputs, case.problem)
+        return cls(inputs, rows, [], keys=keys, gradients=found, least=least)
+
+    @classmethod
     def of_turns(cls, case: Case, seed: int) -> ExpectedCase:
         """Compute both sides of short turns, whose many heads need few rows each."""
+        if case.problem.op == BACKWARD:
+            return cls._of_backward(case, seed, flops=0)
         inputs = verify_inputs.make_inputs(case, seed)
         rows = reference.sampled_rows(case.problem, seed, flops=0)
         return cls(inputs, rows, reference.exact_rows(inputs, case.problem, rows, (1, -1)))

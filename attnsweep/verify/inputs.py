@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.length import is_long
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
 from attnsweep.core.threads import parallel
+from attnsweep.verify import backward
 from attnsweep.verify.encoding import Bits, Tensor, Windows, mask_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
@@ -47,7 +50,20 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
+    if case.problem.op == BACKWARD:
+        return _of_backward(case, seed, windows)
     return {**_qkv(case, seed, windows), **beside(case, seed)}
+
+
+def _of_backward(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
+    """q, k, v, and o, lse and do of a forward."""
+    of_forward = replace(case, problem=backward.forward_of(case.problem))
+    given = _qkv(of_forward, seed, windows)
+    rng, shape = np.random.default_rng((seed, 7)), case.problem.shape_of("do")
+    do = rng.standard_normal(shape, dtype=np.float32)
+    if case.inputs == "exact":
+        do = rng.integers(-1, 2, shape).astype(np.float32)
+    return {**given, **backward.beside(given, case.problem, do)}
 
 
 def beside(case: Case, seed: int) -> Mapping[str, Bits]:
@@ -121,6 +137,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     one_hot: every query selects one key, and exp overflows if it is referred to any other. wide:
     values whose sums over the keys overflow fp16 (and which fp16 cannot hold at all, if the dtype
     is wider). sink: the first key has nearly all the weight, and others all that is in the output.
+    exact: q is 0, k and v are small whole numbers, and keys of the second half have the opposite
+    values of those of the first, so that of 2^n keys that all queries see nothing is rounded.
     huge_padding: huge values of k and v in padding. Elsewhere padding is drawn as all keys are, but
     that in far_below it is far above them.
 
@@ -197,6 +215,11 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
         k[:, :, 0, 0] = (_SINK_FP8 if problem.scaled else _SINK) * np.sqrt(problem.head_dim) / 4
         v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
+    elif case.inputs == "exact":
+        q[:] = 0
+        k, v = np.clip(np.rint(k), -2, 2), np.clip(np.rint(v), -1, 1)
+        half = problem.seqlen_k // 2
+        v[:, :, half : 2 * half] = -v[:, :, :half]
     elif case.inputs == "huge_padding":
         # What a kernel weighs by 0, or sees before it hides it, is finite yet.
         inside = _in_range(problem)

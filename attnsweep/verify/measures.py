@@ -54,14 +54,15 @@ def measures(
     expected: Float,
     dtype: str,
     tilted: Float | None = None,
+    least: float = 0.0,
 ) -> Measures:
     """Measures of an output (batch, heads, rows, head_dim); NaN if any element is NaN.
 
-    tilted: the expected output at the scale (1 + TILT) * scale.
+    tilted: the expected output at the scale (1 + TILT) * scale. least: length of a row at least.
     """
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
-    length = np.maximum(np.sqrt(squares), floor(squares))
+    length = np.maximum(np.sqrt(squares), max(least, floor(squares)))
     off = np.sqrt(np.einsum("...d,...d->...", difference, difference)) / length
     beyond = np.maximum(np.abs(difference) - HALF_ULP_OUT[dtype] * np.abs(expected), 0).max(-1)
     gains = np.einsum("...d,...d->...", difference, expected) / length**2
@@ -81,15 +82,16 @@ def measures(
     )
 
 
-def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any], least: float = 0.0) -> float:
     """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
 
-    A row whose expected norm is under a thousandth of the typical one is divided by that.
+    A row whose expected norm is under a thousandth of the typical one, or `least`, is divided by
+    that.
     """
     squares = np.einsum("...d,...d->...", expected, expected).astype(np.float64)
     difference = out.astype(expected.dtype, copy=False) - expected
     errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
-    return float((errors / np.maximum(np.sqrt(squares), floor(squares))).max())
+    return float((errors / np.maximum(np.sqrt(squares), max(least, floor(squares)))).max())
 
 
 def seen(squares: npt.NDArray[Any]) -> int:
@@ -114,13 +116,17 @@ def fitted_scale(difference: Float, slope: Float) -> float:
 
 
 def by_chance(
-    out: npt.NDArray[Any], expected: Float, tilted: Float | None, rows: int
+    out: npt.NDArray[Any],
+    expected: Float,
+    tilted: Float | None,
+    rows: int,
+    least: float = 0.0,
 ) -> tuple[float, float]:
     """Standard errors of `gain` and `scale` over this many rows, if rows err independently."""
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
     gains = np.einsum("...d,...d->...", difference, expected)
-    gains /= np.maximum(squares, floor(squares) ** 2)
+    gains /= np.maximum(squares, max(least, floor(squares)) ** 2)
     gain = math.sqrt(float((gains**2).sum()) / seen(squares) / rows)
     if tilted is None:
         return gain, 0.0

@@ -19,18 +19,18 @@ from typing import ParamSpec, TypeVar
 
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread
 from attnsweep.core.timings import proving
 from attnsweep.device.process import Beside
 from attnsweep.verify import limits
 from attnsweep.verify.expected import ExpectedCase
-from attnsweep.verify.measures import Measures
 from attnsweep.verify.sample import ALL, Sample
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Maths = dict[tuple[Case, int], Measures]
+Maths = dict[tuple[Case, int], limits.Same]
 """Errors of the rounded maths, which give the limits: see numerics.limits."""
 
 # What a smaller problem needs is computed before the process could be asked.
@@ -62,8 +62,8 @@ class Answer:
             return ExpectedCase.of(case, seed, two_sided=case is timed, sample=sample)
 
         # So that a trial's time limit covers the candidate's work only.
-        def maths(case: Case) -> Measures:
-            return limits.same_maths(case, 0)
+        def maths(case: Case) -> limits.Same:
+            return limits.errors_of(case)
 
         with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
             errors = aside.submit(maths, timed)
@@ -75,12 +75,14 @@ class Answer:
 def rounding(problem: Problem, rounds_scores: int) -> Maths:
     """The rounded maths of all cases of a problem, with scores rounded so often."""
     cases = Case(problem), *verify_cases.small_cases(problem)
+    if problem.op == BACKWARD:  # its limits are the same
+        return {(case, rounds_scores): limits.errors_of(case) for case in cases}
     return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}
 
 
 def turns(case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
     """What NumPy knows of short turns, and their maths for scores that are not rounded."""
-    return ExpectedCase.of_turns(case, seed), {(case, 0): limits.same_maths(case, 0)}
+    return ExpectedCase.of_turns(case, seed), {(case, 0): limits.errors_of(case)}
 
 
 class _Process:

@@ -26,7 +26,6 @@ from attnsweep.verify import limits
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
-from attnsweep.verify.measures import Measures
 from attnsweep.verify.reference_pool import Maths, ReferencePool
 from attnsweep.verify.sample import Sample
 
@@ -126,7 +125,7 @@ class Verifier:
             with step("wait for NumPy's limits"):
                 self._maths.update(self._pool.rounding(case.problem, often))
 
-    def _same(self, of: DeviceCase, rounds_scores: int) -> Measures | None:
+    def _same(self, of: DeviceCase, rounds_scores: int) -> limits.Same | None:
         """What the limits of a case come from, if it was computed beside."""
         problem = of.case.problem
         return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
@@ -136,9 +135,9 @@ class Verifier:
         self._pool.wait()
 
     @property
-    def output(self) -> Buffer:
-        """The output of the timed problem."""
-        return self.timed.buffers["o"]
+    def outputs(self) -> dict[str, Buffer]:
+        """The outputs of the timed problem."""
+        return {name: self.timed.buffers[name] for name in self.timed.outputs}
 
     @proves("candidates")
     def of_candidate(
@@ -162,7 +161,7 @@ class Verifier:
         timed = self.timed, candidate.timed, call
         accuracies, found, proven = self._checked(candidate, bound, timed, workspaces)
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
-        return self._named(worst, found[-3], found[-1]), proven
+        return self._named(worst, found[-3][0], found[-1][0]), proven
 
     def _checked(
         self,
@@ -170,7 +169,7 @@ class Verifier:
         small: Sequence[_Bound],
         two_sided: _Bound,
         workspaces: Mapping[tuple[str, int], Buffer],
-    ) -> tuple[list[Accuracy], list[dict[str, float]], Proven]:
+    ) -> tuple[list[Accuracy], list[list[dict[str, float]]], Proven]:
         """Check a candidate on the small cases or none, on a case, and on its opposite.
 
         Returns the accuracies, the findings behind them and those of DeviceCase.compare_format, and
@@ -193,21 +192,23 @@ class Verifier:
                 self._small.look(0)
             for side in (PLAIN, OPPOSITE):
                 last.go_to(side)
-                output = last.buffers["o"]
-                output.poison()
+                outputs = [last.buffers[name] for name in last.outputs]
+                for output in outputs:
+                    output.poison()
                 called.append(self._call(two_sided, workspaces, slot := next(slots), slots))
-                judge.count_outside(output, slot)
                 last.compare(len(small) + side)
                 if side == PLAIN:
                     last.compare_format(len(small) + 2)
-                judge.digest_parts(output, self._digests, side * parts, parts)
+                for output in outputs:
+                    judge.count_outside(output, slot)
+                    judge.digest_parts(output, self._digests, side * parts, parts)
                 lse = workspaces.get(("lse", 4 * last.rows)) if launches.lse else None
                 if lse is not None:
                     judge.digest_parts(lse, self._digests, (2 + side) * parts, parts)
             last.go_to(PLAIN)
             last.look_at_inputs(looked := next(slots))
             counts = judge.counts(next(slots))
-            found = judge.found(len(small) + 3)
+            found = judge.found_of(len(small) + 3, len(last.outputs))
             digests = np.empty((2, 2, parts), np.uint64)
             self._digests.download(digests)
         looks = [*((fixture, counts[i]) for i, (fixture, *_) in enumerate(small))]
@@ -242,7 +243,7 @@ class Verifier:
         for buffer in own.values():
             buffer.poison()
         pipeline.enqueue()
-        called = _Called(fixture, {"o": of_output})
+        called = _Called(fixture, {", ".join(fixture.outputs): of_output})
         for name, buffer in own.items():
             called.outside[name] = next(slots)
             self._judge.count_outside(buffer, called.outside[name])
@@ -308,29 +309,34 @@ class Verifier:
 
     @proves("baselines")
     def of_baseline(
-        self, write: Callable[[Buffer], None], rounds_scores: int, *, held: bool = False
+        self,
+        write: Callable[[Mapping[str, Buffer]], None],
+        rounds_scores: int,
+        *,
+        held: bool = False,
     ) -> Accuracy:
-        """The accuracy of a baseline's output on the inputs as they were made.
+        """The accuracy of a baseline's outputs on the inputs as they were made.
 
-        write: puts it into a buffer, which is poisoned before. held: an error over the limit is
-        wrong, as a candidate's; otherwise only NaN is. Raises WrongResult.
+        write: puts them into buffers by name, which are poisoned before. held: an error over the
+        limit is wrong, as a candidate's; otherwise only NaN is. Raises WrongResult.
         """
         self._know_limits(rounds_scores)
         with self._session.stream:
-            self.output.poison()
+            for output in self.outputs.values():
+                output.poison()
         self._session.settle()
-        write(self.output)
+        write(self.outputs)
         self._session.settle()
         with self._session.stream:
             self._judge.clear()
             self.timed.compare(0)
             self.timed.compare_format(1)
-            found, of_format = self._judge.found(2)
+            found, (of_format, *_) = self._judge.found_of(2, len(self.timed.outputs))
         same = self._same(self.timed, rounds_scores)
         accuracy = self.timed.accuracy(
             Errors(found, {}), rounds_scores, baseline=not held, same=same
         )
-        return self._named(accuracy, found, of_format)
+        return self._named(accuracy, found[0], of_format)
 
     # -- many calls -------------------------------------------------------------------------
 
@@ -357,7 +363,7 @@ class Verifier:
         calls = min(most, int(longest_us / max(1.0, each_us)))
         # The host pays for each slot once, to capture it, and for each replay, as if for five.
         balanced = calls if few else math.isqrt(5 * calls)
-        slots = max(1, min(calls // 2, balanced, Comparer.SLOTS))
+        slots = max(1, min(calls // 2, balanced, self._most_slots))
 
         def issue() -> None:
             for slot in range(slots):
@@ -388,7 +394,7 @@ class Verifier:
             self.timed.draw()
             self._poisons = not self._poisons
             if self._poisons:
-                self.output.fill(POISON)
+                self.timed.poison()
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -407,7 +413,7 @@ class Verifier:
             self._preparation = None
 
     def _poison(self, proven: Proven) -> None:
-        proven.fixture.buffers["o"].fill(POISON)
+        proven.fixture.poison()
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
@@ -415,15 +421,16 @@ class Verifier:
         """The same before calls that rotate over copies, whose inputs are as they were made."""
         with self._prepared():
             self.timed.go_to(PLAIN)
-            for output in (self.output, *(copy["o"] for copy in copies)):
-                output.fill(POISON)
+            for copy in (self.outputs, *copies):
+                for name in self.timed.outputs:
+                    copy[name].fill(POISON)
 
     def look(self, proven: Proven) -> None:
         """Enqueue a look at the output; `end` is then to be told that it is `looked` at.
 
         To be called while the device replays calls, next to which it takes no time.
         """
-        self._look_at([self.output], proven)
+        self._look_at([self.outputs], proven)
         self.timed.draw_ahead()
 
     def end(
@@ -435,39 +442,48 @@ class Verifier:
     ) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
         self._count_prepared()
-        self._compare_outputs(proven, [self.output, *(copy["o"] for copy in copies)], looked)
+        self._compare_outputs(proven, [self.outputs, *copies], looked)
 
     @proves("replays")
-    def _compare_outputs(self, proven: Proven, outputs: Sequence[Buffer], looked: bool) -> None:
-        for first in range(0, len(outputs), Comparer.SLOTS):
-            some = outputs[first : first + Comparer.SLOTS]
+    def _compare_outputs(
+        self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
+    ) -> None:
+        for first in range(0, len(copies), self._most_slots):
+            some = copies[first : first + self._most_slots]
             if not looked:
                 self._look_at(some, proven)
             self._compare(proven, len(some))
 
-    def _look_at(self, outputs: Sequence[Buffer], proven: Proven) -> None:
+    @property
+    def _most_slots(self) -> int:
+        """Calls whose outputs the judge can look at together."""
+        return Comparer.SLOTS // len(self.timed.outputs)
+
+    def _look_at(self, copies: Sequence[Mapping[str, Buffer]], proven: Proven) -> None:
         self._judge.clear()
-        for number, output in enumerate(outputs):
+        for number, copy in enumerate(copies):
             if proven.deterministic:
-                self._judge.digest(output, number)
+                for name in proven.fixture.outputs:
+                    self._judge.digest(copy[name], number)
             else:
-                proven.fixture.compare(number, output.pointer)
+                proven.fixture.compare(number, copy)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
         if proven.deterministic:
-            self._judge.digest(proven.fixture.buffers["o"], slot, poison=True)
+            for name in proven.fixture.outputs:
+                self._judge.digest(proven.fixture.buffers[name], slot, poison=True)
             if proven.lse is not None:
                 self._judge.digest(proven.lse, slot, poison=True)
         else:
             proven.fixture.compare(slot)
-            proven.fixture.buffers["o"].fill(POISON)
+            proven.fixture.poison()
 
     def _compare(self, proven: Proven, slots: int, *, lse: bool = False) -> None:
         fixture = proven.fixture
         if not proven.deterministic:
             try:
-                for found in self._judge.found(slots):
+                for found in self._judge.found_of(slots, len(fixture.outputs)):
                     same = self._same(fixture, proven.rounds_scores)
                     fixture.accuracy(Errors(found, {}), proven.rounds_scores, same=same)
             except WrongResult:

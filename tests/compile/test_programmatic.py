@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from shutil import copytree
 
 import pytest
@@ -18,6 +19,7 @@ from attnsweep.compile import sass
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, TensorMap
@@ -34,6 +36,7 @@ FP32 = Problem(1, 4, 4, 64, 64, 2048, "fp32")
 FP8 = Problem(1, 16, 16, 1024, 1024, 64, "e4m3_block")
 # Every kind of programmatic launch that has a pointer to what a launch ahead writes.
 CONFIGS = {
+    "flash_bwd_wgmma": ("PDL=1", "PDL=1 RECOMPUTE=1"),
     "flash_fwd_fp8_wgmma": ("PDL=2 LSE=1",),
     "flash_fwd_wgmma": ("PDL=2 WARPGROUPS=2 SPLITS=2 LSE=1",),
     "three_kernel_wgmma": (
@@ -55,6 +58,7 @@ def launches():
     for name, texts in CONFIGS.items():
         kernel = KERNELS[name]
         problem = next(p for p in (BASE, FP32, FP8) if p.dtype in kernel.dtypes)
+        problem = replace(problem, op=OPS[kernel.ops[0]])
         for text in texts:
             values = {param.name: param.values[0] for param in kernel.params}
             for word in text.split():

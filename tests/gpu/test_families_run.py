@@ -10,6 +10,7 @@ import pytest
 
 from attnsweep.compile.candidate import Build, as_ready
 from attnsweep.compile.cubin import resources
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.space import Selection, Space
@@ -42,6 +43,7 @@ def cases():
                 if shape.seqlen_q > seqlen(head_dim):
                     continue
                 problem = replace(shape, head_dim=head_dim, dtype=dtype, causal=causal)
+                problem = replace(problem, op=OPS[kernel.ops[0]])
                 name = f"{kernel}-{problem.label}".replace(" ", "-")
                 yield pytest.param(kernel, problem, id=name)
 
@@ -71,7 +73,8 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
 def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
     head_dim, dtype = kernel.some_head_dims[0], kernel.dtypes[0]
-    problem = Problem(1, 4, 4, seqlen(head_dim), seqlen(head_dim), head_dim, dtype)
+    op = OPS[kernel.ops[0]]
+    problem = Problem(1, 4, 4, seqlen(head_dim), seqlen(head_dim), head_dim, dtype, op=op)
     configs = Space.build(kernel, problem, compiler.arch).configs
     builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 24 + 1]]
     for build in builds:

@@ -21,8 +21,11 @@ from filelock import FileLock
 from attnsweep.compile.nvrtc import default_cache_dir, source_closure
 from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Value
 from attnsweep.family.family import Config, Family, Launch, TensorMap
+from attnsweep.verify import backward_limits
+from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import HALF_ULP, each_draw, limits
@@ -61,6 +64,8 @@ class Result:
     """As much of it as shows that the error is no larger: half an ulp is the least it can be."""
     lse_error: float = 0.0
     """Of the log-sum-exp, by its size if that is above 1; 0 if the config writes none."""
+    output: str = "o"
+    """The one whose error is too large."""
 
     @property
     def ok(self) -> bool:
@@ -68,7 +73,7 @@ class Result:
 
     def __str__(self) -> str:
         lse = f", of lse {self.lse_error:.2e}" if self.lse_error else ""
-        return f"error {self.error:.2e}, limit {self.limit:.2e}{lse}"
+        return f"error of {self.output} {self.error:.2e}, limit {self.limit:.2e}{lse}"
 
 
 def config_of(kernel: Family, words: str) -> Config:
@@ -261,7 +266,11 @@ class Simulator:
         problem = case.problem
         inputs = make_inputs(case, seed)
         rows = np.arange(problem.seqlen_q)
-        expected = reference(inputs, problem, rows)
+        if backward := problem.op == BACKWARD:
+            (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
+            least = least_lengths(inputs, problem)
+        else:
+            expected, least = {"o": reference(inputs, problem, rows)}, {"o": 0.0}
         # By its name and this parameter: a workspace of other configs is not read.
         lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
         sizes = kernel.workspaces(config, problem)
@@ -272,19 +281,23 @@ class Simulator:
                 self._runs += 1
                 place = self.root / f"run{self._runs}"
             place.mkdir()
-            out = np.full(problem.bytes_of("o"), POISON, np.uint8)
-            for name, array in {**inputs, "o": out}.items():
+            for name, array in inputs.items():
                 array.tofile(place / name)
+            for name in expected:
+                np.full(problem.bytes_of(name), POISON, np.uint8).tofile(place / name)
             for name, nbytes in sizes.items():
                 np.full(nbytes, POISON, np.uint8).tofile(place / name)
-            kinds = {**dict.fromkeys(inputs, "input"), "o": "output"}
+            kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(expected, "output")
             kinds |= dict.fromkeys(sizes, "workspace")
             for name, (launch, made) in stages.items():
                 request = _request(launch, kinds, place, schedule)
                 (place / f"{name}.request").write_text(request)
                 _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
             kind = np.uint32 if problem.dtype == "fp32" else np.uint16
-            got = np.fromfile(place / "o", kind).reshape(problem.shape_of("o"))
+            got = {
+                name: np.fromfile(place / name, kind).reshape(problem.shape_of(name))
+                for name in expected
+            }
             if lse is not None:
                 written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
                 size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
@@ -293,17 +306,28 @@ class Simulator:
                     return Result(case, worst, limit, lse_error)
                 worst_lse = max(worst_lse, lse_error)
             shutil.rmtree(place)
-            error = row_error(from_bits(got, problem.out_dtype).astype(np.float64), expected)
-            if not error <= limit:  # only then: it takes longer than a small run
+            errors = {}
+            for name, exact in expected.items():
+                values = from_bits(got[name], problem.out_dtype).astype(np.float64)
+                errors[name] = row_error(values, exact, least[name])
+            name, *_ = errors
+            if backward:  # each output has its own limit, and the worst is shown
+                most = backward_limits.limits(case, backward_limits.same_maths(case))
+                shares = {name: error / most[name].row for name, error in errors.items()}
+                name = max(shares, key=lambda name: (shares[name] != shares[name], shares[name]))
+                error, limit = errors[name], most[name].row
+            # Only if it must: it takes longer than a small run.
+            elif not (error := errors[name]) <= limit:
                 for same in each_draw(case, kernel.rounds_scores):  # as many as it takes
                     limit = limits(case, kernel.rounds_scores, same).row
                     if error <= limit:
                         break
             if not error <= limit:
-                return Result(case, error, limit)
-            worst = max(worst, error)
+                return Result(case, error, limit, output=name)
+            worst = error if backward else max(worst, error)
             first = got if first is None else first
-            if kernel.deterministic and (differing := np.count_nonzero(got != first)):
+            differing = sum(np.count_nonzero(got[name] != first[name]) for name in got)
+            if kernel.is_deterministic(config) and differing:
                 raise SimtError(f"a race: {differing} outputs differ between schedules")
         return Result(case, worst, limit, worst_lse)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
-from attnsweep.verify import encoding, rounded
+from attnsweep.verify import backward, encoding, rounded
 from attnsweep.verify.verifier import Verifier
 
 from .device import HostBuffer
@@ -41,7 +41,7 @@ class Call:
 def inputs_in(problem, buffers):
     return {
         name: buffers[name]
-        .of(np.float32 if name.endswith("_scale") else KIND.get(problem.dtype, np.uint8))
+        .of(np.float32 if name.endswith(("_scale", "lse")) else KIND.get(problem.dtype, np.uint8))
         .reshape(problem.shape_of(name))
         for name in problem.inputs
     }
@@ -52,6 +52,15 @@ def attend(problem, buffers, number=0):
     rows = np.arange(problem.seqlen_q)
     out = rounded.reference(inputs_in(problem, buffers), problem, rows, rounded.Maths(True))
     buffers["o"].upload(encoding.to_bits(out.astype(np.float32), problem.out_dtype))
+
+
+def differentiate(problem, buffers, number=0):
+    """A right call of a backward."""
+    every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    maths = (backward.Maths(rounding=True),)
+    (made,) = backward.gradients(inputs_in(problem, buffers), problem, *every, maths)
+    for name, values in made.items():
+        buffers[name].upload(encoding.to_bits(values.astype(np.float32), problem.dtype))
 
 
 def attend_with_lse(problem, buffers, number=0):

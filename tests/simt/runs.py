@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import cycle, product
 
 from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
@@ -87,7 +88,8 @@ FEW_CONFIGS = ("ladder_", "wmma_", "three_kernel_mma", "flash_fwd_mma")
 @lru_cache
 def covering(name: str, causal: bool, head_dim: int, dtype: Dtype = "fp16") -> list[Config]:
     """Few configs that together take every value which some config of the space has."""
-    problem = replace(BASE, causal=causal, head_dim=head_dim, dtype=dtype)
+    facts = {"causal": causal, "head_dim": head_dim, "dtype": dtype}
+    problem = replace(BASE, **facts, op=OPS[KERNELS[name].ops[0]])
     configs = Space.build(KERNELS[name], problem, ARCH).configs
     items = [set(config.items()) for config in configs]
     left = set().union(*items)
@@ -118,6 +120,7 @@ def runs():
         step = 3 if kernel.name.startswith(FEW_CONFIGS) else 1
         for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
+            problem = replace(problem, op=OPS[kernel.ops[0]])
             if not kernel.refusal(problem, ARCH):
                 yield kernel, problem, number
         for words, causal, dtype in zip(
@@ -145,7 +148,7 @@ def config_for(kernel: Family, problem: Problem, which: int | str) -> Config:
 
 def cases(problem: Problem) -> list[Case]:
     """Short ones, compiled as the problem."""
-    compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal")}
+    compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal", "op")}
     if problem.head_dim > 256:
         return [Case(replace(shape, **compiled), inputs) for shape, inputs in FEW_ROWS]
     more = [s for s in MORE if not problem.causal or s.seqlen_q <= s.seqlen_k]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 
@@ -66,6 +67,7 @@ def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(
 
 
 SANITIZED = {
+    "flash_bwd_wgmma": "RECOMPUTE=0",
     "flash_fwd_fp8_wgmma": "BLOCK_N=96 SUMS=1 INTERVAL=96 OVERLAP=2",
     "flash_fwd_wgmma": "WARPGROUPS=2 KEY_GROUPS=2 P_SHARED=1",
     "flash_fwd_mma": "KEY_GROUPS=2 BLOCK_N=64 NUM_STAGES=2",
@@ -77,7 +79,8 @@ SANITIZED = {
 @pytest.mark.parametrize("family", SANITIZED)
 def test_clean_under_the_sanitizers(simulator, family):
     kernel = KERNELS[family]
-    case = Case(Problem(1, 2, 1, 97, 161, 64, kernel.dtypes[0], causal=True))
+    op = OPS[kernel.ops[0]]
+    case = Case(Problem(1, 2, 1, 97, 161, 64, kernel.dtypes[0], causal=True, op=op))
     result = simulator.check(kernel, config_of(kernel, SANITIZED[family]), case, asan=True)
     assert result.ok, str(result)
 

@@ -115,9 +115,9 @@ def test_a_call_that_finds_its_output_written_must_write_it_still(bench):
 def test_an_output_is_poisoned_before_every_other_replay(bench):
     poisoned = []
     for _ in range(4):
-        bench.proof.output.fill(0)
+        bench.proof.outputs["o"].fill(0)
         bench.proof.begin()
-        poisoned.append(bool((bench.proof.output.main == 0xFF).all()))
+        poisoned.append(bool((bench.proof.outputs["o"].main == 0xFF).all()))
     assert poisoned == [True, False, True, False]
 
 
@@ -384,10 +384,10 @@ def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
 
 def test_a_baseline_is_refused_for_nan_alone(bench):
     attend(PROBLEM, bench.proof.timed.buffers)
-    right = bench.proof.output.of(np.uint16).copy()
+    right = bench.proof.outputs["o"].of(np.uint16).copy()
 
     def judged(output):
-        return bench.proof.of_baseline(lambda buffer: buffer.upload(output), 0)
+        return bench.proof.of_baseline(lambda to: to["o"].upload(output), 0)
 
     assert max(judged(right).shares.values()) <= 1
     wrong = right.copy()
@@ -396,7 +396,7 @@ def test_a_baseline_is_refused_for_nan_alone(bench):
     assert shown.shares["row"] > 1
     assert shown.rel_err > shown.limit
     with pytest.raises(WrongResult, match="over the limit"):  # of a callable of the user's
-        bench.proof.of_baseline(lambda buffer: buffer.upload(wrong), 0, held=True)
+        bench.proof.of_baseline(lambda to: to["o"].upload(wrong), 0, held=True)
     wrong[70] = 0x7FC0
     with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
         judged(wrong)

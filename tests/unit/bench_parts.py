@@ -99,6 +99,8 @@ class FakeJudge:
 class FakeFixture:
     """One problem with one head of keys, whose inputs are plain or opposite."""
 
+    outputs = ("o",)
+
     def __init__(self, problem):
         self.buffers, self.mix = {name: FakeBuffer(8) for name in "qkvo"}, 0
         self.case = cases.Case(problem)
@@ -115,7 +117,7 @@ class FakeFixture:
     def draw_ahead(self, *_):
         pass
 
-    look_at_inputs = renew_inputs = draw_ahead
+    look_at_inputs = renew_inputs = poison = draw_ahead
 
 
 class FakeProof(Verifier):

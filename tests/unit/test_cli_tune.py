@@ -372,6 +372,6 @@ def test_a_shape_that_this_card_does_not_hold_is_refused(attnsweep, tmp_path, co
     """A dry run planned it, and the run then refused it."""
     done = attnsweep(*command.split(), width=1000)
     assert (done.returncode, done.stdout) == (3, "")
-    said = "(1,128,1638400,128) fp16 full: q, k, v and o need 200.0 GiB, NVIDIA Test 1 has 150.0"
+    said = "(1,128,1638400,128) fp16 full: its tensors need 200.0 GiB, NVIDIA Test 1 has 150.0"
     assert said in done.stderr
     assert not list(tmp_path.glob("*.yaml"))

@@ -13,7 +13,7 @@ from spaces import candidates
 
 from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.core.problem import BACKWARD, DTYPE_BYTES, Problem
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import (
     MODES,
@@ -248,7 +248,10 @@ class TestVariants:
         assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
 
 
-@pytest.mark.parametrize("kernel", discover().values(), ids=str)
+FORWARD = [family for family in discover().values() if "forward" in family.ops]
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=str)
 def test_no_rule_of_a_family_trips_over_a_mode(kernel):
     """On configs that all rules keep without a mode: each rule is asked about each."""
     arch = ARCHS["sm_90a"]
@@ -310,3 +313,13 @@ def test_a_recorded_row_of_today():
     assert row_of_today(kernels, row).config == {"A": 7, "B": 0}
     for other in (row.with_(provider="torch"), row.with_(kernel="gone")):
         assert row_of_today(kernels, other) is other
+
+
+def test_a_backward_is_one_call():
+    family = discover()["flash_bwd_wgmma"]
+    problem = Problem(4, 8, 2, 1024, 1024, 64, "bf16", op=BACKWARD)
+    config = Config({param.name: param.values[0] for param in family.params})
+    assert len(schedule_of(family, config, problem, workspace_limit=1).pieces) == 1
+    for mode, value in (("CHUNK_HEADS", 4), ("CHUNK_ROWS", 256), ("STREAMS", 2)):
+        assert not is_used(Config({**config, mode: value}), problem)
+    assert is_used(Config({**config, "LAUNCH": "eager"}), problem)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import is_used
 from attnsweep.family.discover import discover
@@ -126,7 +127,8 @@ def test_the_shipped_families_have_the_same_space(name, causal):
     kernel = SHIPPED[name]
     dim = kernel.some_head_dims[0]
     dtype = kernel.dtypes[0]
-    problem = Problem(1, 8, 8, 512, 512, dim, dtype=dtype, causal=causal)
+    op = OPS[kernel.ops[0]]
+    problem = Problem(1, 8, 8, 512, 512, dim, dtype=dtype, causal=causal, op=op)
     # Every second value of long lists: asking one by one takes 40 µs a config.
     values, left = {}, 4000
     for param in kernel.params:

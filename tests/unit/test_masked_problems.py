@@ -360,7 +360,7 @@ def test_cases_of_padded_problems(mask):
     assert {0, 1} < {length for length, _ in lengths}
     assert any(length == seqlen_k > 300 for length, seqlen_k in lengths)
     assert {case.problem.layout.side for case in cases} == {"right", "left"}
-    assert {case.inputs for case in cases} == {*get_args(Inputs)}
+    assert {case.inputs for case in cases} == {*get_args(Inputs)} - {"exact"}
     first_tiles = [case.problem for case in cases if case.problem.key_ranges[0][0] > 128]
     last_tiles = [c.problem for c in cases if c.problem.key_ranges[0][1] < c.problem.seqlen_k - 128]
     assert first_tiles
@@ -392,7 +392,7 @@ def test_families_declare_padding_with_empty_rows():
 
 
 def test_a_padded_problem_is_one_call():
-    family = next(iter(discover().values()))
+    family = discover()["flash_fwd_mma"]
     asked = Problem(4, 8, 2, 256, 256, 64, "bf16", FULL, Padded("right", 40))
     config = Config({param.name: param.values[0] for param in family.params})
     assert len(schedule_of(family, config, asked, workspace_limit=1).pieces) == 1

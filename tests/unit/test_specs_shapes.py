@@ -215,7 +215,7 @@ def test_numbers_that_stand_apart_are_joined_in_the_hint():
         read_shapes(["4", "32"])
 
 
-HUGE = "(99999,128,131072,128) fp16 full: q, k, v and o need 1,599,984 GiB, and the largest card"
+HUGE = "(99999,128,131072,128) fp16 full: its tensors need 1,599,984 GiB, and the largest card"
 
 
 @pytest.mark.parametrize(

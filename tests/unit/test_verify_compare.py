@@ -30,8 +30,8 @@ class Judge:
     def __init__(self):
         self.turns = []
 
-    def negate(self, k, v, heads, mix, old, new):
-        self.turns.append((k + v, heads, old, new))
+    def negate(self, tensors, heads, mix, old, new):
+        self.turns.append(("".join(tensors), heads, old, new))
 
 
 class Fixture(DeviceCase):
@@ -66,7 +66,7 @@ def finding(**changes):
 
 
 def test_measures_within_their_limits_pass(fixture):
-    accuracy = fixture.accuracy(Errors(finding(), {"o": 0}, 1e-5), 0)
+    accuracy = fixture.accuracy(Errors([finding()], {"o": 0}, 1e-5), 0)
     assert accuracy.rel_err == LIMITS.row / 2
     assert accuracy.limit == LIMITS.row
     assert accuracy.shares == pytest.approx(dict.fromkeys(asdict(LIMITS), 0.5), rel=1e-2)
@@ -88,7 +88,7 @@ def test_measures_within_their_limits_pass(fixture):
 def test_each_measure_over_its_limit_is_refused_in_its_words(name, words, times, fixture):
     value = getattr(LIMITS, name) * times
     with pytest.raises(WrongResult) as refused:
-        fixture.accuracy(Errors(finding(**{name: value}), {}), 0)
+        fixture.accuracy(Errors([finding(**{name: value})], {}), 0)
     said = words.format(f"{value:.2e}")
     assert refused.value.detail == f"{said} ({PROBLEM.label}, normal)"
     share = refused.value.accuracy.shares[name]
@@ -103,45 +103,45 @@ def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_make
 
     monkeypatch.setattr(limits, "scale_of_rounding", scale_of_rounding)
     for scale, rounds_scores, share in ((4e-4, 1, 0.5), (6e-4, 2, 0.0), (-1e-4, 0, 0.5)):
-        accuracy = fixture.accuracy(Errors(finding(scale=scale), {}), rounds_scores)
+        accuracy = fixture.accuracy(Errors([finding(scale=scale)], {}), rounds_scores)
         assert accuracy.shares["scale"] == pytest.approx(share)
     with pytest.raises(WrongResult, match=r"scale is off by 3\.00e-04"):
-        fixture.accuracy(Errors(finding(scale=0.0), {}), 1)
+        fixture.accuracy(Errors([finding(scale=0.0)], {}), 1)
     # The timed problem has no other scale to compare with, and is too large to compute it.
     monkeypatch.setattr(limits, "scale_of_rounding", lambda case, seed, often: 1 / (1 - often))
     timed = finding(scale=0.0) | {"tilt_norm": 0.0}
     with pytest.raises(WrongResult, match="scale"):  # 1: it was asked for none
-        fixture.accuracy(Errors(timed, {}), 1)
+        fixture.accuracy(Errors([timed], {}), 1)
 
 
 def test_of_several_the_error_of_a_row_is_named(fixture):
     wrong = finding(row=2 * LIMITS.row, rms=9 * LIMITS.rms, gain=3 * LIMITS.gain)
     with pytest.raises(WrongResult, match=r"relative error .* in row"):
-        fixture.accuracy(Errors(wrong, {}), 0)
+        fixture.accuracy(Errors([wrong], {}), 0)
 
 
 def test_nan_is_refused_whatever_else_is_right(fixture):
     wrong = finding() | {"nans": 3.0}
     with pytest.raises(WrongResult, match="3 of 51200 outputs are NaN or were never") as refused:
-        fixture.accuracy(Errors(wrong, {}), 0)
+        fixture.accuracy(Errors([wrong], {}), 0)
     assert refused.value.accuracy.rel_err is None
 
 
 def test_findings_that_no_launch_wrote_are_refused(fixture):
     with pytest.raises(WrongResult):
-        fixture.accuracy(Errors(dict.fromkeys(finding(), math.nan), {}), 0)
+        fixture.accuracy(Errors([dict.fromkeys(finding(), math.nan)], {}), 0)
 
 
 def test_damage_is_told_before_errors(fixture):
     wrong = finding(row=1.0) | {"nans": 1.0}
     with pytest.raises(WrongResult, match="wrote 7 bytes outside 'partial'"):
-        fixture.accuracy(Errors(wrong, {"o": 0, "partial": 7}), 0)
+        fixture.accuracy(Errors([wrong], {"o": 0, "partial": 7}), 0)
 
 
 @pytest.mark.parametrize("wrong", [1.1e-4, math.nan, 1e300])
 def test_a_log_sum_exp_over_its_limit_is_refused(wrong, fixture):
     with pytest.raises(WrongResult, match="log-sum-exp off by"):
-        fixture.accuracy(Errors(finding(), {}, wrong), 0)
+        fixture.accuracy(Errors([finding()], {}, wrong), 0)
 
 
 def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixture, monkeypatch):
@@ -151,21 +151,21 @@ def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixtur
         raise AssertionError("computed")
 
     monkeypatch.setattr(limits, "lse_limit", limit)
-    fixture.accuracy(Errors(finding(), {"o": 0}), 0)
+    fixture.accuracy(Errors([finding()], {"o": 0}), 0)
     with pytest.raises(AssertionError, match="computed"):
-        fixture.accuracy(Errors(finding(), {"o": 0}, math.nan), 0)
+        fixture.accuracy(Errors([finding()], {"o": 0}, math.nan), 0)
 
 
 @pytest.mark.parametrize("times", [5.0, math.inf])
 def test_of_a_baseline_an_error_is_shown(times, fixture):
-    shown = fixture.accuracy(Errors(finding(row=LIMITS.row * times), {}), 0, baseline=True)
+    shown = fixture.accuracy(Errors([finding(row=LIMITS.row * times)], {}), 0, baseline=True)
     assert shown.shares["row"] == times
     assert shown.rel_err == (LIMITS.row * times if times < math.inf else None)
 
 
 def test_of_a_baseline_nan_is_refused(fixture):
     with pytest.raises(WrongResult, match="are NaN"):
-        fixture.accuracy(Errors(finding() | {"nans": 1.0}, {}), 0, baseline=True)
+        fixture.accuracy(Errors([finding() | {"nans": 1.0}], {}), 0, baseline=True)
 
 
 # -- limits ---------------------------------------------------------------------------------------

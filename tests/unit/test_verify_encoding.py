@@ -64,7 +64,7 @@ DTYPES = ("e4m3", "e4m3_tensor", "e4m3_block")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", get_args(cases.Inputs))
+@pytest.mark.parametrize("case", sorted({*get_args(cases.Inputs)} - {"exact"}))  # its q is 0
 def test_scales_fill_the_range_and_no_input_is_nan(dtype, case):
     problem = Problem(2, 4, 2, 70, 300, 32, dtype)
     made = inputs.make_inputs(Case(problem, case), 7)

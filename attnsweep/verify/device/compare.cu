@@ -2,11 +2,15 @@
 // how far an output is from it. It shares no code with the kernels that it judges.
 // verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
 //
+// Of a backward, the gradients in float64, from o and lse as they are given. The inputs of a mix
+// then have dO negated in place of k and v.
+//
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
 // seqlen_k, head_dim). Query i sees the keys i + low to i + high, of those in its item's key_range
 // or its mask or its sequence, if there is one. Their scores are changed as Scores says. In e4m3
 // (q, k and v, while o is bf16), a stored value times its scale is the value.
 
+#include "backward.cuh"
 #include "reference.cuh"
 
 // Some rows of every head, one after the other, so that one copy takes them to the host.
@@ -165,6 +169,24 @@ extern "C" __global__ void __launch_bounds__(256)
                     Scales{of_q, of_k, of_v, block, blocks},
                     Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                     Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
+}
+extern "C" __global__ void __launch_bounds__(256)
+    backward_delta(const void* o, const void* d_o, double* delta, long long rows, int head_dim) {
+    row_products<In>(o, d_o, delta, rows, head_dim);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    backward_queries(const void* q, const void* k, const void* v, const void* d_o, const float* lse,
+                     const double* delta, double* dq, double* unused, int group, int seqlen_q,
+                     int seqlen_k, int head_dim, double scale, int low, int high) {
+    gradients<In, false>(q, k, v, d_o, lse, delta, dq, unused, group, seqlen_q, seqlen_k, head_dim,
+                         scale, low, high);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    backward_keys(const void* q, const void* k, const void* v, const void* d_o, const float* lse,
+                  const double* delta, double* dk, double* dv, int group, int seqlen_q,
+                  int seqlen_k, int head_dim, double scale, int low, int high) {
+    gradients<In, true>(q, k, v, d_o, lse, delta, dk, dv, group, seqlen_q, seqlen_k, head_dim,
+                        scale, low, high);
 }
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,

@@ -190,7 +190,8 @@ void deliver(const Load& load) {
     const char* what = load.data.empty() ? "tma_load" : "store_async";
     if (!load.cta->alive) fail(load.where, "this %s arrives at a block that has ended", what);
     if (!load.data.empty())
-        memcpy(at(*load.cta, load.target, 16, 16, what, load.where), load.data.data(), 16);
+        memcpy(at(*load.cta, load.target, load.data.size(), 16, what, load.where), load.data.data(),
+               load.data.size());
     else
         for_box(load.map, load.target, load.at, [&](unsigned to, unsigned short** elements) {
             unsigned short data[8];
@@ -233,7 +234,26 @@ void store_async(unsigned target, const float (&values)[4], unsigned barrier, Wh
     if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
     else loads.push_back(std::make_unique<Load>(load));
 }
+void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier, Where where) {
+    if (bytes % 16 || reinterpret_cast<std::uintptr_t>(source) % 16)
+        fail(where, "bulk_load: the source or %u bytes are not a multiple of 16", bytes);
+    Cta& cta = *me().cta;
+    mbarrier_at(cta, barrier, where);
+    memset(at(cta, target, bytes, 16, "bulk_load", where), 0xff, bytes);
+    check_reads(cta, target, bytes, "bulk_load", where);
+    auto* from = static_cast<const unsigned char*>(source);
+    Load load{&cta, target, barrier, {}, {}, where, std::vector<unsigned char>(from, from + bytes)};
+    if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+    else loads.push_back(std::make_unique<Load>(load));
+}
+void wrote_shared(unsigned address) { written(*me().cta, address); }
 static void carry_out(const Store& store) {
+    for (unsigned i = 0; i < store.bytes; i += 16) {
+        float data[4];
+        memcpy(data, async_read(*me().cta, store.source + i, "bulk_add", store.where), 16);
+        for (int e = 0; e < 4; ++e) store.sums[i / 4 + e] += data[e];
+    }
+    if (store.sums) return;
     for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {
         unsigned short data[8];
         memcpy(data, async_read(*me().cta, from, "tma_store", store.where), 16);
@@ -245,6 +265,16 @@ void tma_store(const TensorMap& map, unsigned source, int rank, const int* to, W
     check_copy("tma_store", map, source, rank, where);
     Store store{map, source, {}, where, false};
     std::copy(to, to + rank, store.at.begin());
+    if (!late_reads()) {
+        carry_out(store);
+        store.done = true;
+    }
+    me().stores.push_back(store);
+}
+void bulk_add(float* target, unsigned source, unsigned bytes, Where where) {
+    if (bytes % 16 || reinterpret_cast<std::uintptr_t>(target) % 16)
+        fail(where, "bulk_add: the target or %u bytes are not a multiple of 16", bytes);
+    Store store{{}, source, {}, where, false, target, bytes};
     if (!late_reads()) {
         carry_out(store);
         store.done = true;

@@ -45,6 +45,8 @@ struct Store {
     std::array<int, 5> at;
     Where where;
     bool done;
+    float* sums = nullptr;  // of a bulk_add, which has no map, and its bytes
+    unsigned bytes = 0;
 };
 struct Fiber : Thread {
     State state;
@@ -117,7 +119,7 @@ struct Load {
     TensorMap map;
     std::array<int, 5> at;
     Where where;
-    std::vector<unsigned char> data;  // of a store_async, which has no map
+    std::vector<unsigned char> data;  // of a store_async or a bulk_load, which have no map
 };
 struct Cta {
     uint3 index;

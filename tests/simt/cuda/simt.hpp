@@ -96,7 +96,7 @@ void use_loaded();  // an instruction of this warp needs what its ldmatrix loade
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
 void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where);
-void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
+void stmatrix(unsigned address, const unsigned (&r)[4], Where where, bool transposed = false);
 void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16,
                Where where);
 void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where);
@@ -109,6 +109,9 @@ void mbarrier_arrive(unsigned barrier, long bytes, unsigned arrivals, Where wher
 void mbarrier_wait(unsigned barrier, unsigned parity, Where where);
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* at,
               unsigned multicast, Where where);
+void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier, Where where);
+void bulk_add(float* target, unsigned source, unsigned bytes, Where where);
+void wrote_shared(unsigned address);  // 16 bytes, that TMA and wgmma see after a fence
 void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where);
 void tma_store(const TensorMap& map, unsigned source, int rank, const int* at, Where where);
 void tma_store_commit();
@@ -203,6 +206,7 @@ inline void __syncthreads(SIMT_HERE) { simt::barrier(0, 0, true, "__syncthreads"
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_HERE) {
     simt::collective("__syncwarp", mask, nullptr, [](void* const*, unsigned) {}, SIMT_AT);
 }
+inline void __trap() { simt::fail({nullptr, 0}, "trap"); }
 inline long long clock64() {
     static long long cycles = 0;
     return cycles += 16;

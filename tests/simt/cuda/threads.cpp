@@ -223,12 +223,13 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
         },
         where);
 }
-void stmatrix(unsigned address, const unsigned (&r)[4], Where where) {
+void stmatrix(unsigned address, const unsigned (&r)[4], Where where, bool transposed) {
     struct Lane {
         const unsigned* r;
         unsigned address;
         Where where;
-    } own{r, address, where};
+        bool transposed;
+    } own{r, address, where, transposed};
     collective(
         "stmatrix", ~0u, &own,
         [](void* const data[32], unsigned) {
@@ -236,8 +237,13 @@ void stmatrix(unsigned address, const unsigned (&r)[4], Where where) {
             for (int i = 0; i < 32; ++i) {
                 Lane& row = *static_cast<Lane*>(data[i]);
                 unsigned char* to = at(*me().cta, row.address, 16, 16, "stmatrix", row.where);
-                for (int j = 0; j < 4; ++j)  // lane i gave the address of row i % 8 of matrix i / 8
-                    memcpy(to + j * 4, &static_cast<Lane*>(data[i % 8 * 4 + j])->r[i / 8], 4);
+                // Lane i gave the address of row i % 8 of matrix i / 8.
+                for (int j = 0; j < 8; ++j) {
+                    int other = row.transposed ? j * 4 + i % 8 / 2 : i % 8 * 4 + j / 2;
+                    unsigned pair = static_cast<Lane*>(data[other])->r[i / 8];
+                    unsigned short x = pair >> (row.transposed ? i : j) % 2 * 16;
+                    memcpy(to + j * 2, &x, 2);
+                }
                 Fiber* caller = static_cast<Fiber*>(self);
                 self = me().cta->fibers[self->warp * 32 + i];
                 written(*me().cta, row.address);

@@ -1,0 +1,748 @@
+// flash_bwd_wgmma: the gradients of attention on Hopper, sm_90a only. q, o, dO, dq: (batch, heads,
+// seqlen_q, HEAD_DIM); k, v, dk, dv: (batch, heads_kv, seqlen_k, HEAD_DIM); lse: natural, float32,
+// (batch, heads, seqlen_q), minus infinity of a query that sees no key. With c = scale * log2(e):
+//   P = 2^(c Q K^T - log2(e) lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta),
+//   delta = rowsum(dO * O), dQ = scale dS K, dK = scale dS^T Q.
+//
+// keys: a block has KV_WARPGROUPS consumer warpgroups of 64 keys each, and passes the queries that
+// see them, of all query heads of its key head, in tiles of BLOCK_M. S^T = K Q^T and dP^T = V dO^T,
+// so that P^T and dS^T are operands in registers as they are.
+// dQ without RECOMPUTE: the consumers leave dS in shared memory, a warpgroup of its own multiplies
+// it by K, and threads of the producer's warpgroup add 64 queries and 64 columns at a time to fp32
+// sums in memory, in any order. Stages: delta, which also clears the sums; keys; convert.
+// With RECOMPUTE: the stage queries computes S and dP again, 64 queries a warpgroup, and before
+// that delta. It runs first. Equal calls then give equal bits.
+//
+// Statistics of queries lie in `neg_lse` (-log2(e) lse) and `delta`, `pitch` of each head: those
+// past the last query are minus infinity and 0, and so have no weight.
+//
+// PDL: a launch lets the next begin at once, and waits for the one ahead where it needs what that
+// wrote: neg_lse, delta and the cleared sums; the sums.
+#include "common/hopper/producer.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/bulk.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/ptx/wgmma_first.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/shared_tile.cuh"
+
+using namespace attn;
+
+constexpr int PANELS = HEAD_DIM / 64, LANES = HEAD_DIM / 8;  // of a row in global memory, 16 bytes
+constexpr unsigned PART_BYTES = 16384;  // fp32 sums of 64 queries and 64 columns
+
+// -log2(e) lse as kernels add it to exponents of 2: what it makes of them has no weight where there
+// is no query, or one that sees no key.
+__device__ __forceinline__ float negated(float lse) {
+    return lse == minus_infinity() ? lse : -lse * LOG2E;
+}
+// The sum of eight products of pairs.
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+    const unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += low_of(x[i]) * low_of(y[i]) + high_of(x[i]) * high_of(y[i]);
+    return sum;
+}
+
+#if STAGE_DELTA
+// A row is read by LANES threads, each of which clears 32 bytes of the sums of dQ.
+extern "C" __global__ void __launch_bounds__(256)
+    flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
+                          const float* __restrict__ lse, float* __restrict__ neg_lse,
+                          float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
+                          int pitch) {
+    if (PDL) grid_launch_dependents();
+    const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, head = blockIdx.y;
+    const int lane = threadIdx.x % LANES;
+    const long long at = static_cast<long long>(head) * pitch + row;
+    float sum = 0.f, own = minus_infinity();
+    if (row < seqlen_q) {
+        const long long from = static_cast<long long>(head) * seqlen_q + row;
+        sum = dot(o[from * LANES + lane], d_o[from * LANES + lane]), own = lse[from];
+    }
+#pragma unroll
+    for (int i = LANES / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    if (lane == 0) neg_lse[at] = negated(own), delta[at] = sum;
+    const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
+    sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
+}
+#elif STAGE_CONVERT
+// The sums lie as the threads that made them had them: of 64 queries and each 64 columns, 8 times
+// 128 threads' four numbers.
+extern "C" __global__ void __launch_bounds__(128)
+    flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
+                            float scale) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    if (PDL) grid_wait();
+    constexpr int ROW = HEAD_DIM / 2 + 4;  // words, of which four keep rows in other banks
+    unsigned* tile = reinterpret_cast<unsigned*>(smem);
+    const int t = threadIdx.x, first = blockIdx.x * 64, head = blockIdx.y;
+    const float4* from = sums + (static_cast<long long>(head) * pitch + first) * (HEAD_DIM / 4);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i) {
+        const float4 x = from[i * 128 + t];
+        unsigned* to = tile + (t / 32 * 16 + t % 32 / 4) * ROW + i * 4 + t % 4;
+        to[0] = pack(x.x * scale, x.y * scale), to[8 * ROW] = pack(x.z * scale, x.w * scale);
+    }
+    __syncthreads();
+    uint4* out = dq + (static_cast<long long>(head) * seqlen_q + first) * LANES;
+    const int count = min(64, seqlen_q - first) * LANES;
+    for (int i = t; i < count; i += 128)
+        out[i] = *reinterpret_cast<const uint4*>(tile + i / LANES * ROW + i % LANES * 4);
+}
+#else
+
+// ---- what both stages of products share ----
+// d = A B^T of two tiles of HEAD_DIM columns, whose panels are APanel and BPanel bytes.
+template <unsigned APanel, unsigned BPanel, int R>
+__device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
+                                         unsigned long long b) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        const unsigned long long x = a + (i / 4 * APanel + i % 4 * 32) / 16,
+                                 y = b + (i / 4 * BPanel + i % 4 * 32) / 16;
+        if (i == 0) WgmmaFirst<2 * R>::template ss<IS_BF16, 0>(d, x, y);
+        else Wgmma<2 * R>::template ss<IS_BF16, 0>(d, x, y, 1);
+    }
+    wgmma_commit();
+}
+// d += A B. A: X / 4 sixteens of columns in registers. B: as many rows of HEAD_DIM.
+template <int X>
+__device__ __forceinline__ void accumulate(float (&d)[HEAD_DIM / 2], const unsigned (&a)[X],
+                                           unsigned long long b) {
+#pragma unroll
+    for (int i = 0; i < X / 4; ++i)
+        Wgmma<HEAD_DIM>::template rs<IS_BF16, 1>(d, a + 4 * i, b + i * 2048 / 16, 1);
+    wgmma_commit();
+}
+// A warpgroup's 64 rows, times `by`, through its rows of panels of Panel bytes to global memory.
+template <unsigned Panel>
+__device__ __forceinline__ void store_rows(const float (&d)[HEAD_DIM / 2], float by, unsigned at,
+                                           const TensorMap& map, int row, int head, int barrier) {
+    const int lane = threadIdx.x % 32, in = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i)
+        stmatrix_x4(
+            at + i / 4 * Panel + in * 128 + ((i % 4 * 2 + lane / 16 ^ in % 8) << 4),
+            pack(d[8 * i] * by, d[8 * i + 1] * by), pack(d[8 * i + 2] * by, d[8 * i + 3] * by),
+            pack(d[8 * i + 4] * by, d[8 * i + 5] * by), pack(d[8 * i + 6] * by, d[8 * i + 7] * by));
+    fence_async_proxy();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int i = 0; i < PANELS; ++i) tma_store(map, at + i * Panel, i * 64, row, head);
+        tma_store_commit();
+    }
+}
+// Blocks in the order of their length, heads in groups of `together`, whose tensors share L2.
+struct Work {
+    int tile, head;
+    __device__ __forceinline__ Work(int tiles, int heads, int together) {
+        int group = blockIdx.x / (together * tiles), in = blockIdx.x % (together * tiles);
+        int of_group = min(together, heads - group * together);
+        tile = in / of_group, head = group * together + in % of_group;
+    }
+};
+// Of use j of a ring.
+template <int Stages>
+struct Position {
+    unsigned stage, phase;
+    __device__ __forceinline__ explicit Position(int j)
+        : stage(static_cast<unsigned>(j) % Stages), phase(static_cast<unsigned>(j) / Stages & 1) {}
+};
+
+#if STAGE_KEYS
+constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS = 2;
+constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
+constexpr int COLUMNS = HEAD_DIM / 64, PARTS = BLOCK_M / 64 * COLUMNS;  // of a tile of dQ
+constexpr int THREADS = 128 * (WARPGROUPS + 1 + DQ);
+using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+using QTile = SharedTile<element_t, BLOCK_M, HEAD_DIM, 128>;
+constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS: of a warpgroup
+static_assert(!DQ || (BLOCK_M % 64 == 0 && PARTS <= 3), "a warp adds each part of a tile of dQ");
+constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
+
+// Where everything lies in shared memory. It begins at 1024, as dynamic shared memory does where
+// there is no other: constant addresses spare registers.
+struct Memory {
+    static constexpr unsigned K = 1024, V = K + KTile::BYTES, Q = V + KTile::BYTES,
+                              O = Q + NUM_STAGES * QTile::BYTES, DS = O + NUM_STAGES * QTile::BYTES,
+                              STAGING = DS + DQ * DS_BUFFERS * WARPGROUPS * DS_BYTES,
+                              NEG_LSE = STAGING + DQ * PARTS * PART_BYTES,
+                              DELTA = NEG_LSE + NUM_STAGES * ROW_BYTES,
+                              BARRIERS = DELTA + NUM_STAGES * ROW_BYTES,
+                              MORE = BARRIERS + 32 * NUM_STAGES;
+    __device__ static __forceinline__ unsigned q_full(int i) { return BARRIERS + 32 * i; }
+    __device__ static __forceinline__ unsigned q_empty(int i) { return BARRIERS + 32 * i + 8; }
+    __device__ static __forceinline__ unsigned o_full(int i) { return BARRIERS + 32 * i + 16; }
+    __device__ static __forceinline__ unsigned o_empty(int i) { return BARRIERS + 32 * i + 24; }
+    __device__ static __forceinline__ unsigned k_full() { return MORE; }
+    __device__ static __forceinline__ unsigned v_full() { return MORE + 8; }
+    __device__ static __forceinline__ unsigned ds_full(int i) { return MORE + 16 + 16 * i; }
+    __device__ static __forceinline__ unsigned ds_empty(int i) { return MORE + 24 + 16 * i; }
+    // Of each part of dQ's tile: written to staging, and added from there.
+    __device__ static __forceinline__ unsigned staged(int part) { return MORE + 48 + 16 * part; }
+    __device__ static __forceinline__ unsigned added(int part) { return MORE + 56 + 16 * part; }
+    __device__ static __forceinline__ void init() {
+        for (int i = 0; i < NUM_STAGES; ++i) {
+            mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
+            mbarrier_init(q_empty(i), 4 * WARPGROUPS), mbarrier_init(o_empty(i), 4 * WARPGROUPS);
+        }
+        mbarrier_init(k_full(), 1), mbarrier_init(v_full(), 1);
+        for (int i = 0; i < DQ * DS_BUFFERS; ++i)
+            mbarrier_init(ds_full(i), 4 * WARPGROUPS), mbarrier_init(ds_empty(i), 4);
+        for (int i = 0; i < DQ * PARTS; ++i)
+            mbarrier_init(staged(i), 4), mbarrier_init(added(i), 1);
+        mbarrier_init_fence();
+    }
+};
+// first, tiles: of queries of a head that see a key of the block. Query i sees key j if
+// j + diagonal <= i.
+struct Call {
+    const float *neg_lse, *delta;
+    float* sums;
+    int seqlen_k, pitch, group, head_kv, key, diagonal, first, tiles;
+    __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
+    __device__ __forceinline__ int row(int tile) const { return (first + tile) * BLOCK_M; }
+    __device__ __forceinline__ long long at(int number, int tile) const {
+        return static_cast<long long>(head(number)) * pitch + row(tile);
+    }
+    __device__ __forceinline__ int end_row() const { return (first + tiles) * BLOCK_M; }
+};
+
+__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
+                                           const TensorMap& v, const TensorMap& d_o,
+                                           const Call& call) {
+    load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.head_kv);
+    load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.head_kv);
+    if (PDL) grid_wait();
+    Ring<NUM_STAGES> ring;
+#pragma unroll 1
+    for (int number = 0; number < call.group; ++number)
+#pragma unroll 1
+        for (int tile = 0; tile < call.tiles; ++tile) {
+            const unsigned i = ring.stage;
+            const int row = call.row(tile), head = call.head(number);
+            const long long at = call.at(number, tile);
+            mbarrier_wait(Memory::q_empty(i), ring.phase ^ 1);
+            mbarrier_expect(Memory::q_full(i), QTile::BYTES + ROW_BYTES);
+#pragma unroll
+            for (int p = 0; p < PANELS; ++p)
+                tma_load(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
+                         Memory::q_full(i), p * 64, row, head);
+            bulk_load(Memory::NEG_LSE + i * ROW_BYTES, call.neg_lse + at, ROW_BYTES,
+                      Memory::q_full(i));
+            mbarrier_wait(Memory::o_empty(i), ring.phase ^ 1);
+            mbarrier_expect(Memory::o_full(i), QTile::BYTES + ROW_BYTES);
+#pragma unroll
+            for (int p = 0; p < PANELS; ++p)
+                tma_load(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
+                         Memory::o_full(i), p * 64, row, head);
+            bulk_load(Memory::DELTA + i * ROW_BYTES, call.delta + at, ROW_BYTES, Memory::o_full(i));
+            ring.next();
+        }
+}
+
+// 64 keys of a warpgroup. AHEAD 0: S | P; dP | dS from the rounded P; dV, dK. S and dP have the
+// same registers. 1, 2: dP and beside it P | dS; dV, dK, and S of the next tile: at once, or when
+// dV has ended, whose P then needs no registers. "|": waits for the products before.
+struct Consumer {
+    const Call& call;
+    float factor;
+    int lane, key;                  // key: of this thread, which also has key + 8
+    unsigned ds;                    // where this lane's first row of dS goes
+    unsigned long long k, v, q, o;  // descriptors
+    using Scores = float[BLOCK_M / 2];
+    using Fragment = unsigned[BLOCK_M / 4];
+    using Sums = float[HEAD_DIM / 2];
+
+    __device__ __forceinline__ void begin_s(Scores& s, int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::q_full(at.stage), at.phase);
+        wgmma_fence();
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(s, k, q + at.stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void begin_dp(Scores& dp, int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::o_full(at.stage), at.phase);
+        wgmma_fence();
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(dp, v, o + at.stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void begin_sum(Sums& sum, Fragment& a, unsigned long long b,
+                                              int j) const {
+        warpgroup_fence_operand(a), warpgroup_fence_operand(sum);
+        wgmma_fence();
+        accumulate(sum, a, b + Position<NUM_STAGES>(j).stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void release(int j) const {
+        const unsigned i = Position<NUM_STAGES>(j).stage;
+        if (lane == 0) mbarrier_arrive(Memory::q_empty(i)), mbarrier_arrive(Memory::o_empty(i));
+    }
+    // row: of the tile's first query, column 0.
+    __device__ __forceinline__ void mask(Scores& s, int row) const {
+        const int key = opaque(this->key);  // so that what follows takes registers here alone
+        const int own = key - key % 64;     // the warpgroup's first
+        if (own + 64 <= call.seqlen_k && !(CAUSAL && row < own + 63 + call.diagonal)) return;
+        constexpr int NEVER = 1 << 30;
+        // The first column that sees each of the two keys.
+        const int column = lane % 4 * 2, begin = key + call.diagonal - row - column;
+        const int least = key < call.seqlen_k ? (CAUSAL ? begin : 0) : NEVER,
+                  least_8 = key + 8 < call.seqlen_k ? (CAUSAL ? begin + 8 : 0) : NEVER;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i)
+            if (i / 4 * 8 + i % 2 < (i & 2 ? least_8 : least)) s[i] = minus_infinity();
+    }
+    __device__ __forceinline__ void exponentials(const Scores& s, Scores& p, int j) const {
+        const unsigned from =
+            Memory::NEG_LSE + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 l = load_shared_floats(from + i * 8);
+            p[i] = exp2_approx(fmaf(s[i], factor, l.x));
+            p[i + 1] = exp2_approx(fmaf(s[i + 1], factor, l.y));
+            p[i + 2] = exp2_approx(fmaf(s[i + 2], factor, l.x));
+            p[i + 3] = exp2_approx(fmaf(s[i + 3], factor, l.y));
+        }
+    }
+    __device__ __forceinline__ static void round(const Scores& x, Fragment& to) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 2) to[i / 2] = pack(x[i], x[i + 1]);
+    }
+    // p_of(i): P of the numbers i and i + 1.
+    template <class P>
+    __device__ __forceinline__ void differences(const Scores& dp, Fragment& ds, int j,
+                                                P p_of) const {
+        const unsigned from =
+            Memory::DELTA + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 d = load_shared_floats(from + i * 8), p = p_of(i), p_8 = p_of(i + 2);
+            ds[i / 2] = pack(p.x * (dp[i] - d.x), p.y * (dp[i + 1] - d.y));
+            ds[i / 2 + 1] = pack(p_8.x * (dp[i + 2] - d.x), p_8.y * (dp[i + 3] - d.y));
+        }
+    }
+    // dS, its columns as rows of queries, to this warpgroup's 64 columns of shared memory.
+    __device__ __forceinline__ void put_ds(const Fragment& x, int j) const {
+        if constexpr (DQ) {
+            const Position<DS_BUFFERS> at(j);
+            mbarrier_wait(Memory::ds_empty(at.stage), at.phase ^ 1);
+            const unsigned to = ds + at.stage * WARPGROUPS * DS_BYTES;
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 16; ++i)
+                stmatrix_x4_trans(to + i * 2048, x[4 * i], x[4 * i + 1], x[4 * i + 2],
+                                  x[4 * i + 3]);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::ds_full(at.stage));
+        }
+    }
+    // Passes by a tile none of whose queries sees a key of the warpgroup.
+    __device__ __forceinline__ void pass(int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::q_full(at.stage), at.phase);
+        mbarrier_wait(Memory::o_full(at.stage), at.phase);
+        if constexpr (DQ) {
+            const Fragment zero = {};
+            put_ds(zero, j);
+        }
+        release(j);
+    }
+    // A tile whose S is there. Next: begins S of the next one.
+    template <bool Next>
+    __device__ __forceinline__ void step(Scores& s, Sums& dk, Sums& dv, int j, int row) const {
+        Scores p, dp;
+        Fragment rounded, difference;
+        begin_dp(dp, j);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) p[i] = s[i];
+        mask(p, row);
+        exponentials(p, p, j);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dp);
+        round(p, rounded);
+        differences(dp, difference, j, [&](int i) { return make_float2(p[i], p[i + 1]); });
+        begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
+        put_ds(difference, j);
+        if constexpr (Next) {
+            if (AHEAD == 2) wgmma_wait<1>(), warpgroup_fence_operand(dv);
+            begin_s(s, j + 1);
+        }
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
+        if constexpr (Next) warpgroup_fence_operand(s);
+        release(j);
+    }
+    // One head of queries, whose first tile is the j-th of the block; returns the next head's.
+    __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
+        const int own = key - key % 64, end = call.end_row();
+        int row = call.first * BLOCK_M;
+        const int seen = own >= call.seqlen_k ? end : CAUSAL ? own + call.diagonal : 0;
+#pragma unroll 1
+        for (; row < end && row + BLOCK_M <= seen; row += BLOCK_M, ++j) pass(j);
+        if (row >= end) return j;
+        if constexpr (AHEAD > 0) {
+            Scores s;
+            begin_s(s, j);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(s);
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step<true>(s, dk, dv, j, row);
+            step<false>(s, dk, dv, j, row);
+            ++j;
+        } else {
+#pragma unroll 1
+            for (; row < end; row += BLOCK_M, ++j) {
+                Scores s, p, dp;
+                Fragment rounded, difference;
+                begin_s(s, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(s);
+                mask(s, row);
+                exponentials(s, p, j);
+                round(p, rounded);
+                warpgroup_fence_operand(rounded);
+                begin_dp(dp, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(dp);
+                differences(dp, difference, j, [&](int i) {
+                    return make_float2(low_of(rounded[i / 2]), high_of(rounded[i / 2]));
+                });
+                begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
+                put_ds(difference, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
+                release(j);
+            }
+        }
+        return j;
+    }
+};
+
+// dQ = dS K of each tile, by a warpgroup of its own, to staging.
+__device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
+    const int t = threadIdx.x % 128;
+    const unsigned long long a0 = wgmma_descriptor<128>(Memory::DS, 1024),
+                             b0 = wgmma_descriptor<128>(Memory::K, 1024, KTile::PANEL_BYTES);
+#pragma unroll 1
+    for (int j = 0; j < call.group * call.tiles; ++j) {
+        const Position<DS_BUFFERS> at(j);
+        mbarrier_wait(Memory::ds_full(at.stage), at.phase);
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+            float d[32];
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 16; ++i) {
+                const unsigned long long a = a0 + ((at.stage * WARPGROUPS + i / 4) * DS_BYTES +
+                                                   part / COLUMNS * 8192 + i % 4 * 32) /
+                                                      16,
+                                         b = b0 +
+                                             (part % COLUMNS * KTile::PANEL_BYTES + i * 2048) / 16;
+                if (i == 0) WgmmaFirst<64>::template ss<IS_BF16, 1>(d, a, b);
+                else Wgmma<64>::template ss<IS_BF16, 1>(d, a, b, 1);
+            }
+            wgmma_commit();
+            mbarrier_wait(Memory::added(part), (j & 1) ^ 1);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(d);
+            if (part == PARTS - 1 && lane == 0) mbarrier_arrive(Memory::ds_empty(at.stage));
+            const unsigned to = Memory::STAGING + part * PART_BYTES + t * 16;
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                    d[4 * i + 3]);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::staged(part));
+        }
+    }
+}
+// One thread of each part adds it to the sums.
+__device__ __forceinline__ void add_dq(const Call& call, int part) {
+    if (PDL) grid_wait();
+    int j = 0;
+#pragma unroll 1
+    for (int number = 0; number < call.group; ++number)
+#pragma unroll 1
+        for (int tile = 0; tile < call.tiles; ++tile, ++j) {
+            mbarrier_wait(Memory::staged(part), j & 1);
+            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + part * 4096,
+                     Memory::STAGING + part * PART_BYTES, PART_BYTES);
+            tma_store_commit();
+            tma_store_wait_read<0>();
+            mbarrier_arrive(Memory::added(part));
+        }
+    bulk_wait_all();
+}
+
+// neg_lse, delta and sums are what the launch ahead wrote.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_bwd_wgmma_keys(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                         const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
+                         const __grid_constant__ TensorMap dk_map,
+                         const __grid_constant__ TensorMap dv_map, const float* neg_lse,
+                         const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
+                         int heads_kv, int group, int together, float factor, float scale) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    if (smem_address(smem) != Memory::K) __trap();
+    if (PDL && DQ) grid_launch_dependents();
+    const Work work((seqlen_k + BLOCK_N - 1) / BLOCK_N, heads_kv, together);
+    const int key = work.tile * BLOCK_N, diagonal = seqlen_q - seqlen_k;
+    const int first = CAUSAL ? max(0, key + diagonal) / BLOCK_M : 0;
+    const Call call{neg_lse,
+                    delta,
+                    sums,
+                    seqlen_k,
+                    pitch,
+                    group,
+                    work.head,
+                    key,
+                    diagonal,
+                    first,
+                    (seqlen_q + BLOCK_M - 1) / BLOCK_M - first};
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == WARPGROUPS * 128) Memory::init();
+    __syncthreads();
+    if (DQ && warp >= 4 * WARPGROUPS + 4) {
+        registers_decrease<DQ_REGISTERS>();
+        multiply_dq(call, lane);
+        named_barrier_arrive(K_READ_BARRIER, 128 * WARPGROUPS + 128);
+    } else if (warp >= 4 * WARPGROUPS) {
+        registers_decrease<PRODUCER_REGISTERS>();
+        const int own = warp - 4 * WARPGROUPS;
+        if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call);
+        if (DQ && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
+    } else {
+        registers_increase<CONSUMER_REGISTERS>();
+        const int wg = warp / 4;
+        Consumer::Sums dk, dv;
+        const unsigned ds = Memory::DS + wg * DS_BYTES + (lane % 8 + lane / 16 * 8) * 128 +
+                            ((warp % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+        const Consumer self{call,
+                            factor,
+                            lane,
+                            key + warp * 16 + lane / 4,
+                            ds,
+                            wgmma_descriptor<128>(Memory::K + wg * 8192, 1024),
+                            wgmma_descriptor<128>(Memory::V + wg * 8192, 1024),
+                            wgmma_descriptor<128>(Memory::Q, 1024, QTile::PANEL_BYTES),
+                            wgmma_descriptor<128>(Memory::O, 1024, QTile::PANEL_BYTES)};
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.f;
+        mbarrier_wait(Memory::k_full(), 0), mbarrier_wait(Memory::v_full(), 0);
+        int j = 0;
+#pragma unroll 1
+        for (int number = 0; number < call.group; ++number) j = self.of_head(dk, dv, j);
+        if (DQ) named_barrier_sync(K_READ_BARRIER, 128 * WARPGROUPS + 128);
+        // Four warps read the same rows of V and K.
+        named_barrier_sync(ROWS_BARRIER + wg, 128);
+        store_rows<KTile::PANEL_BYTES>(dv, 1.f, Memory::V + wg * 8192, dv_map, key + wg * 64,
+                                       work.head, ROWS_BARRIER + wg);
+        store_rows<KTile::PANEL_BYTES>(dk, scale, Memory::K + wg * 8192, dk_map, key + wg * 64,
+                                       work.head, ROWS_BARRIER + wg);
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+}
+#endif
+
+#if STAGE_QUERIES
+constexpr int WARPGROUPS = Q_WARPGROUPS, BLOCK_M = 64 * WARPGROUPS, BLOCK_N = Q_BLOCK_N;
+constexpr int THREADS = 128 * (WARPGROUPS + 1), STAGES = Q_STAGES;
+using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of a warpgroup
+using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+
+struct Memory {
+    unsigned q, o, k, v, barriers;
+    __device__ __forceinline__ explicit Memory(unsigned base)
+        : q(base),
+          o(q + WARPGROUPS * QTile::BYTES),
+          k(o + WARPGROUPS * QTile::BYTES),
+          v(k + STAGES * KTile::BYTES),
+          barriers(v + STAGES * KTile::BYTES) {}
+    __device__ __forceinline__ unsigned k_full(int i) const { return barriers + 32 * i; }
+    __device__ __forceinline__ unsigned k_empty(int i) const { return barriers + 32 * i + 8; }
+    __device__ __forceinline__ unsigned v_full(int i) const { return barriers + 32 * i + 16; }
+    __device__ __forceinline__ unsigned v_empty(int i) const { return barriers + 32 * i + 24; }
+    __device__ __forceinline__ unsigned q_full(int i) const {
+        return barriers + 32 * STAGES + 8 * i;
+    }
+    __device__ __forceinline__ void init() const {
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(k_full(i), 1), mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), 4 * WARPGROUPS), mbarrier_init(v_empty(i), 4 * WARPGROUPS);
+        }
+        for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(q_full(i), 1);
+        mbarrier_init_fence();
+    }
+};
+
+// 64 queries of a warpgroup, and tiles of keys from right to left.
+struct Consumer {
+    const Memory& at;
+    int lane, wg, row, tiles, seqlen_k, end;  // keys before `end` + row are seen; row: its first
+    float factor, neg_lse[2], delta[2];
+    unsigned long long q, o, k, v;  // descriptors
+    using Scores = float[BLOCK_N / 2];
+    using Fragment = unsigned[BLOCK_N / 4];
+
+    __device__ __forceinline__ int key(int j) const { return (tiles - 1 - j) * BLOCK_N; }
+    __device__ __forceinline__ int seen_by(int query) const {
+        return CAUSAL ? min(seqlen_k, query + end) : seqlen_k;
+    }
+    __device__ __forceinline__ void arrive(unsigned barrier) const {
+        if (lane == 0) mbarrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void mask(Scores& s, int j) const {
+        if (key(j) + BLOCK_N <= seen_by(row - row % 64)) return;
+        const int limit = seen_by(row), limit_8 = seen_by(row + 8), first = key(j) + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i)
+            if (first + i / 4 * 8 + i % 2 >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+    }
+    __device__ __forceinline__ void run(float (&dq)[HEAD_DIM / 2]) const {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0.f;
+        // The last query sees most.
+        const int seen = (max(0, seen_by(row - row % 64 + 63)) + BLOCK_N - 1) / BLOCK_N;
+        const int unseen = tiles - min(tiles, seen);
+        int j = 0;
+#pragma unroll 1
+        for (; j < unseen; ++j) {
+            const Position<STAGES> now(j);
+            mbarrier_wait(at.k_full(now.stage), now.phase);
+            mbarrier_wait(at.v_full(now.stage), now.phase);
+            arrive(at.k_empty(now.stage)), arrive(at.v_empty(now.stage));
+        }
+        mbarrier_wait(at.q_full(wg), 0);
+#pragma unroll 1
+        for (; j < tiles; ++j) {
+            Scores s, dp;
+            Fragment ds;
+            const Position<STAGES> now(j);
+            mbarrier_wait(at.k_full(now.stage), now.phase);
+            wgmma_fence();
+            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(s, q,
+                                                             k + now.stage * (KTile::BYTES / 16));
+            mbarrier_wait(at.v_full(now.stage), now.phase);
+            wgmma_fence();
+            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(dp, o,
+                                                             v + now.stage * (KTile::BYTES / 16));
+            wgmma_wait<1>();
+            warpgroup_fence_operand(s);
+            mask(s, j);
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                s[i] = exp2_approx(fmaf(s[i], factor, neg_lse[i / 2 % 2]));
+            wgmma_wait<0>();
+            warpgroup_fence_operand(dp);
+            arrive(at.v_empty(now.stage));
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; i += 2)
+                ds[i / 2] = pack(s[i] * (dp[i] - delta[i / 2 % 2]),
+                                 s[i + 1] * (dp[i + 1] - delta[i / 2 % 2]));
+            warpgroup_fence_operand(ds), warpgroup_fence_operand(dq);
+            wgmma_fence();
+            accumulate(dq, ds,
+                       wgmma_descriptor<128>(at.k, 1024, KTile::PANEL_BYTES) +
+                           now.stage * (KTile::BYTES / 16));
+            wgmma_wait<0>();
+            warpgroup_fence_operand(dq);
+            arrive(at.k_empty(now.stage));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries(
+    const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
+    const __grid_constant__ TensorMap dq_map, const uint4* __restrict__ out,
+    const uint4* __restrict__ d_out, const float* __restrict__ lse, float* __restrict__ neg_lse,
+    float* __restrict__ delta, int seqlen_q, int seqlen_k, int pitch, int heads, int group,
+    int together, float factor, float scale) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const Memory at(smem_address(smem));
+    if (PDL) grid_launch_dependents();
+    const int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
+    const Work work(tiles_m, heads, together);
+    const int query = (CAUSAL ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;
+    const int end = 1 + seqlen_k - seqlen_q;  // query i sees the keys before i + end
+    const int seen = CAUSAL ? min(seqlen_k, query + BLOCK_M - 1 + end) : seqlen_k;
+    const int tiles = (max(0, seen) + BLOCK_N - 1) / BLOCK_N;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == WARPGROUPS * 128) at.init();
+    __syncthreads();
+    if (warp >= 4 * WARPGROUPS) {
+        registers_decrease<PRODUCER_REGISTERS>();
+        if (threadIdx.x == WARPGROUPS * 128) {
+            const int head_kv = work.head / group;
+            Ring<STAGES> ring;
+#pragma unroll 1
+            for (int i = 0; i < WARPGROUPS; ++i) {
+                mbarrier_expect(at.q_full(i), 2 * QTile::BYTES);
+#pragma unroll
+                for (int p = 0; p < PANELS; ++p) {
+                    const unsigned to = i * QTile::BYTES + p * QTile::PANEL_BYTES;
+                    tma_load(at.q + to, q, at.q_full(i), p * 64, query + i * 64, work.head);
+                    tma_load(at.o + to, d_o, at.q_full(i), p * 64, query + i * 64, work.head);
+                }
+            }
+#pragma unroll 1
+            for (int j = 0; j < tiles; ++j) {
+                const int key = (tiles - 1 - j) * BLOCK_N;
+                mbarrier_wait(at.k_empty(ring.stage), ring.phase ^ 1);
+                load_tile<KTile>(at.k + ring.stage * KTile::BYTES, k, at.k_full(ring.stage), key,
+                                 head_kv);
+                mbarrier_wait(at.v_empty(ring.stage), ring.phase ^ 1);
+                load_tile<KTile>(at.v + ring.stage * KTile::BYTES, v, at.v_full(ring.stage), key,
+                                 head_kv);
+                ring.next();
+            }
+        }
+    } else {
+        registers_increase<CONSUMER_REGISTERS>();
+        const int wg = warp / 4, row = query + warp * 16 + lane / 4;
+        float sum[HEAD_DIM / 2], l[2], d[2] = {0.f, 0.f};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            l[r] = minus_infinity();
+            if (const int own = row + 8 * r; own < seqlen_q) {
+                const long long from = static_cast<long long>(work.head) * seqlen_q + own;
+                l[r] = negated(lse[from]);
+#pragma unroll
+                for (int i = 0; i < LANES / 4; ++i)
+                    d[r] += dot(out[from * LANES + i * 4 + lane % 4],
+                                d_out[from * LANES + i * 4 + lane % 4]);
+            }
+            d[r] += __shfl_xor_sync(0xffffffffu, d[r], 1);
+            d[r] += __shfl_xor_sync(0xffffffffu, d[r], 2);
+            const long long to = static_cast<long long>(work.head) * pitch + row + 8 * r;
+            if (lane % 4 == 0) neg_lse[to] = l[r], delta[to] = d[r];
+        }
+        const Consumer self{at,
+                            lane,
+                            wg,
+                            row,
+                            tiles,
+                            seqlen_k,
+                            end,
+                            factor,
+                            {l[0], l[1]},
+                            {d[0], d[1]},
+                            wgmma_descriptor<128>(at.q + wg * QTile::BYTES, 1024),
+                            wgmma_descriptor<128>(at.o + wg * QTile::BYTES, 1024),
+                            wgmma_descriptor<128>(at.k, 1024, KTile::PANEL_BYTES),
+                            wgmma_descriptor<128>(at.v, 1024, KTile::PANEL_BYTES)};
+        self.run(sum);
+        named_barrier_sync(1 + wg, 128);
+        store_rows<QTile::PANEL_BYTES>(sum, scale, at.q + wg * QTile::BYTES, dq_map,
+                                       query + wg * 64, work.head, 1 + wg);
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+}
+#endif
+#endif

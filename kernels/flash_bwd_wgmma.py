@@ -1,0 +1,208 @@
+"""flash_bwd_wgmma: fused backward on Hopper: TMA rings, warp-specialised wgmma, dQ reduced."""
+
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, Problem, ceil_div
+from attnsweep.family import hopper
+from attnsweep.family.family import Config, Family, Launch, Param
+
+kernel = Family(
+    "flash_bwd_wgmma",
+    summary="fused FlashAttention backward on Hopper: TMA rings, warp-specialised wgmma",
+    params=(
+        Param("RECOMPUTE", (0, 1), "dQ: 0 added up beside dK and dV; 1 by a stage of its own"),
+        Param("BLOCK_M", (64, 128), "queries of a tile that keys pass"),
+        Param("KV_WARPGROUPS", (2, 1), "consumer warpgroups of a block, 64 keys each"),
+        Param("NUM_STAGES", (2,), "tiles of Q, and of dO, in flight"),
+        Param("AHEAD", (0, 1, 2), "P beside dP, S of the next tile: 0 neither, 1 both, 2 S later"),
+        Param("BLOCKS_PER_SM", (1, 2), "blocks of keys that an SM has room for"),
+        Param("Q_BLOCK_N", (128, 96, 64), "RECOMPUTE: keys of a tile that queries pass"),
+        Param("Q_WARPGROUPS", (2,), "RECOMPUTE: consumer warpgroups, 64 queries each"),
+        Param("Q_STAGES", (2,), "RECOMPUTE: tiles of K, and of V, in flight"),
+        Param("PDL", (0, 1), "1: a launch may begin before the one ahead of it ends"),
+    ),
+    min_arch="sm_90a",
+    head_dims=(64, 128),
+    masks=("full", "causal"),
+    deterministic="RECOMPUTE",
+    empty_rows=True,
+    ops=("backward",),
+)
+DELTA_THREADS = 256
+PRODUCER, DQ = 24, 72  # registers of their threads
+# Registers that ptxas 13 needs beside sums, scores and P. Without AHEAD up to 100 bytes of what
+# stays the same in the loop over tiles are spilled before it.
+REST = 24
+
+
+def smem_bytes(c: Config, p: Problem) -> int:
+    """Bytes of K, V, the rings of Q and dO with their statistics, dS, and what is added to dQ."""
+    keys, queries = 64 * c.KV_WARPGROUPS, c.BLOCK_M
+    tiles = 2 * 2 * p.head_dim * (keys + c.NUM_STAGES * queries) + 2 * c.NUM_STAGES * 4 * queries
+    reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries + 4 * queries * p.head_dim
+    return tiles + reduced + 32 * c.NUM_STAGES + (48 if c.RECOMPUTE else 48 + 16 * parts(c, p))
+
+
+def parts(c: Config, p: Problem) -> int:
+    """Parts of 64 queries and 64 columns of a tile of dQ."""
+    return c.BLOCK_M // 64 * (p.head_dim // 64)
+
+
+def queries_smem_bytes(c: Config, p: Problem) -> int:
+    """The same of the stage queries: Q, dO, and the rings of K and V."""
+    rows = 64 * c.Q_WARPGROUPS + c.Q_STAGES * c.Q_BLOCK_N
+    return 2 * 2 * p.head_dim * rows + 32 * c.Q_STAGES + 8 * c.Q_WARPGROUPS
+
+
+def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[int, ...]) -> int:
+    """Registers of a consumer's thread, beside one warpgroup of each of `others` registers."""
+    count = warpgroups + len(others)
+    entry = hopper.registers_at_entry(arch, 128 * count, blocks)
+    return min(240, (count * entry - sum(others)) // warpgroups // 8 * 8)
+
+
+def roles(c: Config) -> tuple[int, ...]:
+    """Registers of the warpgroups beside the consumers: the producer's, and dQ's."""
+    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, DQ)
+
+
+def registers_needed(c: Config, p: Problem) -> int:
+    """Registers that a consumer thread of the stage keys needs."""
+    scores = c.BLOCK_M if c.AHEAD else c.BLOCK_M * 3 // 4
+    return p.head_dim + scores + REST
+
+
+def pitch(p: Problem) -> int:
+    """Rows of a head in workspaces: whole tiles of either stage."""
+    return ceil_div(p.seqlen_q, 128) * 128
+
+
+def together(p: Problem, rows: int, arch: Arch, heads: int) -> int:
+    """Heads whose blocks run at the same time, so that they share L2."""
+    return min(heads, max(1, arch.sm_count * 128 // rows))
+
+
+# fmt: off
+kernel.keep_if(
+    ("known_values", "RECOMPUTE and PDL are 0 or 1, AHEAD 0 to 2; a tile has 64 or 128 queries",
+     lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.PDL in (0, 1) and c.AHEAD in (0, 1, 2)
+     and c.BLOCK_M in (64, 128) and c.KV_WARPGROUPS in (1, 2, 3)),
+    ("warpgroups_of_sm", "an SM has 2 or 3 consumer warpgroups, so that their products overlap",
+     lambda c, p, arch: 2 <= c.KV_WARPGROUPS * c.BLOCKS_PER_SM <= 3),
+    ("parts_of_dq", "a warp of the producer's adds each part of dQ's tile, at most 3",
+     lambda c, p, arch: c.RECOMPUTE or parts(c, p) <= 3),
+    ("registers", "sums, scores and P fit the registers of a thread",
+     lambda c, p, arch: registers_needed(c, p)
+     <= consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))),
+    ("blocks_fit", "the planned blocks fit the shared memory of an SM",
+     lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
+     and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM
+     and queries_smem_bytes(c, p) <= arch.smem_per_block),
+    ("of_queries", "the stage queries has whole tiles of those of the stage keys, if it is there",
+     lambda c, p, arch: (c.Q_WARPGROUPS == 2 and c.Q_BLOCK_N in (64, 96, 128)) if c.RECOMPUTE
+     else (c.Q_BLOCK_N, c.Q_WARPGROUPS, c.Q_STAGES) == (128, 2, 2)),
+)
+kernel.keep_if(
+    ("no_idle_tile", "a tile is at most twice its sequence",
+     lambda c, p, arch: c.BLOCK_M <= 2 * max(64, p.seqlen_q)
+     and 64 * c.KV_WARPGROUPS <= 2 * max(64, p.seqlen_k)),
+    by_shape=True,
+)
+# fmt: on
+
+
+@kernel.workspace
+def workspace(c, p):
+    rows = p.batch * p.heads * pitch(p)
+    sums = {} if c.RECOMPUTE else {"dq_sums": 4 * rows * p.head_dim}
+    return {"neg_lse": 4 * rows, "delta": 4 * rows} | sums
+
+
+@kernel.stage("delta", params=("PDL",))
+def delta(c, p, arch):
+    if c.RECOMPUTE:
+        return None
+    rows = DELTA_THREADS * 8 // p.head_dim
+    return Launch(
+        function="flash_bwd_wgmma_delta",
+        grid=(pitch(p) // rows, p.batch * p.heads, 1),
+        threads=DELTA_THREADS,
+        args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p)),
+    )
+
+
+def maps(p: Problem, rows_q: int, rows_k: int):
+    """Tensor maps of q, k, v and do, whose boxes have so many rows."""
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    of_q = (heads, p.seqlen_q, p.head_dim), (64, rows_q)
+    of_k = (heads_kv, p.seqlen_k, p.head_dim), (64, rows_k)
+    made = {"q": of_q, "k": of_k, "v": of_k, "do": of_q}
+    return tuple(hopper.tensor_map(name, *sizes, box=box) for name, (sizes, box) in made.items())
+
+
+@kernel.stage("queries", params=("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL"))
+def queries(c, p, arch):
+    if not c.RECOMPUTE:
+        return None
+    heads, block = p.batch * p.heads, 64 * c.Q_WARPGROUPS
+    return Launch(
+        function="flash_bwd_wgmma_queries",
+        grid=(ceil_div(p.seqlen_q, block) * heads, 1, 1),
+        threads=128 * (c.Q_WARPGROUPS + 1),
+        args=(
+            *maps(p, 64, c.Q_BLOCK_N),
+            hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
+            *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
+            *(p.heads // p.heads_kv, together(p, p.seqlen_q, arch, heads)),
+            *(p.scale * LOG2E, p.scale),
+        ),
+        smem_bytes=queries_smem_bytes(c, p),
+        defines={
+            "PRODUCER_REGISTERS": PRODUCER,
+            "CONSUMER_REGISTERS": consumer_registers(arch, c.Q_WARPGROUPS, 1, (PRODUCER,)),
+        },
+    )
+
+
+OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOCKS_PER_SM", "PDL")
+
+
+@kernel.stage("keys", params=OF_KEYS)
+def keys(c, p, arch):
+    heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
+    registers = consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))
+    defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
+    defines |= {"DQ_REGISTERS": DQ}
+    return Launch(
+        function="flash_bwd_wgmma_keys",
+        grid=(ceil_div(p.seqlen_k, block) * heads_kv, 1, 1),
+        threads=128 * (c.KV_WARPGROUPS + len(roles(c))),
+        args=(
+            *maps(p, c.BLOCK_M, block),
+            *(
+                hopper.tensor_map(name, heads_kv, p.seqlen_k, p.head_dim, box=(64, 64))
+                for name in ("dk", "dv")
+            ),
+            # The sums of dQ are not read where it is computed again.
+            *("neg_lse", "delta", "delta" if c.RECOMPUTE else "dq_sums"),
+            *(p.seqlen_q, p.seqlen_k, pitch(p), heads_kv, p.heads // p.heads_kv),
+            *(together(p, p.seqlen_k, arch, heads_kv), p.scale * LOG2E, p.scale),
+        ),
+        smem_bytes=smem_bytes(c, p),
+        defines=defines,
+        min_blocks_per_sm=c.BLOCKS_PER_SM,
+        programmatic=c.PDL > 0,
+    )
+
+
+@kernel.stage("convert", params=("PDL",))
+def convert(c, p, arch):
+    if c.RECOMPUTE:
+        return None
+    return Launch(
+        function="flash_bwd_wgmma_convert",
+        grid=(ceil_div(p.seqlen_q, 64), p.batch * p.heads, 1),
+        threads=128,
+        args=("dq_sums", "dq", p.seqlen_q, pitch(p), p.scale),
+        smem_bytes=64 * 4 * (p.head_dim // 2 + 4),
+        programmatic=c.PDL > 0,
+    )

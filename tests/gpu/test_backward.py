@@ -1,0 +1,59 @@
+"""Gradients on a card: right in every element and every call, as are PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile.candidate import Build
+from attnsweep.core.masks import CAUSAL, FULL
+from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+
+pytestmark = pytest.mark.gpu
+FAMILY = discover()["flash_bwd_wgmma"]
+PROBLEMS = (
+    Problem(2, 16, 16, 1024, 1024, 128, "bf16", CAUSAL, op=BACKWARD),
+    Problem(2, 16, 4, 1500, 1500, 64, "fp16", CAUSAL, op=BACKWARD),
+    Problem(1, 8, 8, 777, 2000, 128, "fp16", FULL, op=BACKWARD),
+    Problem(1, 8, 2, 2000, 777, 64, "bf16", CAUSAL, op=BACKWARD),
+)
+CONFIGS = (
+    {"RECOMPUTE": 0},
+    {"RECOMPUTE": 1, "KV_WARPGROUPS": 1, "BLOCKS_PER_SM": 2, "AHEAD": 2},
+    {"RECOMPUTE": 1, "AHEAD": 0, "Q_BLOCK_N": 96},
+)
+
+
+@pytest.mark.parametrize("values", CONFIGS, ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
+    if reason := FAMILY.refusal(problem, compiler.arch):
+        pytest.skip(reason)
+    config = Config({param.name: param.values[0] for param in FAMILY.params} | values)
+    build = Build.of(FAMILY, config, problem, compiler)
+    build.submit()
+    candidate = build.candidate()
+    assert candidate.deterministic == bool(config.RECOMPUTE)
+    worker.open(problem, replay_us=300, seed=1)
+    accuracy, first = worker.trial(candidate)
+    assert accuracy.output in problem.outputs
+    assert accuracy.rel_err <= accuracy.limit
+    assert {*first.stages_us} == {*build.launches}
+    worker.add("ours", candidate, cold=True)
+    assert min(worker.replay("ours", kind) for kind in ("warm", "cold")) > 0
+    assert worker.confirm("ours", 100_000.0) > 100
+
+
+@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
+@pytest.mark.parametrize("problem", PROBLEMS[:2], ids=lambda p: p.label)
+def test_pytorchs_gradients_are_right_and_timed(problem, name, worker):
+    pytest.importorskip("torch")
+    worker.open(problem, replay_us=300, seed=1)
+    try:
+        accuracy = worker.add_baseline(name)
+    except WorkerError as error:
+        pytest.skip(error.detail)
+    assert accuracy.rel_err <= accuracy.limit
+    assert worker.replay(name, "warm") > 0

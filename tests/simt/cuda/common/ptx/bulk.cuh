@@ -1,0 +1,31 @@
+// The twin of kernels/common/ptx/bulk.cuh.
+#pragma once
+
+namespace attn {
+
+inline void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier,
+                      SIMT_HERE) {
+    simt::bulk_load(target, source, bytes, barrier, SIMT_AT);
+}
+inline void bulk_add(float* target, unsigned source, unsigned bytes, SIMT_HERE) {
+    simt::bulk_add(target, source, bytes, SIMT_AT);
+}
+inline void bulk_wait_all() { simt::tma_store_wait(0, false); }
+
+inline void stmatrix_x4_trans(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d,
+                              SIMT_HERE) {
+    const unsigned r[4] = {a, b, c, d};
+    simt::stmatrix(address, r, SIMT_AT, true);
+}
+inline float2 load_shared_floats(unsigned address, SIMT_HERE) {
+    float2 x;
+    simt::load_shared(&x, address, 8, SIMT_AT);
+    return x;
+}
+inline void store_shared_floats(unsigned address, float a, float b, float c, float d, SIMT_HERE) {
+    const float x[] = {a, b, c, d};
+    simt::store_shared(address, x, 16, SIMT_AT);
+    simt::wrote_shared(address);
+}
+
+}  // namespace attn

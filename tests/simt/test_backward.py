@@ -1,0 +1,291 @@
+"""Backward families on the CPU: every case, tails, grouped heads, seqlen_q != seqlen_k."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from attnsweep.core import cases
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.family.discover import discover
+from attnsweep.verify import measures
+from attnsweep.verify.backward import gradients
+from attnsweep.verify.device_case import WrongResult
+from attnsweep.verify.expected import PLAIN
+from attnsweep.verify.inputs import make_inputs
+
+from .device import Device, HostBuffer, uploaded
+from .harness import ARCH, COMPILER, SimtError, config_of, sources
+from .proving import Bench, differentiate, inputs_in
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILY = discover()["flash_bwd_wgmma"]
+# Config, head_dim, and what else a problem of it has.
+CONFIGS = (
+    ("RECOMPUTE=0 PDL=1", 128, "bf16", FULL),
+    ("RECOMPUTE=0", 128, "fp16", CAUSAL),
+    ("RECOMPUTE=0 BLOCK_M=128", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=0 AHEAD=1", 64, "fp16", FULL),
+    ("RECOMPUTE=0 AHEAD=2", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=0 KV_WARPGROUPS=1 BLOCKS_PER_SM=2", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=1 KV_WARPGROUPS=1 BLOCKS_PER_SM=2 AHEAD=2", 128, "bf16", CAUSAL),
+    ("RECOMPUTE=1 AHEAD=0 Q_BLOCK_N=96 PDL=1", 128, "fp16", FULL),
+    ("RECOMPUTE=1 BLOCK_M=128 AHEAD=1 Q_BLOCK_N=64", 64, "bf16", CAUSAL),
+)
+# Tiles and half tiles that a block passes by, tails on both sides, queries that see no key, three
+# heads to one of keys.
+SHAPES = (
+    (2, 6, 2, 200, 330),
+    (1, 2, 2, 300, 130),
+    (1, 3, 1, 129, 65),
+    (1, 1, 1, 64, 192),
+    (1, 2, 1, 1, 127),
+    (1, 1, 1, 63, 1),
+)
+
+
+def config_for(words, problem):
+    config = config_of(FAMILY, words)
+    assert FAMILY.refused_by(config, problem, ARCH) is None
+    return config
+
+
+@pytest.mark.parametrize(("words", "head_dim", "dtype", "mask"), CONFIGS)
+def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
+    problem = Problem(1, 4, 2, 2048, 2048, head_dim, dtype, mask, op=BACKWARD)
+    config = config_for(words, problem)
+    shapes = [Case(Problem(*sizes, head_dim, dtype, mask, op=BACKWARD)) for sizes in SHAPES]
+    for number, case in enumerate((*small_cases(problem), *shapes)):
+        both = (0, 1) if number % 3 == 2 else (number % 2,)
+        result = simulator.check(FAMILY, config, case, schedules=both)
+        assert result.ok, (config.label, case.label, str(result))
+
+
+def test_each_query_head_counts_in_the_gradients_of_its_key_head(simulator):
+    """Where blocks take heads in groups, of which the last is smaller."""
+    problem = Problem(3, 2, 1, 100, 4000, 64, "bf16", op=BACKWARD)
+    config = config_for("RECOMPUTE=1", problem)
+    few = FAMILY.launches(config, problem, ARCH)["keys"].args
+    assert few[-3] == 3  # all heads together: none is left for another group
+    grouped = Problem(5, 2, 1, 100, 130, 64, "bf16", CAUSAL, op=BACKWARD)
+    stage = FAMILY.stages["keys"]
+    given = stage.launch.__globals__["together"]
+    stage.launch.__globals__["together"] = lambda *_: 2
+    try:
+        assert FAMILY.launches(config, grouped, ARCH)["keys"].args[-3] == 2
+        result = simulator.check(FAMILY, config, Case(grouped))
+    finally:
+        stage.launch.__globals__["together"] = given
+    assert result.ok, str(result)
+
+
+SUMS = "begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);"
+# The stage, what stands there, how often, and what stands there instead.
+WRONG = {
+    "sums that are not cleared": ("delta", "sums[(at * LANES + lane) * 2] =", 1, "//"),
+    "keys past the last have weight": ("keys", "NEVER = 1 << 30", 1, "NEVER = 0"),
+    "no scale of dK": ("keys", "(dk, scale,", 1, "(dk, 1.f,"),
+    "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", 1, "i < BLOCK_N / 32"),
+    "queries released before dK has read them": ("keys", SUMS, 2, f"release(j); {SUMS}"),
+    "dS overwritten before dQ has read it": (
+        "keys",
+        "ds_empty(at.stage), at.phase ^ 1",
+        1,
+        "ds_empty(0), 1",
+    ),
+    "dQ's staging overwritten before it is added": (
+        "keys",
+        "added(part), (j & 1) ^ 1",
+        1,
+        "added(part), 1",
+    ),
+    "dK written over K before dQ has read it": (
+        "keys",
+        "if (DQ) named_barrier_sync(K_READ_BARRIER",
+        1,
+        "if (false) named_barrier_sync(9",
+    ),
+}
+
+
+# The same where queries see keys up to their own.
+WRONG_CAUSAL = {
+    "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", 1, "row + 1 <= seen"),
+    "a tile is masked too late": ("keys", "own + 63 + call.diagonal", 1, "own + call.diagonal"),
+    "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
+    "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
+    "keys that the last query sees are passed by": (
+        *("queries", "seen_by(row - row % 64 + 63)", 1),
+        "seen_by(row - row % 64)",
+    ),
+    "keys of another head": ("queries", "work.head / group", 1, "work.head % group"),
+    "V given back before it is read": (
+        *("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);", 1),
+        "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);",
+    ),
+}
+
+
+def shown(simulator, wrong, words, case):
+    """Whether a change of the template shows; without it the config is right."""
+    stage, before, times, after = wrong
+    texts = dict(sources(FAMILY))
+    text = texts[FAMILY.source.name]
+    assert text.count(before) == times
+    texts[FAMILY.source.name] = text.replace(before, after)
+    config = config_for(words, case.problem)
+    assert simulator.check(FAMILY, config, case).ok
+    try:
+        return not simulator.check(FAMILY, config, case, changed={stage: texts}).ok
+    except SimtError:
+        return True
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_are_found(simulator, name):
+    # The log-sum-exps are far below 0, so that what is not hidden becomes infinite.
+    case = Case(Problem(1, 2, 1, 350, 200, 64, "bf16", FULL, op=BACKWARD), "far_below")
+    assert shown(simulator, WRONG[name], "RECOMPUTE=0", case)
+
+
+@pytest.mark.parametrize("name", WRONG_CAUSAL)
+def test_wrong_causal_kernels_are_found(simulator, name):
+    case = Case(Problem(1, 4, 2, 350, 410, 64, "bf16", CAUSAL, op=BACKWARD))
+    assert shown(simulator, WRONG_CAUSAL[name], "RECOMPUTE=1", case)
+
+
+REFERENCES = (
+    Problem(2, 4, 2, 70, 130, 64, "bf16", CAUSAL, op=BACKWARD),
+    Problem(1, 2, 2, 200, 70, 128, "fp16", CAUSAL, op=BACKWARD),  # queries that see no key
+    Problem(1, 3, 1, 130, 70, 24, "fp16", Interval(20, 3), op=BACKWARD),
+    Problem(1, 2, 1, 1, 65, 130, "bf16", FULL, op=BACKWARD),  # columns in three parts
+)
+
+
+@pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
+def test_the_device_has_the_gradients_that_numpy_has(problem, device):
+    for kind in ("normal", "far_below"):
+        inputs = make_inputs(Case(problem, kind), 1)
+        outs = {name: HostBuffer(8 * math.prod(problem.shape_of(name))) for name in problem.outputs}
+        buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+        device.judge(problem.dtype).gradients(buffers, problem, outs)
+        every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+        (expected,) = gradients(inputs, problem, *every)
+        for name, exact in expected.items():
+            found = outs[name].of(np.float64).reshape(exact.shape)
+            assert measures.row_error(found, exact) <= 1e-11, (kind, name)
+
+
+# -- calls that are judged ------------------------------------------------------------------------
+
+JUDGED = Problem(2, 4, 2, 70, 90, 16, "bf16", CAUSAL, op=BACKWARD)
+
+
+@pytest.fixture(scope="module")
+def opened(simulator):
+    """A problem with two small cases, for all tests."""
+    device, own = Device(simulator), cases.small_cases
+    with pytest.MonkeyPatch.context() as patch:
+        device.take_place(patch)
+        patch.setattr(cases, "small_cases", lambda problem: own(problem)[1:4])
+        yield Bench(device, JUDGED)
+
+
+@pytest.fixture
+def bench(opened):
+    opened.proof.timed.go_to(PLAIN)
+    return opened
+
+
+def changed(name, number, bit, when=lambda call: True):
+    """A right call but for one bit of an output."""
+
+    def write(problem, buffers, call):
+        differentiate(problem, buffers)
+        if when(call) and problem == JUDGED:
+            buffers[name].of(np.uint16)[number] ^= bit
+
+    return write
+
+
+def test_right_gradients_pass_in_every_call(bench):
+    accuracy, proven = bench.prove(differentiate, small=True)
+    assert accuracy.output in ("dq", "dk", "dv")
+    assert 0 < accuracy.rel_err <= accuracy.limit
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+    _, proven = bench.prove(differentiate, deterministic=False)
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+
+
+@pytest.mark.parametrize("name", JUDGED.outputs)
+def test_a_wrong_element_of_any_output_is_found_and_named(bench, name):
+    with pytest.raises(WrongResult, match=rf"error .* over the limit .* \({name}, "):
+        bench.prove(changed(name, 1000, 0x4000))
+    with pytest.raises(WrongResult, match=r"a race.*1 of"):
+        bench.repeat(changed(name, 1000, 1, lambda call: call == 9))
+    late = changed(name, 1000, 0x4000, lambda call: call == 9)
+    with pytest.raises(WrongResult, match=rf"over the limit .* \({name}, "):
+        bench.repeat(late, deterministic=False)
+
+
+@pytest.mark.parametrize("name", JUDGED.outputs)
+def test_an_output_that_is_not_written_is_found_and_named(bench, name):
+    def write(problem, buffers, call):
+        others = {key: buffer for key, buffer in buffers.items() if key != name}
+        differentiate(problem, others | {name: HostBuffer(buffers[name].nbytes)})
+
+    with pytest.raises(WrongResult, match=rf"never written \({name}, "):
+        bench.prove(write)
+
+
+def test_gradients_kept_from_an_earlier_call_are_found(bench):
+    """Each call has other signs of dO, and so of all gradients."""
+    kept = {}
+
+    def write(problem, buffers, call):
+        key = inputs_in(problem, buffers)["do"][0, 0, 0, 0]
+        if key not in kept:
+            differentiate(problem, buffers)
+            kept[key] = {name: buffers[name].main.copy() for name in problem.outputs}
+        for name, bits in kept[key].items():
+            buffers[name].main[:] = bits
+
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        bench.repeat(write)
+
+
+def test_what_a_call_does_to_inputs_and_beside_outputs_is_found(bench):
+    def to_lse(problem, buffers, call):
+        differentiate(problem, buffers)
+        buffers["lse"].main[0] ^= call == 0
+
+    with pytest.raises(WrongResult, match="wrote to its inputs"):
+        bench.prove(to_lse)
+
+    def beside(problem, buffers, call):
+        differentiate(problem, buffers)
+        buffers["dv"].all[-1] ^= call == 0
+
+    with pytest.raises(WrongResult, match="wrote 1 bytes outside 'dq, dk, dv'"):
+        bench.prove(beside)
+    bench.proof.timed.buffers["dv"].all[-1] ^= 1
+
+
+def test_short_turns_of_a_backward_are_judged(bench):
+    short = Problem(3, 2, 1, 40, 30, 16, "bf16", CAUSAL, op=BACKWARD)
+    assert bench.repeat_turns(differentiate, short) >= 12
+
+
+def test_a_baseline_writes_all_outputs(bench):
+    inputs = bench.proof.timed.buffers
+
+    def write(outputs):
+        differentiate(JUDGED, inputs | dict(outputs))
+
+    assert bench.proof.of_baseline(write, 0).rel_err > 0
+    with pytest.raises(WrongResult, match="never written"):
+        bench.proof.of_baseline(lambda outputs: None, 0)

@@ -1,0 +1,259 @@
+"""Backward problems: how they are written, their inputs, their gradients in NumPy, their limits."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_torch import torch_of
+from samples import TEST_GPU
+
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.registry import BACKENDS, backend_of
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.specs.shapes import read_shapes
+from attnsweep.store.run import open_run
+from attnsweep.verify import backward, backward_limits
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.measures import measures
+from attnsweep.verify.reference import hidden_keys
+
+PROBLEMS = (
+    Problem(2, 4, 2, 70, 130, 64, "bf16", CAUSAL, op=BACKWARD),
+    Problem(1, 2, 2, 130, 70, 64, "fp16", CAUSAL, op=BACKWARD),  # queries that see no key
+    Problem(1, 3, 1, 130, 70, 24, "fp16", Interval(20, 3), op=BACKWARD),
+    Problem(1, 2, 1, 9, 65, 128, "bf16", FULL, op=BACKWARD),
+)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(problem):
+    assert Problem.parse(problem.label) == problem
+    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
+    assert read_shapes(problem.label.split()) == [problem]
+    assert read_shapes(["B=1", "H=2", "S=64", "D=64", "op=Backward", "1,2,64,64"]) == [
+        Problem(1, 2, 2, 64, 64, 64, op=BACKWARD),
+        Problem(1, 2, 2, 64, 64, 64),
+    ]
+    copy = pickle.loads(pickle.dumps(problem))
+    assert copy == problem
+    assert copy.op is BACKWARD
+    forward = backward.forward_of(problem)
+    assert hash(forward) != hash(problem)
+    assert "op" not in forward.facts
+    assert problem.flops == 2.5 * forward.flops
+
+
+def test_its_tensors_are_those_of_a_backward():
+    problem = Problem(2, 8, 2, 30, 50, 64, "bf16", op=BACKWARD)
+    assert problem.inputs == ("q", "k", "v", "o", "lse", "do")
+    shapes = {name: problem.shape_of(name) for name in (*problem.inputs, *problem.outputs)}
+    of_q, of_k = (2, 8, 30, 64), (2, 2, 50, 64)
+    assert shapes == {
+        **dict.fromkeys(("q", "o", "do", "dq"), of_q),
+        **dict.fromkeys(("k", "v", "dk", "dv"), of_k),
+        "lse": (2, 8, 30),
+    }
+    assert problem.tensor_bytes == 2 * (4 * 2 * 8 * 30 * 64 + 4 * 2 * 2 * 50 * 64) + 4 * 2 * 8 * 30
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("1,2,64,64 e4m3 full backward", "a backward has no e4m3"),
+        ("1,2,64,64 fp32 full backward", "a backward has no fp32"),
+        ("1,2,64,64 bf16 full softcap(30) backward", "a backward has no softcap"),
+        ("2,2,64,64 bf16 full padded(right,40) backward", "a backward has no padded"),
+        ("1,2,64,64 bf16 boolean(causal) backward", "a backward has no boolean"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text, what):
+    with pytest.raises(ProblemError, match=what):
+        Problem.parse(text)
+    with pytest.raises(ProblemError, match="an op is one of forward, backward"):
+        Problem.of(PROBLEMS[0].facts | {"op": "sideways"})
+
+
+def plain_gradients(inputs, problem):
+    """By the derivative of a softmax whose output and sums are computed here."""
+    q, k, v, do = (
+        from_bits(inputs[n], problem.dtype).astype(np.float64) for n in ["q", "k", "v", "do"]
+    )
+    group = problem.heads // problem.heads_kv
+    k, v = (x.repeat(group, axis=1) for x in (k, v))
+    scores = q @ k.swapaxes(2, 3) * problem.scale
+    scores[:, :, hidden_keys(problem, np.arange(problem.seqlen_q), 0)] = -np.inf
+    largest = np.maximum(scores.max(axis=-1, keepdims=True), -1e300)
+    p = np.exp(scores - largest)
+    p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
+    dp = do @ v.swapaxes(2, 3)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * problem.scale
+
+    def of_group(x):
+        return x.reshape(problem.batch, problem.heads_kv, group, *x.shape[2:]).sum(axis=2)
+
+    dk, dv = (of_group(x) for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do))
+    return {"dq": ds @ k, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_gradients_are_those_of_attention_but_for_what_rounding_its_output_costs(problem):
+    inputs = make_inputs(Case(problem), 1)
+    every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    (found,) = backward.gradients(inputs, problem, *every)
+    for name, expected in plain_gradients(inputs, problem).items():
+        error = np.linalg.norm(found[name] - expected) / np.linalg.norm(expected)
+        assert error < (1e-6 if name == "dv" else 1e-3), name
+    some = np.array([0, 3, 8]), np.array([1, 60])
+    (part,) = backward.gradients(inputs, problem, *some)
+    assert np.allclose(part["dq"], found["dq"][:, :, some[0]], rtol=1e-12, atol=1e-12)
+    assert np.allclose(part["dv"], found["dv"][:, :, some[1]], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_exact_inputs_are_those_whose_outputs_alone_are_rounded():
+    problem = Problem(1, 2, 1, 192, 64, 128, "bf16", op=BACKWARD)
+    inputs = make_inputs(Case(problem, "exact"), 1)
+    assert not inputs["q"].any()
+    every = np.arange(192), np.arange(64)
+    exact, *outs = backward.gradients(inputs, problem, *every, (backward.EXACT, *backward.ROUNDED))
+    for name, expected in exact.items():
+        for out in outs:
+            off = np.abs(out[name] - expected)
+            assert (off <= (2.0**-8 + 1e-6) * np.abs(expected) + 1e-12).all(), name
+    assert np.abs(exact["dq"]).max() > 0.1
+    assert not exact["dk"].any()
+
+
+def rounded_as_a_kernel_may(case, seed, change=lambda name, values: values):
+    """Which outputs of the rounded maths are over a limit, after a change."""
+    inputs, problem = make_inputs(case, seed), case.problem
+    every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    maths = (backward.EXACT, *backward.ROUNDED)
+    exact, *outs = backward.gradients(inputs, problem, *every, maths)
+    least = backward.least_lengths(inputs, problem)
+    most = backward_limits.limits(case, backward_limits.same_maths(case))
+    over = set()
+    for out in outs:
+        for name, values in out.items():
+            found = change(name, values), exact[name], problem.dtype
+            taken = measures(*found, least=least[name])
+            shares = taken.shares(most[name])
+            over |= {f"{name} {which}" for which, share in shares.items() if not share <= 1}
+    return over
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL])
+def test_right_gradients_are_within_the_limits(dtype, mask):
+    problem = Problem(1, 4, 2, 700, 700, 64, dtype, mask, op=BACKWARD)
+    for case in (Case(problem), *small_cases(problem)):
+        assert rounded_as_a_kernel_may(case, 3) == set(), case.label
+
+
+def test_wrong_gradients_are_not():
+    case = Case(Problem(1, 2, 2, 600, 600, 64, "bf16", CAUSAL, op=BACKWARD))
+
+    def scaled(name, values):
+        return values * (1.002 if name == "dk" else 1)
+
+    assert "dk gain" in rounded_as_a_kernel_may(case, 3, scaled)
+
+    def last_row(name, values):
+        values[0, 0, -1] *= 1.1 if name == "dq" else 1
+        return values
+
+    assert "dq row" in rounded_as_a_kernel_may(case, 3, last_row)
+    rng = np.random.default_rng(1)
+
+    def added_in_bf16(name, values):  # as of many sums in bf16
+        return values * (1 + rng.normal(0, 4.5e-3, values.shape)) if name == "dq" else values
+
+    assert "dq rms" in rounded_as_a_kernel_may(case, 3, added_in_bf16)
+
+
+# -- baselines ------------------------------------------------------------------------------------
+
+
+def test_few_baselines_have_a_backward():
+    problem = PROBLEMS[3]
+    able = {name for name, backend in BACKENDS.items() if backend.supports(problem) is None}
+    assert able == {"torch_cudnn", "torch_flash"}
+    assert BACKENDS["cudnn"].supports(problem) == "cudnn is timed in no backward"
+    assert backend_of("some.module:gradients").supports(problem) is None
+
+
+@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
+def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
+    asked, torch = [], torch_of()
+
+    def called(by):
+        def backward(*given, scale):
+            asked.append((by, given, scale))
+            return given[1:4]
+
+        return SimpleNamespace(default=backward)
+
+    torch.ops = SimpleNamespace(
+        aten=SimpleNamespace(
+            _scaled_dot_product_cudnn_attention_backward=called("torch_cudnn"),
+            _scaled_dot_product_flash_attention_backward=called("torch_flash"),
+        )
+    )
+    torch.int64, torch.empty = "int64", lambda size, dtype, device: "no seed"
+    problem = Problem(2, 4, 2, 8, 8, 64, "bf16", CAUSAL, op=BACKWARD)
+    ways = BACKENDS[name].ways(torch, problem, None)
+    inputs = {
+        n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}", dim=lambda: 4)
+        for n in problem.values
+    }
+    assert ways[0].forward(*inputs.values()) == tuple(inputs[n] for n in "qkv")
+    ((by, given, scale),) = asked
+    assert (by, scale) == (name, problem.scale)
+    lse = "lse -1" if name == "torch_cudnn" else inputs["lse"]
+    assert given[:6] == (inputs["do"], *(inputs[n] for n in "qkvo"), lse)
+    rest = (8, 8, 0.0, True)
+    own = ("no seed", "no seed", None, None, None, *rest)
+    assert given[6:] == (own if name == "torch_cudnn" else (None, None, *rest, *own[:2]))
+    assert [way.convert is None for way in ways] == [True, False]
+    for other in (PROBLEMS[0], PROBLEMS[2]):  # queries and keys of other numbers; a window
+        with pytest.raises(Unavailable, match="PyTorch's backward"):
+            BACKENDS[name].ways(torch, other, None)
+
+
+# -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
+
+
+def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    facts = {"arch": "sm_90a", "gpu": "NVIDIA H100", "sm_count": 132}
+    gpu.environment = TEST_GPU.model_copy(update=facts)
+
+    def time_us(name):
+        slow = 100 * ("AHEAD=0" in name) + 50 * ("RECOMPUTE=0" in name)
+        return {"torch_cudnn": 700.0, "torch_flash": 900.0}.get(name, 500.0 + slow)
+
+    monkeypatch.setattr(gpu, "time_us", time_us)
+    gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
+    done = attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("flash_bwd_wgmma is 1.400 ± 0.000 times as fast as")
+    assert said.endswith("(4,4,1024,128) bf16 causal backward.")
+    (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
+    rows = open_run(run).trials
+    assert {row.problem.op for row in rows} == {BACKWARD}
+    problem = rows[0].problem
+    assert problem.label in attnsweep("report", run).stdout
+    rate = f"{problem.flops / 500 / 1e6:.4g}"  # of the fastest
+    assert rate in attnsweep("report", run, width=300).stdout
+    assert "AHEAD" in attnsweep("explain", run).stdout
+    before = gpu.names("trial")
+    assert attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward").returncode == 0
+    assert gpu.names("trial") == before  # a run is resumed
