@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from attnsweep.core.cases import TILE, Case
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.verify.backward import (
     EXACT,
     ROUNDED,
@@ -32,6 +32,8 @@ _SYSTEMATIC, _CUT_PER_TERM, _BY_CHANCE = 1e-4, 2e-9, 2.5
 # Hard inputs have few rows that cancel almost to nothing, whose errors are the largest by far.
 _TIMES_HARD = 3
 _AVERAGES, _ROWS, _DRAWS = 512, 512, 16
+_ALL_ROWS = 2048
+"""Rows of all draws, at least: of 6 tiles the largest gain is too often a small one."""
 _LONG = 8192  # queries
 Same = Mapping[str, Measures]
 """The errors of the rounded maths, of each output."""
@@ -54,7 +56,9 @@ def same_maths(case: Case) -> Same:
     problem, found = few.problem, {name: Measures(0, 0) for name in whole.outputs}
     hard = case.inputs != "normal" or whole.seqlen_k < TILE
     # The whole forward of a head of 16,384 takes 6 s.
-    for seed in range(_DRAWS if hard else 1 + (whole.seqlen_q < _LONG)):
+    draws = 1 + (whole.seqlen_q < _LONG)
+    draws = _DRAWS if hard else min(_DRAWS, max(draws, ceil_div(_ALL_ROWS, whole.seqlen_q)))
+    for seed in range(draws):
         inputs = make_inputs(few, 1000 + seed, windows=False)
         rows, keys = (_rows(each, seed) for each in (problem, of_keys(problem)))
         least = least_lengths(inputs, problem)
