@@ -86,33 +86,40 @@ def composed(
         raise ValueError(f"query has {heads} heads, and the {heads_kv} of key {why}")
     group = heads // heads_kv if heads_kv else 1
     by = head_dim**-0.5 if scale is None else scale
+    if math.frexp(by)[0] == 0.5:  # exact in any dtype, and a pass less over all scores
+        query, by = query * by, 1.0
     part = max(1, _MOST_SCORES // max(1, batch * heads * seqlen_k))
+    empty: torch.Tensor | None = None
     if mask is not None:
-        mask = mask.expand(batch, heads, rows, seqlen_k)
+        hidden = ~mask if mask.dtype is torch.bool else mask == -math.inf
+        if sinks is None:  # a softmax of nothing is no number, and neither are its gradients
+            empty = hidden.all(-1, keepdim=True)
+            hidden = hidden & ~empty
+        added = None if mask.dtype is torch.bool else mask.masked_fill(mask == -math.inf, 0)
 
     def of_rows(at: int) -> torch.Tensor:
         end = min(rows, at + part)
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[..., at:end, :] if tensor.shape[-2] > 1 else tensor
+
         # Query heads of a key head are its rows: nothing is repeated.
         grouped = query[:, :, at:end].reshape(batch, heads_kv, group * (end - at), head_dim)
         products: torch.Tensor = _Products.apply(grouped, key)
-        scores = products.view(batch, heads, end - at, seqlen_k) * by
+        scores = products.view(batch, heads, end - at, seqlen_k)
+        scores = scores if by == 1.0 else scores * by
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
-            own = mask[:, :, at:end]
-            boolean = own.dtype is torch.bool
-            scores = scores.masked_fill(~own, -math.inf) if boolean else scores + own
-        most = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_zeros(1)
-        total: Any = 0
+            scores = scores if added is None else scores + own(added)
+            scores = scores.masked_fill(own(hidden), -math.inf)
         if sinks is not None:
-            most = torch.maximum(most, sinks.detach()[:, None, None])
-            total = torch.exp(sinks[:, None, None] - most)
-        most = most.masked_fill(most == -math.inf, 0)
-        weights = torch.exp(scores - most)
-        total = total + weights.sum(-1, keepdim=True)
-        weights = dropout(weights / total.masked_fill(total == 0, 1), dropout_p).to(value.dtype)
+            sink = sinks[:, None, None].expand(batch, heads, end - at, 1)
+            scores = torch.cat((scores, sink), 3)
+        weights = dropout(torch.softmax(scores, 3)[..., :seqlen_k], dropout_p).to(value.dtype)
         out = weights.reshape(batch, heads_kv, group * (end - at), seqlen_k) @ value
-        return out.view(batch, heads, end - at, value.shape[3])
+        out = out.view(batch, heads, end - at, value.shape[3])
+        return out if empty is None else out.masked_fill(own(empty), 0)
 
     with torch.autocast(query.device.type, enabled=False):
         parts = [of_rows(at) for at in range(0, rows, part)]
