@@ -142,7 +142,7 @@ def masks(found: Mapping[str, Any]) -> str:
         f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} |"
         for row in (*found["calls"], *found["arguments"])
     ]
-    lines += ["", "| model, eager, padded | layers served | sdpa, ms | attnsweep, ms | × |"]
+    lines += ["", "| model, eager, padded | layers served | PyTorch, ms | attnsweep, ms | × |"]
     lines.append("|---|---:|---:|---:|---:|")
     lines += [
         f"| {row['model']} | {row['served']} | {row['sdpa_ms']:.1f} | {row['ours_ms']:.1f} | "

@@ -307,8 +307,9 @@ def _chosen(
         trials: list[Trial] = list(rows["trial"])
         own = [t for t in trials if t.provider == OURS and t.kernel == FAMILY]
         baselines = [t for t in trials if t.provider.startswith(_SDPA)]
-        # PyTorch's own attention has no softcap and no sinks.
-        baselines = baselines or [t for t in trials if t.provider in ("flex", "unfused")]
+        # PyTorch's own attention has no softcap and no sinks: without a kernel, a call is unfused.
+        for name in ("unfused", "flex"):
+            baselines = baselines or [t for t in trials if t.provider == name]
         baseline = min(baselines, key=_median, default=None)
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == FAMILY]
         best = won[0] if won else min(own, key=_median, default=None)
