@@ -12,6 +12,7 @@ from attnsweep.compile import sass
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import KernelError, SpaceError, ToolchainError
+from attnsweep.core.files import read_code
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
@@ -28,7 +29,7 @@ except ToolchainError as error:
     pytest.skip(f"needs nvdisasm: {error.what}", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent.parent
-WINNER = "1-16-1024-64-fp16-full.flash_fwd_mma.fwd.cubin"
+WINNER = "1-16-1024-64-fp16-full.flash_fwd_mma.fwd.cubin.xz"
 # No loop and no condition; then one branch that depends on data, kept by the barrier in it.
 STRAIGHT = 'extern "C" __global__ void f(float* o) { o[threadIdx.x] = 1.0f; }\n'
 BRANCHES = (
@@ -88,7 +89,9 @@ def test_what_can_never_run_is_not_counted(instruction, counts):
 
 
 def test_a_recorded_winner_can_be_read(tmp_path):
-    (found,) = sass.disassemble(ROOT / "results/h200/mma_h200/cubins" / WINNER).values()
+    code = read_code(ROOT / "results/h200/mma_h200/cubins" / WINNER)
+    (tmp_path / "winner.cubin").write_bytes(code)
+    (found,) = sass.disassemble(tmp_path / "winner.cubin").values()
     assert found["hmma"] > 0
     assert found["hgmma"] == found["ldl"] == found["stl"] == 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
+from attnsweep.core.files import read_code
 from attnsweep.core.trial import Status
 from attnsweep.regress import live
 from attnsweep.store.run import open_run
@@ -39,8 +40,8 @@ def test_a_sweep_keeps_its_winner_s_code_and_a_check_compiles_it_again(attnsweep
     run = open_run(tmp_path / "results" / "test-1" / "ci")
     assert [trial.status for trial in run.trials] == [Status.OK] * 3
     assert all(trial.resources.registers > 8 for trial in run.trials)
-    (cubin,) = (run.directory / "cubins").glob("*.cubin")
-    assert b"burns" in cubin.read_bytes()
+    (cubin,) = (run.directory / "cubins").glob("*.cubin.xz")
+    assert b"burns" in read_code(cubin)
     done = attnsweep("check", "ci.yaml", "--against", run.directory, "--kernels", FAMILIES)
     assert done.returncode == 0, done.stderr
     assert "same machine code" in done.stdout

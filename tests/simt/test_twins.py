@@ -78,7 +78,7 @@ def test_the_twin_multiplies_the_widths_that_there_are(header, define):
     text = (KERNELS / "common/ptx" / header).read_text()
     there = {int(width) for width in re.findall(rf"^{define}\((\d+),", text, re.MULTILINE)}
     twin = (HERE / "common/ptx" / header).read_text()
-    (condition,) = re.findall(r"static_assert\((.*),\n", twin)
+    (condition,) = re.findall(r"static_assert\((.*?),\s+\"", twin)
     words = condition.replace("||", "or").replace("&&", "and")
     assert {n for n in range(1, 300) if eval(words, {"N": n})} == there
 

@@ -16,6 +16,7 @@ from attnsweep.compile.candidate import Build
 from attnsweep.core import cases
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
@@ -111,7 +112,7 @@ def test_every_family_has_short_turns(name, tmp_path):
     if "fp32" in kernel.name:
         problem = Problem(1, 1, 1, 64, 64, kernel.head_dims[-1], "fp32")
     else:
-        problem = Problem(2, 8, 2, 512, 512, 128, kernel.dtypes[0])
+        problem = Problem(2, 8, 2, 512, 512, 128, kernel.dtypes[0], op=OPS[kernel.ops[0]])
     config = next(candidates(kernel, problem, ARCH, seed=1))
     made = candidate_of(kernel, config, problem, tmp_path)
     assert made.turns.problem == cases.short_turns(problem, ARCH.sm_count).problem
