@@ -50,14 +50,14 @@ def tightest(problem: Problem, count: int) -> list:
 @pytest.mark.parametrize("causal", [False, True])
 def test_tight_configs_spill_nothing(compiler, some, causal):
     asked = []
-    for number, head_dim in enumerate(some(OTHERS, 4)):
+    for number, head_dim in enumerate(some(OTHERS, 2)):
         dtype = FAMILY.dtypes[number % 2]
         problem = Problem(4, 16, 16, 2048, 2048, head_dim, dtype, causal=causal)
-        for config in tightest(problem, 3):
+        for config in tightest(problem, 2):
             (launch,) = (made for made in FAMILY.launches(config, problem, ARCH).values())
             defines = FAMILY.stages["fwd"].defines(config, problem, launch)
             asked.append((problem, config, compiler.submit(FAMILY.source, defines)))
-    assert len(asked) >= 12
+    assert len(asked) >= 4
     for problem, config, future in asked:
         log = future.result().log
         assert [facts["spill_bytes"] for facts in functions(log).values()] == [0], (
@@ -67,6 +67,7 @@ def test_tight_configs_spill_nothing(compiler, some, causal):
         assert not compiler_warnings(log), (problem.label, config.label)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("head_dim", [40, 72, 160])
 def test_code_for_models_of_other_head_dims(compiler, head_dim):
     """STRIDED=1: launches fit their templates, and nothing is spilled."""
