@@ -47,6 +47,7 @@ def tightest(problem: Problem, count: int) -> list:
     return found
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tight_configs_spill_nothing(compiler, some, causal):
     asked = []

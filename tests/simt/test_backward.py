@@ -54,7 +54,7 @@ def config_for(words, problem):
     return config
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("words", "head_dim", "dtype", "mask"), CONFIGS)
 def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
     problem = Problem(1, 4, 2, 2048, 2048, head_dim, dtype, mask, op=BACKWARD)
@@ -167,7 +167,7 @@ REFERENCES = (
 )
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
 def test_the_device_has_the_gradients_that_numpy_has(problem, device):
     for kind in ("normal", "far_below"):

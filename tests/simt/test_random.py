@@ -13,7 +13,8 @@ from typing import get_args
 
 import pytest
 
-from attnsweep.core.cases import Case, Inputs
+from attnsweep.core.cases import Case, Inputs, small_cases
+from attnsweep.core.ops import FORWARD, OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
@@ -105,7 +106,7 @@ def random_config(
     batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 128)
     head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
-    problem = replace(problem, causal=rng.random() < 0.5)
+    problem = replace(problem, causal=rng.random() < 0.5, op=OPS[kernel.ops[0]])
     own = {param.name: param.on(ARCH) for param in kernel.params}
     if packed:
         problem = replace(problem, heads_kv=1, seqlen_q=rng.choice((1, 5, 40, 63)))
@@ -134,6 +135,10 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
     """About as long as a few of the config's tiles, and no longer than `problem`."""
     queries, keys = spans(config)
     heads_kv = rng.choice((1, 1, 2))
+    # A backward has no limits for others: their gradients cancel to nothing.
+    kinds = {each.inputs for each in small_cases(problem)}
+    kinds = {*get_args(Inputs)} - {"exact"} if problem.op == FORWARD else kinds
+    inputs = [each for each in get_args(Inputs) if each in kinds]
     while True:
         seqlen_q = rng.choice((1, queries - 1, queries + 1, *(rng.randint(1, 3 * queries),) * 3))
         seqlen_k = rng.choice((1, keys - 1, keys, keys + 1, rng.randint(1, 3 * keys)))
@@ -149,7 +154,7 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
             seqlen_k=max(seqlen_q, seqlen_k) if problem.causal else seqlen_k,
         )
         if shape.flops < MOST:
-            return Case(shape, rng.choice(get_args(Inputs)))
+            return Case(shape, rng.choice(inputs))
 
 
 def drawn(kernel: Family, seed: str, packed: bool = False) -> tuple[Config, Case]:
