@@ -148,7 +148,7 @@ struct Work {
         tile = in / of_group, head = group * together + in % of_group;
     }
 };
-// Of use j of a ring.
+// The stage and the phase of the j-th use of a ring.
 template <int Stages>
 struct Position {
     unsigned stage, phase;

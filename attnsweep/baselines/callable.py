@@ -48,8 +48,8 @@ def ways_of(name: str) -> Builder:
     """Call `module:function` as f(q, k, v, problem=problem), or f(q, k, v) if it takes no problem.
 
     q, k, v: contiguous CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype; k and
-    v with its heads_kv. It returns o as such a tensor. Of a backward it is called with q, k, v,
-    o, lse, do, and returns the tuple dq, dk, dv. A CUDA graph must be able to capture it, so that
+    v with its heads_kv. It returns o as such a tensor. For a backward problem it is called with
+    q, k, v, o, lse, do and returns (dq, dk, dv). A CUDA graph must be able to capture it, so that
     it may not wait for the device.
     """
 

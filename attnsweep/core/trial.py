@@ -85,7 +85,7 @@ class Accuracy(_Row):
     case: str | None = None
     """The shape and input whose error was the largest share of its limit."""
     output: str | None = None
-    """Of several outputs, the one whose error that was."""
+    """The output with that error, if a call has several."""
     shares: dict[str, float] = Field(default_factory=dict)
     """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
     seed: int | None = None

@@ -365,7 +365,7 @@ class Comparer:
         return self._host[:slots].copy()
 
     def found_of(self, cases: int, outputs: int) -> list[list[dict[str, float]]]:
-        """The findings of so many cases, of each of their outputs: see DeviceCase.compare."""
+        """For each case, the findings for each of its outputs: see DeviceCase.compare."""
         found = self.found(cases * outputs)
         return [found[at : at + outputs] for at in range(0, len(found), outputs)]
 

@@ -101,7 +101,7 @@ class DeviceCase:
         # A head with half a word cannot be negated without its neighbour.
         apart = two_sided and problem.head_dim * DTYPE_BYTES[problem.dtype] % 4 == 0
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
-        # Of a backward, every output has whole heads of keys.
+        # In a backward, a part of every output is a whole key head.
         group = 1 if self._backward else problem.heads // problem.heads_kv
         self.parts = self._heads_kv * group if apart else 1
         self.buffers: dict[str, Buffer] = {}

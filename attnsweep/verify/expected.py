@@ -44,7 +44,7 @@ class ExpectedCase:
     exact: tuple[encoding.Float, encoding.Float] | None = None
     """Output and log-sum-exp of the rows on them."""
     keys: npt.NDArray[np.int64] | None = None
-    """Of a backward, keys of every head; `sides` is then empty."""
+    """For a backward, the keys that are compared, the same in each head; `sides` is then empty."""
     gradients: Mapping[str, encoding.Float] | None = None
     """dq of the rows, dk and dv of the keys; on the opposite they are negated."""
     least: Mapping[str, float] = field(default_factory=dict)

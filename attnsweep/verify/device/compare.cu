@@ -2,7 +2,7 @@
 // how far an output is from it. It shares no code with the kernels that it judges.
 // verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
 //
-// Of a backward, the gradients in float64, from o and lse as they are given. The inputs of a mix
+// For a backward problem, the gradients in float64, from o and lse as given. The inputs of a mix
 // then have dO negated in place of k and v.
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
