@@ -130,7 +130,7 @@ def test_one_wrong_row_among_many_shows():
 
 
 @pytest.mark.nightly(push=2)
-@pytest.mark.parametrize("inputs", get_args(cases.Inputs))
+@pytest.mark.parametrize("inputs", sorted({*get_args(cases.Inputs)} - {"exact"}))  # its q is 0
 def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     case = Case(Problem(1, 1, 1, 32, 32, 2048, "fp32"), inputs)
     limit, rows = verify_limits.limits(case, 0).row, np.arange(32)
