@@ -32,6 +32,28 @@
 
 using namespace attn;
 
+// 1: tensors have any strides, for code that serves a model. The launch says how many heads of them
+// a batch has, and where rows of those lie that are read and written without a map.
+#ifndef STRIDED
+#define STRIDED 0
+#endif
+#if STRIDED
+#define HEADS_PARAMETER , int heads_of_batch
+#define STRIDES_PARAMETERS(x) , int x##_batch, int x##_head, int x##_row
+#define LAYOUT_OF(x) \
+    { heads_of_batch, x##_batch, x##_head, x##_row }
+#define HEADS_LAYOUT \
+    { heads_of_batch, 0, 0, 0 }
+#else
+#define HEADS_PARAMETER
+#define STRIDES_PARAMETERS(x)
+#define LAYOUT_OF(x) \
+    {}
+#define HEADS_LAYOUT \
+    {}
+#endif
+using TensorLayout = Layout<STRIDED, HEAD_DIM>;
+
 constexpr int PANELS = HEAD_DIM / 64, LANES = HEAD_DIM / 8;  // of a row in global memory, 16 bytes
 constexpr unsigned PART_BYTES = 16384;  // fp32 sums of 64 queries and 64 columns
 
@@ -55,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(256)
     flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
                           float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
-                          int pitch) {
+                          int pitch HEADS_PARAMETER STRIDES_PARAMETERS(o) STRIDES_PARAMETERS(d_o)) {
+    const TensorLayout of_o LAYOUT_OF(o), of_do LAYOUT_OF(d_o);
     if (PDL) grid_launch_dependents();
     const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, head = blockIdx.y;
     const int lane = threadIdx.x % LANES;
@@ -63,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(256)
     float sum = 0.f, own = minus_infinity();
     if (row < seqlen_q) {
         const long long from = static_cast<long long>(head) * seqlen_q + row;
-        sum = dot(o[from * LANES + lane], d_o[from * LANES + lane]), own = lse[from];
+        sum = dot(o[of_o.of_output(from, head, row) / 8 + lane],
+                  d_o[of_do.of_output(from, head, row) / 8 + lane]);
+        own = lse[from];
     }
 #pragma unroll
     for (int i = LANES / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
@@ -76,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // 128 threads' four numbers.
 extern "C" __global__ void __launch_bounds__(128)
     flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
-                            float scale) {
+                            float scale HEADS_PARAMETER STRIDES_PARAMETERS(dq)) {
+    const TensorLayout of_dq LAYOUT_OF(dq);
     extern __shared__ __align__(16) unsigned char smem[];
     if (PDL) grid_wait();
     constexpr int ROW = HEAD_DIM / 2 + 4;  // words, of which four keep rows in other banks
@@ -90,10 +116,13 @@ extern "C" __global__ void __launch_bounds__(128)
         to[0] = pack(x.x * scale, x.y * scale), to[8 * ROW] = pack(x.z * scale, x.w * scale);
     }
     __syncthreads();
-    uint4* out = dq + (static_cast<long long>(head) * seqlen_q + first) * LANES;
     const int count = min(64, seqlen_q - first) * LANES;
-    for (int i = t; i < count; i += 128)
-        out[i] = *reinterpret_cast<const uint4*>(tile + i / LANES * ROW + i % LANES * 4);
+    for (int i = t; i < count; i += 128) {
+        const int row = first + i / LANES;
+        const long long at = static_cast<long long>(head) * seqlen_q + row;
+        dq[of_dq.of_output(at, head, row) / 8 + i % LANES] =
+            *reinterpret_cast<const uint4*>(tile + i / LANES * ROW + i % LANES * 4);
+    }
 }
 #else
 
@@ -123,7 +152,8 @@ __device__ __forceinline__ void accumulate(float (&d)[HEAD_DIM / 2], const unsig
 // A warpgroup's 64 rows, times `by`, through its rows of panels of Panel bytes to global memory.
 template <unsigned Panel>
 __device__ __forceinline__ void store_rows(const float (&d)[HEAD_DIM / 2], float by, unsigned at,
-                                           const TensorMap& map, int row, int head, int barrier) {
+                                           const TensorMap& map, int row,
+                                           const TensorLayout::Head& head, int barrier) {
     const int lane = threadIdx.x % 32, in = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i)
@@ -135,7 +165,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[HEAD_DIM / 2], float
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
-        for (int i = 0; i < PANELS; ++i) tma_store(map, at + i * Panel, i * 64, row, head);
+        for (int i = 0; i < PANELS; ++i) store_box(map, at + i * Panel, i * 64, row, head);
         tma_store_commit();
     }
 }
@@ -207,7 +237,15 @@ struct Call {
     const float *neg_lse, *delta;
     float* sums;
     int seqlen_k, pitch, group, head_kv, key, diagonal, first, tiles;
+    TensorLayout::Head of_keys;  // head_kv
     __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
+    __device__ __forceinline__ TensorLayout::Head of_queries(int number) const {
+#if STRIDED
+        return {of_keys.head * group + number, of_keys.batch};
+#else
+        return head(number);
+#endif
+    }
     __device__ __forceinline__ int row(int tile) const { return (first + tile) * BLOCK_M; }
     __device__ __forceinline__ long long at(int number, int tile) const {
         return static_cast<long long>(head(number)) * pitch + row(tile);
@@ -218,8 +256,8 @@ struct Call {
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
                                            const TensorMap& v, const TensorMap& d_o,
                                            const Call& call) {
-    load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.head_kv);
-    load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.head_kv);
+    load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.of_keys);
+    load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.of_keys);
     if (PDL) grid_wait();
     Ring<NUM_STAGES> ring;
 #pragma unroll 1
@@ -227,13 +265,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 #pragma unroll 1
         for (int tile = 0; tile < call.tiles; ++tile) {
             const unsigned i = ring.stage;
-            const int row = call.row(tile), head = call.head(number);
+            const int row = call.row(tile);
+            const TensorLayout::Head head = call.of_queries(number);
             const long long at = call.at(number, tile);
             mbarrier_wait(Memory::q_empty(i), ring.phase ^ 1);
             mbarrier_expect(Memory::q_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                tma_load(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
+                load_box(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
                          Memory::q_full(i), p * 64, row, head);
             bulk_load(Memory::NEG_LSE + i * ROW_BYTES, call.neg_lse + at, ROW_BYTES,
                       Memory::q_full(i));
@@ -241,7 +280,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             mbarrier_expect(Memory::o_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                tma_load(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
+                load_box(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
                          Memory::o_full(i), p * 64, row, head);
             bulk_load(Memory::DELTA + i * ROW_BYTES, call.delta + at, ROW_BYTES, Memory::o_full(i));
             ring.next();
@@ -487,7 +526,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                          const __grid_constant__ TensorMap dk_map,
                          const __grid_constant__ TensorMap dv_map, const float* neg_lse,
                          const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
-                         int heads_kv, int group, int together, float factor, float scale) {
+                         int heads_kv, int group, int together, float factor,
+                         float scale HEADS_PARAMETER) {
+    const TensorLayout layout HEADS_LAYOUT;
     extern __shared__ __align__(1024) unsigned char smem[];
     if (smem_address(smem) != Memory::K) __trap();
     if (PDL && DQ) grid_launch_dependents();
@@ -504,7 +545,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     key,
                     diagonal,
                     first,
-                    (seqlen_q + BLOCK_M - 1) / BLOCK_M - first};
+                    (seqlen_q + BLOCK_M - 1) / BLOCK_M - first,
+                    layout.of_queries(work.head)};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == WARPGROUPS * 128) Memory::init();
     __syncthreads();
@@ -542,9 +584,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         // Four warps read the same rows of V and K.
         named_barrier_sync(ROWS_BARRIER + wg, 128);
         store_rows<KTile::PANEL_BYTES>(dv, 1.f, Memory::V + wg * 8192, dv_map, key + wg * 64,
-                                       work.head, ROWS_BARRIER + wg);
+                                       call.of_keys, ROWS_BARRIER + wg);
         store_rows<KTile::PANEL_BYTES>(dk, scale, Memory::K + wg * 8192, dk_map, key + wg * 64,
-                                       work.head, ROWS_BARRIER + wg);
+                                       call.of_keys, ROWS_BARRIER + wg);
         if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
     }
 }
@@ -663,7 +705,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     const __grid_constant__ TensorMap dq_map, const uint4* __restrict__ out,
     const uint4* __restrict__ d_out, const float* __restrict__ lse, float* __restrict__ neg_lse,
     float* __restrict__ delta, int seqlen_q, int seqlen_k, int pitch, int heads, int group,
-    int together, float factor, float scale) {
+    int together, float factor,
+    float scale HEADS_PARAMETER STRIDES_PARAMETERS(out) STRIDES_PARAMETERS(d_out)) {
+    const TensorLayout of_o LAYOUT_OF(out), of_do LAYOUT_OF(d_out);
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     if (PDL) grid_launch_dependents();
@@ -679,7 +723,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     if (warp >= 4 * WARPGROUPS) {
         registers_decrease<PRODUCER_REGISTERS>();
         if (threadIdx.x == WARPGROUPS * 128) {
-            const int head_kv = work.head / group;
+            const TensorLayout::Head head = of_o.of_queries(work.head),
+                                     head_kv = of_o.of_keys(work.head, group);
             Ring<STAGES> ring;
 #pragma unroll 1
             for (int i = 0; i < WARPGROUPS; ++i) {
@@ -687,8 +732,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
 #pragma unroll
                 for (int p = 0; p < PANELS; ++p) {
                     const unsigned to = i * QTile::BYTES + p * QTile::PANEL_BYTES;
-                    tma_load(at.q + to, q, at.q_full(i), p * 64, query + i * 64, work.head);
-                    tma_load(at.o + to, d_o, at.q_full(i), p * 64, query + i * 64, work.head);
+                    load_box(at.q + to, q, at.q_full(i), p * 64, query + i * 64, head);
+                    load_box(at.o + to, d_o, at.q_full(i), p * 64, query + i * 64, head);
                 }
             }
 #pragma unroll 1
@@ -712,11 +757,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
             l[r] = minus_infinity();
             if (const int own = row + 8 * r; own < seqlen_q) {
                 const long long from = static_cast<long long>(work.head) * seqlen_q + own;
+                const uint4* of_out = out + of_o.of_output(from, work.head, own) / 8;
+                const uint4* of_d_out = d_out + of_do.of_output(from, work.head, own) / 8;
                 l[r] = negated(lse[from]);
 #pragma unroll
                 for (int i = 0; i < LANES / 4; ++i)
-                    d[r] += dot(out[from * LANES + i * 4 + lane % 4],
-                                d_out[from * LANES + i * 4 + lane % 4]);
+                    d[r] += dot(of_out[i * 4 + lane % 4], of_d_out[i * 4 + lane % 4]);
             }
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 1);
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 2);
@@ -740,7 +786,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
         self.run(sum);
         named_barrier_sync(1 + wg, 128);
         store_rows<QTile::PANEL_BYTES>(sum, scale, at.q + wg * QTile::BYTES, dq_map,
-                                       query + wg * 64, work.head, 1 + wg);
+                                       query + wg * 64, of_o.of_queries(work.head), 1 + wg);
         if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
     }
 }

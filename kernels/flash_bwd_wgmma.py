@@ -117,7 +117,7 @@ def workspace(c, p):
     return {"neg_lse": 4 * rows, "delta": 4 * rows} | sums
 
 
-@kernel.stage("delta", params=("PDL",))
+@kernel.stage("delta", params=("PDL",), strided=("heads", "o", "do"))
 def delta(c, p, arch):
     if c.RECOMPUTE:
         return None
@@ -139,7 +139,10 @@ def maps(p: Problem, rows_q: int, rows_k: int):
     return tuple(hopper.tensor_map(name, *sizes, box=box) for name, (sizes, box) in made.items())
 
 
-@kernel.stage("queries", params=("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL"))
+OF_QUERIES = ("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL")
+
+
+@kernel.stage("queries", params=OF_QUERIES, strided=("heads", "o", "do"))
 def queries(c, p, arch):
     if not c.RECOMPUTE:
         return None
@@ -166,7 +169,7 @@ def queries(c, p, arch):
 OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOCKS_PER_SM", "PDL")
 
 
-@kernel.stage("keys", params=OF_KEYS)
+@kernel.stage("keys", params=OF_KEYS, strided=("heads_kv",))
 def keys(c, p, arch):
     heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
     registers = consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))
@@ -194,7 +197,7 @@ def keys(c, p, arch):
     )
 
 
-@kernel.stage("convert", params=("PDL",))
+@kernel.stage("convert", params=("PDL",), strided=("heads", "dq"))
 def convert(c, p, arch):
     if c.RECOMPUTE:
         return None

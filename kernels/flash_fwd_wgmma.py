@@ -324,7 +324,10 @@ def scores_of(p: Problem, unused: TensorMap) -> tuple[Arg, ...]:
 
 
 # The launch defines CLUSTER, because the splits of a tile can be a cluster too.
-@kernel.stage("fwd", params=tuple(p.name for p in kernel.params if p.name != "CLUSTER"))
+OF_FWD = tuple(p.name for p in kernel.params if p.name != "CLUSTER")
+
+
+@kernel.stage("fwd", params=OF_FWD, strided=("heads", "o"))
 def fwd(c, p, arch):
     cut = in_tiles(c, p)
     heads, heads_kv = p.batch * cut.heads, p.batch * p.heads_kv
@@ -384,7 +387,7 @@ def fwd(c, p, arch):
     )
 
 
-@kernel.stage("combine", params=("SPLITS", "PDL", "LSE"))
+@kernel.stage("combine", params=("SPLITS", "PDL", "LSE"), strided=("seqlen_q", "heads", "o"))
 def combine(c, p, arch):
     if not combines(c):
         return None  # every block had all keys, or a cluster has joined the splits

@@ -112,12 +112,17 @@ PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a pipeline. Its compiler gets only `params` and `constants`, as -D."""
+    """One launch of a pipeline. Its compiler gets only `params` and `constants`, as -D.
+
+    strided: what STRIDED code, which serves models, gets after its arguments: sizes of the problem
+    by name, and of each tensor the elements from batch to batch, head to head and row to row.
+    """
 
     name: str
     params: tuple[str, ...]
     constants: tuple[str, ...]
     launch: LaunchBuilder
+    strided: tuple[str, ...] = ()
 
     def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
         """The -D options of this stage: STAGE_<NAME>=1, parameters, problem constants, extras."""
@@ -292,11 +297,12 @@ class Family:
         name: str,
         params: tuple[str, ...] | None = None,
         constants: tuple[str, ...] = ("HEAD_DIM", "IS_BF16", "CAUSAL"),
+        strided: tuple[str, ...] = (),
     ) -> Callable[[LaunchBuilder], LaunchBuilder]:
         """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
 
-        params: the parameters that this stage's code depends on (default: all). A builder that
-        returns None leaves the stage out of that config.
+        params: the parameters that this stage's code depends on (default: all). strided: see
+        Stage. A builder that returns None leaves the stage out of that config.
         """
         where, all_of_them = _caller(), tuple(param.name for param in self.params)
         own = all_of_them if params is None else params
@@ -315,7 +321,7 @@ class Family:
             self._undecorated.pop(where, None)
             arguments = ("config", "problem", "arch")
             self._refuse(validate.of_function(f"stage {name}", launch, arguments), where)
-            self.stages[name] = Stage(name, own, constants, launch)
+            self.stages[name] = Stage(name, own, constants, launch, strided)
             return launch
 
         return add

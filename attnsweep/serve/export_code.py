@@ -83,11 +83,11 @@ class Compiling:
         stages: dict[str, list[str]] = {}
         spills = 0
         for lse, futures in enumerate(self.futures):
-            strides = contiguous(self.problem)["o"]
+            strides = contiguous(self.problem)
             launches = served.launches(
                 *(served.WGMMA, self.config, self.problem, self.problem.scale),
                 lse=bool(lse),
-                o_strides=strides,
+                strides=strides,
             )
             for name, future in futures.items():
                 cubin = future.result()

@@ -123,7 +123,10 @@ WRONG_CAUSAL = {
         *("queries", "seen_by(row - row % 64 + 63)", 1),
         "seen_by(row - row % 64)",
     ),
-    "keys of another head": ("queries", "work.head / group", 1, "work.head % group"),
+    "keys of another head": (
+        *("queries", "of_keys(work.head, group)", 1),
+        "of_keys(work.head, 1)",
+    ),
     "V given back before it is read": (
         *("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);", 1),
         "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);",

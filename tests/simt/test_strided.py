@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from attnsweep.core.cases import Case
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
 from attnsweep.serve.runtime import served
+from attnsweep.verify import backward_limits
+from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
@@ -69,25 +71,45 @@ def _strided(made: Launch, problem: Problem, strides: dict[str, tuple[int, ...]]
 
 
 def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, lse: bool) -> None:
-    """Runs the launches of a package, and compares output, log-sum-exp, and what lies between."""
-    config = Config({**config_of(FAMILY, words), "LSE": int(lse)})
+    """Runs the launches of a package, and compares what they write, and what lies between.
+
+    layouts: of each tensor of a model; what is not named lies as one like it that is: o, dO and dQ
+    as q, dK as k.
+    """
+    family, backward = FAMILY, problem.op == BACKWARD
+    declaration = served.WGMMA
+    if backward:
+        family, declaration = discover()["flash_bwd_wgmma"], served.WGMMA_BACKWARD
+    config = config_of(family, words)
+    config = config if backward else Config({**config, "LSE": int(lse)})
     case = Case(problem)
     inputs = make_inputs(case, 1)
     memory, views, strides = {}, {}, {}
-    for tensor in ("q", "k", "v", "o"):
-        like = inputs["q" if tensor == "o" else tensor]
-        memory[tensor], views[tensor] = spread(like, layouts[tensor])
-        if tensor != "o":
-            views[tensor][:] = like
+    for tensor in (*inputs, *problem.outputs):
+        if tensor == "lse":
+            memory[tensor] = inputs[tensor]
+            continue
+        shape = problem.shape_of(tensor)
+        like = {"o": "q", "do": "q", "dq": "q", "dk": "k", "dv": "v"}.get(tensor, tensor)
+        layout = layouts.get(tensor, layouts[like])
+        memory[tensor], views[tensor] = spread(np.zeros(shape, np.uint16), layout)
+        if tensor in inputs:
+            views[tensor][:] = inputs[tensor]
         strides[tensor] = tuple(stride // 2 for stride in views[tensor].strides[:3])
     launches = served.launches(
-        *(served.WGMMA, config, problem, problem.scale), lse=lse, o_strides=strides["o"]
+        *(declaration, config, problem, problem.scale), lse=lse or backward, strides=strides
     )
     launches = {name: _strided(made, problem, strides) for name, made in launches.items()}
-    declared = FAMILY.launches(config, problem, ARCH)
-    sizes = {**FAMILY.workspaces(config, problem)}
-    rows = np.arange(problem.seqlen_q)
-    expected, texts = reference(inputs, problem, rows), sources(FAMILY)
+    declared = family.launches(config, problem, ARCH)
+    sizes = {**family.workspaces(config, problem)}
+    rows, texts = np.arange(problem.seqlen_q), sources(family)
+    if backward:
+        (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
+        of_each = backward_limits.limits(case, backward_limits.same_maths(case))
+        most, least = {name: of_each[name].row for name in expected}, least_lengths(inputs, problem)
+    else:
+        expected = {"o": reference(inputs, problem, rows)}
+        most, least = {"o": limits(case, family.rounds_scores).row}, {"o": 0.0}
     for schedule in (0, 1):
         with simulator._lock:
             simulator._runs += 1
@@ -97,22 +119,23 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
             array.tofile(place / name)
         for name, nbytes in sizes.items():
             np.full(nbytes, 0xFF, np.uint8).tofile(place / name)
-        kinds = dict.fromkeys("qkv", "input") | {"o": "output"}
+        kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(problem.outputs, "output")
         kinds |= dict.fromkeys(sizes, "workspace")
         for name, made in launches.items():
-            defines = FAMILY.stages[name].defines(config, problem, declared[name])
+            defines = family.stages[name].defines(config, problem, declared[name])
             defines["STRIDED"] = "1"
-            stage = simulator._stage(FAMILY, texts, made.function, defines, False)
+            stage = simulator._stage(family, texts, made.function, defines, False)
             made = replace(made, defines=declared[name].defines)
             request = place / f"{name}.request"
             request.write_text(_request(made, kinds, place, schedule))
             _run((simulator._runner(False).result(), stage.result()), request, 120)
-        whole = np.fromfile(place / "o", np.uint16).reshape(memory["o"].shape)
-        view = np.ndarray(views["o"].shape, np.uint16, whole, strides=views["o"].strides)
-        error = row_error(from_bits(view, problem.dtype).astype(np.float64), expected)
-        assert error <= limits(case, FAMILY.rounds_scores).row
-        view[:] = POISON
-        assert (whole == POISON).all(), "written between the output's rows"
+        for name, exact in expected.items():
+            whole = np.fromfile(place / name, np.uint16).reshape(memory[name].shape)
+            view = np.ndarray(views[name].shape, np.uint16, whole, strides=views[name].strides)
+            values = from_bits(view, problem.dtype).astype(np.float64)
+            assert row_error(values, exact, least[name]) <= most[name], name
+            view[:] = POISON
+            assert (whole == POISON).all(), f"written between the rows of {name}"
         if lse:
             got = np.fromfile(place / "lse", np.float32)
             right = log_sum_exp(inputs, problem, rows).ravel()
@@ -148,3 +171,12 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
     layouts = dict.fromkeys("qkv", "packed") | {"o": "rows_first"}
     for words in PLAIN[:2]:
         check(simulator, words, problem, layouts, lse=True)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("words", ["RECOMPUTE=0 PDL=1", "RECOMPUTE=1 AHEAD=0"])
+@pytest.mark.parametrize("do", ["heads_first", "rows_outermost"])
+def test_gradients_of_the_usual_layouts_of_models(simulator, words, do):
+    problem = Problem(2, 4, 2, 100, 130, 64, "bf16", causal=True, op=BACKWARD)
+    layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": "rows_first", "do": do}
+    check(simulator, words, problem, layouts, lse=False)

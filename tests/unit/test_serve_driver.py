@@ -30,7 +30,7 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
-    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
     device.launches(todo, kernel.stages[1], TENSORS, NAMES).issue(ADDRESSES, 77)
     fwd, join = driver.launches
     assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
@@ -54,7 +54,7 @@ def test_a_thread_without_a_context_gets_the_devices(tmp_path, remember):
     made = table(tmp_path, winner(shape()))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver, 3)
-    todo = calls(kernel, 1.0, o_strides=(0, 0, 0))
+    todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
     launches = device.launches(todo, kernel.stages[0], TENSORS, NAMES)
     launches.issue(ADDRESSES, 0)
     assert (driver.contexts.current, driver.retained) == (1003, 1)
@@ -81,7 +81,7 @@ def split(tmp_path, remember):
     remember(of_a_kind=3)
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
-    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
     return lambda driver: Device(made, driver).launches(todo, kernel.stages[1], TENSORS, NAMES)
 
 
@@ -181,7 +181,7 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, remember):
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
-    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
     launches = device.launches(todo, kernel.stages[1], TENSORS, NAMES)
     launches.issue(ADDRESSES, 77)
     fwd, join = (launch["config"] for launch in driver.launches)
@@ -204,7 +204,7 @@ def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
     odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
-    todo = calls(kernel, 1.0, o_strides=(0, 0, 0))
+    todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
     launches = device.launches(todo, kernel.stages[0], odd, NAMES)
     with pytest.raises(DriverError, match="tensor map of k"):
         launches.issue(ADDRESSES, 0)

@@ -82,7 +82,7 @@ def test_rules_hold_for_the_unusual(config, problem):
 def test_launches_have_strides_and_the_scale_of_a_call(what, lse):
     config, _, problem = what
     strides = export_code.contiguous(problem)["o"]
-    got = served.launches(served.WGMMA, config, problem, 0.25, lse=lse, o_strides=strides)
+    got = served.launches(served.WGMMA, config, problem, 0.25, lse=lse, strides={"o": strides})
     declared = FAMILY.launches(Config({**config, "LSE": int(lse)}), problem, ARCH)
     assert list(got) == list(declared)
     layout = (problem.heads, *strides)

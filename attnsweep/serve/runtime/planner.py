@@ -165,7 +165,7 @@ class Planner:
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
             return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
-        options: Any = {"lse": lse, "o_strides": layout, "mask_strides": steps}
+        options: Any = {"lse": lse, "strides": {"o": layout}, "mask_strides": steps}
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)

@@ -10,6 +10,7 @@ from typing import Any
 
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.family.launch import Arg, TensorMap
@@ -27,7 +28,9 @@ def _declared(name: str) -> Any:
 
 
 WGMMA = _declared("flash_fwd_wgmma")
+WGMMA_BACKWARD = _declared("flash_bwd_wgmma")
 FP8 = _declared("flash_fwd_fp8_wgmma")
+_CONTIGUOUS: Mapping[str, tuple[int, ...]] = {}
 _ARCH = ARCHS[WGMMA.kernel.min_arch]
 
 
@@ -77,22 +80,25 @@ def launches(
     scale: float,
     *,
     lse: bool = False,
-    o_strides: tuple[int, ...] = (),
+    strides: Mapping[str, tuple[int, ...]] = _CONTIGUOUS,
     mask_strides: tuple[int, ...] = (),
     bias_rows: int = 0,
 ) -> dict[str, Launch]:
     """The launches of one attention call, by stage, in order; first those that scan its mask.
 
-    scale: of the scores. lse: whether the kernel writes the log-sum-exp, float32 (batch, heads,
-    seqlen_q), contiguous; otherwise its pointer is null, named ``. o_strides: elements from batch
-    to batch, head to head and row to row of the output, for code that was compiled with STRIDED.
-    mask_strides: the same of a mask, in bytes, and from key to key. bias_rows: of a bias; one is
-    for all queries.
+    scale: of the scores. lse: whether the kernel writes or reads the log-sum-exp, float32 (batch,
+    heads, seqlen_q), contiguous; otherwise its pointer is null, named ``. strides: elements from
+    batch to batch, head to head and row to row of each tensor that a stage's `strided` names, for
+    code that was compiled with STRIDED. mask_strides: the same of a mask, in bytes, and from key
+    to key. bias_rows: of a bias; one is for all queries.
     """
+    scales = {problem.scale * LOG2E: scale * LOG2E}
+    if problem.op == BACKWARD:  # a forward may have a softcap of that number
+        scales[problem.scale] = scale
 
     def here(arg: Arg) -> Arg:
-        if arg == problem.scale * LOG2E:
-            return scale * LOG2E
+        if isinstance(arg, float):
+            return scales.get(arg, arg)
         if isinstance(arg, TensorMap) and arg.buffer == "bias" and bias_rows == 1:
             return replace(arg, box=(arg.box[0], 1, *arg.box[2:]))
         return "" if arg == "lse" and not lse else arg
@@ -107,11 +113,10 @@ def launches(
             continue
         if bias_rows and name == "fwd":
             args[-1] = int(bias_rows > 1)
-        if o_strides:
-            args += [problem.seqlen_q] if name == "combine" else []
-            args += [problem.heads, *o_strides[:3]]
+        for each in declaration.kernel.stages[name].strided if strides else ():
+            args += strides[each][:3] if each in strides else [getattr(problem, each)]
         # The first one follows a launch of PyTorch's, which lets nobody begin early.
-        programmatic = launch.programmatic and name == "combine"
+        programmatic = launch.programmatic and not all(each.once for each in made.values())
         made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
     return made
 
