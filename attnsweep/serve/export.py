@@ -31,6 +31,7 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.family import Config, Family
 from attnsweep.serve import fp8, target
 from attnsweep.serve.export_code import (
+    BACKWARD_FAMILY,
     FAMILY,
     compile_for_models,
     config_of,
@@ -468,7 +469,7 @@ def sources(name: str) -> dict[str, str]:
     paths = {"__init__.py": _RUNTIME / "package.py"}
     paths |= {module: _RUNTIME / module for module in MODULES}
     paths |= {path: _RUNTIME.parent.parent / path for path in _CARRIED}
-    for family in (FAMILY, fp8.FAMILY):
+    for family in (FAMILY, BACKWARD_FAMILY, fp8.FAMILY):
         paths[f"kernels/{family}.py"] = shipped("kernels") / f"{family}.py"
     return {
         path: re.sub(r"^( *)from attnsweep\.", rf"\1from {name}.", file.read_text(), flags=re.M)

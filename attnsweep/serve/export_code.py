@@ -21,6 +21,8 @@ from attnsweep.store.run import Run, environment_of
 
 FAMILY = "flash_fwd_wgmma"
 """The family that a package can call: its template takes strides, and its launches are known."""
+BACKWARD_FAMILY = "flash_bwd_wgmma"
+"""The same of gradients."""
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""

@@ -151,6 +151,104 @@ def _ints(address: int, count: int) -> Any:
     return np.ndarray((count,), np.int32, memory)
 
 
+class BackwardKernel(Kernel):
+    """What the launches of a forward and of its backward compute, in the stages' workspaces.
+
+    causal: which machine code was compiled. Each launch reads what those ahead of it wrote. `gone`:
+    a factor of dK, for a kernel that is wrong.
+    """
+
+    def __init__(self, causal: bool = False, gone: float = 1.0) -> None:
+        super().__init__(causal)
+        self.gone = gone
+
+    def __call__(self, launch: dict[str, Any]) -> None:
+        """Write the outputs of a stage."""
+        stage = launch["function"][1].removeprefix("flash_bwd_wgmma_")
+        own = getattr(self, f"_{stage}", None)
+        with torch.autocast("cpu", enabled=False):
+            if own is None:
+                super().__call__(launch)
+            else:
+                own(launch["config"].gridDimY, *launch["values"])
+
+    def _delta(self, heads: int, o: int, do: int, lse: int, *rest: int) -> None:
+        neg_lse, delta, sums, rows, pitch, of_batch, *apart = rest
+        sizes = (heads // of_batch, of_batch, rows, 64)
+        out, d_out = (_raw(each, sizes, apart[i : i + 3]) for i, each in ((0, o), (3, do)))
+        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta)
+        _floats(sums, heads * pitch * 64)[:] = 0
+
+    @staticmethod
+    def _statistics(heads: int, rows: int, pitch: int, *given: Any) -> None:
+        out, d_out, lse, neg_lse, delta = given
+        own, of_row = (_floats(each, heads * pitch).view(heads, pitch) for each in (neg_lse, delta))
+        own[:], of_row[:] = -math.inf, 0
+        own[:, :rows] = _floats(lse, heads * rows).view(heads, rows) * -math.log2(math.e)
+        of_row[:, :rows] = (out.float() * d_out.float()).sum(-1).view(heads, rows)
+
+    def _weights(self, q: Any, k: Any, neg_lse: int, pitch: int, factor: float) -> Any:
+        batch, heads, rows, _ = q.shape
+        own = _floats(neg_lse, batch * heads * pitch).view(batch, heads, pitch)[..., :rows, None]
+        scores = q.float() @ k.mT * factor
+        if self.causal:
+            seen = torch.ones(rows, k.shape[2], dtype=torch.bool).tril(k.shape[2] - rows)
+            scores = scores.masked_fill(~seen, -math.inf)
+        return torch.exp2(scores + own)
+
+    def _products(self, given: Any, neg_lse: int, delta: int, *numbers: Any) -> Any:
+        """P, dS, and q, k, dO in float32, keys repeated for each query head."""
+        q, k, v, d_out = map(tensor_of, given)
+        pitch, group, factor = numbers
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        p = self._weights(q, k, neg_lse, pitch, factor)
+        batch, heads, rows, _ = q.shape
+        own = _floats(delta, batch * heads * pitch).view(batch, heads, pitch)[..., :rows, None]
+        return p, p * (d_out.float() @ v.mT - own), q.float(), k, d_out.float()
+
+    def _queries(self, _: int, *values: Any) -> None:
+        *maps, o, do, lse, neg_lse, delta, rows, _keys, pitch, heads, group = values[:15]
+        _together, factor, scale, of_batch, *apart = values[15:]
+        sizes = (heads // of_batch, of_batch, rows, 64)
+        out, d_out = (_raw(each, sizes, apart[i : i + 3]) for i, each in ((0, o), (3, do)))
+        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta)
+        _, ds, _, k, _ = self._products(maps[:4], neg_lse, delta, pitch, group, factor)
+        tensor_of(maps[4]).copy_(ds @ k * scale)
+
+    def _keys(self, _: int, *values: Any) -> None:
+        *maps, neg_lse, delta, sums, rows, keys, pitch, heads_kv, group = values[:14]
+        _together, factor, scale, of_batch = values[14:]
+        p, ds, q, k, d_out = self._products(maps[:4], neg_lse, delta, pitch, group, factor)
+        dk, dv = map(tensor_of, maps[4:])
+        batch, heads = dk.shape[0], q.shape[1]
+        assert (heads_kv, of_batch, rows) == (batch * dk.shape[1], dk.shape[1], q.shape[2])
+
+        def of_keys(each: Any) -> Any:
+            return each.view(batch, dk.shape[1], group, keys, 64).sum(2)
+
+        dv.copy_(of_keys(p.mT @ d_out))
+        dk.copy_(of_keys(ds.mT @ q) * scale * self.gone)
+        if sums != delta:  # otherwise dQ is there
+            to = _floats(sums, batch * heads * pitch * 64).view(batch, heads, pitch, 64)
+            to[:, :, :rows] += ds @ k
+
+    @staticmethod
+    def _convert(heads: int, sums: int, dq: int, *rest: Any) -> None:
+        rows, pitch, scale, of_batch, *apart = rest
+        sizes = (heads // of_batch, of_batch, rows, 64)
+        made = _floats(sums, heads * pitch * 64).view(heads, pitch, 64)[:, :rows] * scale
+        _raw(dq, sizes, apart).copy_(made.view(sizes))
+
+
+def _raw(address: int, sizes: tuple[int, ...], apart: Any) -> Any:
+    """A bf16 tensor by its address and strides in elements."""
+    strides = [2 * each for each in (*apart, 1)]
+    extent = 2 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    memory: Any = (ctypes.c_uint8 * extent).from_address(address)
+    view: Any = np.ndarray(sizes, np.int16, memory, strides=strides)
+    return torch.from_numpy(view).view(torch.bfloat16)
+
+
 class Fp8Kernel:
     """What a launch of flash_fwd_fp8_wgmma computes, on contiguous tensors.
 

@@ -162,6 +162,14 @@ class FakeDriver:
             kinds += "pppp" + "iii" if masked else ""
             kinds += "mfp" + "iiii" if scored else ""
             kinds += "iiii"
+        elif function[1] == "flash_bwd_wgmma_delta":
+            kinds = "pppppp" + "ii" + "i" + "iii" * 2
+        elif function[1] == "flash_bwd_wgmma_queries":
+            kinds = "mmmmm" + "ppppp" + "iiiiii" + "ff" + "i" + "iii" * 2
+        elif function[1] == "flash_bwd_wgmma_keys":
+            kinds = "mmmmmm" + "ppp" + "iiiiii" + "ff" + "i"
+        elif function[1] == "flash_bwd_wgmma_convert":
+            kinds = "pp" + "ii" + "f" + "i" + "iii"
         elif function[1] == "flash_fwd_fp8_wgmma":
             kinds = "mmmm" + "pppp" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)

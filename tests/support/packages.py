@@ -14,7 +14,7 @@ from typing import Any
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.runtime.served import WGMMA
+from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
@@ -41,6 +41,11 @@ def label(**changes: int) -> str:
 
 PLAIN = CompiledKernel(64, "bf16", "full", label(), ({}, {}))
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
+_FIRST_BACKWARD = {param.name: param.values[0] for param in WGMMA_BACKWARD.kernel.params}
+BACKWARD = CompiledKernel(
+    *(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({}, {}), "flash_bwd_wgmma")
+)
+RECOMPUTED = replace(BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
 
 
 def with_config(kernel: CompiledKernel, **changes: int) -> CompiledKernel:
@@ -78,8 +83,12 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         file = f"{digest[:16]}.cubin"
         (directory / CUBINS / file).write_bytes(data)
         suffix = "" if stage == "fwd" else f"_{stage}"
-        return Code(file, digest, f"flash_fwd_wgmma{suffix}")
+        return Code(file, digest, f"{kernel.family}{suffix}")
 
+    if kernel.family == WGMMA_BACKWARD.kernel.name:
+        first = ("queries", "keys") if kernel.values.RECOMPUTE else ("delta", "keys", "convert")
+        own = {name: code(name, 0) for name in first}
+        return replace(kernel, stages=(own, own))
     scan = () if kernel.mask in ("full", "causal") else ("mask", "order")
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]

@@ -128,9 +128,10 @@ def remember(monkeypatch):
     """Sets how much operators and their launches keep: remember(plans=3, ready=3, of_a_kind=2)."""
 
     def set_(**most):
+        of_plans = [f"{owner}.MOST_" for owner in ("operator", "backward_operator", "fp8_operator")]
         for name, count in most.items():
-            for owner in ("operator", "fp8_operator") if name == "plans" else ("driver",):
-                monkeypatch.setattr(f"attnsweep.serve.runtime.{owner}._MOST_{name.upper()}", count)
+            for owner in of_plans if name == "plans" else ("driver._MOST_",):
+                monkeypatch.setattr(f"attnsweep.serve.runtime.{owner}{name.upper()}", count)
 
     return set_
 

@@ -89,7 +89,7 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     (plan,) = operator._plans.values()
     assert len(plan.launches._ready) >= len(kept)
     assert 0 < taken * driver_module._MOST_READY < 2**26
-    assert of_package._MOST_PLANS <= driver_module._MOST_READY
+    assert of_package.MOST_PLANS <= driver_module._MOST_READY
 
 
 def test_all_kinds_of_calls_share_one_limit(operator, driver, remember):

@@ -170,7 +170,7 @@ def test_what_is_causal_says_alone_is_an_ordinary_call(tmp_path, driver, case):
 def test_a_window_is_scanned_once_in_a_stream(operator, kernel, monkeypatch):
     tensors_, scans = given_of(), []
     for stream, capture in ((1, 0), (1, 0), (1, 5), (1, 5), (1, 6), (1, None), (1, None)):
-        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
         monkeypatch.setattr(operator._masks, "_capture_of", lambda _, n=capture: n)
         assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
         scans.append(kernel.scans)
@@ -180,7 +180,7 @@ def test_a_window_is_scanned_once_in_a_stream(operator, kernel, monkeypatch):
 def test_each_stream_has_its_own_list(operator, kernel, monkeypatch):
     tensors_ = given_of()
     for stream in (1, 2, 1):
-        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
         assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
     assert kernel.scans == 3
 
@@ -481,7 +481,7 @@ def test_no_call_of_a_sequence_is_stale(operator, steps):
     """Calls in any order, between changes of what they read, streams and captures."""
     state = SimpleNamespace(stream=0, capture=0, given=given_of(), lengths=LENGTHS.clone())
     state.mask = torch.rand(BATCH, 1, ROWS, ROWS, generator=torch.Generator().manual_seed(0)) < 0.5
-    operator._stream = lambda _: state.stream
+    operator.stream = lambda _: state.stream
     operator._masks._capture_of = lambda _: state.capture
     for step in steps:
         limits = STEPS[step](state)

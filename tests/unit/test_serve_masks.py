@@ -247,7 +247,7 @@ def test_under_inference_mode_nothing_is_kept(operator, kernel):
 def test_each_stream_scans_for_itself(operator, kernel, monkeypatch):
     given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
     for stream in (1, 2, 1):
-        monkeypatch.setattr(operator, "_stream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
         assert same(operator, given, mask)
     assert kernel.scans == 3
 

@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
+from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
-from .served import WGMMA
+from .served import WGMMA, WGMMA_BACKWARD
 from .table import CardFacts, CompiledKernel
 
 FEW_QUERIES = 64
@@ -87,12 +88,20 @@ class Tiling:
     masks: bool = False
 
 
+SDPA_BACKWARD = Tiling(128, 128, 1, 1, 1, 0, True, 100.0, 0.2, 8.0, 0.95)
+"""PyTorch's own backward. Blocks are of keys, and visit tiles of queries."""
 SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True, masks=True)
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 
 
 def tiling(kernel: CompiledKernel) -> Tiling:
     """What the time depends on, of all that is known of a kernel."""
+    if kernel.declaration is WGMMA_BACKWARD:
+        c = kernel.values
+        keys, alone = 64 * c.KV_WARPGROUPS, c.BLOCKS_PER_SM == 1
+        extra = 150.0 if alone else 90.0
+        sizes = (keys, c.BLOCK_M, 1, 1, c.BLOCKS_PER_SM, 0, True, extra)
+        return Tiling(*sizes, tail=0.2, start_us=5.0, of_memory=0.78)
     c, combines = kernel.values, WGMMA.combines(kernel.values)
     alone = c.BLOCKS_PER_SM == 1 and not c.PERSISTENT  # nothing hides its first loads
     return Tiling(
@@ -113,7 +122,19 @@ def tiling(kernel: CompiledKernel) -> Tiling:
 
 @functools.lru_cache(maxsize=4096)
 def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
-    """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
+    """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks.
+
+    Of a backward, whose blocks are of keys, in tiles of queries of all heads of a group.
+    """
+    if problem.op == BACKWARD:
+        of_keys = replace(
+            problem,
+            op=FORWARD,
+            heads=problem.heads_kv,
+            seqlen_q=problem.seqlen_k,
+            seqlen_k=problem.seqlen_q,
+        )
+        return problem.heads // problem.heads_kv * work(tiling, of_keys, sm_count)
     if tiling.divides:
         problem = _packed(problem)
         if problem.kind not in ("full", "causal", "packed"):  # it passes no tile by
@@ -293,8 +314,12 @@ def _launches_us(tiling: Tiling, problem: Problem) -> float:
 
 
 def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
-    """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element."""
+    """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element.
+
+    Of a backward also those of their gradients.
+    """
     rows = 2 * problem.heads * problem.seqlen_q + 2 * problem.heads_kv * problem.seqlen_k
+    rows *= 2 if problem.op == BACKWARD else 1
     beyond = 2.0 * problem.batch * rows * problem.head_dim - _L2_SHARE * card.l2_bytes
     return max(0.0, beyond) / (tiling.of_memory * card.memory_bytes_per_us)
 

@@ -17,14 +17,13 @@ from attnsweep.family.launch import Launch
 from . import fp8_dispatch as fp8
 from . import served
 from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
-from .plans import Explanation
+from .plans import MOST_PLANS, Explanation
 from .table import GpuKey, PackageError, Table, TunedFp8Gpu
 from .torch_ops import register_fp8
 
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
 # The least and the largest number above 0 of 32 bits.
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-149, (2 - 2.0**-23) * 2.0**127
-_MOST_PLANS = 4096  # as in operator.py
 _NAMES = ("query", "key", "value")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
@@ -206,7 +205,7 @@ class Fp8Operator:
                 raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
             calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
             plan = _Plan(choice, problem, calls, tensors_of(problem), index)
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[what] = plan
         return plan

@@ -59,7 +59,7 @@ def _takes_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> bool:
     """Whether PyTorch would call cuDNN. A compiler's tensors count with the sizes it began with."""
-    how = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    how = {"scale": scale, "enable_gqa": bool(query.shape[1] != key.shape[1])}
     given = (query, key, value)
     if all(type(each) in PLAIN for each in given):
         return bool(_choice(*given, None, 0.0, causal, **how) == _CUDNN)
@@ -128,24 +128,28 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        run: Callable[..., Any],
+        operator: Any,
         plan: Any,
     ) -> torch.Tensor:
-        """run: computes the output and the log-sum-exp by a plan, given first, or returns None."""
+        """operator: computes output and log-sum-exp by a plan, and gradients, or returns None."""
         settings = [setting() for setting in _SETTINGS]
         backward = plan.backward
         if backward is None or backward[0] != settings:
             backward = plan.backward = (settings, *_asked(plan, query, key, value))
-        ctx.by = backward  # one attribute: each takes time
-        made = run(plan, query, key, value)
+        ctx.by, ctx.own = backward, operator.backward
+        made = operator.run(plan, query, key, value)
         out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
+        """Of a kernel, or PyTorch's own: cuDNN's where it would have called cuDNN, or flash's."""
         _, gradients, causal, scale = ctx.by
+        if ctx.own.serves:
+            made = ctx.own.gradients(grads[0], ctx.saved_tensors, causal, scale)
+            if made is not None:
+                return *made, None, None
         seed = _no_seed(grads[0].device)
         dq, dk, dv = gradients(grads[0], ctx.saved_tensors, causal, scale, seed)
         return dq, dk, dv, None, None
@@ -159,16 +163,34 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     """What `backward` of the operator needs, and whose it is."""
     query, key, value, ctx.causal, ctx.scale = inputs
     out, lse = output
-    by_cudnn = _takes_cudnn(query, key, value, ctx.causal, ctx.scale)
-    ctx.gradients = _cudnn_gradients if by_cudnn else _flash_gradients
+    ctx.by_cudnn = _takes_cudnn(query, key, value, ctx.causal, ctx.scale)
     ctx.save_for_backward(query, key, value, out, lse)
     ctx.mark_non_differentiable(lse)
 
 
-def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    """The operator's gradient. A compiler traces it, so its graph calls PyTorch's own backward."""
+def of_operator(operator: Any, op: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
+    """The gradient of an operator's `forward_lse`, which a compiler traces.
+
+    op: its operator `backward`, which the graph gets where a kernel may serve, and otherwise
+    PyTorch's own.
+    """
+
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        saved, how = ctx.saved_tensors, (ctx.causal, ctx.scale, ctx.by_cudnn)
+        if operator.backward.traced(saved, ctx.causal):
+            return (*op()(grad, *saved, *how), None, None)
+        return (*gradients_by_pytorch(grad, saved, *how), None, None)
+
+    return backward
+
+
+def gradients_by_pytorch(
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], causal: bool, scale: float, cudnn: bool
+) -> tuple[Any, ...]:
+    """dq, dk and dv by PyTorch's own backward, of cuDNN or of flash."""
     seed = grad.new_empty((), dtype=torch.int64)
-    return (*ctx.gradients(grad, ctx.saved_tensors, ctx.causal, ctx.scale, seed), None, None)
+    gradients = _cudnn_gradients if cudnn else _flash_gradients
+    return gradients(grad, saved, causal, scale, seed)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,25 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 from attnsweep.core.scores import Scores
 
-from .arguments import (
-    autocast,
-    never,
-    number,
-    plain,
-    taken_for,
-)
+from .arguments import autocast, never, number, plain, taken_for
+from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
 from .changed_scores import composed
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
-from .gradients import Gradient, like, with_gradient, with_lse
+from .gradients import (
+    Gradient,
+    gradients_by_pytorch,
+    like,
+    of_operator,
+    with_gradient,
+    with_lse,
+)
 from .intervals import Diagonals, by_pytorch, forms, scanned, understood
 from .mask_lists import MaskList, MaskLists
 from .packed import CuSeqlens
 from .planner import Planner, choice_of, requires_grad, why_unserved
-from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
+from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
@@ -49,9 +52,6 @@ SHORT = Choice(
     "a step with gradients this short takes as long as the host's part of it",
 )
 _OTHER_DTYPE = Choice(None, "mask", "attn_mask is neither boolean nor of query's dtype")
-# Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
-# starts anew, so that it never grows.
-_MOST_PLANS = 4096
 
 
 class Operator:
@@ -76,16 +76,17 @@ class Operator:
         self._find = self._seen.plan
         self._masks = MaskLists(self._capture_of)
         self._devices: dict[int, Device] = {}
-        self._forked = False
+        self.backward = BackwardOperator(self)
+        self.forked = False
         # Where a table's guards hand short steps over, and not those of a test.
         guards = [gpu.guard for gpu in table.gpus.values()]
         short = guards and min(guard.short_us for guard in guards) >= Guard().short_us
         self.short_work = _SHORT_WORK if short else 0.0
         self._on_cuda = "cuda" in devices
         # Without PyTorch's Python around them, where this build has them.
-        self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
-        self._stream = raw_stream if "cuda" in devices else _no_stream
+        self.stream = raw_stream if "cuda" in devices else _no_stream
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
@@ -93,7 +94,9 @@ class Operator:
         made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
         masked = (self._impl_attention_masked, self._impl_forward_masked)
         hidden = (self._impl_attention_intervals, self._impl_forward_intervals)
-        self.library = register(wanted, devices, *made, *masked, *hidden)
+        gradient = of_operator(self, lambda: ops.backward.default)
+        last = (self._impl_backward, gradient)
+        self.library = register(wanted, devices, *made, *masked, *hidden, *last)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
@@ -104,8 +107,9 @@ class Operator:
         self._forward_intervals = ops.forward_intervals.default
 
     def _after_fork(self) -> None:
-        self._forked = bool(self._devices)
+        self.forked = bool(self._devices)
         self._plans.clear()  # so that a call asks again
+        self.backward.forget()
         self._seen.clear()
         self._masks.forget()
 
@@ -145,6 +149,26 @@ class Operator:
         if done is not None:
             return done[0], done[1]
         return with_lse(query, key, value, causal, scale)
+
+    def _impl_backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        cudnn: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of `forward_lse`; cudnn: of the two that PyTorch has, whose it calls."""
+        saved = (query, key, value, out, lse)
+        made = self.backward.gradients(grad, saved, causal, scale)
+        if made is not None:
+            return made
+        by_own = gradients_by_pytorch(grad, saved, causal, scale, cudnn)
+        return tuple(map(like, by_own, saved[:3]))
 
     def _impl_attention_masked(
         self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
@@ -247,7 +271,7 @@ class Operator:
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
-        done = self._run(plan, query, key, value, mask, keep, sinks)
+        done = self.run(plan, query, key, value, mask, keep, sinks)
         return None if done is None else done[0]
 
     def masked_plan(
@@ -358,9 +382,9 @@ class Operator:
             if not seen.calls:
                 choice = seen.choice
             elif seen.lse:
-                return with_gradient(query, key, value, self._run, seen)
+                return with_gradient(query, key, value, self, seen)
             else:
-                done = self._run(seen, query, key, value)
+                done = self.run(seen, query, key, value)
                 if done is not None:
                     return done[0]
         elif not plain(query, key, value):
@@ -382,9 +406,9 @@ class Operator:
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
                 if grad:
-                    with_grad: torch.Tensor = Gradient.apply(query, key, value, self._run, plan)
+                    with_grad: torch.Tensor = Gradient.apply(query, key, value, self, plan)
                     return with_grad
-                done = self._run(plan, query, key, value)
+                done = self.run(plan, query, key, value)
                 if done is not None:
                     return done[0]
         if choice is not None:
@@ -547,6 +571,9 @@ class Operator:
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
+            own = self.backward.choice(query, key, is_causal) if grad and choice.kernel else None
+            backward = own.kernel.config if own and own.kernel else None
+            return replace(self.explained(choice, query), backward=backward)
         return self.explained(choice, query)
 
     def explained(self, choice: Choice, query: Any) -> Explanation:
@@ -603,9 +630,9 @@ class Operator:
 
     def _remembered(self, what: Any, *call: Any) -> Plan:
         """The plan of a call that was not met before, under what tells it from others."""
-        if self._forked:
+        if self.forked:
             return FORKED
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
             self._seen.clear()
         plan = self._plans[what] = self.planner.made(*call)
@@ -615,13 +642,13 @@ class Operator:
     def _served(
         self, plan: Plan, query: Any, key: Any, value: Any
     ) -> tuple[torch.Tensor, ...] | None:
-        """What `_run` returns; None, which is counted, if no kernel serves the call."""
+        """What `run` returns; None, which is counted, if no kernel serves the call."""
         if plan.calls:
-            return self._run(plan, query, key, value)
+            return self.run(plan, query, key, value)
         self.fell_back(plan.choice)
         return None
 
-    def _run(
+    def run(
         self,
         plan: Plan,
         query: Any,
@@ -636,14 +663,14 @@ class Operator:
         mask: of a plan that scans or adds one; keep, sinks: as of `masked`.
         """
         index = plan.index
-        if index >= 0 and index != self._current_device():
+        if index >= 0 and index != self.current_device():
             with torch.cuda.device(index):
-                return self._run(plan, query, key, value, mask, keep, sinks)
+                return self.run(plan, query, key, value, mask, keep, sinks)
         out = _empty_like(query)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
             given = (query.clone(), key.clone(), value.clone(), mask, keep, sinks)
-            return self._run(plan, *given)
+            return self.run(plan, *given)
         made: tuple[torch.Tensor, ...] = (out,)
         addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
         if plan.lse:
@@ -652,11 +679,11 @@ class Operator:
         if plan.floats:
             spaces = [query.new_empty(count, dtype=_FLOAT) for count in plan.floats]
             addresses += tuple([each.data_ptr() for each in spaces])
-        stream = self._stream(index)
+        stream = self.stream(index)
         try:
             launches = plan.launches
             if launches is None:
-                launches = self._prepared(plan, index)
+                launches = self.prepared(plan, index)
             if launches is None:  # another thread has tried it in vain since this one asked
                 self.fell_back(plan.choice)
                 return None
@@ -674,15 +701,19 @@ class Operator:
             self.fell_back(UNALIGNED)
             return None
         except (DriverError, PackageError) as error:
-            code = "damaged" if isinstance(error, PackageError) else "driver"
-            plan.choice = Choice(None, code, str(error), plan.choice.gain)
-            plan.calls, plan.launches = {}, None  # not tried again
-            self.fell_back(plan.choice)
+            self.gave_up(plan, error)
             return None
         self.counts["kernel"] += 1
         return made
 
-    def _prepared(self, plan: Plan, index: int) -> BoundLaunches | None:
+    def gave_up(self, plan: Plan, error: Exception) -> None:
+        """Leave the calls of a plan to PyTorch from now on, and say why."""
+        code = "damaged" if isinstance(error, PackageError) else "driver"
+        plan.choice = Choice(None, code, str(error), plan.choice.gain)
+        plan.calls, plan.launches = {}, None
+        self.fell_back(plan.choice)
+
+    def prepared(self, plan: Plan, index: int) -> BoundLaunches | None:
         """The plan's launches, or None if it has no calls any more."""
         calls = plan.calls
         if not calls:

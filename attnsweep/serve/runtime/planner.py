@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import CAUSAL, FULL, Problem
 from attnsweep.core.scores import Scores
 
@@ -50,7 +51,10 @@ class Planner:
         self._table, self._types = table, types
         self.gpus: dict[int, TunedGpu | None] = {}
         self._head_dims = frozenset(
-            winner.problem.head_dim for gpu in table.gpus.values() for winner in gpu.winners
+            winner.problem.head_dim
+            for gpu in table.gpus.values()
+            for winner in gpu.winners
+            if winner.problem.op == FORWARD
         )
 
     def unserved(

@@ -19,7 +19,8 @@ class Explanation:
     """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
 
     code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
-    over the kernel's, 0 if nothing is known.
+    over the kernel's, 0 if nothing is known. backward: the config that computes gradients, of a
+    call that records them, if a kernel does.
     """
 
     kernel: str | None
@@ -27,11 +28,13 @@ class Explanation:
     reason: str
     gain: float
     gpu: str | None
+    backward: str | None = None
 
     def __str__(self) -> str:
         by = self.kernel or "scaled_dot_product_attention"
         gain = f", expected gain {self.gain:.3f}" if self.gain else ""
-        return f"{by}: {self.reason}{gain} [{self.gpu or 'no known GPU'}]"
+        own = f"; gradients by {self.backward}" if self.backward else ""
+        return f"{by}: {self.reason}{gain}{own} [{self.gpu or 'no known GPU'}]"
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +76,9 @@ class Plan:
     limits: Diagonals | None = None
 
 
+MOST_PLANS = 4096
+"""Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
+starts anew, so that it never grows."""
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
 FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
 TRANSFORMED = Plan(

@@ -18,7 +18,7 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .served import FP8, WGMMA, config_of
+from .served import DECLARED, FP8, WGMMA, config_of
 
 _T = TypeVar("_T")
 FORMAT = 4
@@ -88,10 +88,10 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """One compiled config of flash_fwd_wgmma.
+    """One compiled config of a family.
 
     mask: its kind, see `Problem.variant`. config: its label. stages: without and with the
-    log-sum-exp, stage name to its code. values: the config itself.
+    log-sum-exp, stage name to its code; of a backward the same twice. values: the config itself.
     """
 
     head_dim: int
@@ -99,10 +99,16 @@ class CompiledKernel:
     mask: str
     config: str
     stages: tuple[Mapping[str, Code], Mapping[str, Code]]
+    family: str = WGMMA.kernel.name
     values: Config = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", config_of(WGMMA, self.config))
+        object.__setattr__(self, "values", config_of(self.declaration, self.config))
+
+    @property
+    def declaration(self) -> Any:
+        """The module of its family."""
+        return DECLARED[self.family]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,10 +319,13 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
-    stages = raw["stages"]
+    stages, family = raw["stages"], raw.get("family", WGMMA.kernel.name)
+    op = "backward" if raw["mask"].endswith(" backward") else "forward"
+    if op not in DECLARED[family].kernel.ops:
+        raise ValueError(f"{family} has no {op}")
     plain, lse = (
-        {name: _code(WGMMA.kernel.name, name, both[number]) for name, both in stages.items()}
-        for number in (0, 1)
+        {name: _code(family, name, both[number]) for name, both in stages.items()}
+        for number in (0, -1)
     )
     config = _numbered(configs, raw["config"])
     return _sound(CompiledKernel(**{**raw, "config": config, "stages": (plain, lse)}))

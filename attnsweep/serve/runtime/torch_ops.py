@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .gradients import backward, save_for_backward
+from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _ATTENTION = f"attention({_GIVEN}) -> Tensor"
@@ -25,6 +25,10 @@ _FORWARD_VARLEN = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
 )
 _FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "bool causal, float scale, bool cudnn) -> (Tensor, Tensor, Tensor)"
+)
 _FORWARD_FP8 = (
     "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
     " Tensor v_scale, bool causal, float scale) -> Tensor"
@@ -41,6 +45,8 @@ def register(
     forward_masked: Callable[..., torch.Tensor],
     attention_intervals: Callable[..., torch.Tensor],
     forward_intervals: Callable[..., torch.Tensor],
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    gradient: Callable[..., tuple[Any, ...]],
 ) -> Any:
     """Define the operators of these names; returns the library, with which they live.
 
@@ -48,13 +54,14 @@ def register(
     Those named `attention` are what a compiler sees: they are made of the others, once their sizes
     are known.
     The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
-    seqlen_q), contiguous. devices: types, as `cuda`.
+    seqlen_q), contiguous. devices: types, as `cuda`. gradient: of forward_lse.
     """
     library, tags = _defined(namespace), _tags()
     namespace = library.ns
     library.define(_ATTENTION, tags=tags)
     library.define(_FORWARD, tags=tags)
     library.define(_FORWARD_LSE, tags=tags)
+    library.define(_BACKWARD, tags=tags)
     library.define(f"attention_masked({_MASKED}) -> Tensor", tags=tags)
     library.define(f"forward_masked({_MASKED}) -> Tensor", tags=tags)
     library.define(f"attention_intervals({_INTERVALS}) -> Tensor", tags=tags)
@@ -67,12 +74,14 @@ def register(
         library.impl("forward_masked", forward_masked, kind.upper())
         library.impl("forward_intervals", forward_intervals, kind.upper())
         library.impl("forward_lse", forward_lse, kind.upper())
+        library.impl("backward", backward, kind.upper())
     torch.library.register_fake(f"{namespace}::forward", _fake_forward, lib=library)
     torch.library.register_fake(f"{namespace}::forward_masked", _fake_forward, lib=library)
     torch.library.register_fake(f"{namespace}::forward_intervals", _fake_forward, lib=library)
     torch.library.register_fake(f"{namespace}::forward_lse", _fake_forward_lse, lib=library)
+    torch.library.register_fake(f"{namespace}::backward", _fake_backward, lib=library)
     torch.library.register_autograd(
-        f"{namespace}::forward_lse", backward, setup_context=save_for_backward, lib=library
+        f"{namespace}::forward_lse", gradient, setup_context=save_for_backward, lib=library
     )
     return library
 
@@ -132,3 +141,9 @@ def _fake_forward_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     return torch.empty_like(query), lse
+
+
+def _fake_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -1,0 +1,172 @@
+"""Gradients of an attention call, by the backward kernels of a package where they serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnsweep.core.ops import BACKWARD
+from attnsweep.core.problem import CAUSAL, FULL
+
+from . import served
+from .arguments import plain, problem_of, strides
+from .call_cache import transformed
+from .dispatch import Choice, choose
+from .driver import DriverError, Tensor, Unaligned, unmapped
+from .planner import Planner
+from .plans import FORKED, MOST_PLANS, Plan
+from .served import WGMMA_BACKWARD
+from .table import PackageError
+
+Saved = tuple[torch.Tensor, ...]
+"""query, key, value, out and the log-sum-exp of a forward, float32 and contiguous."""
+_ORDERED = Choice(None, "deterministic", "deterministic algorithms are asked for")
+_NAMES = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv")
+_empty_like, _modes = torch.empty_like, torch._C._len_torch_dispatch_stack
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+
+
+class BackwardOperator:
+    """The gradients of an operator's calls. serves: whether the table has any kernel for them.
+
+    operator: whose devices, streams and counts these are.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self._planner: Planner = operator.planner
+        self._plans: dict[Any, Plan] = {}
+        gpus = operator.table.gpus.values()
+        self.serves = any(w.problem.op == BACKWARD for gpu in gpus for w in gpu.winners)
+
+    def forget(self) -> None:
+        """Have each call planned anew."""
+        self._plans.clear()
+
+    def gradients(
+        self, grad: torch.Tensor, saved: Saved, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, ...] | None:
+        """dq, dk and dv in the layouts of q, k and v; None if no kernel serves the call.
+
+        grad: of the output, with any strides. Where gradients are recorded of these, or a dispatch
+        mode or a transform must see an operator, PyTorch's own serves.
+        """
+        query, key, value, *_ = saved
+        seen = torch.is_grad_enabled() or _modes() or transformed()
+        if not self.serves or seen or not plain(query, key, value):
+            return None
+        grad = grad.resolve_neg()
+        try:
+            fits = grad.data_ptr() and not grad.data_ptr() & 15 and unmapped(_of(grad)) is None
+        except RuntimeError:  # a batch of them, which has no memory of its own
+            return None
+        if not fits:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        plan = self._plan(grad, saved, causal, scale)
+        made = self._run(plan, grad, saved) if plan.calls else None
+        kind = "kernel_backward" if made is not None else "pytorch_backward"
+        self._operator.counts[kind] = self._operator.counts.get(kind, 0) + 1
+        return made
+
+    def traced(self, saved: Saved, causal: bool) -> bool:
+        """Whether a compiler's call goes to the operator `backward`: where a kernel may serve it.
+
+        If the compiler knows all sizes, the table says whether one does.
+        """
+        query, key, *_ = saved
+        if not self.serves or torch.is_grad_enabled():
+            return False
+        gpu = self._planner.gpu(query.device.index or 0)
+        if gpu is None or not all(type(n) is int for n in (*query.shape, *key.shape)):
+            return gpu is not None
+        return self._choice(gpu, query, key, causal)[0].kernel is not None
+
+    def choice(self, query: Any, key: Any, causal: bool) -> Choice | None:
+        """What serves the gradients of a call; None if the table has no kernel for any."""
+        gpu = self._planner.gpu(query.device.index or 0) if self.serves else None
+        return None if gpu is None else self._choice(gpu, query, key, causal)[0]
+
+    def _choice(self, gpu: Any, query: Any, key: Any, causal: bool) -> tuple[Choice, Any]:
+        problem = replace(problem_of(query, key, CAUSAL if causal else FULL), op=BACKWARD)
+        choice = choose(gpu, problem)
+        kernel, is_deterministic = choice.kernel, WGMMA_BACKWARD.kernel.is_deterministic
+        if kernel is not None and _is_deterministic() and not is_deterministic(kernel.values):
+            choice = _ORDERED
+        return choice, problem
+
+    def _plan(self, grad: torch.Tensor, saved: Saved, causal: bool, scale: float) -> Plan:
+        tensors = (*saved[:4], grad)
+        what = (
+            *((each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors),
+            *(causal, scale, _is_deterministic()),
+        )
+        plan = self._plans.get(what)
+        if plan is None:
+            if self._operator.forked:
+                return FORKED
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[what] = self._made(tensors, causal, scale)
+        return plan
+
+    def _made(self, given: Saved, causal: bool, scale: float) -> Plan:
+        query, key, value, out, grad = given
+        unserved = self._planner.unserved(query, key, value, causal, scale, True)
+        if unserved is not None:
+            return Plan(unserved)
+        gpu = self._planner.gpu(query.device.index or 0)
+        if gpu is None or not out.dtype == grad.dtype == query.dtype:
+            return Plan(Choice(None, "gpu", "this GPU was not tuned, or dtypes differ"))
+        like_inputs = [_empty_like(each, device="meta") for each in (query, key, value)]
+        names = [name for name in _NAMES if name != "lse"]
+        each = zip(names, (*given, *like_inputs), strict=True)
+        tensors = {name: _of(tensor) for name, tensor in each}
+        for name, tensor in tensors.items():
+            fault = unmapped(tensor)
+            if fault is not None:
+                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        choice, problem = self._choice(gpu, query, key, causal)
+        if choice.kernel is None:
+            return Plan(choice)
+        config = choice.kernel.values
+        own = {name: tensors[name].strides for name in ("o", "do", "dq")}
+        spaces = served.workspaces(WGMMA_BACKWARD, config, problem)
+        return Plan(
+            choice,
+            served.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own),
+            choice.kernel.stages[0],
+            tensors,
+            query.get_device(),
+            floats=tuple(spaces.values()),
+            names=(*_NAMES, *spaces),
+        )
+
+    def _run(self, plan: Plan, grad: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...] | None:
+        operator, index = self._operator, plan.index
+        if index >= 0 and index != operator.current_device():
+            with torch.cuda.device(index):
+                return self._run(plan, grad, saved)
+        query, key, value, out, lse = saved
+        made = (_empty_like(query), _empty_like(key), _empty_like(value))
+        spaces = [query.new_empty(count, dtype=torch.float32) for count in plan.floats]
+        tensors = (query, key, value, out, grad, lse, *made, *spaces)
+        addresses = tuple([each.data_ptr() for each in tensors])
+        if addresses[3] & 15:
+            return None
+        try:
+            launches = plan.launches or operator.prepared(plan, index)
+            if launches is None:
+                return None
+            launches.issue(addresses, operator.stream(index))
+        except Unaligned:
+            return None
+        except (DriverError, PackageError) as error:
+            operator.gave_up(plan, error)
+            return None
+        return made
+
+
+def _of(tensor: torch.Tensor) -> Tensor:
+    return Tensor(tuple(tensor.shape), strides(tensor))
