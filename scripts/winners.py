@@ -22,7 +22,7 @@ from typing import Any
 from attnsweep import exported_table, find_runs
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import export, table_text
-from attnsweep.serve.export_code import FAMILY
+from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
@@ -101,7 +101,7 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as place:
             # What comes with attnsweep serves 16 bits.
-            of_16_bits = {FAMILY: discover()[FAMILY]}
+            of_16_bits = {name: discover()[name] for name in (FAMILY, BACKWARD_FAMILY)}
             done = export(recorded(), Path(place) / "winners", of_16_bits)
             write(done.directory / done.name)
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10

@@ -19,13 +19,13 @@ from typing import Any
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import changed_since, of_today
+from attnsweep.family.chunks import changed_since
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config
+from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import held_for, outline
-from attnsweep.serve.export_code import FAMILY, gpu_of
+from attnsweep.serve.export_code import callable_of, config_of, gpu_of
 from attnsweep.serve.runtime.dispatch import choose
-from attnsweep.serve.runtime.served import WGMMA, refused_by
+from attnsweep.serve.runtime.served import refused_by
 from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
 from attnsweep.store.run import open_run
 
@@ -77,26 +77,24 @@ def key_of(run: Path) -> GpuKey:
 
 def swept(run: Path) -> list[Swept]:
     """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
-    family = discover()[FAMILY]
-    names = [param.name for param in family.params]
+    families = callable_of(discover())
     ours: dict[Problem, dict[str, float]] = {}
     theirs: dict[Problem, dict[str, float]] = {}
     for trial in open_run(run).trials:
         if trial.status is not Status.OK or trial.time_us is None:
             continue
         problem, time_us = trial.problem, trial.time_us.median
+        family = families[problem.op]
         if trial.provider.startswith(SDPA):
             theirs.setdefault(problem, {})[trial.provider] = time_us
-        elif _is_ours(trial) and changed_since(family, Config(trial.config)) is None:
-            config = of_today(family, trial.config)
-            label = Config({**{name: config[name] for name in names}, "LSE": 0}).label
-            ours.setdefault(problem, {})[label] = time_us
+        elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
+            ours.setdefault(problem, {})[config_of(trial, family).label] = time_us
     both = [problem for problem in ours if problem in theirs]
     return [Swept(run.name, problem, ours[problem], theirs[problem]) for problem in both]
 
 
-def _is_ours(trial: Trial) -> bool:
-    kernel = (trial.provider, trial.kernel) == (OURS, FAMILY)
+def _is_ours(trial: Trial, family: Family) -> bool:
+    kernel = (trial.provider, trial.kernel) == (OURS, family.name)
     return kernel and trial.schedule.get("chunks", 1) == 1
 
 
@@ -140,7 +138,7 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
         for k in made
         if (k.head_dim, k.mask, k.dtype) == kind
         and k.config in one.configs_us
-        and refused_by(WGMMA, k.values, one.problem, gpu.key.sm_count) is None
+        and refused_by(k.declaration, k.values, one.problem, gpu.key.sm_count) is None
     ]
     return Judged(
         one.run,

@@ -25,6 +25,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.chunks import changed_since
@@ -33,6 +34,8 @@ from attnsweep.serve import fp8, target
 from attnsweep.serve.export_code import (
     BACKWARD_FAMILY,
     FAMILY,
+    Families,
+    callable_of,
     compile_for_models,
     config_of,
     gpu_of,
@@ -130,8 +133,8 @@ def export(
     """
     called = package_name(out, name)
     target.check(out)
-    family, of_fp8 = families[FAMILY], families.get(fp8.FAMILY)
-    selected = _selected(directories, family, of_fp8)
+    own, of_fp8 = callable_of(families), families.get(fp8.FAMILY)
+    selected = _selected(directories, own, of_fp8)
     notes: list[str] = []
     in_all, done = len(selected.codes) + len(selected.fp8.codes), itertools.count()
 
@@ -140,16 +143,17 @@ def export(
             compiled(next(done), in_all)
 
     # Any GPU of the families: both are declared for one architecture.
-    given = (compilers or {}).get(family.min_arch)
-    compiler = given or Compiler(arch_named(family.min_arch))
+    min_arch = families[FAMILY].min_arch
+    given = (compilers or {}).get(min_arch)
+    compiler = given or Compiler(arch_named(min_arch))
     try:
         tell()
-        stages, files = _compiled(selected.codes, family, compiler, notes, tell)
-        table = _table(selected, family, stages, guard or Guard()) | {"nvrtc": compiler.version}
+        stages, files = _compiled(selected.codes, own, compiler, notes, tell)
+        table = _table(selected, own, stages, guard or Guard()) | {"nvrtc": compiler.version}
         if of_fp8 is not None and selected.fp8.winners:
             numbers = selected.configs
-            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes, numbers, tell)
-            table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | own
+            in_fp8, more = fp8.compiled(selected.fp8, of_fp8, compiler, notes, numbers, tell)
+            table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | more
     finally:
         if given is None:
             compiler.close()
@@ -175,10 +179,10 @@ def outline(
     The stages of each kernel are empty, `nvrtc` is not there, and FP8 runs have no part in it.
     Raises StoreError.
     """
-    family = families[FAMILY]
-    selected = _selected(directories, family, None)
+    own = callable_of(families)
+    selected = _selected(directories, own, None)
     stages: list[Any] = [{}] * len(selected.codes)
-    made = json.loads(table_text(_table(selected, family, stages, guard or Guard())))
+    made = json.loads(table_text(_table(selected, own, stages, guard or Guard())))
     return dict(made)
 
 
@@ -205,7 +209,7 @@ class _Selected:
         return {label: n for n, label in enumerate(sorted({c.label for c, _ in both}))}
 
 
-def _selected(directories: Sequence[Path], family: Family, of_fp8: Family | None) -> _Selected:
+def _selected(directories: Sequence[Path], families: Families, of_fp8: Family | None) -> _Selected:
     """of_fp8: the family of FP8 problems; None leaves them out."""
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
@@ -215,7 +219,7 @@ def _selected(directories: Sequence[Path], family: Family, of_fp8: Family | None
         run = open_run(directory)
         key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
-        for chosen in _chosen(run, environment, key, family, left_out):
+        for chosen in _chosen(run, environment, key, families, left_out):
             of = (key, chosen.trial.problem)
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
@@ -234,9 +238,10 @@ def _selected(directories: Sequence[Path], family: Family, of_fp8: Family | None
     winners = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.trial.problem)))
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
-        config, problem = config_of(chosen.trial, family), chosen.trial.problem
+        problem = chosen.trial.problem
+        config = config_of(chosen.trial, families[problem.op])
         codes.setdefault(_code_key(config, problem), (config, problem))
-    served = {key: _served(winners, key, family) for key in names}
+    served = {key: _served(winners, key, families) for key in names}
     for chosen in winners:
         problem = chosen.trial.problem
         for config in served[chosen.gpu][_kind(problem)].values():
@@ -251,20 +256,22 @@ def _selected(directories: Sequence[Path], family: Family, of_fp8: Family | None
 
 
 def _table(
-    selected: _Selected, family: Family, stages: Sequence[Mapping[str, Any]], guard: Guard
+    selected: _Selected, families: Families, stages: Sequence[Mapping[str, Any]], guard: Guard
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     configs = selected.configs
     numbers = {key: number for number, key in enumerate(selected.codes)}
     served, won = selected.served, selected.winners
+    used = {problem.op for _, problem in selected.codes.values()} | {FORWARD}
     return {
         "format": FORMAT,
         "attnsweep": __version__,
-        "source": source_digest(family),
+        "source": source_digest(*(families[op] for op in families if op in used)),
         "configs": list(configs),
         "kernels": [
             {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.variant}
             | {"config": configs[config.label], "stages": stages[number]}
+            | ({} if p.op == FORWARD else {"family": families[p.op].name})
             for number, (config, p) in enumerate(selected.codes.values())
         ],
         "gpus": [
@@ -273,11 +280,11 @@ def _table(
                 "guard": asdict(guard),
                 "memory_bytes_per_us": min(c.memory_bytes_per_us for c in won if c.gpu == key),
                 "winners": [
-                    _row(chosen, family, served[key], numbers)
+                    _row(chosen, families, served[key], numbers)
                     for chosen in won
                     if chosen.gpu == key
                 ],
-                "twins": _twins(selected, key, family, numbers),
+                "twins": _twins(selected, key, families, numbers),
             }
             for key, names in selected.names.items()
         ],
@@ -298,21 +305,25 @@ def table_text(value: Any, of: str = "table") -> str:
 
 
 def _chosen(
-    run: Run, environment: Environment, key: GpuKey, family: Family, left_out: list[str]
+    run: Run, environment: Environment, key: GpuKey, families: Families, left_out: list[str]
 ) -> list[Chosen]:
-    """The best config of the family on each problem, if it can be compared with PyTorch's."""
+    """The best config of a problem's family, if it can be compared with PyTorch's attention."""
     ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
     arch = arch_on(environment)
     chosen = []
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
-        own = [t for t in trials if t.provider == OURS and t.kernel == FAMILY]
+        family = families.get(trials[0].problem.op)
+        if family is None:
+            left_out.append(f"{problem} ({run.directory.name}): no family computes it here")
+            continue
+        own = [t for t in trials if t.provider == OURS and t.kernel == family.name]
         baselines = [t for t in trials if t.provider.startswith(_SDPA)]
         # PyTorch's own attention has no softcap and no sinks: without a kernel, a call is unfused.
         for name in ("unfused", "flex"):
             baselines = baselines or [t for t in trials if t.provider == name]
         baseline = min(baselines, key=_median, default=None)
-        won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == FAMILY]
+        won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=_median, default=None)
         reason = _why_not(best, baseline, family, arch)
         if reason is not None or best is None or baseline is None:
@@ -335,7 +346,7 @@ def _median(trial: Trial) -> float:
 
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None:
-        return f"no correct candidate of {FAMILY}, the family that a package can call"
+        return f"no correct candidate of {family}, the family that a package can call"
     if baseline is None:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)
@@ -365,10 +376,17 @@ def _kind(problem: Problem) -> Kind:
 
 
 def _served(
-    winners: Sequence[Chosen], key: GpuKey, family: Family
+    winners: Sequence[Chosen], key: GpuKey, families: Families
 ) -> dict[Kind, dict[str, Config]]:
     """The configs that serve on a GPU, by kind and label: winners and runners-up."""
-    here = [chosen for chosen in winners if chosen.gpu == key]
+    served: dict[Kind, dict[str, Config]] = {}
+    for op, family in families.items():
+        here = [c for c in winners if c.gpu == key and c.trial.problem.op == op]
+        served |= _served_by(family, here)
+    return served
+
+
+def _served_by(family: Family, here: Sequence[Chosen]) -> dict[Kind, dict[str, Config]]:
     won = {config.label: config for config in (config_of(c.trial, family) for c in here)}
     shapes = Counter(_kind(chosen.trial.problem) for chosen in here)
     arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
@@ -390,14 +408,14 @@ def held_for(times_us: Mapping[str, float], won: Collection[str], shapes: int) -
 
 
 def _twins(
-    selected: _Selected, key: GpuKey, family: Family, numbers: Mapping[tuple[object, ...], int]
+    selected: _Selected, key: GpuKey, families: Families, numbers: Mapping[tuple[object, ...], int]
 ) -> list[int]:
     """Numbers of the kernels that serve on a GPU besides the winners: their code is there."""
     won, twins = set(), set()
     for chosen in selected.winners:
         if chosen.gpu == key:
             problem = chosen.trial.problem
-            won.add(numbers[_code_key(config_of(chosen.trial, family), problem)])
+            won.add(numbers[_code_key(config_of(chosen.trial, families[problem.op]), problem)])
             for config in selected.served[key][_kind(problem)].values():
                 for dtype in ("fp16", "bf16"):
                     twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
@@ -406,7 +424,7 @@ def _twins(
 
 def _compiled(
     codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
-    family: Family,
+    families: Families,
     compiler: Compiler,
     notes: list[str],
     tell: Callable[[], None],
@@ -417,7 +435,10 @@ def _compiled(
     """
     rows: list[dict[str, list[str]]] = []
     files: dict[str, bytes] = {}
-    asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
+    asked = [
+        compile_for_models(families[problem.op], config, problem, compiler)
+        for config, problem in codes.values()
+    ]
     for each in asked:
         stages, own, spills = each.done()
         rows.append(stages)
@@ -430,12 +451,13 @@ def _compiled(
 
 def _row(
     chosen: Chosen,
-    family: Family,
+    families: Families,
     served: Mapping[Kind, Mapping[str, Config]],
     numbers: Mapping[tuple[object, ...], int],
 ) -> dict[str, Any]:
     """A row of the table. others: the package's other kernels that were timed on the shape."""
-    problem, own = chosen.trial.problem, config_of(chosen.trial, family)
+    problem = chosen.trial.problem
+    own = config_of(chosen.trial, families[problem.op])
     others = [
         [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
         for label, config in served[_kind(problem)].items()

@@ -11,6 +11,7 @@ from typing import Any
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
+from attnsweep.core.ops import BACKWARD, FORWARD, Op
 from attnsweep.core.problem import SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
@@ -23,9 +24,17 @@ FAMILY = "flash_fwd_wgmma"
 """The family that a package can call: its template takes strides, and its launches are known."""
 BACKWARD_FAMILY = "flash_bwd_wgmma"
 """The same of gradients."""
+Families = Mapping[Op, Family]
+"""The families that a package can call, by what they compute."""
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""
+
+
+def callable_of(families: Mapping[str, Family]) -> Families:
+    """Those of all families that a package can call."""
+    named = {FORWARD: FAMILY, BACKWARD: BACKWARD_FAMILY}
+    return {op: families[name] for op, name in named.items() if name in families}
 
 
 def order_of(problem: Problem) -> tuple[object, ...]:
@@ -42,7 +51,7 @@ def kind_of_mask(problem: Problem) -> tuple[bool, str]:
 def contiguous(problem: Problem) -> Strides:
     """The strides of contiguous (batch, heads, seqlen, head_dim) tensors."""
     found = {}
-    for tensor in ("q", "k", "v", "o"):
+    for tensor in ("q", "k", "v", "o", *(("do", "dq") if problem.op == BACKWARD else ())):
         _, heads, seqlen, head_dim = problem.shape_of(tensor)
         found[tensor] = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
     return found
@@ -51,7 +60,8 @@ def contiguous(problem: Problem) -> Strides:
 def config_of(trial: Trial, family: Family) -> Config:
     """The family's own parameters, in declared order; LSE is chosen per call."""
     config = of_today(family, trial.config)
-    return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
+    own = {p.name: config[p.name] for p in family.params}
+    return Config(own | ({"LSE": 0} if trial.problem.op == FORWARD else {}))
 
 
 def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
@@ -70,26 +80,30 @@ def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
 
 @dataclass(frozen=True)
 class Compiling:
-    """One config on its way to a package. futures: without and with the log-sum-exp, by stage."""
+    """One config on its way to a package.
+
+    futures: by stage, without and with the log-sum-exp; of a backward alone.
+    """
 
     config: Config
     problem: Problem
-    futures: tuple[Mapping[str, Future[Cubin]], Mapping[str, Future[Cubin]]]
+    futures: tuple[Mapping[str, Future[Cubin]], ...]
 
     def done(self) -> tuple[dict[str, list[str]], dict[str, bytes], int]:
-        """SHA-256 of each stage's two cubins, cubins by file name, and bytes of all spills.
+        """SHA-256 of each stage's cubins, cubins by file name, and bytes of all spills.
 
         Raises CompileError if a stage does not compile, or if a launch does not fit its template.
         """
         files: dict[str, bytes] = {}
         stages: dict[str, list[str]] = {}
         spills = 0
+        backward = self.problem.op == BACKWARD
+        declaration = served.DECLARED[BACKWARD_FAMILY if backward else FAMILY]
         for lse, futures in enumerate(self.futures):
-            strides = contiguous(self.problem)
             launches = served.launches(
-                *(served.WGMMA, self.config, self.problem, self.problem.scale),
-                lse=bool(lse),
-                strides=strides,
+                *(declaration, self.config, self.problem, self.problem.scale),
+                lse=bool(lse) or backward,
+                strides=contiguous(self.problem),
             )
             for name, future in futures.items():
                 cubin = future.result()
@@ -101,9 +115,10 @@ class Compiling:
         return stages, files, spills
 
 
-def source_digest(family: Family) -> str:
-    """The SHA-256 of all text that the family's machine code is compiled of."""
-    closure = sorted(source_closure(family.source).items())
+def source_digest(*families: Family) -> str:
+    """The SHA-256 of all text that the families' machine code is compiled of."""
+    texts = {file: text for each in families for file, text in source_closure(each.source).items()}
+    closure = sorted(texts.items())
     return hashlib.sha256(repr(closure).encode()).hexdigest()
 
 
@@ -131,8 +146,8 @@ def compile_for_models(
 ) -> Compiling:
     """Start to compile a config for tensors with any strides. See Compiling.done."""
     both = []
-    for lse in (0, 1):
-        chosen = Config({**config, "LSE": lse})
+    for lse in (0, 1) if problem.op == FORWARD else (None,):
+        chosen = config if lse is None else Config({**config, "LSE": lse})
         launches = family.launches(chosen, problem, compiler.arch)
         both.append(
             {
@@ -143,4 +158,4 @@ def compile_for_models(
                 for name, launch in launches.items()
             }
         )
-    return Compiling(config, problem, (both[0], both[1]))
+    return Compiling(config, problem, tuple(both))

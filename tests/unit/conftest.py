@@ -53,12 +53,12 @@ def made_once():
     tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
     choose, chosen = export._chosen, {}
 
-    def choosing(run, environment, key, family, left_out):
+    def choosing(run, environment, key, families, left_out):
         if not recorded(run.directory):
-            return choose(run, environment, key, family, left_out)
-        if (of := (run.directory, family.source)) not in chosen:
+            return choose(run, environment, key, families, left_out)
+        if (of := (run.directory, *(each.source for each in families.values()))) not in chosen:
             left = []
-            chosen[of] = choose(run, environment, key, family, left), left
+            chosen[of] = choose(run, environment, key, families, left), left
         left_out += chosen[of][1]
         return chosen[of][0]
 

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +27,10 @@ from rich.console import Console
 from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
-from attnsweep.serve.export_code import config_of
+from attnsweep.serve.export_code import BACKWARD_FAMILY, config_of
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.driver import Device
 from attnsweep.serve.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
@@ -202,6 +204,34 @@ def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path):
     (said,) = (line for line in done.left_out if won.problem.label in line)
     assert "packs grouped heads (PACK_GQA=1)" in said
     assert done.winners == 8
+
+
+def test_backward_winners_are_beside_the_forwards(tmp_path):
+    """What is exported of a run whose two problems are a forward and its backward."""
+    run = store_run.open_run(H100_RUN)
+    of = next(t.problem for t in run.trials if t.problem.causal and t.problem.head_dim == 128)
+    forward = [t for t in run.trials if t.problem == of]
+    other = replace(of, op=BACKWARD)
+    baselines = [t.with_(problem=other) for t in forward if t.provider.startswith("torch_")]
+    (won,) = rank(forward, run.environment).query("winner")["trial"]
+    values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
+    ours = [
+        won.with_(problem=other, kernel=BACKWARD_FAMILY, config=values | {"PDL": pdl})
+        for pdl in (0, 1)
+    ]
+    trials = [*forward, *baselines, *ours]
+    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
+    assert done.winners == 2
+    made = read_table(done.directory / done.name).gpus[H100]
+    tuned = {winner.problem.op: winner for winner in made.winners}
+    assert tuned[BACKWARD].problem == other
+    assert tuned[BACKWARD].kernel.family == BACKWARD_FAMILY
+    assert [us for _, us in tuned[BACKWARD].others] == []  # PDL=1 has won nothing
+    assert choose(made, other).kernel == tuned[BACKWARD].kernel
+    assert choose(made, of).kernel == tuned[FORWARD].kernel
+    assert choose(made, replace(other, batch=2 * of.batch)).kernel == tuned[BACKWARD].kernel
+    files = sorted(code.function for code in tuned[BACKWARD].kernel.stages[0].values())
+    assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
 @pytest.mark.usefixtures("compiles_nothing")

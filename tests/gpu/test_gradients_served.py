@@ -1,0 +1,176 @@
+"""Gradients by the backward kernels of a package on a GPU: eager, compiled, in graphs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import recorded
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from operators import traced  # noqa: E402
+
+from attnsweep.choose.ranking import rank  # noqa: E402
+from attnsweep.core.ops import BACKWARD  # noqa: E402
+from attnsweep.core.problem import CAUSAL, FULL, Problem  # noqa: E402
+from attnsweep.family.discover import discover  # noqa: E402
+from attnsweep.serve.export_code import BACKWARD_FAMILY  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.store import run as store_run  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+NAME = "gradients_for_tests"
+# What a problem has, and how a config differs from the first one.
+SHAPES = {
+    Problem(2, 8, 8, 1024, 1024, 128, "bf16", CAUSAL): {},
+    Problem(2, 8, 8, 1000, 1000, 128, "bf16", FULL): {"PDL": 1},
+    Problem(1, 8, 2, 700, 700, 64, "bf16", CAUSAL): {"BLOCK_M": 128},
+    Problem(3, 4, 4, 333, 333, 64, "bf16", FULL): {"RECOMPUTE": 1},
+}
+
+
+def rows_of(run, shape, changes):
+    """A forward winner of the run on the shape, and a backward, as if they had been timed there."""
+    family, other = discover()[BACKWARD_FAMILY], replace(shape, op=BACKWARD)
+    alike = [
+        t
+        for t in run.trials
+        if (t.problem.head_dim, t.problem.causal) == (shape.head_dim, shape.causal)
+        and t.problem.dtype == "bf16"
+    ]
+    (won, *_) = rank(alike, run.environment).query("winner")["trial"]
+    (pytorchs, *_) = [
+        t for t in alike if t.provider.startswith("torch_") and t.problem == won.problem
+    ]
+    values = {param.name: param.values[0] for param in family.params}
+    backward = won.with_(problem=other, kernel=family.name, config=values | changes)
+    forward = (won.with_(problem=shape), pytorchs.with_(problem=shape))
+    return (*forward, backward, pytorchs.with_(problem=other))
+
+
+@pytest.fixture(scope="module")
+def operator(tmp_path_factory):
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    key = GpuKey.of(torch.cuda.get_device_properties(0))
+    runs = recorded.runs_for(key, recorded.RUNS)
+    if not runs:
+        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
+    place = tmp_path_factory.mktemp("gradients")
+    run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
+    trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
+    made = recorded.changed(run, place / "run", trials)
+    sys.path.insert(0, str(recorded.exported_for(key, [made], place, NAME)))
+    table = read_table(Path(importlib.import_module(NAME).__file__).parent)
+    gpus = {each: recorded.unguarded(gpu) for each, gpu in table.gpus.items()}
+    yield Operator(replace(table, gpus=gpus), NAME)
+    sys.path.pop(0)
+
+
+def tensors(shape, layout):
+    torch.manual_seed(1)
+    batch, heads, heads_kv, seqlen = shape.batch, shape.heads, shape.heads_kv, shape.seqlen_q
+    if layout == "packed":
+        sizes = (batch, seqlen, heads + 2 * heads_kv, shape.head_dim)
+        both = torch.randn(sizes, device="cuda").bfloat16()
+        return [t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2)]
+    each = (heads, heads_kv, heads_kv)
+    return [torch.randn(batch, n, seqlen, shape.head_dim, device="cuda").bfloat16() for n in each]
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def check(got, given, direction, options):
+    """No further from float64 than PyTorch's own, and a bit."""
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    leaves = [t.detach().requires_grad_() for t in given]
+    sdpa = F.scaled_dot_product_attention
+    exact = torch.autograd.grad(sdpa(*doubles, **options), doubles, direction.double())
+    theirs = torch.autograd.grad(sdpa(*leaves, **options), leaves, direction)
+    for mine, other, right in zip(got, theirs, exact, strict=True):
+        assert error(mine, right) <= 1.15 * error(other, right) + 1e-4
+
+
+def options_of(shape):
+    return {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.heads_kv}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("layout", ["packed", "heads_first"])
+@pytest.mark.parametrize("of_output", ["as it is", "expanded", "heads beside each other"])
+def test_eager(operator, shape, layout, of_output):
+    given, options = tensors(shape, layout), options_of(shape)
+    leaves = [t.detach().requires_grad_() for t in given]
+    before = operator.counters().get("kernel_backward", 0)
+    out = operator.attention(*leaves, **options)
+    direction = torch.randn_like(out)
+    if of_output == "expanded":
+        direction = direction[:1, :1, :, :1].expand_as(out)
+    elif of_output != "as it is":
+        direction = direction.transpose(1, 2).contiguous().transpose(1, 2)
+    got = torch.autograd.grad(out, leaves, direction)
+    assert operator.counters().get("kernel_backward", 0) == before + 1
+    assert operator.explain(*leaves, **options).backward
+    for mine, of in zip(got, given, strict=True):
+        assert mine.stride() == torch.empty_like(of).stride()
+    check(got, given, direction, options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+def test_compiled(operator, shape):
+    given, options = tensors(shape, "packed"), options_of(shape)
+    direction = torch.randn_like(given[0])
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
+    assert f"{operator.namespace}.backward" in graphs[-1]
+    check(got, given, direction, options)
+
+
+def test_recomputed_gradients_are_equal_bit_for_bit(operator):
+    shape = next(shape for shape, changes in SHAPES.items() if "RECOMPUTE" in changes)
+    leaves = [t.requires_grad_() for t in tensors(shape, "heads_first")]
+    direction = torch.randn_like(leaves[0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (
+            torch.autograd.grad(operator.attention(*leaves), leaves, direction) for _ in range(20)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert operator.counters()["kernel_backward"] >= 20
+    assert all(torch.equal(a, b) for each in others for a, b in zip(first, each, strict=True))
+
+
+def test_a_step_in_a_cuda_graph(operator):
+    """Replayed on other inputs than it was captured with."""
+    shape, *_ = SHAPES
+    leaves = [t.requires_grad_() for t in tensors(shape, "heads_first")]
+    direction, options = torch.randn_like(leaves[0]), options_of(shape)
+
+    def step():
+        return torch.autograd.grad(operator.attention(*leaves, **options), leaves, direction)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    with torch.no_grad():
+        for each in leaves:
+            each.copy_(torch.randn_like(each))
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    check(got, leaves, direction, options)
