@@ -18,6 +18,7 @@ from attnsweep.choose.search import DEFAULT_STRATEGY
 from attnsweep.core.errors import NoGpuError, ProblemError, SpecError, StoreError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import arch_named, arch_of
+from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem, Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
@@ -90,8 +91,8 @@ class Sorted:
 
     @property
     def calls(self) -> int:
-        """Calls of the spec's problems."""
-        return sum(served.calls for served in self.problems.values())
+        """Calls of the spec's problems; a call and its backward are one."""
+        return sum(served.calls for of, served in self.problems.items() if of.op == FORWARD)
 
 
 def read(folder: Path) -> Recorded:
@@ -122,25 +123,33 @@ def sort(
     """
     on_gpu = any(kind.get("device") == "cuda" for kind, _ in recorded.calls)
     found: dict[Problem, Served] = {}
+    both: dict[Problem, tuple[Problem, ...]] = {}  # a forward, and its backward
     others: Counter[tuple[str, str]] = Counter()
     for kind, calls in recorded.calls:
         problem = _problem(kind, on_gpu)
         if isinstance(problem, Problem):
             reason = refusal(problem, target, families)
             if reason is None:
-                served = found.setdefault(problem, Served())
-                served.calls += calls
-                served.notes.update(dict.fromkeys(_notes(kind, problem)))
+                backward = _gradients(kind, problem, target, families)
+                for each in (problem, *backward):
+                    served = found.setdefault(each, Served())
+                    served.calls += calls
+                    served.notes.update(dict.fromkeys(_notes(kind, each)))
+                both[problem] = (problem, *backward) if backward else both.get(problem, (problem,))
                 continue
             others[problem.label, reason] += calls
         else:
             others[_label(kind), problem] += 0 if kind.get("traced") else calls
-    costly = sorted(found, key=lambda p: (-_cost_us(p) * found[p].calls, p.label))
+
+    def cost_us(forward: Problem) -> float:
+        return sum(_cost_us(each) * found[each].calls for each in both[forward])
+
+    costly = sorted(both, key=lambda p: (-cost_us(p), p.label))
     for problem in costly[top:]:
-        others[problem.label, f"left out: not one of the {top} costliest shapes"] += found[
-            problem
-        ].calls
-    return Sorted({problem: found[problem] for problem in costly[:top]}, _unserved(others))
+        reason = f"left out: not one of the {top} costliest shapes"
+        others[problem.label, reason] += found[problem].calls
+    chosen = [each for forward in costly[:top] for each in both[forward]]
+    return Sorted({problem: found[problem] for problem in chosen}, _unserved(others))
 
 
 def spec_text(
@@ -320,6 +329,16 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         return Problem(*sizes, dtype, Interval.of(kind), scores=Scores.of(kind))
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
+
+
+def _gradients(
+    kind: Mapping[str, Any], problem: Problem, target: Target, families: Mapping[str, Family]
+) -> tuple[Problem, ...]:
+    """The backward of a call that recorded gradients, if a family computes it."""
+    if not kind["grad"] or problem.variant not in ("full", "causal"):
+        return ()
+    backward = replace(problem, op=BACKWARD)
+    return () if refusal(backward, target, families) else (backward,)
 
 
 def layout_of(shape: Sequence[int], stride: Sequence[int]) -> str:

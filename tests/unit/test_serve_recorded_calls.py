@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from attnsweep.cli import app
 from attnsweep.cli.shapes import install
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import Problem
+from attnsweep.core.ops import BACKWARD
+from attnsweep.core.problem import Problem, Scores
 from attnsweep.family.discover import discover
 from attnsweep.serve.recorded_calls import (
     Recorded,
@@ -148,13 +150,30 @@ def test_calls_on_the_cpu_count_only_where_there_are_none_on_a_gpu():
 
 
 def test_kinds_of_one_problem_are_one_problem_and_the_costliest_is_first():
-    small = kind((1, 8, 64, 64), (1, 8, 64, 64))
+    few = kind((1, 8, 64, 64), (1, 8, 64, 64))
     packed = [(4096 * 6144, 128, 6144, 1)] * 2
-    got = sorted_((small, 10), (kind(), 3), (kind(strides=packed, grad=True), 4))
+    got = sorted_((few, 10), (kind(), 3), (kind(strides=packed, grad=True), 4))
     big = Problem(1, 32, 8, 4096, 4096, 128, "bf16")
-    assert [*got.problems] == [big, Problem(1, 8, 8, 64, 64, 64, "bf16")]
+    small = Problem(1, 8, 8, 64, 64, 64, "bf16")
+    assert [*got.problems] == [big, replace(big, op=BACKWARD), small]
     assert got.problems[big].calls == 7
     assert [*got.problems[big].notes] == ["bshd", "packed", "with gradients"]
+
+
+def test_a_call_with_gradients_is_a_forward_and_a_backward_and_counts_once():
+    bias = kind(mask="bias", bias=["head"], grad=True)
+    got = sorted_((kind(grad=True), 4), (kind(), 2), (bias, 1), (kind(grad=True, dropout=True), 5))
+    forward = Problem(1, 32, 8, 4096, 4096, 128, "bf16")
+    backward = replace(forward, op=BACKWARD)
+    biased = replace(forward, scores=Scores(bias=("head",)))
+    calls = {of: served.calls for of, served in got.problems.items()}
+    assert calls == {forward: 6, backward: 4, biased: 1}
+    assert got.calls == 7
+    text = spec_text(got, "model", HOPPER, FAMILIES)
+    spec = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES)
+    assert {entry.problem for entry in spec.problems} == {*got.problems}
+    cut = sorted_((kind(grad=True), 4), (kind((1, 8, 64, 64), (1, 8, 64, 64)), 9), top=1)
+    assert ([*cut.problems], cut.calls) == ([forward, backward], 4)
 
 
 def test_beyond_top_the_cheapest_are_left_out_and_counted():
