@@ -32,8 +32,11 @@
 
 using namespace attn;
 
-constexpr int PANELS = HEAD_DIM / 64, LANES = HEAD_DIM / 8;  // of a row in global memory, 16 bytes
-constexpr unsigned PART_BYTES = 16384;  // fp32 sums of 64 queries and 64 columns
+// Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
+// loads by TMA make them 0, and nothing is stored of them. They lie in panels of 64.
+constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, PANELS = (COLUMNS + 63) / 64;
+constexpr int LANES = HEAD_DIM / 8;  // 16 bytes of a row in global memory
+static_assert(HEAD_DIM % 8 == 0, "TMA takes 16 bytes");
 
 // -log2(e) lse as kernels add it to exponents of 2: what it makes of them has no weight where there
 // is no query, or one that sees no key.
@@ -50,30 +53,32 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 }
 
 #if STAGE_DELTA
-// A row is read by LANES threads, each of which clears 32 bytes of the sums of dQ.
+// A row is read by LANES of ROW_THREADS threads, each of which clears 32 bytes of the sums of dQ.
 extern "C" __global__ void __launch_bounds__(256)
     flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
                           float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
                           int pitch) {
     if (PDL) grid_launch_dependents();
-    const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, head = blockIdx.y;
-    const int lane = threadIdx.x % LANES;
+    const int row = blockIdx.x * (256 / ROW_THREADS) + threadIdx.x / ROW_THREADS;
+    const int head = blockIdx.y, lane = threadIdx.x % ROW_THREADS;
+    const bool has_columns = LANES == ROW_THREADS || lane < LANES;
     const long long at = static_cast<long long>(head) * pitch + row;
     float sum = 0.f, own = minus_infinity();
     if (row < seqlen_q) {
         const long long from = static_cast<long long>(head) * seqlen_q + row;
-        sum = dot(o[from * LANES + lane], d_o[from * LANES + lane]), own = lse[from];
+        if (has_columns) sum = dot(o[from * LANES + lane], d_o[from * LANES + lane]);
+        own = lse[from];
     }
 #pragma unroll
-    for (int i = LANES / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    for (int i = ROW_THREADS / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (lane == 0) neg_lse[at] = negated(own), delta[at] = sum;
     const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
-    sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
+    if (has_columns) sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
 }
 #elif STAGE_CONVERT
-// The sums lie as the threads that made them had them: of 64 queries and each 64 columns, 8 times
-// 128 threads' four numbers.
+// The sums lie as the threads that made them had them: of 64 queries and each 8 columns, 128
+// threads' four numbers.
 extern "C" __global__ void __launch_bounds__(128)
     flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
                             float scale) {
@@ -98,12 +103,12 @@ extern "C" __global__ void __launch_bounds__(128)
 #else
 
 // ---- what both stages of products share ----
-// d = A B^T of two tiles of HEAD_DIM columns, whose panels are APanel and BPanel bytes.
+// d = A B^T of two tiles of COLUMNS columns, whose panels are APanel and BPanel bytes.
 template <unsigned APanel, unsigned BPanel, int R>
 __device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
                                          unsigned long long b) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    for (int i = 0; i < COLUMNS / 16; ++i) {
         const unsigned long long x = a + (i / 4 * APanel + i % 4 * 32) / 16,
                                  y = b + (i / 4 * BPanel + i % 4 * 32) / 16;
         if (i == 0) WgmmaFirst<2 * R>::template ss<IS_BF16, 0>(d, x, y);
@@ -111,22 +116,22 @@ __device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
     }
     wgmma_commit();
 }
-// d += A B. A: X / 4 sixteens of columns in registers. B: as many rows of HEAD_DIM.
+// d += A B. A: X / 4 sixteens of columns in registers. B: as many rows of COLUMNS.
 template <int X>
-__device__ __forceinline__ void accumulate(float (&d)[HEAD_DIM / 2], const unsigned (&a)[X],
+__device__ __forceinline__ void accumulate(float (&d)[COLUMNS / 2], const unsigned (&a)[X],
                                            unsigned long long b) {
 #pragma unroll
     for (int i = 0; i < X / 4; ++i)
-        Wgmma<HEAD_DIM>::template rs<IS_BF16, 1>(d, a + 4 * i, b + i * 2048 / 16, 1);
+        Wgmma<COLUMNS>::template rs<IS_BF16, 1>(d, a + 4 * i, b + i * 2048 / 16, 1);
     wgmma_commit();
 }
 // A warpgroup's 64 rows, times `by`, through its rows of panels of Panel bytes to global memory.
 template <unsigned Panel>
-__device__ __forceinline__ void store_rows(const float (&d)[HEAD_DIM / 2], float by, unsigned at,
+__device__ __forceinline__ void store_rows(const float (&d)[COLUMNS / 2], float by, unsigned at,
                                            const TensorMap& map, int row, int head, int barrier) {
     const int lane = threadIdx.x % 32, in = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i)
+    for (int i = 0; i < COLUMNS / 16; ++i)
         stmatrix_x4(
             at + i / 4 * Panel + in * 128 + ((i % 4 * 2 + lane / 16 ^ in % 8) << 4),
             pack(d[8 * i] * by, d[8 * i + 1] * by), pack(d[8 * i + 2] * by, d[8 * i + 3] * by),
@@ -159,10 +164,13 @@ struct Position {
 #if STAGE_KEYS
 constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS = 2;
 constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
-constexpr int COLUMNS = HEAD_DIM / 64, PARTS = BLOCK_M / 64 * COLUMNS;  // of a tile of dQ
+// Parts of a tile of dQ: of 64 queries, the PARTS_OF_ROW of PART_COLUMNS, the last clipped.
+constexpr int PARTS_OF_ROW = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS,
+              PARTS = BLOCK_M / 64 * PARTS_OF_ROW, PART_CHUNKS = PART_COLUMNS / 8;
+constexpr unsigned PART_BYTES = 64 * PART_COLUMNS * 4;
 constexpr int THREADS = 128 * (WARPGROUPS + 1 + DQ);
-using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
-using QTile = SharedTile<element_t, BLOCK_M, HEAD_DIM, 128>;
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
+using QTile = SharedTile<element_t, BLOCK_M, COLUMNS, 128>;
 constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS: of a warpgroup
 static_assert(!DQ || (BLOCK_M % 64 == 0 && PARTS <= 3), "a warp adds each part of a tile of dQ");
 constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
@@ -259,7 +267,7 @@ struct Consumer {
     unsigned long long k, v, q, o;  // descriptors
     using Scores = float[BLOCK_M / 2];
     using Fragment = unsigned[BLOCK_M / 4];
-    using Sums = float[HEAD_DIM / 2];
+    using Sums = float[COLUMNS / 2];
 
     __device__ __forceinline__ void begin_s(Scores& s, int j) const {
         const Position<NUM_STAGES> at(j);
@@ -423,6 +431,15 @@ struct Consumer {
     }
 };
 
+// Chunks of 8 columns of a part of dQ's tile that dQ has, and the part's place in the tile's sums.
+__device__ __forceinline__ int chunks(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return PART_CHUNKS;
+    return min(PART_CHUNKS, LANES - part % PARTS_OF_ROW * PART_CHUNKS);
+}
+__device__ __forceinline__ int place(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return part * (64 * PART_COLUMNS);
+    return 64 * (part / PARTS_OF_ROW * HEAD_DIM + part % PARTS_OF_ROW * PART_COLUMNS);
+}
 // dQ = dS K of each tile, by a warpgroup of its own, to staging.
 __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
     const int t = threadIdx.x % 128;
@@ -434,17 +451,18 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
         mbarrier_wait(Memory::ds_full(at.stage), at.phase);
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
-            float d[32];
+            float d[PART_COLUMNS / 2];
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 16; ++i) {
                 const unsigned long long a = a0 + ((at.stage * WARPGROUPS + i / 4) * DS_BYTES +
-                                                   part / COLUMNS * 8192 + i % 4 * 32) /
+                                                   part / PARTS_OF_ROW * 8192 + i % 4 * 32) /
                                                       16,
                                          b = b0 +
-                                             (part % COLUMNS * KTile::PANEL_BYTES + i * 2048) / 16;
-                if (i == 0) WgmmaFirst<64>::template ss<IS_BF16, 1>(d, a, b);
-                else Wgmma<64>::template ss<IS_BF16, 1>(d, a, b, 1);
+                                             (part % PARTS_OF_ROW * KTile::PANEL_BYTES + i * 2048) /
+                                                 16;
+                if (i == 0) WgmmaFirst<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b);
+                else Wgmma<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b, 1);
             }
             wgmma_commit();
             mbarrier_wait(Memory::added(part), (j & 1) ^ 1);
@@ -453,9 +471,10 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
             if (part == PARTS - 1 && lane == 0) mbarrier_arrive(Memory::ds_empty(at.stage));
             const unsigned to = Memory::STAGING + part * PART_BYTES + t * 16;
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
-                                    d[4 * i + 3]);
+            for (int i = 0; i < PART_CHUNKS; ++i)
+                if (i < chunks(part))
+                    store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                        d[4 * i + 3]);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) mbarrier_arrive(Memory::staged(part));
@@ -471,8 +490,8 @@ __device__ __forceinline__ void add_dq(const Call& call, int part) {
 #pragma unroll 1
         for (int tile = 0; tile < call.tiles; ++tile, ++j) {
             mbarrier_wait(Memory::staged(part), j & 1);
-            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + part * 4096,
-                     Memory::STAGING + part * PART_BYTES, PART_BYTES);
+            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + place(part),
+                     Memory::STAGING + part * PART_BYTES, chunks(part) * 2048);
             tma_store_commit();
             tma_store_wait_read<0>();
             mbarrier_arrive(Memory::added(part));
@@ -533,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                             wgmma_descriptor<128>(Memory::Q, 1024, QTile::PANEL_BYTES),
                             wgmma_descriptor<128>(Memory::O, 1024, QTile::PANEL_BYTES)};
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.f;
+        for (int i = 0; i < COLUMNS / 2; ++i) dk[i] = dv[i] = 0.f;
         mbarrier_wait(Memory::k_full(), 0), mbarrier_wait(Memory::v_full(), 0);
         int j = 0;
 #pragma unroll 1
@@ -553,8 +572,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #if STAGE_QUERIES
 constexpr int WARPGROUPS = Q_WARPGROUPS, BLOCK_M = 64 * WARPGROUPS, BLOCK_N = Q_BLOCK_N;
 constexpr int THREADS = 128 * (WARPGROUPS + 1), STAGES = Q_STAGES;
-using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of a warpgroup
-using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+using QTile = SharedTile<element_t, 64, COLUMNS, 128>;  // of a warpgroup
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
 
 struct Memory {
     unsigned q, o, k, v, barriers;
@@ -604,9 +623,9 @@ struct Consumer {
         for (int i = 0; i < BLOCK_N / 2; ++i)
             if (first + i / 4 * 8 + i % 2 >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
     }
-    __device__ __forceinline__ void run(float (&dq)[HEAD_DIM / 2]) const {
+    __device__ __forceinline__ void run(float (&dq)[COLUMNS / 2]) const {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0.f;
+        for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
         // The last query sees most.
         const int seen = (max(0, seen_by(row - row % 64 + 63)) + BLOCK_N - 1) / BLOCK_N;
         const int unseen = tiles - min(tiles, seen);
@@ -706,7 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         const int wg = warp / 4, row = query + warp * 16 + lane / 4;
-        float sum[HEAD_DIM / 2], l[2], d[2] = {0.f, 0.f};
+        float sum[COLUMNS / 2], l[2], d[2] = {0.f, 0.f};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             l[r] = minus_infinity();
@@ -714,9 +733,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                 const long long from = static_cast<long long>(work.head) * seqlen_q + own;
                 l[r] = negated(lse[from]);
 #pragma unroll
-                for (int i = 0; i < LANES / 4; ++i)
-                    d[r] += dot(out[from * LANES + i * 4 + lane % 4],
-                                d_out[from * LANES + i * 4 + lane % 4]);
+                for (int i = 0; i < (LANES + 3) / 4; ++i)
+                    if (LANES % 4 == 0 || i * 4 + lane % 4 < LANES)
+                        d[r] += dot(out[from * LANES + i * 4 + lane % 4],
+                                    d_out[from * LANES + i * 4 + lane % 4]);
             }
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 1);
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 2);

@@ -21,36 +21,53 @@ kernel = Family(
         Param("PDL", (0, 1), "1: a launch may begin before the one ahead of it ends"),
     ),
     min_arch="sm_90a",
-    head_dims=(64, 128),
+    head_dims=range(8, 129, 8),
+    usual_head_dims=(64, 128, 96, 40, 72),
     masks=("full", "causal"),
     deterministic="RECOMPUTE",
     empty_rows=True,
     ops=("backward",),
 )
 DELTA_THREADS = 256
-PRODUCER, DQ = 24, 72  # registers of their threads
-# Registers that ptxas 13 needs beside sums, scores and P. Without AHEAD up to 100 bytes of what
-# stays the same in the loop over tiles are spilled before it.
-REST = 24
+PRODUCER = 24  # registers of its threads
+# Registers that ptxas 13 needs beside sums, scores and P, by BLOCK_M. Up to 108 bytes of what stays
+# the same in the loop over tiles are spilled before it.
+REST = {64: 24, 128: 40}
+
+
+def columns(p: Problem) -> int:
+    """Columns of a tile: those of a row, and zeros up to 16, of which wgmma takes as many."""
+    return ceil_div(p.head_dim, 16) * 16
+
+
+def row_bytes(p: Problem) -> int:
+    """Bytes of a row of a tile, which lies in panels."""
+    return 128 * hopper.panels(p.head_dim)
+
+
+def part_columns(p: Problem) -> int:
+    """Columns of dQ that one product makes: all, or a panel of them."""
+    return 64 if columns(p) > 96 else max(32, columns(p))
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of K, V, the rings of Q and dO with their statistics, dS, and what is added to dQ."""
     keys, queries = 64 * c.KV_WARPGROUPS, c.BLOCK_M
-    tiles = 2 * 2 * p.head_dim * (keys + c.NUM_STAGES * queries) + 2 * c.NUM_STAGES * 4 * queries
-    reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries + 4 * queries * p.head_dim
+    tiles = 2 * row_bytes(p) * (keys + c.NUM_STAGES * queries) + 2 * c.NUM_STAGES * 4 * queries
+    staging = parts(c, p) * 64 * part_columns(p) * 4
+    reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries + staging
     return tiles + reduced + 32 * c.NUM_STAGES + (48 if c.RECOMPUTE else 48 + 16 * parts(c, p))
 
 
 def parts(c: Config, p: Problem) -> int:
-    """Parts of 64 queries and 64 columns of a tile of dQ."""
-    return c.BLOCK_M // 64 * (p.head_dim // 64)
+    """Parts of a tile of dQ: of 64 queries, the columns of one product."""
+    return c.BLOCK_M // 64 * ceil_div(columns(p), part_columns(p))
 
 
 def queries_smem_bytes(c: Config, p: Problem) -> int:
     """The same of the stage queries: Q, dO, and the rings of K and V."""
     rows = 64 * c.Q_WARPGROUPS + c.Q_STAGES * c.Q_BLOCK_N
-    return 2 * 2 * p.head_dim * rows + 32 * c.Q_STAGES + 8 * c.Q_WARPGROUPS
+    return 2 * row_bytes(p) * rows + 32 * c.Q_STAGES + 8 * c.Q_WARPGROUPS
 
 
 def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[int, ...]) -> int:
@@ -60,15 +77,15 @@ def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[i
     return min(240, (count * entry - sum(others)) // warpgroups // 8 * 8)
 
 
-def roles(c: Config) -> tuple[int, ...]:
+def roles(c: Config, p: Problem) -> tuple[int, ...]:
     """Registers of the warpgroups beside the consumers: the producer's, and dQ's."""
-    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, DQ)
+    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, 72 if part_columns(p) <= 64 else 88)
 
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread of the stage keys needs."""
     scores = c.BLOCK_M if c.AHEAD else c.BLOCK_M * 3 // 4
-    return p.head_dim + scores + REST
+    return columns(p) + scores + REST[c.BLOCK_M]
 
 
 def pitch(p: Problem) -> int:
@@ -92,7 +109,7 @@ kernel.keep_if(
      lambda c, p, arch: c.RECOMPUTE or parts(c, p) <= 3),
     ("registers", "sums, scores and P fit the registers of a thread",
      lambda c, p, arch: registers_needed(c, p)
-     <= consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))),
+     <= consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c, p))),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM
@@ -121,11 +138,14 @@ def workspace(c, p):
 def delta(c, p, arch):
     if c.RECOMPUTE:
         return None
-    rows = DELTA_THREADS * 8 // p.head_dim
+    threads = 2  # of a row: a power of two
+    while threads * 8 < p.head_dim:
+        threads *= 2
     return Launch(
         function="flash_bwd_wgmma_delta",
-        grid=(pitch(p) // rows, p.batch * p.heads, 1),
+        grid=(pitch(p) * threads // DELTA_THREADS, p.batch * p.heads, 1),
         threads=DELTA_THREADS,
+        defines={"ROW_THREADS": threads},
         args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p)),
     )
 
@@ -169,13 +189,13 @@ OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOC
 @kernel.stage("keys", params=OF_KEYS)
 def keys(c, p, arch):
     heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
-    registers = consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))
+    registers = consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c, p))
     defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
-    defines |= {"DQ_REGISTERS": DQ}
+    defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
     return Launch(
         function="flash_bwd_wgmma_keys",
         grid=(ceil_div(p.seqlen_k, block) * heads_kv, 1, 1),
-        threads=128 * (c.KV_WARPGROUPS + len(roles(c))),
+        threads=128 * (c.KV_WARPGROUPS + len(roles(c, p))),
         args=(
             *maps(p, c.BLOCK_M, block),
             *(
