@@ -8,10 +8,12 @@
 // see them, of all query heads of its key head, in tiles of BLOCK_M. S^T = K Q^T and dP^T = V dO^T,
 // so that P^T and dS^T are operands in registers as they are.
 // dQ without RECOMPUTE: the consumers leave dS in shared memory, a warpgroup of its own multiplies
-// it by K, and threads of the producer's warpgroup add 64 queries and 64 columns at a time to fp32
-// sums in memory, in any order. Stages: delta, which also clears the sums; keys; convert.
-// With RECOMPUTE: the stage queries computes S and dP again, 64 queries a warpgroup, and before
-// that delta. It runs first. Equal calls then give equal bits.
+// it by K, and threads of the producer's warpgroup, or with DQ_ADD its own, add 64 queries and some
+// columns at a time to fp32 sums in memory, in any order. Stages: delta, which also clears the
+// sums; keys; convert. With DKV_WARPGROUPS 2, for wide heads, one of two warpgroups computes S, P
+// and dV of the same 64 keys, the other dP, dS and dK, and P crosses over. With RECOMPUTE: the
+// stage queries computes S and dP again, 64 queries a warpgroup, and before that delta. It runs
+// first. Equal calls then give equal bits.
 //
 // Statistics of queries lie in `neg_lse` (-log2(e) lse) and `delta`, `pitch` of each head: those
 // past the last query are minus infinity and 0, and so have no weight.
@@ -54,8 +56,11 @@ using namespace attn;
 #endif
 using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 
-constexpr int PANELS = HEAD_DIM / 64, LANES = HEAD_DIM / 8;  // of a row in global memory, 16 bytes
-constexpr unsigned PART_BYTES = 16384;  // fp32 sums of 64 queries and 64 columns
+// Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
+// loads by TMA make them 0, and nothing is stored of them. They lie in panels of 64.
+constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, PANELS = (COLUMNS + 63) / 64;
+constexpr int LANES = HEAD_DIM / 8;  // 16 bytes of a row in global memory
+static_assert(HEAD_DIM % 8 == 0, "TMA takes 16 bytes");
 
 // -log2(e) lse as kernels add it to exponents of 2: what it makes of them has no weight where there
 // is no query, or one that sees no key.
@@ -72,7 +77,7 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 }
 
 #if STAGE_DELTA
-// A row is read by LANES threads, each of which clears 32 bytes of the sums of dQ.
+// A row is read by LANES of ROW_THREADS threads, each of which clears 32 bytes of the sums of dQ.
 extern "C" __global__ void __launch_bounds__(256)
     flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
@@ -80,25 +85,27 @@ extern "C" __global__ void __launch_bounds__(256)
                           int pitch HEADS_PARAMETER STRIDES_PARAMETERS(o) STRIDES_PARAMETERS(d_o)) {
     const TensorLayout of_o LAYOUT_OF(o), of_do LAYOUT_OF(d_o);
     if (PDL) grid_launch_dependents();
-    const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, head = blockIdx.y;
-    const int lane = threadIdx.x % LANES;
+    const int row = blockIdx.x * (256 / ROW_THREADS) + threadIdx.x / ROW_THREADS;
+    const int head = blockIdx.y, lane = threadIdx.x % ROW_THREADS;
+    const bool has_columns = LANES == ROW_THREADS || lane < LANES;
     const long long at = static_cast<long long>(head) * pitch + row;
     float sum = 0.f, own = minus_infinity();
     if (row < seqlen_q) {
         const long long from = static_cast<long long>(head) * seqlen_q + row;
-        sum = dot(o[of_o.of_output(from, head, row) / 8 + lane],
-                  d_o[of_do.of_output(from, head, row) / 8 + lane]);
+        if (has_columns)
+            sum = dot(o[of_o.of_output(from, head, row) / 8 + lane],
+                      d_o[of_do.of_output(from, head, row) / 8 + lane]);
         own = lse[from];
     }
 #pragma unroll
-    for (int i = LANES / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    for (int i = ROW_THREADS / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (lane == 0) neg_lse[at] = negated(own), delta[at] = sum;
     const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
-    sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
+    if (has_columns) sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
 }
 #elif STAGE_CONVERT
-// The sums lie as the threads that made them had them: of 64 queries and each 64 columns, 8 times
-// 128 threads' four numbers.
+// The sums lie as the threads that made them had them: of 64 queries and each 8 columns, 128
+// threads' four numbers.
 extern "C" __global__ void __launch_bounds__(128)
     flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
                             float scale HEADS_PARAMETER STRIDES_PARAMETERS(dq)) {
@@ -127,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(128)
 #else
 
 // ---- what both stages of products share ----
-// d = A B^T of two tiles of HEAD_DIM columns, whose panels are APanel and BPanel bytes.
+// d = A B^T of two tiles of COLUMNS columns, whose panels are APanel and BPanel bytes.
 template <unsigned APanel, unsigned BPanel, int R>
 __device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
                                          unsigned long long b) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    for (int i = 0; i < COLUMNS / 16; ++i) {
         const unsigned long long x = a + (i / 4 * APanel + i % 4 * 32) / 16,
                                  y = b + (i / 4 * BPanel + i % 4 * 32) / 16;
         if (i == 0) WgmmaFirst<2 * R>::template ss<IS_BF16, 0>(d, x, y);
@@ -140,23 +147,31 @@ __device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
     }
     wgmma_commit();
 }
-// d += A B. A: X / 4 sixteens of columns in registers. B: as many rows of HEAD_DIM.
-template <int X>
-__device__ __forceinline__ void accumulate(float (&d)[HEAD_DIM / 2], const unsigned (&a)[X],
+// d += A B. A: X / 4 sixteens of columns in registers. B: as many rows of COLUMNS, in panels of
+// Panel bytes, multiplied by Width columns at a time: whole panels, or all.
+template <int Width, unsigned Panel, int X>
+__device__ __forceinline__ void accumulate(float (&d)[COLUMNS / 2], const unsigned (&a)[X],
                                            unsigned long long b) {
 #pragma unroll
-    for (int i = 0; i < X / 4; ++i)
-        Wgmma<HEAD_DIM>::template rs<IS_BF16, 1>(d, a + 4 * i, b + i * 2048 / 16, 1);
+    for (int i = 0; i < X / 4; ++i) {
+        auto& first = reinterpret_cast<float (&)[Width / 2]>(d);
+        Wgmma<Width>::template rs<IS_BF16, 1>(first, a + 4 * i, b + i * 2048 / 16, 1);
+        if constexpr (Width < COLUMNS) {
+            auto& rest = reinterpret_cast<float (&)[(COLUMNS - Width) / 2]>(d[Width / 2]);
+            Wgmma<COLUMNS - Width>::template rs<IS_BF16, 1>(
+                rest, a + 4 * i, b + (Width / 64 * Panel + i * 2048) / 16, 1);
+        }
+    }
     wgmma_commit();
 }
 // A warpgroup's 64 rows, times `by`, through its rows of panels of Panel bytes to global memory.
 template <unsigned Panel>
-__device__ __forceinline__ void store_rows(const float (&d)[HEAD_DIM / 2], float by, unsigned at,
+__device__ __forceinline__ void store_rows(const float (&d)[COLUMNS / 2], float by, unsigned at,
                                            const TensorMap& map, int row,
                                            const TensorLayout::Head& head, int barrier) {
     const int lane = threadIdx.x % 32, in = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i)
+    for (int i = 0; i < COLUMNS / 16; ++i)
         stmatrix_x4(
             at + i / 4 * Panel + in * 128 + ((i % 4 * 2 + lane / 16 ^ in % 8) << 4),
             pack(d[8 * i] * by, d[8 * i + 1] * by), pack(d[8 * i + 2] * by, d[8 * i + 3] * by),
@@ -187,14 +202,23 @@ struct Position {
 };
 
 #if STAGE_KEYS
-constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS = 2;
+constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS = 2, P_BUFFERS = 2;
 constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
-constexpr int COLUMNS = HEAD_DIM / 64, PARTS = BLOCK_M / 64 * COLUMNS;  // of a tile of dQ
-constexpr int THREADS = 128 * (WARPGROUPS + 1 + DQ);
-using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
-using QTile = SharedTile<element_t, BLOCK_M, HEAD_DIM, 128>;
-constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS: of a warpgroup
-static_assert(!DQ || (BLOCK_M % 64 == 0 && PARTS <= 3), "a warp adds each part of a tile of dQ");
+constexpr bool APART = DKV_WARPGROUPS > 1, STAGED = DQ && !DQ_ADD;
+constexpr int CONSUMERS = WARPGROUPS * DKV_WARPGROUPS;  // warpgroups
+static_assert(!APART || WARPGROUPS == 1, "two warpgroups have 64 keys in common");
+// Beside dQ's warpgroup a thread begins with 128 registers, which 256 columns of sums would take.
+constexpr int SUM_COLUMNS = DQ && COLUMNS > 192 ? 128 : COLUMNS;
+// Parts of a tile of dQ: of 64 queries, the PARTS_OF_ROW of PART_COLUMNS, the last clipped.
+constexpr int PARTS_OF_ROW = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS,
+              PARTS = BLOCK_M / 64 * PARTS_OF_ROW, PART_CHUNKS = PART_COLUMNS / 8;
+constexpr unsigned PART_BYTES = 64 * PART_COLUMNS * 4;
+constexpr int THREADS = 128 * (CONSUMERS + 1 + DQ);
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
+using QTile = SharedTile<element_t, BLOCK_M, COLUMNS, 128>;
+constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS, P: of a warpgroup
+static_assert(!DQ || (BLOCK_M % 64 == 0 && PART_COLUMNS % 8 == 0), "dQ has parts of 64 queries");
+static_assert(!STAGED || PARTS <= 3, "a warp adds each part of a tile of dQ");
 constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
 
 // Where everything lies in shared memory. It begins at 1024, as dynamic shared memory does where
@@ -202,8 +226,9 @@ constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
 struct Memory {
     static constexpr unsigned K = 1024, V = K + KTile::BYTES, Q = V + KTile::BYTES,
                               O = Q + NUM_STAGES * QTile::BYTES, DS = O + NUM_STAGES * QTile::BYTES,
-                              STAGING = DS + DQ * DS_BUFFERS * WARPGROUPS * DS_BYTES,
-                              NEG_LSE = STAGING + DQ * PARTS * PART_BYTES,
+                              P = DS + DQ * DS_BUFFERS * WARPGROUPS * DS_BYTES,
+                              STAGING = P + APART * P_BUFFERS * DS_BYTES,
+                              NEG_LSE = STAGING + STAGED * PARTS * PART_BYTES,
                               DELTA = NEG_LSE + NUM_STAGES * ROW_BYTES,
                               BARRIERS = DELTA + NUM_STAGES * ROW_BYTES,
                               MORE = BARRIERS + 32 * NUM_STAGES;
@@ -218,16 +243,22 @@ struct Memory {
     // Of each part of dQ's tile: written to staging, and added from there.
     __device__ static __forceinline__ unsigned staged(int part) { return MORE + 48 + 16 * part; }
     __device__ static __forceinline__ unsigned added(int part) { return MORE + 56 + 16 * part; }
+    // Of P that one warpgroup gives another.
+    static constexpr unsigned OF_P = MORE + 48 + STAGED * PARTS * 16;
+    __device__ static __forceinline__ unsigned p_full(int i) { return OF_P + 16 * i; }
+    __device__ static __forceinline__ unsigned p_empty(int i) { return OF_P + 8 + 16 * i; }
     __device__ static __forceinline__ void init() {
         for (int i = 0; i < NUM_STAGES; ++i) {
             mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
-            mbarrier_init(q_empty(i), 4 * WARPGROUPS), mbarrier_init(o_empty(i), 4 * WARPGROUPS);
+            mbarrier_init(q_empty(i), 4 * CONSUMERS), mbarrier_init(o_empty(i), 4 * CONSUMERS);
         }
         mbarrier_init(k_full(), 1), mbarrier_init(v_full(), 1);
         for (int i = 0; i < DQ * DS_BUFFERS; ++i)
             mbarrier_init(ds_full(i), 4 * WARPGROUPS), mbarrier_init(ds_empty(i), 4);
-        for (int i = 0; i < DQ * PARTS; ++i)
+        for (int i = 0; i < STAGED * PARTS; ++i)
             mbarrier_init(staged(i), 4), mbarrier_init(added(i), 1);
+        for (int i = 0; i < APART * P_BUFFERS; ++i)
+            mbarrier_init(p_full(i), 4), mbarrier_init(p_empty(i), 4);
         mbarrier_init_fence();
     }
 };
@@ -298,7 +329,7 @@ struct Consumer {
     unsigned long long k, v, q, o;  // descriptors
     using Scores = float[BLOCK_M / 2];
     using Fragment = unsigned[BLOCK_M / 4];
-    using Sums = float[HEAD_DIM / 2];
+    using Sums = float[COLUMNS / 2];
 
     __device__ __forceinline__ void begin_s(Scores& s, int j) const {
         const Position<NUM_STAGES> at(j);
@@ -316,7 +347,8 @@ struct Consumer {
                                               int j) const {
         warpgroup_fence_operand(a), warpgroup_fence_operand(sum);
         wgmma_fence();
-        accumulate(sum, a, b + Position<NUM_STAGES>(j).stage * (QTile::BYTES / 16));
+        accumulate<SUM_COLUMNS, QTile::PANEL_BYTES>(
+            sum, a, b + Position<NUM_STAGES>(j).stage * (QTile::BYTES / 16));
     }
     __device__ __forceinline__ void release(int j) const {
         const unsigned i = Position<NUM_STAGES>(j).stage;
@@ -416,6 +448,104 @@ struct Consumer {
         if constexpr (Next) warpgroup_fence_operand(s);
         release(j);
     }
+    // ---- DKV_WARPGROUPS 2: the first warpgroup has S, P and dV, the second dP, dS and dK ----
+    // AHEAD 0: S | P; dV | and so on; dP | dS; dK | and so on. 1: S and dP of the next tile beside
+    // dV and dK. P goes through shared memory, as each thread has it.
+    __device__ __forceinline__ static unsigned place_of_p(int buffer) {
+        return Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16;
+    }
+    template <bool Second>
+    __device__ __forceinline__ void begin(Scores& x, int j) const {
+        if constexpr (Second) begin_dp(x, j);
+        else begin_s(x, j);
+    }
+    // P of a tile whose S is there, and what Q's barrier counts is not needed any more.
+    __device__ __forceinline__ void give_p(Scores& s, Fragment& p, int j, int row) const {
+        const Position<P_BUFFERS> at(j);
+        mask(s, row);
+        exponentials(s, s, j);
+        round(s, p);
+        mbarrier_wait(Memory::p_empty(at.stage), at.phase ^ 1);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            stmatrix_x4(place_of_p(at.stage) + i * 2048, p[4 * i], p[4 * i + 1], p[4 * i + 2],
+                        p[4 * i + 3]);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(Memory::p_full(at.stage));
+        if (lane == 0) mbarrier_arrive(Memory::q_empty(Position<NUM_STAGES>(j).stage));
+        mbarrier_wait(Memory::o_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
+    }
+    // dS of a tile whose dP is there, and Q, which it is multiplied by.
+    __device__ __forceinline__ void take_p(const Scores& dp, Fragment& x, int j) const {
+        const Position<P_BUFFERS> at(j);
+        mbarrier_wait(Memory::p_full(at.stage), at.phase);
+        Fragment p;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            ldmatrix_x4(reinterpret_cast<unsigned (&)[4]>(p[4 * i]),
+                        place_of_p(at.stage) + i * 2048);
+        differences(dp, x, j,
+                    [&](int i) { return make_float2(low_of(p[i / 2]), high_of(p[i / 2])); });
+        mbarrier_wait(Memory::q_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
+    }
+    template <bool Second, bool Next>
+    __device__ __forceinline__ void step_apart(Scores& x, Sums& sum, int j, int row) const {
+        const unsigned i = Position<NUM_STAGES>(j).stage;
+        Fragment a;
+        if constexpr (Second) take_p(x, a, j);
+        else give_p(x, a, j, row);
+        begin_sum(sum, a, Second ? q : o, j);
+        if constexpr (Second) {
+            put_ds(a, j);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::p_empty(Position<P_BUFFERS>(j).stage));
+            if (lane == 0) mbarrier_arrive(Memory::o_empty(i));
+        }
+        if constexpr (Next) begin<Second>(x, j + 1), wgmma_wait<1>();
+        else wgmma_wait<0>();
+        warpgroup_fence_operand(sum);
+        if (lane == 0) mbarrier_arrive(Second ? Memory::q_empty(i) : Memory::o_empty(i));
+        if constexpr (Next) wgmma_wait<0>(), warpgroup_fence_operand(x);
+    }
+    // As of_head, by one of the two.
+    template <bool Second>
+    __device__ __forceinline__ int of_head_apart(Sums& sum, int j) const {
+        int row = call.first * BLOCK_M;
+        const int end = call.end_row();
+        if (row >= end) return j;
+        Scores x;
+        auto first = [&] {
+            begin<Second>(x, j);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(x);
+        };
+        if constexpr (AHEAD > 0) {
+            first();
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j)
+                step_apart<Second, true>(x, sum, j, row);
+            step_apart<Second, false>(x, sum, j, row);
+            return j + 1;
+        }
+#pragma unroll 1
+        for (; row < end; row += BLOCK_M, ++j) first(), step_apart<Second, false>(x, sum, j, row);
+        return j;
+    }
+    // dV, or dK, of all heads, times `by`, to memory, through the rows of what no other reads then.
+    template <bool Second>
+    __device__ __forceinline__ void run_apart(const TensorMap& map, float by) const {
+        Sums sum;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) sum[i] = 0.f;
+        mbarrier_wait(Second ? Memory::v_full() : Memory::k_full(), 0);
+        int j = 0;
+#pragma unroll 1
+        for (int number = 0; number < call.group; ++number) j = of_head_apart<Second>(sum, j);
+        named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));
+        store_rows<KTile::PANEL_BYTES>(sum, by, Second ? Memory::K : Memory::V, map, call.key,
+                                       call.of_keys, ROWS_BARRIER + Second);
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
     // One head of queries, whose first tile is the j-th of the block; returns the next head's.
     __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
         const int own = key - key % 64, end = call.end_row();
@@ -462,9 +592,19 @@ struct Consumer {
     }
 };
 
-// dQ = dS K of each tile, by a warpgroup of its own, to staging.
+// Chunks of 8 columns of a part of dQ's tile that dQ has, and the part's place in the tile's sums.
+__device__ __forceinline__ int chunks(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return PART_CHUNKS;
+    return min(PART_CHUNKS, LANES - part % PARTS_OF_ROW * PART_CHUNKS);
+}
+__device__ __forceinline__ int place(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return part * (64 * PART_COLUMNS);
+    return 64 * (part / PARTS_OF_ROW * HEAD_DIM + part % PARTS_OF_ROW * PART_COLUMNS);
+}
+// dQ = dS K of each tile, by a warpgroup of its own, to staging, or from registers to the sums.
 __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
     const int t = threadIdx.x % 128;
+    if (PDL && !STAGED) grid_wait();
     const unsigned long long a0 = wgmma_descriptor<128>(Memory::DS, 1024),
                              b0 = wgmma_descriptor<128>(Memory::K, 1024, KTile::PANEL_BYTES);
 #pragma unroll 1
@@ -473,28 +613,40 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
         mbarrier_wait(Memory::ds_full(at.stage), at.phase);
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
-            float d[32];
+            float d[PART_COLUMNS / 2];
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 16; ++i) {
                 const unsigned long long a = a0 + ((at.stage * WARPGROUPS + i / 4) * DS_BYTES +
-                                                   part / COLUMNS * 8192 + i % 4 * 32) /
+                                                   part / PARTS_OF_ROW * 8192 + i % 4 * 32) /
                                                       16,
                                          b = b0 +
-                                             (part % COLUMNS * KTile::PANEL_BYTES + i * 2048) / 16;
-                if (i == 0) WgmmaFirst<64>::template ss<IS_BF16, 1>(d, a, b);
-                else Wgmma<64>::template ss<IS_BF16, 1>(d, a, b, 1);
+                                             (part % PARTS_OF_ROW * KTile::PANEL_BYTES + i * 2048) /
+                                                 16;
+                if (i == 0) WgmmaFirst<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b);
+                else Wgmma<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b, 1);
             }
             wgmma_commit();
-            mbarrier_wait(Memory::added(part), (j & 1) ^ 1);
+            if (STAGED) mbarrier_wait(Memory::added(part), (j & 1) ^ 1);
             wgmma_wait<0>();
             warpgroup_fence_operand(d);
             if (part == PARTS - 1 && lane == 0) mbarrier_arrive(Memory::ds_empty(at.stage));
+            if constexpr (!STAGED) {
+                float* to = call.sums + call.at(j / call.tiles, j % call.tiles) * HEAD_DIM +
+                            place(part) + t * 4;
+#pragma unroll
+                for (int i = 0; i < PART_CHUNKS; ++i)
+                    if (i < chunks(part))
+                        add_floats(to + i * 512, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                   d[4 * i + 3]);
+                continue;
+            }
             const unsigned to = Memory::STAGING + part * PART_BYTES + t * 16;
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
-                                    d[4 * i + 3]);
+            for (int i = 0; i < PART_CHUNKS; ++i)
+                if (i < chunks(part))
+                    store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                        d[4 * i + 3]);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) mbarrier_arrive(Memory::staged(part));
@@ -510,8 +662,8 @@ __device__ __forceinline__ void add_dq(const Call& call, int part) {
 #pragma unroll 1
         for (int tile = 0; tile < call.tiles; ++tile, ++j) {
             mbarrier_wait(Memory::staged(part), j & 1);
-            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + part * 4096,
-                     Memory::STAGING + part * PART_BYTES, PART_BYTES);
+            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + place(part),
+                     Memory::STAGING + part * PART_BYTES, chunks(part) * 2048);
             tma_store_commit();
             tma_store_wait_read<0>();
             mbarrier_arrive(Memory::added(part));
@@ -548,34 +700,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     (seqlen_q + BLOCK_M - 1) / BLOCK_M - first,
                     layout.of_queries(work.head)};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (threadIdx.x == WARPGROUPS * 128) Memory::init();
+    if (threadIdx.x == CONSUMERS * 128) Memory::init();
     __syncthreads();
-    if (DQ && warp >= 4 * WARPGROUPS + 4) {
+    if (DQ && warp >= 4 * CONSUMERS + 4) {
         registers_decrease<DQ_REGISTERS>();
         multiply_dq(call, lane);
-        named_barrier_arrive(K_READ_BARRIER, 128 * WARPGROUPS + 128);
-    } else if (warp >= 4 * WARPGROUPS) {
+        named_barrier_arrive(K_READ_BARRIER, 128 * CONSUMERS + 128);
+    } else if (warp >= 4 * CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
-        const int own = warp - 4 * WARPGROUPS;
+        const int own = warp - 4 * CONSUMERS;
         if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call);
-        if (DQ && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
+        if (STAGED && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
     } else {
         registers_increase<CONSUMER_REGISTERS>();
-        const int wg = warp / 4;
-        Consumer::Sums dk, dv;
+        const int wg = APART ? 0 : warp / 4;
         const unsigned ds = Memory::DS + wg * DS_BYTES + (lane % 8 + lane / 16 * 8) * 128 +
                             ((warp % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4);
         const Consumer self{call,
                             factor,
                             lane,
-                            key + warp * 16 + lane / 4,
+                            key + (APART ? warp % 4 : warp) * 16 + lane / 4,
                             ds,
                             wgmma_descriptor<128>(Memory::K + wg * 8192, 1024),
                             wgmma_descriptor<128>(Memory::V + wg * 8192, 1024),
                             wgmma_descriptor<128>(Memory::Q, 1024, QTile::PANEL_BYTES),
                             wgmma_descriptor<128>(Memory::O, 1024, QTile::PANEL_BYTES)};
+        if constexpr (APART) {
+            if (warp < 4) self.run_apart<false>(dv_map, 1.f);
+            else self.run_apart<true>(dk_map, scale);
+            return;
+        }
+        Consumer::Sums dk, dv;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.f;
+        for (int i = 0; i < COLUMNS / 2; ++i) dk[i] = dv[i] = 0.f;
         mbarrier_wait(Memory::k_full(), 0), mbarrier_wait(Memory::v_full(), 0);
         int j = 0;
 #pragma unroll 1
@@ -594,9 +751,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
 #if STAGE_QUERIES
 constexpr int WARPGROUPS = Q_WARPGROUPS, BLOCK_M = 64 * WARPGROUPS, BLOCK_N = Q_BLOCK_N;
-constexpr int THREADS = 128 * (WARPGROUPS + 1), STAGES = Q_STAGES;
-using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of a warpgroup
-using KTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+// Tiles of K and of V have stages of their own, or take turns in three stages.
+constexpr bool TURNS = Q_STAGES == 1;
+constexpr int STAGES = TURNS ? 3 : Q_STAGES;
+constexpr unsigned BARRIERS = TURNS ? 16 : 32, OF_V = TURNS ? 0 : 16;  // of a stage; of V in it
+using QTile = SharedTile<element_t, 64, COLUMNS, 128>;                 // of a warpgroup
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
 
 struct Memory {
     unsigned q, o, k, v, barriers;
@@ -604,19 +765,19 @@ struct Memory {
         : q(base),
           o(q + WARPGROUPS * QTile::BYTES),
           k(o + WARPGROUPS * QTile::BYTES),
-          v(k + STAGES * KTile::BYTES),
+          v(k + !TURNS * STAGES * KTile::BYTES),
           barriers(v + STAGES * KTile::BYTES) {}
-    __device__ __forceinline__ unsigned k_full(int i) const { return barriers + 32 * i; }
-    __device__ __forceinline__ unsigned k_empty(int i) const { return barriers + 32 * i + 8; }
-    __device__ __forceinline__ unsigned v_full(int i) const { return barriers + 32 * i + 16; }
-    __device__ __forceinline__ unsigned v_empty(int i) const { return barriers + 32 * i + 24; }
-    __device__ __forceinline__ unsigned q_full(int i) const {
-        return barriers + 32 * STAGES + 8 * i;
-    }
+    __device__ __forceinline__ unsigned k_full(int i) const { return barriers + BARRIERS * i; }
+    __device__ __forceinline__ unsigned k_empty(int i) const { return k_full(i) + 8; }
+    __device__ __forceinline__ unsigned v_full(int i) const { return k_full(i) + OF_V; }
+    __device__ __forceinline__ unsigned v_empty(int i) const { return v_full(i) + 8; }
+    __device__ __forceinline__ unsigned q_full(int i) const { return k_full(STAGES) + 8 * i; }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(k_full(i), 1), mbarrier_init(v_full(i), 1);
-            mbarrier_init(k_empty(i), 4 * WARPGROUPS), mbarrier_init(v_empty(i), 4 * WARPGROUPS);
+            mbarrier_init(k_full(i), 1);
+            if (!TURNS) mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), 4 * WARPGROUPS);
+            if (!TURNS) mbarrier_init(v_empty(i), 4 * WARPGROUPS);
         }
         for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(q_full(i), 1);
         mbarrier_init_fence();
@@ -633,6 +794,12 @@ struct Consumer {
     using Fragment = unsigned[BLOCK_N / 4];
 
     __device__ __forceinline__ int key(int j) const { return (tiles - 1 - j) * BLOCK_N; }
+    __device__ __forceinline__ static Position<STAGES> of_k(int j) {
+        return Position<STAGES>(TURNS ? 2 * j : j);
+    }
+    __device__ __forceinline__ static Position<STAGES> of_v(int j) {
+        return Position<STAGES>(TURNS ? 2 * j + 1 : j);
+    }
     __device__ __forceinline__ int seen_by(int query) const {
         return CAUSAL ? min(seqlen_k, query + end) : seqlen_k;
     }
@@ -646,34 +813,34 @@ struct Consumer {
         for (int i = 0; i < BLOCK_N / 2; ++i)
             if (first + i / 4 * 8 + i % 2 >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
     }
-    __device__ __forceinline__ void run(float (&dq)[HEAD_DIM / 2]) const {
+    __device__ __forceinline__ void run(float (&dq)[COLUMNS / 2]) const {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0.f;
+        for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
         // The last query sees most.
         const int seen = (max(0, seen_by(row - row % 64 + 63)) + BLOCK_N - 1) / BLOCK_N;
         const int unseen = tiles - min(tiles, seen);
         int j = 0;
 #pragma unroll 1
         for (; j < unseen; ++j) {
-            const Position<STAGES> now(j);
+            const Position<STAGES> now = of_k(j), now_v = of_v(j);
             mbarrier_wait(at.k_full(now.stage), now.phase);
-            mbarrier_wait(at.v_full(now.stage), now.phase);
-            arrive(at.k_empty(now.stage)), arrive(at.v_empty(now.stage));
+            mbarrier_wait(at.v_full(now_v.stage), now_v.phase);
+            arrive(at.k_empty(now.stage)), arrive(at.v_empty(now_v.stage));
         }
         mbarrier_wait(at.q_full(wg), 0);
 #pragma unroll 1
         for (; j < tiles; ++j) {
             Scores s, dp;
             Fragment ds;
-            const Position<STAGES> now(j);
+            const Position<STAGES> now = of_k(j), now_v = of_v(j);
             mbarrier_wait(at.k_full(now.stage), now.phase);
             wgmma_fence();
             multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(s, q,
                                                              k + now.stage * (KTile::BYTES / 16));
-            mbarrier_wait(at.v_full(now.stage), now.phase);
+            mbarrier_wait(at.v_full(now_v.stage), now_v.phase);
             wgmma_fence();
             multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(dp, o,
-                                                             v + now.stage * (KTile::BYTES / 16));
+                                                             v + now_v.stage * (KTile::BYTES / 16));
             wgmma_wait<1>();
             warpgroup_fence_operand(s);
             mask(s, j);
@@ -682,16 +849,17 @@ struct Consumer {
                 s[i] = exp2_approx(fmaf(s[i], factor, neg_lse[i / 2 % 2]));
             wgmma_wait<0>();
             warpgroup_fence_operand(dp);
-            arrive(at.v_empty(now.stage));
+            arrive(at.v_empty(now_v.stage));
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; i += 2)
                 ds[i / 2] = pack(s[i] * (dp[i] - delta[i / 2 % 2]),
                                  s[i + 1] * (dp[i + 1] - delta[i / 2 % 2]));
             warpgroup_fence_operand(ds), warpgroup_fence_operand(dq);
             wgmma_fence();
-            accumulate(dq, ds,
-                       wgmma_descriptor<128>(at.k, 1024, KTile::PANEL_BYTES) +
-                           now.stage * (KTile::BYTES / 16));
+            accumulate<COLUMNS, KTile::PANEL_BYTES>(
+                dq, ds,
+                wgmma_descriptor<128>(at.k, 1024, KTile::PANEL_BYTES) +
+                    now.stage * (KTile::BYTES / 16));
             wgmma_wait<0>();
             warpgroup_fence_operand(dq);
             arrive(at.k_empty(now.stage));
@@ -742,6 +910,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                 mbarrier_wait(at.k_empty(ring.stage), ring.phase ^ 1);
                 load_tile<KTile>(at.k + ring.stage * KTile::BYTES, k, at.k_full(ring.stage), key,
                                  head_kv);
+                if (TURNS) ring.next();
                 mbarrier_wait(at.v_empty(ring.stage), ring.phase ^ 1);
                 load_tile<KTile>(at.v + ring.stage * KTile::BYTES, v, at.v_full(ring.stage), key,
                                  head_kv);
@@ -751,7 +920,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         const int wg = warp / 4, row = query + warp * 16 + lane / 4;
-        float sum[HEAD_DIM / 2], l[2], d[2] = {0.f, 0.f};
+        float sum[COLUMNS / 2], l[2], d[2] = {0.f, 0.f};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             l[r] = minus_infinity();
@@ -761,8 +930,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                 const uint4* of_d_out = d_out + of_do.of_output(from, work.head, own) / 8;
                 l[r] = negated(lse[from]);
 #pragma unroll
-                for (int i = 0; i < LANES / 4; ++i)
-                    d[r] += dot(of_out[i * 4 + lane % 4], of_d_out[i * 4 + lane % 4]);
+                for (int i = 0; i < (LANES + 3) / 4; ++i)
+                    if (LANES % 4 == 0 || i * 4 + lane % 4 < LANES)
+                        d[r] += dot(of_out[i * 4 + lane % 4], of_d_out[i * 4 + lane % 4]);
             }
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 1);
             d[r] += __shfl_xor_sync(0xffffffffu, d[r], 2);

@@ -12,45 +12,72 @@ kernel = Family(
         Param("RECOMPUTE", (0, 1), "dQ: 0 added up beside dK and dV; 1 by a stage of its own"),
         Param("BLOCK_M", (64, 128), "queries of a tile that keys pass"),
         Param("KV_WARPGROUPS", (2, 1), "consumer warpgroups of a block, 64 keys each"),
-        Param("NUM_STAGES", (2,), "tiles of Q, and of dO, in flight"),
+        Param("DKV_WARPGROUPS", (1, 2), "warpgroups that have dK and dV of 64 keys", absent=1),
+        Param("NUM_STAGES", (2, 3), "tiles of Q, and of dO, in flight"),
         Param("AHEAD", (0, 1, 2), "P beside dP, S of the next tile: 0 neither, 1 both, 2 S later"),
         Param("BLOCKS_PER_SM", (1, 2), "blocks of keys that an SM has room for"),
-        Param("Q_BLOCK_N", (128, 96, 64), "RECOMPUTE: keys of a tile that queries pass"),
+        Param(
+            "DQ_ADD",
+            (0, 1),
+            "dQ's tiles are added 0 from shared memory, 1 from registers",
+            absent=0,
+        ),
+        Param("Q_BLOCK_N", (128, 96, 80, 64), "RECOMPUTE: keys of a tile that queries pass"),
         Param("Q_WARPGROUPS", (2,), "RECOMPUTE: consumer warpgroups, 64 queries each"),
-        Param("Q_STAGES", (2,), "RECOMPUTE: tiles of K, and of V, in flight"),
+        Param("Q_STAGES", (2, 1), "RECOMPUTE: tiles of K, and of V, in flight; 1: three of both"),
         Param("PDL", (0, 1), "1: a launch may begin before the one ahead of it ends"),
     ),
     min_arch="sm_90a",
-    head_dims=(64, 128),
+    head_dims=range(8, 257, 8),
+    usual_head_dims=(64, 128, 96, 256, 192, 40, 72),
     masks=("full", "causal"),
     deterministic="RECOMPUTE",
     empty_rows=True,
     ops=("backward",),
 )
 DELTA_THREADS = 256
-PRODUCER, DQ = 24, 72  # registers of their threads
-# Registers that ptxas 13 needs beside sums, scores and P. Without AHEAD up to 100 bytes of what
-# stays the same in the loop over tiles are spilled before it.
-REST = 24
+PRODUCER = 24  # registers of its threads
+# Registers that ptxas 13 needs beside sums, scores and P, by BLOCK_M. Up to 108 bytes of what stays
+# the same in the loop over tiles are spilled before it.
+REST = {64: 24, 128: 40}
+
+
+def columns(p: Problem) -> int:
+    """Columns of a tile: those of a row, and zeros up to 16, of which wgmma takes as many."""
+    return ceil_div(p.head_dim, 16) * 16
+
+
+def row_bytes(p: Problem) -> int:
+    """Bytes of a row of a tile, which lies in panels."""
+    return 128 * hopper.panels(p.head_dim)
+
+
+def part_columns(p: Problem) -> int:
+    """Columns of dQ that one product makes: all, or a panel of them."""
+    return max(32, columns(p)) if columns(p) <= 96 else 64
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of K, V, the rings of Q and dO with their statistics, dS, and what is added to dQ."""
     keys, queries = 64 * c.KV_WARPGROUPS, c.BLOCK_M
-    tiles = 2 * 2 * p.head_dim * (keys + c.NUM_STAGES * queries) + 2 * c.NUM_STAGES * 4 * queries
-    reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries + 4 * queries * p.head_dim
-    return tiles + reduced + 32 * c.NUM_STAGES + (48 if c.RECOMPUTE else 48 + 16 * parts(c, p))
+    tiles = 2 * row_bytes(p) * (keys + c.NUM_STAGES * queries) + 2 * c.NUM_STAGES * 4 * queries
+    staged = 0 if c.RECOMPUTE or c.DQ_ADD else parts(c, p)
+    reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries
+    reduced += staged * 64 * part_columns(p) * 4
+    apart = 2 * (128 * queries + 16) if c.DKV_WARPGROUPS > 1 else 0
+    return tiles + reduced + apart + 32 * c.NUM_STAGES + 48 + 16 * staged
 
 
 def parts(c: Config, p: Problem) -> int:
-    """Parts of 64 queries and 64 columns of a tile of dQ."""
-    return c.BLOCK_M // 64 * (p.head_dim // 64)
+    """Parts of a tile of dQ: of 64 queries, the columns of one product."""
+    return c.BLOCK_M // 64 * ceil_div(columns(p), part_columns(p))
 
 
 def queries_smem_bytes(c: Config, p: Problem) -> int:
     """The same of the stage queries: Q, dO, and the rings of K and V."""
-    rows = 64 * c.Q_WARPGROUPS + c.Q_STAGES * c.Q_BLOCK_N
-    return 2 * 2 * p.head_dim * rows + 32 * c.Q_STAGES + 8 * c.Q_WARPGROUPS
+    tiles = 3 if c.Q_STAGES == 1 else 2 * c.Q_STAGES
+    rows = 2 * 64 * c.Q_WARPGROUPS + tiles * c.Q_BLOCK_N
+    return row_bytes(p) * rows + 16 * tiles + 8 * c.Q_WARPGROUPS
 
 
 def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[int, ...]) -> int:
@@ -60,15 +87,22 @@ def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[i
     return min(240, (count * entry - sum(others)) // warpgroups // 8 * 8)
 
 
-def roles(c: Config) -> tuple[int, ...]:
+def roles(c: Config, p: Problem) -> tuple[int, ...]:
     """Registers of the warpgroups beside the consumers: the producer's, and dQ's."""
-    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, DQ)
+    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, 72 if part_columns(p) <= 64 else 88)
 
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread of the stage keys needs."""
+    if c.DKV_WARPGROUPS > 1:
+        return columns(p) // 2 + c.BLOCK_M * 3 // 4 + REST[c.BLOCK_M]
     scores = c.BLOCK_M if c.AHEAD else c.BLOCK_M * 3 // 4
-    return p.head_dim + scores + REST
+    return columns(p) + scores + REST[c.BLOCK_M]
+
+
+def consumers(c: Config) -> int:
+    """Consumer warpgroups of the stage keys."""
+    return c.KV_WARPGROUPS * c.DKV_WARPGROUPS
 
 
 def pitch(p: Problem) -> int:
@@ -87,18 +121,25 @@ kernel.keep_if(
      lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.PDL in (0, 1) and c.AHEAD in (0, 1, 2)
      and c.BLOCK_M in (64, 128) and c.KV_WARPGROUPS in (1, 2, 3)),
     ("warpgroups_of_sm", "an SM has 2 or 3 consumer warpgroups, so that their products overlap",
-     lambda c, p, arch: 2 <= c.KV_WARPGROUPS * c.BLOCKS_PER_SM <= 3),
+     lambda c, p, arch: 2 <= consumers(c) * c.BLOCKS_PER_SM <= 3),
+    ("wide_heads", "dK and dV may be apart in heads wider than 128, with 64 keys, AHEAD 0 or 1; "
+     "dQ is added from registers, and stages are three, only there",
+     lambda c, p, arch: (p.head_dim > 128 and c.KV_WARPGROUPS == 1 and c.AHEAD < 2)
+     if c.DKV_WARPGROUPS == 2 else (c.DKV_WARPGROUPS, c.DQ_ADD, c.NUM_STAGES) == (1, 0, 2)),
     ("parts_of_dq", "a warp of the producer's adds each part of dQ's tile, at most 3",
-     lambda c, p, arch: c.RECOMPUTE or parts(c, p) <= 3),
+     lambda c, p, arch: c.DQ_ADD == 0 if c.RECOMPUTE else c.DQ_ADD or parts(c, p) <= 3),
     ("registers", "sums, scores and P fit the registers of a thread",
      lambda c, p, arch: registers_needed(c, p)
-     <= consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))),
+     <= consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM
-     and queries_smem_bytes(c, p) <= arch.smem_per_block),
+     and (not c.RECOMPUTE or queries_smem_bytes(c, p) <= arch.smem_per_block)),
     ("of_queries", "the stage queries has whole tiles of those of the stage keys, if it is there",
-     lambda c, p, arch: (c.Q_WARPGROUPS == 2 and c.Q_BLOCK_N in (64, 96, 128)) if c.RECOMPUTE
+     lambda c, p, arch: (c.Q_WARPGROUPS == 2 and c.Q_BLOCK_N in (64, 80, 96, 128)
+                         and (p.head_dim > 128 or c.Q_BLOCK_N != 80)
+                         and columns(p) // 2 + c.Q_BLOCK_N + REST[64] <= 240
+                         and c.Q_STAGES == (2 if p.head_dim <= 192 else 1)) if c.RECOMPUTE
      else (c.Q_BLOCK_N, c.Q_WARPGROUPS, c.Q_STAGES) == (128, 2, 2)),
 )
 kernel.keep_if(
@@ -121,11 +162,14 @@ def workspace(c, p):
 def delta(c, p, arch):
     if c.RECOMPUTE:
         return None
-    rows = DELTA_THREADS * 8 // p.head_dim
+    threads = 2  # of a row: a power of two
+    while threads * 8 < p.head_dim:
+        threads *= 2
     return Launch(
         function="flash_bwd_wgmma_delta",
-        grid=(pitch(p) // rows, p.batch * p.heads, 1),
+        grid=(pitch(p) * threads // DELTA_THREADS, p.batch * p.heads, 1),
         threads=DELTA_THREADS,
+        defines={"ROW_THREADS": threads},
         args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p)),
     )
 
@@ -166,19 +210,20 @@ def queries(c, p, arch):
     )
 
 
-OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "NUM_STAGES", "AHEAD", "BLOCKS_PER_SM", "PDL")
+OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "DKV_WARPGROUPS", "NUM_STAGES", "AHEAD")
+OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "PDL")
 
 
 @kernel.stage("keys", params=OF_KEYS, strided=("heads_kv",))
 def keys(c, p, arch):
     heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
-    registers = consumer_registers(arch, c.KV_WARPGROUPS, c.BLOCKS_PER_SM, roles(c))
+    registers = consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))
     defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
-    defines |= {"DQ_REGISTERS": DQ}
+    defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
     return Launch(
         function="flash_bwd_wgmma_keys",
         grid=(ceil_div(p.seqlen_k, block) * heads_kv, 1, 1),
-        threads=128 * (c.KV_WARPGROUPS + len(roles(c))),
+        threads=128 * (consumers(c) + len(roles(c, p))),
         args=(
             *maps(p, c.BLOCK_M, block),
             *(

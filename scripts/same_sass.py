@@ -23,6 +23,7 @@ from attnsweep.compile import sass
 from attnsweep.compile.cubin import functions
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core.hardware import ARCHS, Arch, arch_named
+from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import schedule_of
 from attnsweep.family.discover import load_kernel
@@ -64,7 +65,8 @@ def spread(families: dict[str, Family]) -> Iterator[Job]:
         if kernel.min_arch != arch.name:
             continue
         dims = kernel.some_head_dims
-        base = Problem(1, 16, 16, 1024, 1024, dims[0], kernel.dtypes[0])
+        op = OPS[kernel.ops[0]]
+        base = Problem(1, 16, 16, 1024, 1024, dims[0], kernel.dtypes[0], op=op)
         for number, head_dim in enumerate(dims):
             for causal in (False, True):
                 dtype = kernel.dtypes[(number + causal) % len(kernel.dtypes)]

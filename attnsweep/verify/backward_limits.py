@@ -21,7 +21,7 @@ from attnsweep.verify.backward import (
     rows_of,
 )
 from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.measures import Measures, by_chance, measures
+from attnsweep.verify.measures import Measures, by_chance, measures, more_near_zero
 from attnsweep.verify.reference import tiles_of_rows
 
 # Multiples of the errors of the rounded maths, and the least limits: as those of a forward in
@@ -80,8 +80,9 @@ def limits(case: Case, same: Same) -> dict[str, Measures]:
     made = {}
     for name, of in same.items():
         hard = case.inputs != "normal"
-        times = (_TIMES_HARD, 2 * _TIMES_HARD) if hard else (_TIMES.row, _TIMES.element)
-        row, element = max(times[0] * of.row, half), max(times[1] * of.element, half)
+        times = replace(_TIMES, row=_TIMES_HARD, element=2 * _TIMES_HARD) if hard else _TIMES
+        times = more_near_zero(times, problem.head_dim)
+        row, element = max(times.row * of.row, half), max(times.element * of.element, half)
         if not (row < np.inf and element < np.inf):  # anything would be within it
             raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
         if hard or rows_of(problem, name) < _AVERAGES:
@@ -91,9 +92,9 @@ def limits(case: Case, same: Same) -> dict[str, Measures]:
         made[name] = Measures(
             row,
             element,
-            max(_TIMES.rms * of.rms, half / 4),
-            max(_TIMES.row_gain * of.row_gain, half / 2, gain) + cut,
-            max(_TIMES.tile_gain * of.tile_gain, half / 8, gain) + cut,
+            max(times.rms * of.rms, half / 4),
+            max(times.row_gain * of.row_gain, half / 2, gain) + cut,
+            max(times.tile_gain * of.tile_gain, half / 8, gain) + cut,
             gain + cut,
             np.inf,
         )

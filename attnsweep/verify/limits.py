@@ -20,7 +20,14 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.verify import backward_limits
 from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.measures import Measures, apart, by_chance, fitted_scale, measures
+from attnsweep.verify.measures import (
+    Measures,
+    apart,
+    by_chance,
+    fitted_scale,
+    measures,
+    more_near_zero,
+)
 from attnsweep.verify.reference import some_rows, tiles_of_rows
 from attnsweep.verify.rounded import EXACT, Maths, log_sum_exp, references
 
@@ -36,10 +43,6 @@ SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
 # The same in FP8, at least: probabilities of 3 bits are not spread evenly between two neighbours.
 # More where sums of products have few bits: see limits.
 _SYSTEMATIC_FP8 = 1e-3
-# A row of few columns may be near 0 by chance, and errs by much of itself: the largest error of so
-# many rows is larger than that of any by this, to the power of 1 / head_dim. With 8 columns, right
-# maths took up to 1.75 of twice what a thousand rows had shown, at (32,16/4,133x161,8) bf16.
-_NEAR_ZERO, _LEAST_COLUMNS = 1e6, 8
 # What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
 # 32,768 keys each of cuDNN, SDPA, Triton, FlashAttention-3 and ours lost 3.4e-5, at 8192 0.8e-5.
 _CUT_PER_KEY = 2e-9
@@ -93,9 +96,7 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     problem, dtype = case.problem, case.problem.out_dtype
     same = same or same_maths(case, rounds_scores)
     times, half = _TIMES[rounds_scores > 0], HALF_ULP[dtype]
-    near_zero = _NEAR_ZERO ** (1 / max(problem.head_dim, _LEAST_COLUMNS))
-    own = {name: max(getattr(times, name), near_zero) for name in ("row", "element", "row_gain")}
-    times = replace(times, **own)
+    times = more_near_zero(times, problem.head_dim)
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
         half *= max(1.0, math.sqrt(problem.head_dim / 2048))

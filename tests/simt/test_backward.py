@@ -19,11 +19,12 @@ from attnsweep.verify.expected import PLAIN
 from attnsweep.verify.inputs import make_inputs
 
 from .device import Device, HostBuffer, uploaded
-from .harness import ARCH, COMPILER, SimtError, config_of, sources
+from .harness import ARCH, COMPILER, BuildError, SimtError, config_of, sources
 from .proving import Bench, differentiate, inputs_in
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_bwd_wgmma"]
+APART = "KV_WARPGROUPS=1 DKV_WARPGROUPS=2"
 # Config, head_dim, and what else a problem of it has.
 CONFIGS = (
     ("RECOMPUTE=0 PDL=1", 128, "bf16", FULL),
@@ -35,6 +36,15 @@ CONFIGS = (
     ("RECOMPUTE=1 KV_WARPGROUPS=1 BLOCKS_PER_SM=2 AHEAD=2", 128, "bf16", CAUSAL),
     ("RECOMPUTE=1 AHEAD=0 Q_BLOCK_N=96 PDL=1", 128, "fp16", FULL),
     ("RECOMPUTE=1 BLOCK_M=128 AHEAD=1 Q_BLOCK_N=64", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=0 AHEAD=1 PDL=1", 96, "bf16", CAUSAL),
+    ("RECOMPUTE=0", 120, "fp16", FULL),
+    ("RECOMPUTE=0 BLOCK_M=128", 40, "fp16", CAUSAL),
+    ("RECOMPUTE=1 AHEAD=2", 72, "bf16", FULL),
+    ("RECOMPUTE=1 Q_BLOCK_N=80", 160, "bf16", FULL),
+    (f"RECOMPUTE=0 {APART} AHEAD=1", 192, "bf16", CAUSAL),
+    (f"RECOMPUTE=0 {APART} DQ_ADD=1 PDL=1", 256, "bf16", CAUSAL),
+    (f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64 AHEAD=1", 256, "fp16", CAUSAL),
+    (f"RECOMPUTE=1 {APART} Q_BLOCK_N=80 NUM_STAGES=3", 184, "bf16", FULL),
 )
 # Tiles and half tiles that a block passes by, tails on both sides, queries that see no key, three
 # heads to one of keys.
@@ -87,7 +97,7 @@ def test_each_query_head_counts_in_the_gradients_of_its_key_head(simulator):
 SUMS = "begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);"
 # The stage, what stands there, how often, and what stands there instead.
 WRONG = {
-    "sums that are not cleared": ("delta", "sums[(at * LANES + lane) * 2] =", 1, "//"),
+    "sums that are not cleared": ("delta", "if (has_columns) sums", 1, "if (false) sums"),
     "keys past the last have weight": ("keys", "NEVER = 1 << 30", 1, "NEVER = 0"),
     "no scale of dK": ("keys", "(dk, scale,", 1, "(dk, 1.f,"),
     "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", 1, "i < BLOCK_N / 32"),
@@ -134,6 +144,47 @@ WRONG_CAUSAL = {
 }
 
 
+# The same where one warpgroup has dV of its keys, and another dK; of 256 columns.
+WRONG_APART = {
+    "P overwritten before the other has read it": (
+        *("keys", "p_empty(at.stage), at.phase ^ 1", 1),
+        "p_empty(0), 1",
+    ),
+    "P read before it is there": (
+        "keys",
+        "mbarrier_wait(Memory::p_full(at.stage), at.phase);",
+        1,
+        "",
+    ),
+    "dO given back before dV has read it": (
+        *("keys", "if constexpr (Second) take_p(x, a, j);", 1),
+        "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); "
+        "if constexpr (Second) take_p(x, a, j);",
+    ),
+    "dV written over V before dP has read it": (
+        *("keys", "named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));", 1),
+        "",
+    ),
+    "the second half of the columns has the first one's": (
+        *("keys", "(Width / 64 * Panel + i", 1),
+        "(0 * Panel + i",
+    ),
+    "dQ of the first columns in all parts": (
+        *("keys", "part % PARTS_OF_ROW * KTile::PANEL_BYTES", 1),
+        "0 * KTile::PANEL_BYTES",
+    ),
+    "dQ added to another head's": ("keys", "call.at(j / call.tiles,", 1, "call.at(0,"),
+}
+WRONG_TURNS = {
+    "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", 1, "TURNS ? 2 * j : j"),
+    "K and V in stages of their own": ("queries", "if (TURNS) ring.next();", 1, ""),
+    "K given back before dQ has read it": (
+        *("queries", "arrive(at.v_empty(now_v.stage));\n#pragma", 1),
+        "arrive(at.v_empty(now_v.stage)), arrive(at.k_empty(now.stage));\n#pragma",
+    ),
+}
+
+
 def shown(simulator, wrong, words, case):
     """Whether a change of the template shows; without it the config is right."""
     stage, before, times, after = wrong
@@ -145,6 +196,8 @@ def shown(simulator, wrong, words, case):
     assert simulator.check(FAMILY, config, case).ok
     try:
         return not simulator.check(FAMILY, config, case, changed={stage: texts}).ok
+    except BuildError:
+        raise
     except SimtError:
         return True
 
@@ -160,6 +213,45 @@ def test_wrong_kernels_are_found(simulator, name):
 def test_wrong_causal_kernels_are_found(simulator, name):
     case = Case(Problem(1, 4, 2, 350, 410, 64, "bf16", CAUSAL, op=BACKWARD))
     assert shown(simulator, WRONG_CAUSAL[name], "RECOMPUTE=1", case)
+
+
+@pytest.mark.nightly(push=3)
+@pytest.mark.parametrize("name", WRONG_APART)
+def test_wrong_kernels_of_wide_heads_are_found(simulator, name):
+    case = Case(Problem(1, 2, 1, 350, 70, 256, "bf16", FULL, op=BACKWARD))
+    assert shown(simulator, WRONG_APART[name], f"RECOMPUTE=0 {APART} DQ_ADD=1", case)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("name", WRONG_TURNS)
+def test_wrong_turns_of_keys_and_values_are_found(simulator, name):
+    case = Case(Problem(1, 2, 1, 150, 350, 256, "fp16", CAUSAL, op=BACKWARD))
+    words = f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64"
+    assert shown(simulator, WRONG_TURNS[name], words, case)
+
+
+# In both ways to compute dQ, and both layouts of the sums of wide heads.
+KINDS = ("RECOMPUTE=0", "RECOMPUTE=1 Q_BLOCK_N=64")
+
+
+@pytest.mark.nightly(push=4)
+@pytest.mark.parametrize("dim", FAMILY.head_dims)
+def test_right_for_every_head_dim(simulator, dim):
+    number = dim // 8
+    for words in KINDS:
+        if dim > 128:
+            words += f" {APART} AHEAD={number % 2}"
+            words += " DQ_ADD=1" * (words.startswith(KINDS[0]) and (dim > 192 or number % 3 == 0))
+            words += " Q_STAGES=1" * (words.startswith(KINDS[1]) and dim > 192)
+        for turn, (sizes, mask) in enumerate(
+            zip(SHAPES[number % 2 :: 2], (CAUSAL, FULL, CAUSAL), strict=True)
+        ):
+            dtype = ("bf16", "fp16")[(number + turn) % 2]
+            case = Case(Problem(*sizes, dim, dtype, mask, op=BACKWARD))
+            config = config_of(FAMILY, words)
+            assert FAMILY.refused_by(config, case.problem, ARCH) in (None, "no_idle_tile")
+            result = simulator.check(FAMILY, config, case, schedules=(turn % 2,))
+            assert result.ok, (words, case.label, str(result))
 
 
 REFERENCES = (

@@ -173,10 +173,18 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
         check(simulator, words, problem, layouts, lse=True)
 
 
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("words", ["RECOMPUTE=0 PDL=1", "RECOMPUTE=1 AHEAD=0"])
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize(
+    ("words", "head_dim"),
+    [
+        ("RECOMPUTE=0 PDL=1", 64),
+        ("RECOMPUTE=1 AHEAD=0", 72),
+        ("RECOMPUTE=0 DKV_WARPGROUPS=2 KV_WARPGROUPS=1 AHEAD=1", 192),
+        ("RECOMPUTE=1 DKV_WARPGROUPS=2 KV_WARPGROUPS=1 Q_STAGES=1 Q_BLOCK_N=64", 256),
+    ],
+)
 @pytest.mark.parametrize("do", ["heads_first", "rows_outermost"])
-def test_gradients_of_the_usual_layouts_of_models(simulator, words, do):
-    problem = Problem(2, 4, 2, 100, 130, 64, "bf16", causal=True, op=BACKWARD)
+def test_gradients_of_the_usual_layouts_of_models(simulator, words, head_dim, do):
+    problem = Problem(2, 4, 2, 100, 130, head_dim, "bf16", causal=True, op=BACKWARD)
     layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": "rows_first", "do": do}
     check(simulator, words, problem, layouts, lse=False)

@@ -157,6 +157,17 @@ def test_right_gradients_are_within_the_limits(dtype, mask):
         assert rounded_as_a_kernel_may(case, 3) == set(), case.label
 
 
+@pytest.mark.parametrize("dim", [8, 16, 40, 256])
+def test_right_gradients_of_narrow_and_wide_heads_are_within_the_limits(dim):
+    for number, sizes in enumerate([(2, 4, 4, 300, 512), (1, 4, 2, 512, 512), (4, 4, 2, 133, 161)]):
+        mask, dtype = ((FULL, "fp16"), (CAUSAL, "bf16"), (FULL, "bf16"))[number]
+        problem = Problem(*sizes, dim, dtype, mask, op=BACKWARD)
+        for seed in range(50, 54):
+            assert rounded_as_a_kernel_may(Case(problem), seed) == set(), (problem.label, seed)
+    for case in small_cases(problem):
+        assert rounded_as_a_kernel_may(case, 3) == set(), case.label
+
+
 def test_wrong_gradients_are_not():
     case = Case(Problem(1, 2, 2, 600, 600, 64, "bf16", CAUSAL, op=BACKWARD))
 

@@ -20,6 +20,12 @@ __device__ __forceinline__ void bulk_add(float* target, unsigned source, unsigne
         "r"(source), "r"(bytes)
         : "memory");
 }
+// The same of four numbers, in 16 bytes, that a thread has.
+__device__ __forceinline__ void add_floats(float* target, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(target), "f"(a),
+                 "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
 // Until all groups of this thread have been written.
 __device__ __forceinline__ void bulk_wait_all() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

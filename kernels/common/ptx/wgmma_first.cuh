@@ -9,8 +9,11 @@ namespace attn {
 #define WGMMA_OUT_8(i)                                                                          \
     "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), \
         "=f"(d[i + 6]), "=f"(d[i + 7])
-#define WGMMA_OUT_32 WGMMA_OUT_8(0), WGMMA_OUT_8(8), WGMMA_OUT_8(16), WGMMA_OUT_8(24)
-#define WGMMA_OUT_48 WGMMA_OUT_32, WGMMA_OUT_8(32), WGMMA_OUT_8(40)
+#define WGMMA_OUT_16 WGMMA_OUT_8(0), WGMMA_OUT_8(8)
+#define WGMMA_OUT_24 WGMMA_OUT_16, WGMMA_OUT_8(16)
+#define WGMMA_OUT_32 WGMMA_OUT_24, WGMMA_OUT_8(24)
+#define WGMMA_OUT_40 WGMMA_OUT_32, WGMMA_OUT_8(32)
+#define WGMMA_OUT_48 WGMMA_OUT_40, WGMMA_OUT_8(40)
 #define WGMMA_OUT_64 WGMMA_OUT_48, WGMMA_OUT_8(48), WGMMA_OUT_8(56)
 
 template <int N>
@@ -30,7 +33,10 @@ struct WgmmaFirst;
             else WGMMA_FIRST_SS(N, "k16.f32.f16.f16", D, O0, O1, O2);                  \
         }                                                                              \
     };
+WGMMA_FIRST_DEFINE(32, 16, 16, 17, 18)
+WGMMA_FIRST_DEFINE(48, 24, 24, 25, 26)
 WGMMA_FIRST_DEFINE(64, 32, 32, 33, 34)
+WGMMA_FIRST_DEFINE(80, 40, 40, 41, 42)
 WGMMA_FIRST_DEFINE(96, 48, 48, 49, 50)
 WGMMA_FIRST_DEFINE(128, 64, 64, 65, 66)
 

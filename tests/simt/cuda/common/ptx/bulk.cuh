@@ -10,6 +10,9 @@ inline void bulk_load(unsigned target, const void* source, unsigned bytes, unsig
 inline void bulk_add(float* target, unsigned source, unsigned bytes, SIMT_HERE) {
     simt::bulk_add(target, source, bytes, SIMT_AT);
 }
+inline void add_floats(float* target, float a, float b, float c, float d) {
+    target[0] += a, target[1] += b, target[2] += c, target[3] += d;
+}
 inline void bulk_wait_all() { simt::tma_store_wait(0, false); }
 
 inline void stmatrix_x4_trans(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d,
