@@ -202,6 +202,7 @@ def shown(simulator, wrong, words, case):
         return True
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_kernels_are_found(simulator, name):
     # The log-sum-exps are far below 0, so that what is not hidden becomes infinite.
@@ -209,6 +210,7 @@ def test_wrong_kernels_are_found(simulator, name):
     assert shown(simulator, WRONG[name], "RECOMPUTE=0", case)
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("name", WRONG_CAUSAL)
 def test_wrong_causal_kernels_are_found(simulator, name):
     case = Case(Problem(1, 4, 2, 350, 410, 64, "bf16", CAUSAL, op=BACKWARD))

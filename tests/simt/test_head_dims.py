@@ -80,7 +80,7 @@ def test_a_head_dim_has_configs_of_many_kinds(dim):
     assert len(kinds) >= 7
 
 
-@pytest.mark.nightly(push=10)
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize(("words", "dim"), PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
     number = CONFIGS.index(words) + DIMS.index(dim)
@@ -91,7 +91,7 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
         assert result.ok, (words, case.label, str(result))
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dim", DIMS)
 def test_right_with_mma(simulator, dim):
     family, tried = FAMILIES["flash_fwd_mma"], 0

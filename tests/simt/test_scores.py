@@ -47,6 +47,7 @@ PROBLEMS = tuple(
 MAY_REFUSE = ("turns_of_blocks", "block_order", "masks_in_memory", "scores", "blocks_fit")
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_right_in_every_way_to_take_the_softmax(simulator, problem):
     tried = 0

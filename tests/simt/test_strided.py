@@ -173,7 +173,7 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
         check(simulator, words, problem, layouts, lse=True)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("words", "head_dim"),
     [
