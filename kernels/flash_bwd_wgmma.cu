@@ -42,10 +42,8 @@ using namespace attn;
 #if STRIDED
 #define HEADS_PARAMETER , int heads_of_batch
 #define STRIDES_PARAMETERS(x) , int x##_batch, int x##_head, int x##_row
-#define LAYOUT_OF(x) \
-    { heads_of_batch, x##_batch, x##_head, x##_row }
-#define HEADS_LAYOUT \
-    { heads_of_batch, 0, 0, 0 }
+#define LAYOUT_OF(x) {heads_of_batch, x##_batch, x##_head, x##_row}
+#define HEADS_LAYOUT {heads_of_batch, 0, 0, 0}
 #else
 #define HEADS_PARAMETER
 #define STRIDES_PARAMETERS(x)
