@@ -41,7 +41,7 @@ _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 # The shipped specs whose spaces problems in 16 bits get on a Hopper card: see _by_shape. On an
 # H100, (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml, 48 with decode.yaml's.
 _FEW_QUERIES, _SHORT, _LONG = "decode", "flash_short", "flash_training"
-_DIMS, _OTHER_DIMS = "flash_dims", "head_dims"
+_DIMS, _OTHER_DIMS, _VALUE_DIMS = "flash_dims", "head_dims", "value_dims"
 # Queries of a head that are few: they fill no tile of 64.
 _MOST_FEW = 64
 # Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
@@ -316,6 +316,8 @@ def _by_shape(problem: Problem, target: Target) -> str | None:
         return None
     if target.recording is not None:  # it has candidates of the card's own spec
         return None
+    if problem.head_dim_v:
+        return _VALUE_DIMS
     if problem.seqlen_q <= _MOST_FEW and problem.seqlen_k > _MOST_FEW * 8:
         return _FEW_QUERIES
     if problem.query_tiles(64) <= _TILES_OF_SHORT * target.arch.sm_count:

@@ -37,7 +37,7 @@ SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
 # More where sums of products have few bits: see limits.
 _SYSTEMATIC_FP8 = 1e-3
 # A row of few columns may be near 0 by chance, and errs by much of itself: the largest error of so
-# many rows is larger than that of any by this, to the power of 1 / head_dim. With 8 columns, right
+# many rows is larger than that of any by this, to the power of 1 / columns. With 8 columns, right
 # maths took up to 1.75 of twice what a thousand rows had shown, at (32,16/4,133x161,8) bf16.
 _NEAR_ZERO, _LEAST_COLUMNS = 1e6, 8
 # What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
@@ -93,7 +93,7 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     problem, dtype = case.problem, case.problem.out_dtype
     same = same or same_maths(case, rounds_scores)
     times, half = _TIMES[rounds_scores > 0], HALF_ULP[dtype]
-    near_zero = _NEAR_ZERO ** (1 / max(problem.head_dim, _LEAST_COLUMNS))
+    near_zero = _NEAR_ZERO ** (1 / max(problem.value_dim, _LEAST_COLUMNS))
     own = {name: max(getattr(times, name), near_zero) for name in ("row", "element", "row_gain")}
     times = replace(times, **own)
     if dtype == "fp32":
