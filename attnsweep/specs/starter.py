@@ -258,6 +258,7 @@ def _entry(problem: Problem) -> dict[str, Any]:
     same = p.seqlen_q == p.seqlen_k
     entry |= {"seqlen": p.seqlen_q} if same else {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     entry["head_dim"] = p.head_dim
+    entry |= {} if p.head_dim_v is None else {"head_dim_v": p.head_dim_v}
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
     rest = {name: value for name, value in p.facts.items() if name not in (*SIZES, "dtype")}
     return entry | {name: value for name, value in rest.items() if value is not False}
