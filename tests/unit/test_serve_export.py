@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -201,6 +202,17 @@ def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path):
     done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
     (said,) = (line for line in done.left_out if won.problem.label in line)
     assert "packs grouped heads (PACK_GQA=1)" in said
+    assert done.winners == 8
+
+
+def test_a_winner_with_v_of_another_head_dim_is_left_out(tmp_path):
+    run = store_run.open_run(H100_RUN)
+    problem = rank(run.trials, run.environment).query("winner")["trial"].iloc[0].problem
+    other = replace(problem, head_dim_v=problem.head_dim + 8)
+    trials = [t.with_(problem=other) if t.problem == problem else t for t in run.trials]
+    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
+    (said,) = (line for line in done.left_out if other.label in line)
+    assert "a package has no calls whose v has another head_dim than q" in said
     assert done.winners == 8
 
 
