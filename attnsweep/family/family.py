@@ -239,8 +239,9 @@ class Family:
 
     @property
     def head_dims_text(self) -> str:
-        """`64, 128, 256`, or `512 to 8192 in steps of 4`."""
-        return _text_of_dims(self.head_dims)
+        """`64, 128, 256`, or `512 to 8192 in steps of 4`; and those of v, if it may have others."""
+        of_v = f", head_dim_v {_text_of_dims(self.head_dims_v)}" if self.head_dims_v else ""
+        return _text_of_dims(self.head_dims) + of_v
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
