@@ -210,7 +210,8 @@ def run_name(problems: Sequence[Problem], kernels: Sequence[str] = ()) -> str:
     """
     labels = sorted(problem.label for problem in problems)
     if len(labels) == 1:
-        name = re.sub("[^a-z0-9]+", "-", labels[0].replace("/", "kv")).strip("-")
+        label = re.sub(r"/(?=\d+\))", "v", labels[0]).replace("/", "kv")  # of head_dim, of heads
+        name = re.sub("[^a-z0-9]+", "-", label).strip("-")
     else:
         digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()[:8]
         name = f"{len(labels)}-shapes-{digest}"
