@@ -56,8 +56,9 @@ BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
-# More of the same where v has other columns: with over 192 of q, or of v and tiles of over 64 keys;
-# and with fewer of v and such tiles. Without, 8 to 108 bytes were spilled, and 12.
+# More of them where v has other columns, also beside a softcap. With over 192 of q, or of v and
+# tiles of over 64 keys, or with fewer of v beside a mask in memory or a bias, 8 to 108 bytes were
+# spilled without; with fewer of v and such tiles, 12.
 AGAIN_OF_WIDE, AGAIN_OF_NARROW = 32, 12
 # For a polynomial beside P in registers, without and with scores computed again: with 2 to 6, and
 # with 2 to 10, 8 to 108 bytes were spilled.
@@ -157,11 +158,14 @@ def registers_needed(c: Config, p: Problem) -> int:
     rest = REST["splits combined" if combines(c) else kind]
     again = c.OVERLAP > 0 and c.P_SHARED == 0 and c.MAXIMA == 2
     rest += AGAIN * again
-    if again and p.head_dim_v:
-        large = c.BLOCK_N > 64
+    if p.head_dim_v and (again or p.scores.softcap):
+        large, narrow = c.BLOCK_N > 64, columns_v(p) < columns(p)
         wide = columns(p) > 192 or (columns_v(p) > 192 and large)
-        narrow = columns_v(p) < columns(p) and large
-        rest += AGAIN_OF_WIDE if wide else AGAIN_OF_NARROW * narrow
+        in_memory = hopper.mask_define(p) > 0 or p.scores.bias is not None
+        if wide or (narrow and in_memory):
+            rest += AGAIN_OF_WIDE
+        elif narrow and large:
+            rest += AGAIN_OF_NARROW
     if c.EXP2_POLY and not c.P_SHARED:
         rest += OF_POLYNOMIAL[again]
     if hopper.mask_define(p) == 2 and not c.P_SHARED:

@@ -24,6 +24,8 @@ VALUE_DIMS = (
     *("192/128", "128/256", "96/64", "64/128", "256/128", "64/256", "112/72", "160/80", "8/128"),
     *("256/144", "224/96", "32/256", "128/40", "72/112"),
 )
+KINDS = ("window(512,0)", "boolean(blocks,30)", "full bias()", "causal softcap(30) sinks")
+KINDS += ("causal packed(4,40)", "full padded(right,40)")
 OTHERS = sorted({*FAMILY.head_dims} - {*FAMILY.usual_head_dims, 248})
 
 
@@ -90,6 +92,10 @@ def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, 
         dtype, mask = FAMILY.dtypes[number % 2], "causal" if causal else "full"
         problem = Problem.parse(f"(4,16,2048,{dims}) {dtype} {mask}")
         asked += [(problem, config) for config in tightest(problem, 2)]
+    for dims in some(VALUE_DIMS[:8], 1):
+        for kind in some(KINDS, 2):
+            problem = Problem.parse(f"(1,32,2048,{dims}) bf16 {kind}")
+            asked += [(problem, config) for config in tightest(problem, 1)]
     spill_nothing(compiler, asked)
 
 
