@@ -1,6 +1,7 @@
 // flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both
-// products, scores and P never leave registers. sm_90a only. q, o: (batch, heads, seqlen_q,
-// HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM). A block has WARPGROUPS consumer
+// products, scores and P never leave registers. sm_90a only. q: (batch, heads, seqlen_q, HEAD_DIM),
+// k: (batch, heads_kv, seqlen_k, HEAD_DIM); o as q and v as k, but with HEAD_DIM_V columns, which
+// are HEAD_DIM if the launch says no other number. A block has WARPGROUPS consumer
 // warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of keys, 64 queries each;
 // KEY_GROUPS of them share their queries and take tiles of keys in turn, and what they have is
 // merged last. Tiles of keys are taken right to left, so that those with a mask come first. With
@@ -29,6 +30,9 @@
 
 using namespace attn;
 
+#ifndef HEAD_DIM_V  // the launch says it where it is another
+#define HEAD_DIM_V HEAD_DIM
+#endif
 // 1: tensors have any strides, and the launch says how many heads a batch has and where the output
 // lies, for code that serves a model; a sweep times contiguous tensors.
 #ifndef STRIDED
@@ -43,7 +47,7 @@ using namespace attn;
 #define LAYOUT
 #define ROWS_PARAMETERS
 #endif
-using TensorLayout = Layout<STRIDED, HEAD_DIM>;
+using TensorLayout = Layout<STRIDED, HEAD_DIM_V>;
 #if MASK
 #define MASK_PARAMETERS                                                           \
     , const int4 *__restrict__ work, const int2 *__restrict__ bounds,             \
@@ -78,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     grid_launch_dependents();
     grid_wait();
 #endif
-    constexpr int CHUNKS = HEAD_DIM / 4;
+    constexpr int CHUNKS = HEAD_DIM_V / 4;
     int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
     if (row >= rows) return;
     auto row_of_o = [&]() -> long long {
@@ -87,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
         int head = row / seqlen_q;
         return layout.of_output(row, head, row - head * seqlen_q);
 #else
-        return static_cast<long long>(row) * HEAD_DIM;
+        return static_cast<long long>(row) * HEAD_DIM_V;
 #endif
     };
     float whole =
-        combine_splits<HEAD_DIM>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
+        combine_splits<HEAD_DIM_V>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #elif STAGE_MASK
@@ -141,10 +145,11 @@ static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WAR
 // Otherwise a warpgroup meets stages whose last phase it has not waited for, and takes that for its
 // own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
-static_assert(HEAD_DIM % 8 == 0 && BLOCK_N % 16 == 0, "TMA takes 16 bytes, wgmma 16 keys at once");
-// Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
-// loads by TMA make them 0, and nothing is stored of them.
-constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0 && BLOCK_N % 16 == 0,
+              "TMA takes 16 bytes, wgmma 16 keys at once");
+// Columns of a tile of Q and K, and of V and O, since wgmma takes 16 at once. Those from HEAD_DIM
+// on are outside the tensors: loads by TMA make them 0, and nothing is stored of them.
+constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, COLUMNS_V = (HEAD_DIM_V + 15) / 16 * 16;
 // MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads
 // its part of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
 #if CLUSTER > 1
@@ -170,24 +175,29 @@ static_assert(!PACK_GQA || (!STRIDED && !ORDER),
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
 // panel is half empty: its columns are outside the tensor, so nothing is moved for them.
 using QTile = SharedTile<element_t, 64, COLUMNS, 128>;  // of one warpgroup
-using KVTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
+using VTile = SharedTile<element_t, BLOCK_N, COLUMNS_V, 128>;
+using OTile = SharedTile<element_t, 64, COLUMNS_V, 128>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 using BiasTile = PTile;  // beside K, of each 64 rows
-constexpr unsigned Q_BYTES = QTile::BYTES, KV_BYTES = KVTile::BYTES;
+constexpr unsigned K_BYTES = KTile::BYTES, V_BYTES = VTile::BYTES, O_BYTES = OTile::BYTES;
+// Of Q's place, where the output goes if it is not staged beside it.
+constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
+constexpr unsigned Q_BYTES = BESIDE_Q || QTile::BYTES > O_BYTES ? QTile::BYTES : O_BYTES;
 constexpr unsigned BIAS_BYTES = BIAS ? ROW_GROUPS * BiasTile::BYTES : 0;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
 constexpr unsigned P_BYTES = PTile::BYTES, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 // With P over its scores in registers, MAXIMA 2 computes them again from K where it needs them.
 constexpr bool SCORES_AGAIN = OVERLAP && !P_SHARED && MAXIMA == 2;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<COLUMNS>;
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<COLUMNS_V>;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
 // already fills for the next tile; others over Q, and merge over the ring. With O_OVER_Q all stage
 // it over Q, so that blocks take turns where wide heads leave no other room. What splits send each
 // other has room of its own too, since a block may send while the other still multiplies.
-using JoinSplits = Join<COLUMNS, SPLITS>;
+using JoinSplits = Join<COLUMNS_V, SPLITS>;
 constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
-                                  : PERSISTENT  ? !O_OVER_Q * ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
+                                  : PERSISTENT  ? !O_OVER_Q * ROW_GROUPS * O_BYTES + ALL_MERGE_BYTES
                                                 : 0;
 #if PRODUCER_WARPS == 1  // the roles keep the registers that they have at entry
 constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
@@ -266,8 +276,8 @@ struct Memory {
     __device__ __forceinline__ explicit Memory(unsigned base)
         : q(base),
           k(q + ROW_GROUPS * Q_BYTES),
-          v(k + STAGES * KV_BYTES),
-          p(v + STAGES * KV_BYTES),
+          v(k + STAGES * K_BYTES),
+          p(v + STAGES * V_BYTES),
           bias(p + ALL_P_BYTES),
           staging(bias + STAGES * BIAS_BYTES),
           told(staging + STAGED_BYTES),
@@ -390,9 +400,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                load_tile<KVTile, MULTICAST>(at.k + k_at.stage * KV_BYTES, k,
-                                             barriers.k_full(k_at.stage),
-                                             schedule.key(j, work.first, work.end), head_kv, rank);
+                load_tile<KTile, MULTICAST>(at.k + k_at.stage * K_BYTES, k,
+                                            barriers.k_full(k_at.stage),
+                                            schedule.key(j, work.first, work.end), head_kv, rank);
 #if BIAS
 #pragma unroll
                 for (int i = 0; i < ROW_GROUPS; ++i)
@@ -416,9 +426,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                 continue;
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-            load_tile<KVTile, MULTICAST>(at.v + v_at.stage * KV_BYTES, v,
-                                         barriers.v_full(v_at.stage),
-                                         schedule.key(j - 1, work.first, work.end), head_kv, rank);
+            load_tile<VTile, MULTICAST>(at.v + v_at.stage * V_BYTES, v, barriers.v_full(v_at.stage),
+                                        schedule.key(j - 1, work.first, work.end), head_kv, rank);
             v_at.next();
         }
         if (!PERSISTENT || (TOLD_TURNS && work.row < 0)) break;
@@ -463,7 +472,7 @@ struct Place {
 // Of a split that is a block of a cluster: its columns, from all keys.
 template <class Join>
 __device__ __forceinline__ void store_joined(const Consumer& self, const Place& to,
-                                             const float (&out)[COLUMNS / 2], Softmax& rows,
+                                             const float (&out)[COLUMNS_V / 2], Softmax& rows,
                                              element_t* joined, float* lse) {
     float mine[Join::SLICE];
     int rank = cluster_rank();
@@ -475,10 +484,11 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
         long long at = static_cast<long long>(to.head) * self.call.rows + to.row + r * 8;
         float by = rows.inverse(r);
         element_t* o = joined + self.call.layout.of_output(at, to.head, to.row + r * 8) +
-                       rank * (COLUMNS / SPLITS) + self.lane % 4 * 2;
+                       rank * (COLUMNS_V / SPLITS) + self.lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < Join::SLICE; i += 4) {
-            if (HEAD_DIM < COLUMNS && rank * (COLUMNS / SPLITS) + i * 2 >= HEAD_DIM) continue;
+            if (HEAD_DIM_V < COLUMNS_V && rank * (COLUMNS_V / SPLITS) + i * 2 >= HEAD_DIM_V)
+                continue;
             *reinterpret_cast<unsigned*>(o + i * 2) =
                 pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
         }
@@ -489,7 +499,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
 // Of a split whose blocks the combine stage joins: what it would be without the others, and its
 // weight.
 __device__ __forceinline__ void store_split(const Consumer& self, const Place& to,
-                                            const float (&out)[COLUMNS / 2], const Softmax& rows,
+                                            const float (&out)[COLUMNS_V / 2], const Softmax& rows,
                                             float* partial, float* lse) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -498,9 +508,9 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
             (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.rows +
             to.row + r * 8;
         float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
-        float2* o = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + self.lane % 4;
+        float2* o = reinterpret_cast<float2*>(partial + at * HEAD_DIM_V) + self.lane % 4;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 8; ++i)
+        for (int i = 0; i < HEAD_DIM_V / 8; ++i)
             o[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
         if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r]));
     }
@@ -508,18 +518,17 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
 // no other warp reads, in the layout of a swizzled box.
 __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
-                                           const float (&out)[COLUMNS / 2], const Softmax& rows,
+                                           const float (&out)[COLUMNS_V / 2], const Softmax& rows,
                                            const TensorMap& o, float* lse) {
     float low = rows.inverse(0), high = rows.inverse(1);
-    constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
-    unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
+    unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * O_BYTES : self.own_q;
     if (BESIDE_Q) {
         if (self.lane == 0) tma_store_wait_read<0>();
         __syncwarp();
     }
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 16; ++i)
-        stmatrix_x4((staged + self.lane_at + i / 4 * QTile::PANEL_BYTES) ^ (i % 4 * 32),
+    for (int i = 0; i < COLUMNS_V / 16; ++i)
+        stmatrix_x4((staged + self.lane_at + i / 4 * OTile::PANEL_BYTES) ^ (i % 4 * 32),
                     pack(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                     pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
@@ -528,8 +537,8 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     __syncwarp();
     if (self.lane == 0 && to.first_row < self.call.rows) {
 #pragma unroll
-        for (int i = 0; i < QTile::PANELS; ++i)
-            store_box(o, staged + self.warp % 4 * 2048 + i * QTile::PANEL_BYTES, i * 64,
+        for (int i = 0; i < OTile::PANELS; ++i)
+            store_box(o, staged + self.warp % 4 * 2048 + i * OTile::PANEL_BYTES, i * 64,
                       to.first_row, self.call.layout.of_queries(to.head));
         tma_store_commit();
     }
@@ -555,8 +564,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     Consumer self{{at, call, warp, lane, key_group, row_group}};
     self.own_q = at.q + row_group * Q_BYTES;
     self.q_descriptor = QTile{self.own_q}.descriptor();
-    self.k_descriptor = KVTile{at.k}.descriptor();
-    self.v_descriptor = KVTile{at.v}.transposed_descriptor();
+    self.k_descriptor = KTile{at.k}.descriptor();
+    self.v_descriptor = VTile{at.v}.transposed_descriptor();
     self.lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
     self.own_p = at.p + warp / 4 * P_BUFFERS * P_BYTES, self.p_buffer = 0;
     self.p_descriptor = PTile{self.own_p}.descriptor();
@@ -607,7 +616,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         Consumer::State state;
         auto& [out, rows, p] = state;
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) out[i] = 0.f;
+        for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] = 0.f;
 
         if (KEY_GROUPS > 1)
             self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
@@ -623,8 +632,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if constexpr (SPLIT_CLUSTER)
             cluster_wait();  // all blocks have begun, and have their barriers: long since
         if constexpr (KEY_GROUPS > 1) {
-            unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * Q_BYTES : at.k;
-            merge<COLUMNS, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
+            unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * O_BYTES : at.k;
+            merge<COLUMNS_V, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
                 out, rows, smem + region - at.q, call.exponent());
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;

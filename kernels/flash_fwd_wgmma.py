@@ -39,6 +39,7 @@ kernel = Family(
     min_arch="sm_90a",
     head_dims=range(8, 257, 8),
     usual_head_dims=(64, 96, 128, 192, 256, 72),
+    head_dims_v=range(8, 257, 8),
     masks=("full", "causal", "window", "boolean"),
     layouts=("dense", "padded", "packed"),
     scores=("softcap", "sinks", "bias"),
@@ -55,14 +56,23 @@ BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
+# More of them where v has other columns, also beside a softcap. With over 192 of q, or of v and
+# tiles of over 64 keys, or with fewer of v beside a mask in memory or a bias, 8 to 108 bytes were
+# spilled without; with fewer of v and such tiles, 12.
+AGAIN_OF_WIDE, AGAIN_OF_NARROW = 32, 12
 # For a polynomial beside P in registers, without and with scores computed again: with 2 to 6, and
 # with 2 to 10, 8 to 108 bytes were spilled.
 OF_POLYNOMIAL = (8, 12)
 
 
 def columns(p: Problem) -> int:
-    """Columns of a tile: those of a row, and zeros up to 16, of which wgmma takes as many."""
+    """Columns of a tile of Q or K: those of a row, and zeros up to 16, as wgmma takes them."""
     return ceil_div(p.head_dim, 16) * 16
+
+
+def columns_v(p: Problem) -> int:
+    """Columns of a tile of V or O."""
+    return ceil_div(p.value_dim, 16) * 16
 
 
 def block_m(c: Config) -> int:
@@ -99,25 +109,33 @@ def most_blocks(c: Config, arch: Arch) -> int:
 
 def merge_bytes(c: Config, p: Problem) -> int:
     """Bytes of accumulators, maxima and sums that key groups hand over."""
-    return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (columns(p) // 2 + 4)
+    return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (columns_v(p) // 2 + 4)
+
+
+def ring_bytes(c: Config, p: Problem) -> int:
+    """Bytes of the tiles of K and of V in flight."""
+    return c.NUM_STAGES * c.BLOCK_N * sum(map(hopper.panels, p.head_dims)) * 128
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, the staging of persistent blocks, P, and what splits exchange."""
-    q_bytes = block_m(c) * hopper.panels(p.head_dim) * 128
-    ring = 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128
-    staged = (not c.O_OVER_Q) * q_bytes + merge_bytes(c, p) if c.PERSISTENT else 0
+    q_bytes, o_bytes = (block_m(c) * hopper.panels(dim) * 128 for dim in p.head_dims)
+    staged = 0
+    if c.PERSISTENT:
+        staged = (not c.O_OVER_Q) * o_bytes + merge_bytes(c, p)
+    if c.O_OVER_Q or not c.PERSISTENT:  # the output goes where Q was
+        q_bytes = max(q_bytes, o_bytes)
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
     staged += 2 * 16 * (1 + c.WARPGROUPS) if hopper.mask_define(p) and c.PERSISTENT else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
     if p.scores.bias is not None:
         staged += c.NUM_STAGES * block_m(c) * hopper.panels(c.BLOCK_N) * 128
     if c.SPLIT_CLUSTER:
-        staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (columns(p) // (2 * c.SPLITS) + 4)
+        staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (columns_v(p) // (2 * c.SPLITS) + 4)
     groups = c.WARPGROUPS // c.KEY_GROUPS
     barriers = 32 * c.NUM_STAGES + 8 + 8 * (1 + c.SPLIT_CLUSTER) * groups
     barriers += 8 * (groups - 1) * c.O_OVER_Q
-    return q_bytes + ring + staged + barriers
+    return q_bytes + ring_bytes(c, p) + staged + barriers
 
 
 def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None, int]:
@@ -134,18 +152,26 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int | None,
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
-    beside_p = next(count for most, count in BESIDE_P if columns(p) <= most)
+    beside_p = next(count for most, count in BESIDE_P if columns_v(p) <= most)
     of_p = beside_p if c.P_SHARED else c.BLOCK_N // 4
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
     again = c.OVERLAP > 0 and c.P_SHARED == 0 and c.MAXIMA == 2
     rest += AGAIN * again
+    if p.head_dim_v and (again or p.scores.softcap):
+        large, narrow = c.BLOCK_N > 64, columns_v(p) < columns(p)
+        wide = columns(p) > 192 or (columns_v(p) > 192 and large)
+        in_memory = hopper.mask_define(p) > 0 or p.scores.bias is not None
+        if wide or (narrow and in_memory):
+            rest += AGAIN_OF_WIDE
+        elif narrow and large:
+            rest += AGAIN_OF_NARROW
     if c.EXP2_POLY and not c.P_SHARED:
         rest += OF_POLYNOMIAL[again]
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)
-    return c.BLOCK_N // 2 + of_p + columns(p) // 2 + 4 * c.Q_REGISTERS + rest
+    return c.BLOCK_N // 2 + of_p + columns_v(p) // 2 + 4 * c.Q_REGISTERS + rest
 
 
 # fmt: off
@@ -166,21 +192,21 @@ kernel.keep_if(
     ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
      lambda c, p, arch: registers_needed(c, p) <= registers_given(c, p, arch)[2]
      # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
-     and max(c.BLOCK_N, columns(p)) // 2 + 26 <= registers_given(c, p, arch)[0]),
+     and max(c.BLOCK_N, columns_v(p)) // 2 + 26 <= registers_given(c, p, arch)[0]),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
     ("merge_fits", "the merge of key groups fits the ring", lambda c, p, arch: c.PERSISTENT > 0
-     or merge_bytes(c, p) <= 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128),
+     or merge_bytes(c, p) <= ring_bytes(c, p)),
     ("q_in_registers", "Q has head_dim / 16 sixteens of columns, rounded up",
      lambda c, p, arch: c.Q_REGISTERS <= columns(p) // 16),
     ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
-     lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
+     lambda c, p, arch: c.P_SHARED == 0 or max(p.head_dims) <= 128),
     ("output_over_q", "blocks that take turns, without key groups, stage the output where Q was",
      lambda c, p, arch: c.O_OVER_Q == 0 or (c.PERSISTENT > 0 and c.KEY_GROUPS == 1)),
     ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
      lambda c, p, arch: not c.SPLIT_CLUSTER
-     or (c.SPLITS in (2, 4, 8) and columns(p) % (8 * c.SPLITS) == 0)),
+     or (c.SPLITS in (2, 4, 8) and columns_v(p) % (8 * c.SPLITS) == 0)),
 )
 kernel.keep_if(
     ("masks_in_memory", "a mask in memory has whole rows of a head, in words, and its own order",
@@ -191,7 +217,7 @@ kernel.keep_if(
      lambda c, p, arch: not p.scores.kinds or (c.PACK_GQA == 0 and (not p.scores.sinks
      or c.SPLITS == 1) and (p.scores.bias is None or (c.BLOCK_N in (64, 128) and c.CLUSTER == 1)))),
     ("softcap", "beside a softcap, wide heads have no registers to compute scores again",
-     lambda c, p, arch: not p.scores.softcap or p.head_dim <= 128 or c.MAXIMA == 1),
+     lambda c, p, arch: not p.scores.softcap or max(p.head_dims) <= 128 or c.MAXIMA == 1),
     ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
      lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
@@ -223,7 +249,7 @@ kernel.keep_if(
 @kernel.workspace
 def workspace(c, p):
     rows = p.batch * p.heads * p.seqlen_q
-    split = {"partial": 4 * c.SPLITS * rows * p.head_dim, "partial_lse": 4 * c.SPLITS * rows}
+    split = {"partial": 4 * c.SPLITS * rows * p.value_dim, "partial_lse": 4 * c.SPLITS * rows}
     masks, records, tiles = sizes_of_mask(c, p)
     seen = {"bounds": 8 * masks * p.seqlen_q} if hopper.mask_define(p) == 1 else {}
     if hopper.mask_define(p) == 2:
@@ -361,7 +387,7 @@ def fwd(c, p, arch):
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
-    defines |= {kind.upper(): 1 for kind in p.scores.kinds}
+    defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
     if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
         defines["EMPTY_ROWS"] = 1
     box = (64, c.BLOCK_N // c.CLUSTER)
@@ -373,8 +399,8 @@ def fwd(c, p, arch):
         args=(
             of_q,
             hopper.tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, box=box),
-            hopper.tensor_map("v", heads_kv, p.seqlen_k, p.head_dim, box=box),
-            hopper.tensor_map("o", heads, cut.seqlen_q, p.head_dim, box=(64, 16)),
+            hopper.tensor_map("v", heads_kv, p.seqlen_k, p.value_dim, box=box),
+            hopper.tensor_map("o", heads, cut.seqlen_q, p.value_dim, box=(64, 16)),
             *(*outputs, heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
             *listed,
@@ -394,9 +420,11 @@ def combine(c, p, arch):
     rows = p.batch * p.heads * p.seqlen_q
     return Launch(
         function="flash_fwd_wgmma_combine",
-        grid=(ceil_div(rows * p.head_dim, 4 * COMBINE_THREADS), 1, 1),
+        grid=(ceil_div(rows * p.value_dim, 4 * COMBINE_THREADS), 1, 1),
         threads=COMBINE_THREADS,
         args=("partial", "partial_lse", "o", "lse", rows),
-        defines={"COMBINE_THREADS": COMBINE_THREADS, **hopper.empty_rows(p)},
+        defines={"COMBINE_THREADS": COMBINE_THREADS}
+        | hopper.empty_rows(p)
+        | hopper.value_columns(p),
         programmatic=c.PDL > 0,
     )

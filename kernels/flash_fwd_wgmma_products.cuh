@@ -28,7 +28,7 @@ struct Products {
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
 
     using Scores = float[BLOCK_N / 2];
-    using Output = float[COLUMNS / 2];
+    using Output = float[COLUMNS_V / 2];
     using HalfScores = float[HALF_TILES ? BLOCK_N / 4 : BLOCK_N / 2];
     using Weights = unsigned[BLOCK_N / 4];  // P as fragments; unused if P is in shared memory
     struct State {
@@ -78,12 +78,12 @@ struct Products {
     template <int N>
     __device__ __forceinline__ void begin_qk(float (&s)[N], bool) const {
         wgmma_fence();
-        unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
+        unsigned long long k = k_descriptor + k_at.stage * (K_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; ++i) {
             constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
             unsigned in = i % IN_PANEL * 32;
-            unsigned long long of_k = k + KVTile::step(i);
+            unsigned long long of_k = k + KTile::step(i);
             if (i < Q_REGISTERS)
                 Wgmma<2 * N>::template rs<IS_BF16, 0>(s, q_columns[i], of_k, i > 0);
             else
@@ -105,7 +105,7 @@ struct Products {
     }
     // s = Q K^T once more of this warp's 16 rows alone, which is rare: the others do not take part.
     __device__ __forceinline__ void qk_again(Scores& s) const {
-        unsigned k = at.k + k_at.stage * KV_BYTES + (lane / 16 * 8 + lane % 8) * 128;
+        unsigned k = at.k + k_at.stage * K_BYTES + (lane / 16 * 8 + lane % 8) * 128;
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 16; ++n) {
             float d[2][4] = {};
@@ -115,7 +115,7 @@ struct Products {
                 if (i >= Q_REGISTERS) load_q(a, i);
 #pragma unroll
                 for (int j = 0; j < (i < Q_REGISTERS ? 4 : 0); ++j) a[j] = q_columns[i][j];
-                ldmatrix_x4(b, k + n * 2048 + i / 4 * KVTile::PANEL_BYTES +
+                ldmatrix_x4(b, k + n * 2048 + i / 4 * KTile::PANEL_BYTES +
                                    ((i % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
                 mma_16816<IS_BF16>(d[0], a, b[0], b[1]);
                 mma_16816<IS_BF16>(d[1], a, b[2], b[3]);
@@ -132,13 +132,13 @@ struct Products {
         warpgroup_fence_operand(out);
         wgmma_fence();
         unsigned long long shared_p = p_descriptor + p_buffer * (P_BYTES / 16),
-                           v = v_descriptor + v_at.stage * (KV_BYTES / 16);
+                           v = v_descriptor + v_at.stage * (V_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i)
             if (P_SHARED)
-                Wgmma<COLUMNS>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
-                                               1);
-            else Wgmma<COLUMNS>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
+                Wgmma<COLUMNS_V>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
+                                                 1);
+            else Wgmma<COLUMNS_V>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
         wgmma_commit();
     }
     __device__ __forceinline__ void end_pv(State& state) {
@@ -212,7 +212,7 @@ struct Products {
     }
     __device__ __forceinline__ static void scale_rows(Output& out, const float (&by)[2]) {
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) out[i] *= by[i / 2 % 2];
+        for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] *= by[i / 2 % 2];
     }
     // The softmax of a tile that nothing runs beside.
     template <int N>

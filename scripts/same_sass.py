@@ -91,6 +91,8 @@ def says_more(job: Job, old: Family, new: Family) -> bool:
     known = {param.name for param in old.params}
     if job.problem.head_dim not in old.head_dims:
         return True
+    if job.problem.head_dim_v and not old.head_dims_v:
+        return True
     return any(p.name not in known and job.config[p.name] != p.absent for p in new.params)
 
 

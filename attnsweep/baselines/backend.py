@@ -107,6 +107,8 @@ class Backend:
     scores: tuple[str, ...] = ()
     rounds_scores: int = 0
     ops: tuple[str, ...] = ("forward",)
+    head_dim_v: bool = True
+    """Whether it may have v of another head_dim than q; which ones, it says when it is called."""
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
 
@@ -116,6 +118,8 @@ class Backend:
             return f"{self.name} is timed in no {problem.op.name}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} does not do {problem.dtype}"
+        if problem.head_dim_v and not self.head_dim_v:
+            return f"{self.name} has no head_dim_v: v has as many columns as q"
         if problem.mask.kind not in self.masks:
             return f"{self.name} has no mask {problem.mask.label}"
         if problem.layout.kind not in self.layouts:

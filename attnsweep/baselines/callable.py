@@ -48,9 +48,10 @@ def ways_of(name: str) -> Builder:
     """Call `module:function` as f(q, k, v, problem=problem), or f(q, k, v) if it takes no problem.
 
     q, k, v: contiguous CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype; k and
-    v with its heads_kv. It returns o as such a tensor. For a backward problem it is called with
-    q, k, v, o, lse, do and returns (dq, dk, dv). A CUDA graph must be able to capture it, so that
-    it may not wait for the device.
+    v with its heads_kv, and v with head_dim_v if the problem has one. It returns o as such a
+    tensor, with v's columns. For a backward problem it is called with q, k, v, o, lse, do and
+    returns (dq, dk, dv). A CUDA graph must be able to capture it, so that it may not wait for the
+    device.
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

@@ -18,7 +18,7 @@ def cannot(problem: Problem) -> str | None:
     """What it is not timed for, or does not do."""
     if problem.variant == "full":
         return "is for masks and other scores, and this problem has none"
-    return "needs a head_dim of 16 or more" if problem.head_dim < 16 else None
+    return "needs a head_dim of 16 or more" if min(problem.head_dims) < 16 else None
 
 
 def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:

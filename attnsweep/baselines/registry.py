@@ -55,20 +55,21 @@ BACKENDS = {
             **_MASKED,
             scores=("bias",),
         ),
-        Backend("torch_varlen", _varlen, TORCH, layouts=("packed",)),
+        Backend("torch_varlen", _varlen, TORCH, layouts=("packed",), head_dim_v=False),
         Backend(
             "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
         ),
         Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
         Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
-        Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
+        Backend("triton_flash", _triton, _TRITON, masks=("full", "causal"), head_dim_v=False),
         Backend(
             "flash_attn_2",
             _flash_attention("flash_attn_2", "flash_attn"),
             _FLASH_2,
             layouts=("dense", "packed"),
             scores=("softcap",),
+            head_dim_v=False,
             cannot=flash.cannot,
         ),
         Backend(

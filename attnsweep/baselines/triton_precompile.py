@@ -43,6 +43,7 @@ class TritonPrecompile:
         Whatever fails here fails in `wait`'s caller again.
         """
         wanted = "triton_flash" in names and problem.dtype in ("fp16", "bf16")
+        wanted = wanted and not problem.head_dim_v
         if problem == self._begun or not wanted or not importable("triton"):
             return
         self._begun = problem

@@ -53,7 +53,8 @@ def tune(
         typer.Argument(
             metavar="SHAPE",
             help="batch,heads,seqlen,head_dim: 4,32,4096,128; or B=4 H=32 Hkv=8 S=4096 D=128 (Sq "
-            "and Sk for two lengths); or a CSV file of such rows.",
+            "and Sk for two lengths, Dv for v of another head_dim, as in 4,32,4096,192/128); or a "
+            "CSV file of such rows.",
             show_default=False,
             autocompletion=completion.tables,
         ),

@@ -166,7 +166,7 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     seqlen_q = of_one.seqlen_q
     group = problem.heads // problem.heads_kv
     wanted = ceil_div(_TURNS_OF_AN_SM * sm_count, group * ceil_div(seqlen_q, TILE))
-    batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.head_dim))
+    batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.value_dim))
     if batch == 0:
         return None
     layout = problem.layout

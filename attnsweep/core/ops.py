@@ -63,7 +63,7 @@ def _keys(p: Problem) -> tuple[int, ...]:
 
 
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
-    shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
+    shapes = {"q": _queries(p), "k": _keys(p), "v": (*_keys(p)[:3], p.value_dim)}
     given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
     return given + _scales(p) + _mask(p) + _ranges(p) + _of_scores(p)
 
@@ -108,11 +108,11 @@ def _of_scores(p: Problem) -> tuple[Tensor, ...]:
 
 
 def _forward_outputs(p: Problem) -> tuple[Tensor, ...]:
-    return (Tensor("o", _queries(p), p.out_dtype),)
+    return (Tensor("o", (*_queries(p)[:3], p.value_dim), p.out_dtype),)
 
 
 def _forward_flops(p: Problem) -> int:
-    return 2 * p.pairs * (p.head_dim + p.head_dim)  # of Q K^T, and of P V
+    return 2 * p.pairs * sum(p.head_dims)  # of Q K^T, and of P V
 
 
 FORWARD = Op("forward", _forward_inputs, _forward_outputs, _forward_flops)

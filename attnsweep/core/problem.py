@@ -39,7 +39,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 _LABEL = re.compile(
-    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
+    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
     r"(?: +(?!causal_|window|boolean|padded|packed|softcap|sinks|bias|backward)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
     r"(?: +(pa(?:dded|cked)\([^)]*\)))?"
@@ -55,12 +55,12 @@ class Problem:
     Or, with `op` BACKWARD, the gradients of Q, K and V: see core/ops.py.
 
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
-    contiguous. Query head h reads key head h // (heads // heads_kv). `mask` says which keys a query
-    sees; causal=True is another way to write mask=CAUSAL. A query that sees none has output 0, and
-    a log-sum-exp of minus infinity. In a padded `layout`, an item of the batch has keys of its own
-    range alone, which is one more input of a call, `key_range`, int32 (batch, 2): the first key and
-    the one after the last. A query sees a key if the mask and the range let it. A Boolean mask is
-    an input too, `mask`.
+    contiguous; with `head_dim_v`, v and o have rows of that many elements. Query head h reads key
+    head h // (heads // heads_kv). `mask` says which keys a query sees; causal=True is another way
+    to write mask=CAUSAL. A query that sees none has output 0, and a log-sum-exp of minus infinity.
+    In a padded `layout`, an item of the batch has keys of its own range alone, which is one more
+    input of a call, `key_range`, int32 (batch, 2): the first key and the one after the last. A
+    query sees a key if the mask and the range let it. A Boolean mask is an input too, `mask`.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -83,6 +83,8 @@ class Problem:
     scores: Scores = PLAIN
     op: Op = FORWARD
     """What a call computes."""
+    head_dim_v: int | None = None
+    """Elements of a row of v and o, if they are not as many as of q and k: see value_dim."""
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -100,20 +102,23 @@ class Problem:
         layout: Layout = DENSE,
         scores: Scores = PLAIN,
         op: Op = FORWARD,
+        head_dim_v: int | None = None,
         *,
         causal: bool | None = None,
     ) -> None:
-        """causal: in the place of `mask`, CAUSAL or FULL."""
+        """causal: in the place of `mask`, CAUSAL or FULL. head_dim_v: head_dim is None's too."""
         if causal is not None:
             mask = CAUSAL if causal else FULL
         mask = mask.of_lengths(seqlen_q, seqlen_k)
         sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
-        values = (*sizes, dtype, mask, layout, scores, op)
+        of_v = None if head_dim_v == head_dim else head_dim_v
+        values = (*sizes, dtype, mask, layout, scores, op, of_v)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
-        own = [*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers
-        object.__setattr__(self, "_hash", hash((*sizes, *own, *([1] if op is not FORWARD else ()))))
+        own = [[*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers]
+        own += ([1] if op is not FORWARD else []) + ([of_v] if of_v else [])
+        object.__setattr__(self, "_hash", hash((*sizes, *own)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -122,6 +127,8 @@ class Problem:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.value_dim < 1:
+            raise ProblemError(f"head_dim_v must be at least 1, not {self.value_dim}")
         if self.dtype not in get_args(Dtype):
             raise ProblemError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
         if self.scaled and self.head_dim % 16:
@@ -154,6 +161,8 @@ class Problem:
                 f"{self.label}: a boolean mask that hides padding is of each item",
                 hint="write boolean: [item]",
             )
+        if self.head_dim_v and self.scaled:
+            raise ProblemError(f"{self.label}: FP8 has no head_dim_v")
         if self.scores.kinds and self.scaled:
             raise ProblemError(f"{self.label}: FP8 has no {self.scores.kinds[0]}")
         if self.scores.bias is not None and (self.mask != FULL or self.layout != DENSE):
@@ -174,6 +183,7 @@ class Problem:
         others = [self.mask.label] if self.mask.boolean else []
         others += [self.layout.kind] if self.layout != DENSE else []
         others += self.scores.kinds
+        others += ["head_dim_v"] if self.head_dim_v else []
         if DTYPE_BYTES[self.dtype] != 2:
             others.append(self.dtype)
         if others:
@@ -186,6 +196,16 @@ class Problem:
     def causal(self) -> bool:
         """Whether the mask is the causal one."""
         return self.mask == CAUSAL
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a row of v and o: head_dim_v, or else head_dim."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Elements of a row of q and k, and of one of v and o."""
+        return self.head_dim, self.value_dim
 
     @property
     def rows_with_keys(self) -> int:
@@ -240,8 +260,8 @@ class Problem:
     def label(self) -> str:
         """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`.
 
-        With padding, `(4,8,512,64) bf16 causal padded(right,40)`; then come `scores.label`, and
-        ` backward` of such a call.
+        With head_dim_v, `(1,16,2048,192/128) bf16 causal`. With padding, `(4,8,512,64) bf16 causal
+        padded(right,40)`; then come `scores.label`, and ` backward` of such a call.
         """
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
@@ -249,7 +269,8 @@ class Problem:
             if self.seqlen_q == self.seqlen_k
             else f"{self.seqlen_q}x{self.seqlen_k}"
         )
-        sizes = f"({self.batch},{heads},{seqlen},{self.head_dim})"
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        sizes = f"({self.batch},{heads},{seqlen},{dims})"
         op = "" if self.op == FORWARD else f" {self.op.name}"
         return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}{self.scores.label}{op}"
 
@@ -266,12 +287,13 @@ class Problem:
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )
-        b, heads, kv, q, k, d, dtype, mask, padding, scores, op = match.groups()
+        b, heads, kv, q, k, d, of_v, dtype, mask, padding, scores, op = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = of_label(padding) if padding else DENSE
         seen = Boolean.parse(mask) if mask else FULL
-        return cls(*sizes, known, seen, layout, Scores.parse(scores), OPS[op or "forward"])
+        how = Scores.parse(scores), OPS[op or "forward"], int(of_v) if of_v else None
+        return cls(*sizes, known, seen, layout, *how)
 
     def __repr__(self) -> str:
         """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
@@ -284,7 +306,8 @@ class Problem:
         sizes = {name: getattr(self, name) for name in SIZES}
         own = self.mask.facts | self.layout.facts | self.scores.facts
         op = {} if self.op == FORWARD else {"op": self.op.name}
-        return sizes | {"dtype": self.dtype} | own | op
+        of_v = {} if self.head_dim_v is None else {"head_dim_v": self.head_dim_v}
+        return sizes | {"dtype": self.dtype} | own | op | of_v
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -301,7 +324,10 @@ class Problem:
         values = {"mask": Boolean.of(facts), "layout": of_facts(facts), "scores": Scores.of(facts)}
         if (op := facts.get("op", FORWARD.name)) not in OPS:
             raise ProblemError(f"an op is one of {', '.join(OPS)}, not {op!r}")
-        return cls(**own | values, op=OPS[op])
+        of_v = facts.get("head_dim_v")
+        if not isinstance(of_v, int | None):
+            raise ProblemError(f"head_dim_v is a whole number, not {of_v!r}")
+        return cls(**own | values, op=OPS[op], head_dim_v=of_v)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -388,8 +414,8 @@ class Problem:
         if not isinstance(self.layout, Padded):
             return self.tensor_bytes
         padding = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
-        row = self.heads_kv * self.head_dim * DTYPE_BYTES[self.dtype]
-        return self.tensor_bytes - 2 * padding * row
+        row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
+        return self.tensor_bytes - padding * row
 
     @property
     def tensor_bytes(self) -> int:
@@ -429,7 +455,7 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
         *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
-        *("softcap", "sinks", "bias", "op"),
+        *("softcap", "sinks", "bias", "op", "head_dim_v"),
     }
 )
 """Keys that `Problem.facts` may have."""

@@ -89,6 +89,12 @@ LaunchBuilder = Callable[[Config, Problem, Arch], "Launch | None"]
 WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
 
 
+def _text_of_dims(dims: tuple[int, ...] | range) -> str:
+    if isinstance(dims, range):
+        return f"{dims[0]} to {dims[-1]} in steps of {dims.step}"
+    return ", ".join(map(str, dims))
+
+
 def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {}
 
@@ -178,7 +184,8 @@ class Family:
 
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
-    head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
+    head_dims: the supported ones, as a tuple or a range. head_dims_v: those that v and o may have
+    where they differ from q's and k's; without, they may not. masks: the kinds that it can: full,
     causal, window, and boolean if it reads `mask`. layouts: dense, padded if it reads `key_range`,
     and packed if it reads `cu_seqlens_q` and `cu_seqlens_k`, with each of its masks. For all of
     those it must have empty_rows, since the inputs are known on the device alone. scores: what it
@@ -206,6 +213,7 @@ class Family:
     deterministic: bool | str = True
     lse: str = ""
     usual_head_dims: tuple[int, ...] = ()
+    head_dims_v: tuple[int, ...] | range = ()
     ops: tuple[str, ...] = ("forward",)
     source: Path = field(init=False)
     declared_at: str = field(init=False)
@@ -236,10 +244,9 @@ class Family:
 
     @property
     def head_dims_text(self) -> str:
-        """`64, 128, 256`, or `512 to 8192 in steps of 4`."""
-        if isinstance(self.head_dims, range):
-            return f"{self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
-        return ", ".join(map(str, self.head_dims))
+        """`64, 128, 256`, or `512 to 8192 in steps of 4`; and those of v, if it may have others."""
+        of_v = f", head_dim_v {_text_of_dims(self.head_dims_v)}" if self.head_dims_v else ""
+        return _text_of_dims(self.head_dims) + of_v
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
@@ -369,10 +376,15 @@ class Family:
             return f"{arch.name} has no FP8: it needs sm_89 or later"
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
-        if problem.head_dim not in self.head_dims:
-            nearest = min(self.head_dims, key=lambda own: (abs(own - problem.head_dim), -own))
-            own = f"{self.head_dims_text}; the nearest is {nearest}"
-            return f"head_dim {problem.head_dim} is not one of {own}"
+        if problem.head_dim_v and not self.head_dims_v:
+            return f"v has as many columns as q and k, and not head_dim_v {problem.head_dim_v}"
+        asked = [("head_dim", problem.head_dim, self.head_dims)]
+        if problem.head_dim_v:
+            asked.append(("head_dim_v", problem.head_dim_v, self.head_dims_v))
+        for name, dim, dims in asked:
+            if dim not in dims:
+                nearest = min(dims, key=lambda own: (abs(own - dim), -own))
+                return f"{name} {dim} is not one of {_text_of_dims(dims)}; the nearest is {nearest}"
         if problem.mask.kind not in self.masks:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         if problem.layout.kind not in self.layouts:

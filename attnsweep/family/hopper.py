@@ -26,6 +26,11 @@ def empty_rows(problem: Problem) -> dict[str, int]:
     return {"EMPTY_ROWS": 1} if problem.has_empty_rows else {}
 
 
+def value_columns(problem: Problem) -> dict[str, int]:
+    """The define of a launch whose v and o have rows of another length than q and k."""
+    return {"HEAD_DIM_V": problem.value_dim} if problem.head_dim_v else {}
+
+
 def mask_define(problem: Problem) -> int:
     """What memory says of a mask: 0 nothing, 1 an interval of each query, 2 a bit of each key."""
     return 0 if problem.kind in ("full", "causal") else 2 if problem.kind == "boolean" else 1
@@ -95,7 +100,7 @@ def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_byt
 
 def heads_that_fit(p: Problem, l2_bytes: int) -> int:
     """Number of heads whose K and V fit in the L2 together; see heads_sharing_l2."""
-    fit = l2_bytes * (p.heads // p.heads_kv) // (4 * p.seqlen_k * p.head_dim)
+    fit = l2_bytes * (p.heads // p.heads_kv) // (2 * p.seqlen_k * sum(p.head_dims))
     return min(p.batch * p.heads, max(1, fit))
 
 

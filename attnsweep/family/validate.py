@@ -69,12 +69,13 @@ def of_kernel(kernel: Any) -> Fault | None:
         known = ", ".join(DTYPE_BYTES)
         return Fault(f"dtypes are a tuple of {known}, not {names!r}", 'write dtypes=("fp16",)')
     dims = kernel.head_dims
-    if not isinstance(dims, tuple | range) or not all(type(dim) is int for dim in dims):
-        what = f"head_dims are a tuple of whole numbers, or a range, not {dims!r}"
-        return Fault(what, "write a tuple of one as (64,)")
-    if not dims or min(dims) < 1:
-        what = "head_dims are empty" if not dims else f"head_dims are above 0, not {min(dims)}"
-        return Fault(what, "write the supported ones, as in head_dims=(64, 128)")
+    for name, own in (("head_dims", dims), ("head_dims_v", kernel.head_dims_v)):
+        if not isinstance(own, tuple | range) or not all(type(dim) is int for dim in own):
+            what = f"{name} are a tuple of whole numbers, or a range, not {own!r}"
+            return Fault(what, "write a tuple of one as (64,)")
+        if min(own, default=0 if own is dims else 1) < 1:
+            what = f"{name} are above 0, not {min(own)}" if own else f"{name} are empty"
+            return Fault(what, f"write the supported ones, as in {name}=(64, 128)")
     if not isinstance(kernel.usual_head_dims, tuple) or not {*kernel.usual_head_dims} <= {*dims}:
         what = f"usual_head_dims are a tuple of head_dims, not {kernel.usual_head_dims!r}"
         return Fault(what, "write some of head_dims, or leave them out")

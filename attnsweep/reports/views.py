@@ -205,6 +205,7 @@ def families_json(kernels: Mapping[str, Family], baselines: Iterable[str]) -> di
                 "min_arch": kernel.min_arch,
                 "dtypes": kernel.dtypes,
                 "head_dims": list(kernel.head_dims),
+                "head_dims_v": list(kernel.head_dims_v),
                 "stages": list(kernel.stages),
                 "params": [
                     {"name": p.name, "values": p.values, "help": p.help} for p in kernel.params

@@ -301,6 +301,11 @@ class ProblemSpec(_Model):
     seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
     seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
     head_dim: Many[Size] = Field(description="Elements per head and row.")
+    head_dim_v: Many[Size] | None = Field(
+        default=None,
+        description="Elements per head and row of v and o, if not head_dim: 128 with head_dim 192, "
+        "as in MLA's prefill.",
+    )
     dtype: Many[Dtype] = Field(
         default=["fp16"],
         description="Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of "
@@ -406,6 +411,7 @@ class ProblemSpec(_Model):
                 for mask in masks
             ]
         axes += [seqlens, self.head_dim, self.dtype, masks, [OPS[op] for op in self.op]]
+        axes += [self.head_dim_v or [None]]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
@@ -414,8 +420,8 @@ class ProblemSpec(_Model):
             given = {"softcap": self.softcap, "sinks": self.sinks, "bias": self.bias}
             scores = Scores.of(given)
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores, op)
-                for b, heads, kv, (q, k), d, dtype, mask, op in itertools.product(*axes)
+                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores, op, of_v)
+                for b, heads, kv, (q, k), d, dtype, mask, op, of_v in itertools.product(*axes)
             ]
         except ProblemError as error:
             raise wrong(error.what, error.hint) from error

@@ -2,9 +2,9 @@
 
 The grammar, in words apart from each other:
 
-    4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k:
-    2,32/8,512x2048,128
-    B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
+    4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k,
+    2,32/8,512x2048,192/128            head_dim/head_dim_v:
+    B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S; Dv
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
                                        window_top_left(512,0), boolean(blocks,30) and
                                        padded(right,40), backward
@@ -39,6 +39,7 @@ _KEYS = {
     "Sq": "seqlen_q",
     "Sk": "seqlen_k",
     "D": "head_dim",
+    "Dv": "head_dim_v",
 }
 """The short name of each size; dtype and causal have none."""
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
@@ -113,8 +114,8 @@ def read_csv(
 ) -> list[Problem]:
     """The problems of a CSV file: a row each, below a row of names or without one.
 
-    The names are those of a spec's fields, or B, H, Hkv, S, Sq, Sk, D. Without names the columns
-    are batch, heads, seqlen, head_dim, and then dtype and mask. `#` begins a comment.
+    The names are those of a spec's fields, or B, H, Hkv, S, Sq, Sk, D, Dv. Without names the
+    columns are batch, heads, seqlen, head_dim, and then dtype and mask. `#` begins a comment.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -281,11 +282,13 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
         if len(texts) == 1 and re.fullmatch(r"\d+(x\d+){3}", texts[0]):
             hint = f"write commas: {texts[0].replace('x', ',')}"
         raise _Wrong(f"a shape has four numbers, not {len(texts)}", hint)
-    batch, heads, seqlen, head_dim, *rest = texts
+    batch, heads, seqlen, dims, *rest = texts
     query, _, kv = heads.partition("/")
+    head_dim, _, of_v = dims.partition("/")
     rows, _, keys = seqlen.lower().partition("x")
     fields = {"batch": batch, "heads": query, "head_dim": head_dim}
     fields |= {"heads_kv": kv} if "/" in heads else {}
+    fields |= {"head_dim_v": of_v} if "/" in dims else {}
     # An `x` with nothing on one side of it is a word, not two lengths.
     fields |= {"seqlen_q": rows, "seqlen_k": keys} if rows and keys else {"seqlen": seqlen}
     for text in rest:

@@ -41,7 +41,7 @@ _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 # The shipped specs whose spaces problems in 16 bits get on a Hopper card: see _by_shape. On an
 # H100, (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml, 48 with decode.yaml's.
 _FEW_QUERIES, _SHORT, _LONG = "decode", "flash_short", "flash_training"
-_DIMS, _OTHER_DIMS = "flash_dims", "head_dims"
+_DIMS, _OTHER_DIMS, _VALUE_DIMS = "flash_dims", "head_dims", "value_dims"
 # Queries of a head that are few: they fill no tile of 64.
 _MOST_FEW = 64
 # Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
@@ -210,7 +210,8 @@ def run_name(problems: Sequence[Problem], kernels: Sequence[str] = ()) -> str:
     """
     labels = sorted(problem.label for problem in problems)
     if len(labels) == 1:
-        name = re.sub("[^a-z0-9]+", "-", labels[0].replace("/", "kv")).strip("-")
+        label = re.sub(r"/(?=\d+\))", "v", labels[0]).replace("/", "kv")  # of head_dim, of heads
+        name = re.sub("[^a-z0-9]+", "-", label).strip("-")
     else:
         digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()[:8]
         name = f"{len(labels)}-shapes-{digest}"
@@ -258,6 +259,7 @@ def _entry(problem: Problem) -> dict[str, Any]:
     same = p.seqlen_q == p.seqlen_k
     entry |= {"seqlen": p.seqlen_q} if same else {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     entry["head_dim"] = p.head_dim
+    entry |= {} if p.head_dim_v is None else {"head_dim_v": p.head_dim_v}
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
     rest = {name: value for name, value in p.facts.items() if name not in (*SIZES, "dtype")}
     return entry | {name: value for name, value in rest.items() if value is not False}
@@ -316,6 +318,8 @@ def _by_shape(problem: Problem, target: Target) -> str | None:
         return None
     if target.recording is not None:  # it has candidates of the card's own spec
         return None
+    if problem.head_dim_v:
+        return _VALUE_DIMS
     if problem.seqlen_q <= _MOST_FEW and problem.seqlen_k > _MOST_FEW * 8:
         return _FEW_QUERIES
     if problem.query_tiles(64) <= _TILES_OF_SHORT * target.arch.sm_count:

@@ -92,9 +92,9 @@ class Compared:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Heads of the output to one of keys, its rows, and head_dim."""
-        _, heads, rows, head_dim = self.problem.shape_of(self.name)
-        return heads // self.problem.heads_kv, rows, head_dim
+        """Heads of the output to one of keys, its rows, and the elements of a row."""
+        _, heads, rows, columns = self.problem.shape_of(self.name)
+        return heads // self.problem.heads_kv, rows, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class Comparer:
 
         Only rows of the sample's tiles are written.
         """
-        columns = 64 if problem.head_dim <= 64 else 128
+        columns = 64 if problem.value_dim <= 64 else 128
         doubles = _TILE * _PITCH + max(2 * _CHUNK * _PITCH, _CHUNK * columns)
-        tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.head_dim, columns)
+        tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.value_dim, columns)
         pointers = [np.uint64(inputs[name].pointer) for name in "qkv"]
         sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
         scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
@@ -173,7 +173,7 @@ class Comparer:
             tiles * problem.batch * problem.heads,
             [
                 *(*pointers, np.uint64(out.pointer), np.uint64(lse.pointer)),
-                *map(np.int32, (*sizes, problem.head_dim)),
+                *map(np.int32, (*sizes, *problem.head_dims)),
                 *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
                 *(np.uint64(at.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
@@ -309,11 +309,12 @@ class Comparer:
         In one launch: the device waits for it before each replay that is timed.
         """
         one, other = tensors[0], tensors[-1]
-        sign, sizes = np.uint32(sign_bits(self.dtype)), (np.int64(one.nbytes), np.int32(heads))
+        sign = np.uint32(sign_bits(self.dtype))
+        sizes = (np.int64(one.nbytes), np.int64(other.nbytes), np.int32(heads))
         mixes = map(np.uint64, (old, new, mix.pointer))
         args = [np.uint64(one.pointer), np.uint64(other.pointer), *sizes, sign, *mixes]
-        count = len(tensors)
-        blocks = self._blocks(count * one.nbytes, count * heads)
+        count, most = len(tensors), max(one.nbytes, other.nbytes)
+        blocks = self._blocks(count * most, count * heads)
         self._launch("negate", blocks, args, 0, min(heads, _PARTS), count)
 
     def count_outside(self, buffer: Buffer, slot: int) -> None:

@@ -99,7 +99,8 @@ class DeviceCase:
         self._seed, self._rng = seed, np.random.default_rng(seed)
         problem = case.problem
         # A head with half a word cannot be negated without its neighbour.
-        apart = two_sided and problem.head_dim * DTYPE_BYTES[problem.dtype] % 4 == 0
+        item = DTYPE_BYTES[problem.dtype]
+        apart = two_sided and not any(dim * item % 4 for dim in problem.head_dims)
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
         # In a backward, a part of every output is a whole key head.
         group = 1 if self._backward else problem.heads // problem.heads_kv

@@ -113,7 +113,7 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
     for number, (name, rows) in enumerate(_STEPS.items()):
         shape = problem.shape_of(name)
         # Not whole rows, so that no row of a head is one of another.
-        step = rows * problem.head_dim + 8 * (number + 1)
+        step = rows * shape[3] + 8 * (number + 1)
         pool = np.empty(Windows.pool_size(shape, step), to_bits(np.empty(0), problem.dtype).dtype)
 
         def one(begin: int, rng: np.random.Generator, into: Bits = pool) -> None:

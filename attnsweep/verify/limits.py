@@ -96,7 +96,7 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     problem, dtype = case.problem, case.problem.out_dtype
     same = same or same_maths(case, rounds_scores)
     times, half = _TIMES[rounds_scores > 0], HALF_ULP[dtype]
-    times = more_near_zero(times, problem.head_dim)
+    times = more_near_zero(times, problem.value_dim)
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
         half *= max(1.0, math.sqrt(problem.head_dim / 2048))

@@ -32,7 +32,7 @@ class Measures:
     row: float
     """Largest ‖out - expected‖ / length of a row."""
     element: float
-    """Largest |out - expected| beyond half an ulp of `expected`, over length / sqrt(head_dim)."""
+    """Largest |out - expected| beyond half an ulp of `expected`, over length / sqrt(columns)."""
     rms: float = 0.0
     """Root of the mean square of the rows' errors: of all measures the surest of a precision."""
     row_gain: float = 0.0
@@ -67,7 +67,7 @@ def measures(
     tilted: Float | None = None,
     least: float = 0.0,
 ) -> Measures:
-    """Measures of an output (batch, heads, rows, head_dim); NaN if any element is NaN.
+    """Measures of an output (batch, heads, rows, columns); NaN if any element is NaN.
 
     tilted: the expected output at the scale (1 + TILT) * scale. least: length of a row at least.
     """

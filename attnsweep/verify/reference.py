@@ -115,7 +115,7 @@ def sampled_rows(
     Otherwise the first, the last, both sides of tile edges, and random ones by `seed`. There are
     at least 8 random rows of each head, and more if all of them cost at most `flops`.
     """
-    per_row = 4 * problem.batch * problem.heads * problem.seqlen_k * problem.head_dim
+    per_row = 2 * problem.batch * problem.heads * problem.seqlen_k * sum(problem.head_dims)
     count = max(8, int(flops / per_row))
     if count >= problem.seqlen_q:
         return np.arange(problem.seqlen_q)
@@ -138,7 +138,7 @@ def exact_rows(
     """
     group = problem.heads // problem.heads_kv
     shape = (problem.batch, problem.heads, len(rows))
-    sides = [(np.empty((*shape, problem.head_dim)), np.empty(shape)) for _ in signs]
+    sides = [(np.empty((*shape, problem.value_dim)), np.empty(shape)) for _ in signs]
 
     def one(batch: int, head_kv: int) -> None:
         k, v = (

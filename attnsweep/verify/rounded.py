@@ -123,7 +123,7 @@ def reference(
     rows: npt.NDArray[np.int64],
     maths: Maths = EXACT,
 ) -> Float:
-    """The attention rows (batch, heads, len(rows), head_dim) in float64."""
+    """The attention rows (batch, heads, len(rows), columns of o) in float64."""
     return references(inputs, problem, rows, [maths])[0]
 
 
@@ -135,7 +135,7 @@ def references(
 ) -> list[Float]:
     """The rows by each of several maths, which share their scores and exponentials."""
     group = problem.heads // problem.heads_kv
-    shape = (problem.batch, problem.heads, len(rows), problem.head_dim)
+    shape = (problem.batch, problem.heads, len(rows), problem.value_dim)
     outs = [np.empty(shape) for _ in maths]
 
     size = _BLOCK_ROWS if problem.seqlen_k <= 2**15 else _BLOCK_ROWS_OF_LONG
@@ -169,7 +169,7 @@ def _attend(
     finish: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
     sink: float,
 ) -> Iterator[npt.NDArray[Any]]:
-    """Some rows of one head (rows, head_dim), by each of the maths. hidden: keys not to see.
+    """Some rows of one head (rows, columns of o), by each of the maths. hidden: keys not to see.
 
     finish: makes of scaled scores those of the softmax. sink: one more score of each row.
     """

@@ -13,10 +13,19 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Selection, Space
 from attnsweep.serve.export_code import compile_for_models
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
+from attnsweep.specs.shipped import shipped_specs
 
 ARCH = ARCHS["sm_90a"]
 FAMILY = discover()["flash_fwd_wgmma"]
 # Code for 248 columns is that for 256.
+VALUE_DIMS = (
+    *("192/128", "128/256", "96/64", "64/128", "256/128", "64/256", "112/72", "160/80", "8/128"),
+    *("256/144", "224/96", "32/256", "128/40", "72/112"),
+)
+KINDS = ("window(512,0)", "boolean(blocks,30)", "full bias()", "causal softcap(30) sinks")
+KINDS += ("causal packed(4,40)", "full padded(right,40)")
 OTHERS = sorted({*FAMILY.head_dims} - {*FAMILY.usual_head_dims, 248})
 
 
@@ -47,6 +56,23 @@ def tightest(problem: Problem, count: int) -> list:
     return found
 
 
+def spill_nothing(compiler, asked):
+    """Assert it of each problem and config."""
+    made = []
+    for problem, config in asked:
+        launches = FAMILY.launches(config, problem, ARCH).items()
+        defines = [FAMILY.stages[name].defines(config, problem, one) for name, one in launches]
+        made += [(problem, config, compiler.submit(FAMILY.source, each)) for each in defines]
+    assert len(made) >= 4
+    for problem, config, future in made:
+        log = future.result().log
+        assert [facts["spill_bytes"] for facts in functions(log).values()] == [0], (
+            problem.label,
+            config.label,
+        )
+        assert not compiler_warnings(log), (problem.label, config.label)
+
+
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tight_configs_spill_nothing(compiler, some, causal):
@@ -54,18 +80,33 @@ def test_tight_configs_spill_nothing(compiler, some, causal):
     for number, head_dim in enumerate(some(OTHERS, 2)):
         dtype = FAMILY.dtypes[number % 2]
         problem = Problem(4, 16, 16, 2048, 2048, head_dim, dtype, causal=causal)
-        for config in tightest(problem, 2):
-            (launch,) = (made for made in FAMILY.launches(config, problem, ARCH).values())
-            defines = FAMILY.stages["fwd"].defines(config, problem, launch)
-            asked.append((problem, config, compiler.submit(FAMILY.source, defines)))
-    assert len(asked) >= 4
-    for problem, config, future in asked:
-        log = future.result().log
-        assert [facts["spill_bytes"] for facts in functions(log).values()] == [0], (
-            problem.label,
-            config.label,
-        )
-        assert not compiler_warnings(log), (problem.label, config.label)
+        asked += [(problem, config) for config in tightest(problem, 2)]
+    spill_nothing(compiler, asked)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("causal", [False, True])
+def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, causal):
+    asked = []
+    for number, dims in enumerate(some(VALUE_DIMS, 2)):
+        dtype, mask = FAMILY.dtypes[number % 2], "causal" if causal else "full"
+        problem = Problem.parse(f"(4,16,2048,{dims}) {dtype} {mask}")
+        asked += [(problem, config) for config in tightest(problem, 2)]
+    for dims in some(VALUE_DIMS[:8], 1):
+        for kind in some(KINDS, 2):
+            problem = Problem.parse(f"(1,32,2048,{dims}) bf16 {kind}")
+            asked += [(problem, config) for config in tightest(problem, 1)]
+    spill_nothing(compiler, asked)
+
+
+def test_the_spec_of_other_value_dims_has_configs_that_spill_nothing(compiler, some):
+    """Of each problem of value_dims.yaml, some of its own space, which has other BLOCK_N."""
+    asked = []
+    for item in plan(load_spec(shipped_specs()["value_dims"], discover()), ARCH):
+        configs = item.spaces[0].configs
+        assert len(configs) >= 20, item.problem.label
+        asked += [(item.problem, config) for config in some(configs, 2)]
+    spill_nothing(compiler, asked)
 
 
 @pytest.mark.nightly(push=1)

@@ -26,6 +26,7 @@ SHAPES = [
     Problem(1, 3, 3, 1023, 1025, 64),
     Problem(1, 2, 1, 200, 63, 64),
 ]
+VALUE_DIMS = ((192, 128), (96, 64), (64, 128), (128, 256), (72, 40))
 CONFIGS_PER_SPACE = 5  # others for each shape
 
 
@@ -43,9 +44,15 @@ def cases():
                 if shape.seqlen_q > seqlen(head_dim):
                     continue
                 problem = replace(shape, head_dim=head_dim, dtype=dtype, causal=causal)
-                problem = replace(problem, op=OPS[kernel.ops[0]])
-                name = f"{kernel}-{problem.label}".replace(" ", "-")
-                yield pytest.param(kernel, problem, id=name)
+                yield parameters(kernel, replace(problem, op=OPS[kernel.ops[0]]))
+        if kernel.head_dims_v:
+            for shape, (head_dim, of_v) in product(SHAPES[:3], VALUE_DIMS):
+                dims = {"head_dim": head_dim, "head_dim_v": of_v}
+                yield parameters(kernel, replace(shape, dtype="bf16", **dims))
+
+
+def parameters(kernel, problem):
+    return pytest.param(kernel, problem, id=f"{kernel}-{problem.label}".replace(" ", "-"))
 
 
 @pytest.mark.parametrize(("kernel", "problem"), list(cases()))

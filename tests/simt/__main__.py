@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnsweep.core.cases import Case, small_cases
@@ -25,8 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--problem",
         action="append",
-        help="batch,heads[/heads_kv],seqlen_q[xseqlen_k],head_dim as `(1,4/2,97x161,64)`, or six "
-        "numbers batch,heads,heads_kv,seqlen_q,seqlen_k,head_dim; without it, the small cases",
+        help="batch,heads[/heads_kv],seqlen_q[xseqlen_k],head_dim[/head_dim_v] as "
+        "`(1,4/2,97x161,64)`, or six numbers batch,heads,heads_kv,seqlen_q,seqlen_k,"
+        "head_dim; without it, the small cases",
     )
     parser.add_argument("--head-dim", type=int, default=64, help="of the small cases")
     parser.add_argument("--inputs", default="normal")
@@ -90,11 +92,7 @@ def _problem(text: str, facts: dict[str, object]) -> Problem:
     parts = text.strip("()").split(",")
     if len(parts) == 6:
         return Problem(*map(int, parts), **facts)  # type: ignore[arg-type]
-    batch, heads, seqlen, head_dim = parts
-    heads_q, _, heads_kv = heads.partition("/")
-    seqlen_q, _, seqlen_k = seqlen.partition("x")
-    numbers = (batch, heads_q, heads_kv or heads_q, seqlen_q, seqlen_k or seqlen_q, head_dim)
-    return Problem(*map(int, numbers), **facts)  # type: ignore[arg-type]
+    return replace(Problem.parse(text), **facts)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ CASES = {
     "fp8, blocks": Case(Problem(1, 4, 2, 65, 600, 64, "e4m3_block")),
     "one tile of keys": Case(Problem(1, 4, 2, 100, 60, 64)),
     "head_dim 72": Case(Problem(2, 4, 2, 97, 161, 72)),
+    "head_dims 192 and 128": Case(Problem.parse("(2,4/2,97x161,192/128) fp16 full")),
+    "head_dims 64 and 128": Case(Problem.parse("(2,4/2,97x161,64/128) fp16 full")),
     "softcap, large scores": Case(Problem.parse("(1,2,97x161,64) fp16 full softcap(2)")),
     "sinks": Case(Problem.parse("(2,4/2,97x161,64) fp16 full sinks")),
     "bias": Case(Problem.parse("(2,4/2,97x400,64) fp16 full bias(item,head)")),

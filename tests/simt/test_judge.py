@@ -39,6 +39,8 @@ SHAPES = (
     Problem(1, 1, 1, 67, 140, 96, "fp32", causal=True),
     Problem(1, 3, 1, 5, 66, 130, "fp16", causal=True),  # columns in two parts
     Problem(2, 2, 2, 3, 64, 200, "bf16"),
+    Problem(2, 4, 2, 70, 90, 192, "bf16", causal=True, head_dim_v=40),
+    Problem(1, 2, 1, 5, 66, 24, "fp16", head_dim_v=136),  # columns in two parts
     Problem(1, 1, 1, 129, 129, 3, "fp16", causal=True),  # an odd head
     Problem(2, 4, 2, 9, 300, 16, "e4m3", causal=True),  # a scale of each head
     Problem(2, 2, 2, 5, 140, 64, "e4m3_tensor"),
@@ -136,15 +138,16 @@ _SIDE = st.none() | st.integers(0, 150)
     seqlen_q=st.integers(1, 70),
     more_keys=st.integers(0, 70),
     head_dim=st.integers(1, 40),
+    of_v=st.none() | st.integers(1, 80),
     dtype=st.sampled_from(DTYPES),
     mask=st.sampled_from([FULL, CAUSAL]) | st.builds(Interval, _SIDE, _SIDE),
 )
 def test_the_reference_is_attention_of_any_shape(
-    device, batch, heads_kv, group, seqlen_q, more_keys, head_dim, dtype, mask
+    device, batch, heads_kv, group, seqlen_q, more_keys, head_dim, of_v, dtype, mask
 ):
     seqlen_k = seqlen_q + more_keys
     shape = (batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim)
-    row, lse = differences(device, Case(Problem(*shape, dtype, mask)), 4)
+    row, lse = differences(device, Case(Problem(*shape, dtype, mask, head_dim_v=of_v)), 4)
     assert row <= 1e-12
     assert lse <= 1e-12
 

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
 ODD = Problem(1, 2, 1, 5, 7, 3, "fp16")  # a head has half a word
+OTHER_V = Problem(2, 4, 2, 9, 20, 24, "bf16", head_dim_v=8)
+ODD_V = Problem(1, 2, 1, 5, 7, 8, "fp16", head_dim_v=3)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,9 @@ def bench(opened, device, no_small_cases):
     return opened
 
 
-@pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM], ids=str)
+@pytest.mark.parametrize(
+    "problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM, OTHER_V, ODD_V], ids=str
+)
 def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_small_cases):
     bench = Bench(device, problem)
     assert bench.repeat(attend) >= 12

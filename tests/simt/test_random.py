@@ -107,6 +107,8 @@ def random_config(
     head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
     problem = replace(problem, causal=rng.random() < 0.5, op=OPS[kernel.ops[0]])
+    if kernel.head_dims_v and rng.random() < 0.3:
+        problem = replace(problem, head_dim_v=rng.choice(kernel.head_dims_v))
     own = {param.name: param.on(ARCH) for param in kernel.params}
     if packed:
         problem = replace(problem, heads_kv=1, seqlen_q=rng.choice((1, 5, 40, 63)))
@@ -182,8 +184,8 @@ def run(simulator, name, number, seed, packed=False):
     kernel = KERNELS[name]
     config, case = drawn(kernel, f"{seed} {name} {number}", packed)
     p = case.problem
-    shape = f"{p.batch},{p.heads},{p.heads_kv},{p.seqlen_q},{p.seqlen_k},{p.head_dim}"
-    again = f"{name} '{config.label}' --problem {shape} --dtype {p.dtype} --inputs {case.inputs}"
+    shape = p.label.split(" ")[0]
+    again = f"{name} '{config.label}' --problem '{shape}' --dtype {p.dtype} --inputs {case.inputs}"
     again += " --causal" if p.causal else ""
     try:
         result = simulator.check(kernel, config, case, schedules=(0, 1, number + 2))

@@ -168,13 +168,16 @@ def test_poison_fills_every_byte_and_no_other(size, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "each"), [(1, 7), (1, 1), (5, 6), (11, 2)])
-def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "each", "of_v"), [(1, 7, 7), (1, 1, 5), (5, 6, 6), (5, 40, 6), (11, 2, 24)]
+)
+def test_heads_are_negated_each_for_itself(dtype, heads, each, of_v, device, monkeypatch):
     """An odd number of elements is one piece, and the guards behind it stay as they are."""
     monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
     bits = encoding.to_bits(made, dtype)
-    other = np.random.default_rng(1).permutation(bits)
+    other = np.random.default_rng(1).standard_normal((heads, of_v), np.float32)
+    other = encoding.to_bits(other, dtype)
     buffers, mix = (uploaded(bits), uploaded(other)), uploaded(np.zeros(1, np.uint64))
     judge, now = device.judge(dtype), PLAIN
     for to in (OPPOSITE, 12345, 2**64 - 1, PLAIN):
@@ -186,7 +189,7 @@ def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypat
         turned = negated_heads(to, heads)[:, None]
         for buffer, first in zip(buffers, (bits, other), strict=True):
             expected = np.where(turned, first ^ sign_of(dtype), first)
-            assert (buffer.of(bits.dtype).reshape(bits.shape) == expected).all()
+            assert (buffer.of(bits.dtype).reshape(first.shape) == expected).all()
     for buffer in buffers:
         assert (buffer.all[:GUARD_BYTES] == 0xA5).all()
         assert (buffer.all[-GUARD_BYTES:] == 0xA5).all()

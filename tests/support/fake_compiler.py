@@ -16,7 +16,7 @@ from attnsweep.core.hardware import Arch
 
 REGISTERS = 32
 _ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\('
+    r'extern\s+"C"\s+__global__\s+void\s+(?:[A-Z_]+\s+)?(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\('
 )
 # An ELF file of no sections: what a cubin is to code that reads it with pyelftools.
 _EMPTY_ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xbe\x00\x01\x00\x00\x00"

@@ -20,6 +20,7 @@ PROBLEMS = (
     Problem(2, 2, 1, 150, 40, 64, "bf16", Interval(None, 0, top_left=True)),
     Problem(1, 2, 1, 150, 200, 64, "bf16", Interval(17, 0)),
     Problem(2, 4, 2, 200, 150, 64, "bf16", Boolean("blocks", 30)),
+    Problem(2, 4, 2, 40, 150, 64, "bf16", Interval(17, 3), head_dim_v=32),
     Problem(3, 4, 2, 40, 150, 64, "bf16", Boolean("padding", 0)),
 )
 MASKED = ("torch_cudnn", "torch_efficient", "torch_math", "unfused", "flex")

@@ -344,6 +344,21 @@ def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, c
         assert [stride // laid.itemsize for stride in laid.strides] == [*STRIDES["bshd"]]
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_cudnn_gets_v_and_o_of_their_own_head_dim(torch, layout):
+    problem, cudnn = Problem.parse("(2,8/2,64x128,192/128) bf16 causal"), Cudnn()
+    forward, _ = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
+    (graph,) = cudnn.graphs
+    dims = {name: graph.tensors[name]["dim"] for name in "qkv"}
+    assert dims == {"q": [2, 8, 64, 192], "k": [2, 2, 128, 192], "v": [2, 2, 128, 128]}
+    of_v = [16384, 128, 1] if layout == "bhsd" else [128, 256, 1]
+    assert graph.tensors["v"]["stride"][1:] == of_v
+    assert graph.out.told["dim"] == [2, 8, 64, 128]
+    assert graph.options["attn_scale"] == problem.scale
+    out = forward(*(Tensor(np.zeros(problem.shape_of(t))) for t in "qkv"))
+    assert out.strides == tuple(graph.out.told["stride"])
+
+
 def test_a_layout_that_cudnn_refuses_is_left_out_and_both_are_a_reason(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096}))
     ways = BACKENDS["cudnn"].ways(torch, PROBLEM, Session([0.0]))

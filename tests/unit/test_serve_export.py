@@ -234,6 +234,17 @@ def test_backward_winners_are_beside_the_forwards(tmp_path):
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
+def test_a_winner_with_v_of_another_head_dim_is_left_out(tmp_path):
+    run = store_run.open_run(H100_RUN)
+    problem = rank(run.trials, run.environment).query("winner")["trial"].iloc[0].problem
+    other = replace(problem, head_dim_v=problem.head_dim + 8)
+    trials = [t.with_(problem=other) if t.problem == problem else t for t in run.trials]
+    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
+    (said,) = (line for line in done.left_out if other.label in line)
+    assert "a package has no calls whose v has another head_dim than q" in said
+    assert done.winners == 8
+
+
 @pytest.mark.usefixtures("compiles_nothing")
 def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     done = attnsweep("export", H100_RUN, LADDER, "--out", tmp_path / "my-attention")

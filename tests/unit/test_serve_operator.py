@@ -106,6 +106,42 @@ def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code):
     assert len(caplog.records) == 1, "said once"
 
 
+@pytest.mark.parametrize("of_v", [32, 40, 128])
+@pytest.mark.parametrize("how", ["plain", "causal", "grouped", "mask", "bias", "training"])
+def test_v_of_another_head_dim_is_pytorchs(operator, driver, of_v, how):
+    q, k, v = tensors(heads_kv=2 if how == "grouped" else None)
+    v = torch.cat((v, v * 0.5), 3)[..., :of_v]
+    options = {"is_causal": how == "causal", "enable_gqa": how == "grouped"}
+    if how in ("mask", "bias"):
+        mask = torch.randn(256, 256) > 0
+        options["attn_mask"] = mask if how == "mask" else mask.to(q.dtype)
+    if how == "training":
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    else:
+        reason = f"head_dim 64 of query and key, {of_v} of value"
+        explained = operator.explain(q, k, v, **options)
+        assert (explained.kernel, explained.code, explained.reason) == (None, "shapes", reason)
+    got = operator.attention(q, k, v, **options)
+    assert got.shape == (*q.shape[:3], of_v)
+    assert torch.equal(got, F.scaled_dot_product_attention(q, k, v, **options))
+    if how == "training":
+        got.sum().backward()
+        assert v.grad.shape == v.shape
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("how", [{"softcap": 5.0}, {"window": (20, 0)}, {"key_lengths": [100]}])
+def test_changed_calls_with_v_of_another_head_dim_are_pytorchs(operator, driver, how):
+    q, k, v = tensors()
+    how = {
+        n: torch.tensor(x, dtype=torch.int32) if n == "key_lengths" else x for n, x in how.items()
+    }
+    got = operator.attention(q, k, v[..., :32], **how)
+    assert got.shape == (*q.shape[:3], 32)
+    assert close(got, operator.attention(q, k, v, **how)[..., :32])
+    assert len(driver.launches) <= 1, "of v with q's head_dim"
+
+
 def test_pytorchs_errors_stay(operator):
     q, k, v = tensors(heads_kv=2)
     with pytest.raises(RuntimeError):

@@ -158,6 +158,15 @@ def test_strides(operator):
     assert operator.counters() == {"kernel": 1}
 
 
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"softcap": 5.0}, {"window": (20, 3)}])
+def test_v_of_another_head_dim_is_pytorchs(operator, driver, how):
+    (q, k, v), at = packed(), begins(0, 100, 256)
+    got = varlen(operator, q, k, v[..., :40], at, **how)
+    assert driver.launches == []
+    assert got.shape == (TOKENS, HEADS, 40)
+    assert close(got, varlen(operator, q, k, v, at, **how)[..., :40])
+
+
 def test_gradients_are_pytorchs(operator):
     tensors, cu = packed(heads_kv=2), begins(0, 100, 101, 256)
     got = [each.clone().requires_grad_() for each in tensors]

@@ -169,8 +169,9 @@ class TestErrors:
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
                 "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
-                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, window, top_left, "
-                "padding, packed, boolean, softcap, sinks, bias, op, kernels, slower, calls",
+                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, "
+                "window, top_left, padding, packed, boolean, softcap, sinks, bias, op, kernels, "
+                "slower, calls",
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",

@@ -208,13 +208,14 @@ def test_the_search_is_written_out():
 
 sizes = st.integers(1, 64)
 shapes = st.builds(
-    lambda b, kv, group, q, k, d, dtype, causal: Problem(
-        b, kv * group, kv, min(q, k), k, d, dtype, causal=causal
+    lambda b, kv, group, q, k, d, dtype, causal, of_v: Problem(
+        b, kv * group, kv, min(q, k), k, d, dtype, causal=causal, head_dim_v=of_v
     ),
     *(sizes, sizes, sizes, sizes, sizes),
     st.sampled_from([8, 64, 72, 96, 128, 192, 256]),
     st.sampled_from(["fp16", "bf16"]),
     st.booleans(),
+    st.sampled_from([None, None, 8, 128, 256]),
 )
 
 

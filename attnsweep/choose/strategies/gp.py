@@ -307,6 +307,7 @@ def _place(problem: Problem) -> tuple[float, ...]:
         math.log2(problem.seqlen_q),
         math.log2(problem.seqlen_k),
         2 * math.log2(problem.head_dim),
+        math.log2(problem.value_dim / problem.head_dim),
         2.0 * problem.causal,
         {"fp16": 0.0, "bf16": 0.5, "fp32": 4.0}.get(problem.dtype, 2.0),  # FP8: twice as fast
     )

@@ -85,7 +85,10 @@ class Planner:
             and key.shape[3] == head_dim
             and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
         ):
-            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
+            why = "shapes do not agree, or need broadcasting"
+            if key.shape[3] == head_dim != value.shape[3]:
+                why = f"head_dim {head_dim} of query and key, {value.shape[3]} of value"
+            return Choice(None, "shapes", why)
         if is_causal and query.shape[2] != key.shape[2]:
             return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
         if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):

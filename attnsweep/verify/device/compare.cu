@@ -5,10 +5,11 @@
 // For a backward problem, the gradients in float64, from o and lse as given. The inputs of a mix
 // then have dO negated in place of k and v.
 //
-// Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
-// seqlen_k, head_dim). Query i sees the keys i + low to i + high, of those in its item's key_range
-// or its mask or its sequence, if there is one. Their scores are changed as Scores says. In e4m3
-// (q, k and v, while o is bf16), a stored value times its scale is the value.
+// Tensors are contiguous: q (batch * heads, seqlen_q, head_dim), k (batch * heads_kv, seqlen_k,
+// head_dim); v and o as k and q, but with rows of value_dim elements. Query i sees the keys i + low
+// to i + high, of those in its item's key_range or its mask or its sequence, if there is one. Their
+// scores are changed as Scores says. In e4m3 (q, k and v, while o is bf16), a stored value times
+// its scale is the value.
 
 #include "backward.cuh"
 #include "reference.cuh"
@@ -148,25 +149,25 @@ using Scales = Unscaled;
 #endif
 extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                 int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
-                 const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                 const int* key_range, const unsigned char* mask, int heads, int apart,
+                 int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
+                 int high, const float* of_q, const float* of_k, const float* of_v, int block,
+                 int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
                  const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
                  int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                   Scales{of_q, of_k, of_v, block, blocks},
+    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
+                   high, Scales{of_q, of_k, of_v, block, blocks},
                    Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                    Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
-                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
-                  const int* key_range, const unsigned char* mask, int heads, int apart,
+                  int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
+                  int high, const float* of_q, const float* of_k, const float* of_v, int block,
+                  int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
                   const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
                   int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
-                    Scales{of_q, of_k, of_v, block, blocks},
+    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
+                    high, Scales{of_q, of_k, of_v, block, blocks},
                     Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                     Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
@@ -330,12 +331,13 @@ extern "C" __global__ void __launch_bounds__(256)
         add_of_block(own, sums + part);
     }
 }
-// Takes two tensors of a size from one mix to another, and says so in *now. `heads` is 1 if a head
-// has half a word, and then all turn together. sign: the sign bits of a word.
+// Takes two tensors from one mix to another, and says so in *now. `heads` is 1 if a head has half a
+// word, and then all turn together. sign: the sign bits of a word.
 extern "C" __global__ void __launch_bounds__(256)
-    negate(unsigned* one, unsigned* other, long long bytes, int heads, unsigned sign,
-           unsigned long long from, unsigned long long to, unsigned long long* now) {
+    negate(unsigned* one, unsigned* other, long long of_one, long long of_other, int heads,
+           unsigned sign, unsigned long long from, unsigned long long to, unsigned long long* now) {
     unsigned* words = blockIdx.z ? other : one;
+    long long bytes = blockIdx.z ? of_other : of_one;
     long long length = bytes / 4 / heads;
     for (int head = blockIdx.y; head < heads; head += gridDim.y) {
         if (negated(from, head) == negated(to, head)) continue;

@@ -130,23 +130,24 @@ struct Scores {
 };
 
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
-// one, gets the natural logarithm of the sum of the exponentials.
+// one, gets the natural logarithm of the sum of the exponentials. Rows of q and k have head_dim
+// elements, those of v and the output value_dim.
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int low, int high, S all_scales, Seen keys, Scores how,
-                       Sample sample) {
+                       int value_dim, double scale, int low, int high, S all_scales, Seen keys,
+                       Scores how, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
     double* v_chunk = q_chunk;  // CHUNK x COLUMNS, when Q and K are done with
-    int tiles = (seqlen_q + TILE - 1) / TILE, parts = (head_dim + COLUMNS - 1) / COLUMNS;
+    int tiles = (seqlen_q + TILE - 1) / TILE, parts = (value_dim + COLUMNS - 1) / COLUMNS;
     if (!sample.has(blockIdx.x % tiles, tiles)) return;
     int first = blockIdx.x % tiles * TILE, begin = blockIdx.x / tiles % parts * COLUMNS;
     long long head = blockIdx.x / tiles / parts;
     const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
     const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
-    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
     S scales = all_scales.at(head / group);
     int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
     double sum[4], largest[4], acc[4][COLUMNS / LANES];
@@ -231,8 +232,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
             __syncthreads();
             for (int at = thread; at < CHUNK * COLUMNS; at += LANES * LANES) {
                 int row = key + from + at / COLUMNS, column = begin + at % COLUMNS;
-                v_chunk[at] = row < seqlen_k && column < head_dim
-                                  ? T::value(v[static_cast<long long>(row) * head_dim + column]) *
+                v_chunk[at] = row < seqlen_k && column < value_dim
+                                  ? T::value(v[static_cast<long long>(row) * value_dim + column]) *
                                         scales.of_v(row)
                                   : 0.;
             }
@@ -265,8 +266,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) {
             int column = begin + x + 16 * j;
-            if (column < head_dim)
-                out[(head * seqlen_q + row) * head_dim + column] =
+            if (column < value_dim)
+                out[(head * seqlen_q + row) * value_dim + column] =
                     sum[i] > 0. ? acc[i][j] / sum[i] : 0.;  // a query that sees no key
         }
         if (lse && begin == 0 && x == 0)

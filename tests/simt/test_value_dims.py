@@ -1,0 +1,131 @@
+"""v and o with rows of another length than q's and k's: in each way to load, join and store.
+
+Beside the last column of a row lies the next row, and behind a tensor its guards, so that code
+which takes one length for the other reads or writes what is not its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.launch import TensorMap
+
+from .harness import ARCH, COMPILER, SimtError, config_of
+from .test_head_dims import CONFIGS, problems_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILY = discover()["flash_fwd_wgmma"]
+DIMS = ("192/128", "96/64", "64/128", "128/256", "8/256", "72/40", "40/72", "256/8", "64/192")
+PAIRS = [(words, dims) for words in CONFIGS for dims in DIMS if problems_of(words, dims)]
+CASE = Case(Problem.parse("(2,4/2,97x161,192/128) bf16 causal"))
+PLAIN = "BLOCK_N=64 WARPGROUPS=2 LSE=1"
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_sizes_have_configs_of_many_kinds(dims):
+    able = [words for words, own in PAIRS if own == dims]
+    assert len(able) >= (6 if "256" in dims or "192" in dims else 12)
+    assert any("SPLITS" in words for words in able)
+    assert any("PERSISTENT" in words for words in able)
+    assert len({p.variant for words in able for p in problems_of(words, dims)}) >= 7
+
+
+@pytest.mark.nightly(push=10)
+@pytest.mark.parametrize(("words", "dims"), PAIRS)
+def test_right_in_every_way_to_load_and_to_store(simulator, words, dims):
+    number = CONFIGS.index(words) + DIMS.index(dims)
+    able = problems_of(words, dims)
+    for turn in range(min(2, len(able))):  # each config meets all of them at some sizes
+        case = Case(able[(number + turn * len(able) // 2) % len(able)])
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(turn,))
+        assert result.ok, (words, case.label, str(result))
+
+
+@pytest.mark.parametrize("dims", DIMS[:4])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_right_on_some_of_each_push(simulator, dims, mask):
+    for words in (PLAIN, f"{PLAIN} SPLITS=2"):
+        case = Case(Problem.parse(f"(1,4/2,97x161,{dims}) bf16 {mask}"))
+        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
+        assert result.ok, (words, case.label, str(result))
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("dims", DIMS[:4])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_right_on_hard_cases(simulator, dims, mask):
+    for case in small_cases(Problem.parse(f"(1,4,2048,{dims}) fp16 {mask}")):
+        result = simulator.check(FAMILY, config_of(FAMILY, PLAIN), case, schedules=(0,))
+        assert result.ok, (case.label, str(result))
+
+
+def with_launch(monkeypatch, stage, change):
+    """The family with other launches of a stage."""
+    declared = FAMILY.stages[stage]
+
+    def launch(config, problem, arch):
+        made = declared.launch(config, problem, arch)
+        return made and change(made)
+
+    monkeypatch.setitem(FAMILY.stages, stage, replace(declared, launch=launch))
+
+
+def is_wrong(simulator, words, case=CASE):
+    """Whether a run tells a wrong output, or a write or read outside."""
+    try:
+        return not simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,)).ok
+    except SimtError:
+        return True
+
+
+@pytest.mark.parametrize("dims", ["192/128", "64/128"])
+@pytest.mark.parametrize("tensor", ["v", "o"])
+@pytest.mark.parametrize("part", ["stride", "columns"])
+def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, monkeypatch, dims, tensor, part):
+    case = Case(Problem.parse(f"(2,4/2,97x161,{dims}) bf16 full"))
+    assert not is_wrong(simulator, PLAIN, case)
+
+    def as_q(arg):
+        if not isinstance(arg, TensorMap) or arg.buffer != tensor:
+            return arg
+        head_dim, rows, heads = case.problem.head_dim, *arg.dims[1:]
+        if part == "columns":  # which end with the tensor where there are more
+            return replace(arg, dims=(head_dim, rows - (head_dim > arg.dims[0]), heads))
+        own, last = 2 * head_dim, rows * arg.strides[0] // (2 * head_dim)
+        return replace(arg, dims=(arg.dims[0], min(rows, last), heads), strides=(own, own * rows))
+
+    with_launch(monkeypatch, "fwd", lambda made: replace(made, args=tuple(map(as_q, made.args))))
+    assert is_wrong(simulator, PLAIN, case)
+
+
+@pytest.mark.parametrize("words", [PLAIN, f"{PLAIN} SPLITS=2", f"{PLAIN} PERSISTENT=1"])
+@pytest.mark.parametrize("dims", ["192/128", "128/192"])
+def test_code_of_the_columns_of_q_alone_is_wrong(simulator, monkeypatch, words, dims):
+    """As before it had those of v: with D in the place of D_v in every stage."""
+    case = Case(Problem.parse(f"(2,4/2,97x161,{dims}) bf16 full"))
+    assert not is_wrong(simulator, words, case)
+    for stage in ("fwd", "combine"):
+
+        def without(made):
+            defines = {name: x for name, x in made.defines.items() if name != "HEAD_DIM_V"}
+            return replace(made, defines=defines)
+
+        with_launch(monkeypatch, stage, without)
+    assert is_wrong(simulator, words, case)
+
+
+def test_room_for_an_output_that_is_wider_than_q_is_counted():
+    """Where the output goes over Q: Q's place is then as large as O's."""
+    wide, same = (Problem.parse(f"(1,2,97x161,{dims}) bf16 full") for dims in ("64/128", "128"))
+    of_k = 2 * 64 * 64 * 2  # two tiles of 64 keys, with 64 columns fewer
+    for words, of_q in ((PLAIN, 0), (f"{PLAIN} PERSISTENT=1", 128 * 64 * 2)):
+        sizes = [
+            FAMILY.launches(config_of(FAMILY, words), problem, ARCH)["fwd"].smem_bytes
+            for problem in (same, wide)
+        ]
+        assert sizes[0] - sizes[1] == of_k + of_q, words

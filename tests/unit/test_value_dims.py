@@ -1,0 +1,260 @@
+"""v and o with rows of another length than q's and k's: what they count, and what can do them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import TEST_GPU
+
+from attnsweep.baselines.registry import BACKENDS
+from attnsweep.core.cases import Case, short_turns, small_cases
+from attnsweep.core.errors import KernelError, ProblemError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family
+from attnsweep.specs.model import ProblemSpec
+from attnsweep.specs.shapes import read_csv, read_shapes
+from attnsweep.specs.starter import Request, Target, starter
+from attnsweep.store.run import open_run
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.limits import limits
+from attnsweep.verify.measures import measures
+from attnsweep.verify.reference import exact_rows, hidden_keys
+from attnsweep.verify.rounded import Maths, reference
+
+ARCH, FAMILIES = arch_named("sm_90a"), discover()
+FAMILY = FAMILIES["flash_fwd_wgmma"]
+MLA = Problem.parse("(1,16,2048,192/128) bf16 causal")
+DIM = st.integers(1, 32).map(lambda eighths: 8 * eighths)
+
+
+# -- problems -------------------------------------------------------------------------------------
+
+
+@given(DIM, DIM, st.sampled_from(["fp16", "bf16", "fp32"]), st.booleans())
+def test_tensors_and_counts_follow_both(head_dim, of_v, dtype, causal):
+    p = Problem(2, 4, 2, 9, 30, head_dim, dtype, causal=causal, head_dim_v=of_v)
+    shapes = {name: p.shape_of(name)[3] for name in "qkvo"}
+    assert shapes == {"q": head_dim, "k": head_dim, "v": of_v, "o": of_v}
+    assert p.shape_of("v")[:3] == p.shape_of("k")[:3]
+    assert p.shape_of("o")[:3] == p.shape_of("q")[:3]
+    assert p.flops == 2 * p.pairs * head_dim + 2 * p.pairs * of_v
+    item = 4 if dtype == "fp32" else 2
+    assert p.min_bytes == item * (head_dim + of_v) * (2 * 4 * 9 + 2 * 2 * 30)
+    assert p.scale == 1 / math.sqrt(head_dim)
+    assert Problem.parse(p.label) == p == Problem.of(json.loads(json.dumps(p.facts)))
+    assert read_shapes([p.label]) == read_shapes(p.label.split()) == [p]
+    assert (p == replace(p, head_dim_v=None)) == (head_dim == of_v)
+
+
+def test_padding_counts_each_row_of_k_and_of_v():
+    padded = Problem.parse("(4,8,512,192/128) bf16 full padded(right,40)")
+    hidden = sum(512 - end + first for first, end in padded.key_ranges)
+    assert padded.tensor_bytes - padded.min_bytes == 8 * hidden * (192 + 128) * 2
+
+
+def test_what_says_nothing_new_is_left_out():
+    """Rows and fingerprints of recorded runs hold these forms."""
+    plain = Problem(1, 16, 16, 2048, 2048, 192, "bf16", causal=True)
+    same = Problem(1, 16, 16, 2048, 2048, 192, "bf16", causal=True, head_dim_v=192)
+    assert same == plain
+    assert hash(same) == hash(plain)
+    assert repr(same) == (
+        "Problem(batch=1, heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048, head_dim=192, "
+        "dtype='bf16', causal=True)"
+    )
+    assert repr(MLA) == repr(same)[:-1] + ", head_dim_v=128)"
+    assert MLA != same
+    assert MLA.label == "(1,16,2048,192/128) bf16 causal"
+    assert replace(plain, head_dim=64).value_dim == 64
+    assert replace(MLA, head_dim=128).facts == replace(plain, head_dim=128).facts
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("1,16,2048,192/0", "head_dim_v must be at least 1, not 0"),
+        ("1,16,2048,192/128 e4m3", "FP8 has no head_dim_v"),
+        ("1,16,2048,192/128 bf16 full backward", "a backward has no head_dim_v"),
+        ("1,16,2048,192/", "is not a problem"),
+        ("1,16,2048/128,192", "is not a problem"),
+    ],
+)
+def test_problems_that_cannot_be(label, message):
+    with pytest.raises(ProblemError, match=message):
+        Problem.parse(label)
+
+
+def test_facts_of_another_kind_are_refused():
+    with pytest.raises(ProblemError, match="head_dim_v is a whole number, not '128'"):
+        Problem.of(MLA.facts | {"head_dim_v": "128"})
+
+
+def test_cases_have_it_too():
+    for case in (*small_cases(MLA), short_turns(MLA, 132)):
+        assert case.problem.head_dims == (192, 128)
+
+
+# -- specs and shapes -----------------------------------------------------------------------------
+
+
+def test_lists_are_multiplied():
+    entry = {"batch": 1, "heads": 2, "seqlen": 64, "head_dim": [64, 128], "head_dim_v": [64, 256]}
+    spec = ProblemSpec.model_validate(entry)
+    labels = [problem.label for problem in spec.expand()]
+    sizes = ("64", "64/256", "128/64", "128/256")
+    assert labels == [f"(1,2,64,{each}) fp16 full" for each in sizes]
+
+
+def test_a_table_may_have_a_column(tmp_path):
+    path = tmp_path / "shapes.csv"
+    path.write_text("B,H,S,D,Dv,dtype,mask\n1,16,2048,192,128,bf16,causal\n1,2,64,64,,fp16,full\n")
+    assert read_csv(path) == [MLA, Problem(1, 2, 2, 64, 64, 64)]
+    path.write_text("1,16,2048,192/128,bf16,causal\n")
+    assert read_csv(path) == [MLA]
+
+
+def test_named_sizes():
+    assert read_shapes(["B=1 H=16 S=2048 D=192 Dv=128 bf16 causal"]) == [MLA]
+    with pytest.raises(ProblemError, match="head_dim_v must be a whole number, not 'x'"):
+        read_shapes(["1,16,2048,192/x"])
+
+
+def test_a_starter_spec_has_the_space_made_for_it():
+    made = starter(Request([MLA], "mine"), Target(ARCH), FAMILIES)
+    assert "head_dim: 192, head_dim_v: 128" in made
+    assert "its space is that of value_dims.yaml" in made
+
+
+# -- who can --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("of_v", "nearest"), [(12, 16), (264, 256), (4, 8)])
+def test_a_family_tells_the_nearest_that_it_has(of_v, nearest):
+    said = FAMILY.refusal(replace(MLA, head_dim_v=of_v), ARCH)
+    steps = f"8 to 256 in steps of 8; the nearest is {nearest}"
+    assert said == f"head_dim_v {of_v} is not one of {steps}"
+
+
+def test_families_without_it_say_so():
+    able = {name for name, kernel in FAMILIES.items() if kernel.refusal(MLA, ARCH) is None}
+    assert able == {"flash_fwd_wgmma"}
+    other = replace(MLA, head_dim=64)
+    assert FAMILIES["naive"].refusal(replace(other, head_dim_v=None), ARCH) is None
+    expected = "v has as many columns as q and k, and not head_dim_v 128"
+    assert FAMILIES["naive"].refusal(other, ARCH) == expected
+
+
+@pytest.mark.parametrize("dims", [64, ("64",), (0, 64)])
+def test_a_declaration_that_names_no_sizes_is_refused(dims):
+    with pytest.raises(KernelError, match="head_dims_v are"):
+        Family("toy", summary="", params=(), head_dims_v=dims)
+
+
+def test_launches_define_it_where_it_differs():
+    values = {param.name: param.values[0] for param in FAMILY.params}
+    config = Config(values | {"WARPGROUPS": 2, "SPLITS": 2})
+    plain = replace(MLA, head_dim_v=None)
+    for stage in ("fwd", "combine"):
+        for problem, own in ((plain, None), (MLA, 128)):
+            launch = FAMILY.launches(config, problem, ARCH)[stage]
+            assert launch.defines.get("HEAD_DIM_V") == own
+    assert FAMILY.workspaces(config, MLA)["partial"] == 2 * 4 * 16 * 2048 * 128
+
+
+def test_each_baseline_takes_it_or_says_why_not():
+    short = replace(MLA, mask=Problem.parse("1,1,1,8 fp16 window(3,3)").mask)
+    reasons = {n: BACKENDS[n].supports(MLA) and BACKENDS[n].supports(short) for n in BACKENDS}
+    able = {"torch_flash", "torch_cudnn", "torch_efficient", "torch_math", "unfused", "flex"}
+    able |= {"cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"}
+    assert {name for name, reason in reasons.items() if reason is None} == able
+    for name in ("triton_flash", "flash_attn_2"):
+        assert reasons[name] == f"{name} has no head_dim_v: v has as many columns as q"
+        assert BACKENDS[name].supports(replace(MLA, head_dim_v=None)) is None
+
+
+# -- the oracle -----------------------------------------------------------------------------------
+
+
+def plain_attention(inputs, problem):
+    """softmax(Q K^T / sqrt(head_dim)) V in float64, head by head."""
+    q, k, v = (from_bits(inputs[n], problem.dtype).astype(np.float64) for n in "qkv")
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    rows, group = np.arange(problem.seqlen_q), problem.heads // problem.heads_kv
+    for item, head in np.ndindex(q.shape[:2]):
+        scores = q[item, head] @ k[item, head // group].T / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights *= ~hidden_keys(problem, rows, item)
+        out[item, head] = weights @ v[item, head // group] / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+@pytest.mark.parametrize("dims", ["192/128", "96/64", "64/128", "8/256", "24/8"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_numpys_reference_is_attention(dims, mask):
+    problem = Problem.parse(f"(2,4/2,40x70,{dims}) fp16 {mask}")
+    inputs = make_inputs(Case(problem), 1)
+    ((out, lse),) = exact_rows(inputs, problem, np.arange(40))
+    assert out.shape == problem.shape_of("o")
+    assert lse.shape == out.shape[:3]
+    expected = plain_attention(inputs, problem)
+    assert np.allclose(out, expected, rtol=1e-9, atol=1e-9)
+    rounded = reference(inputs, problem, np.arange(40), Maths(True))
+    for case in (Case(problem), *small_cases(problem)[2:4]):
+        assert limits(case, 0).row > 0
+    shares = measures(rounded, expected, "fp16").shares(limits(Case(problem), 0))
+    assert max(shares.values()) <= 1
+    wrong = rounded.copy()
+    wrong[..., -8:] = wrong[..., :8]
+    shares = measures(wrong, expected, "fp16").shares(limits(Case(problem), 0))
+    assert (max(shares.values()) > 1) == (out.shape[3] > 8)
+
+
+@pytest.mark.parametrize("inputs", ["one_hot", "tiny_ends", "far_below", "sink", "wide", "exact"])
+def test_hard_inputs_can_be_made(inputs):
+    case = Case(Problem.parse("(1,2/1,70x140,192/128) bf16 causal"), inputs)
+    made = make_inputs(case, 3)
+    assert {name: made[name].shape[3] for name in "qkv"} == {"q": 192, "k": 192, "v": 128}
+    assert np.isfinite(limits(case, 0).row)
+
+
+# -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
+
+
+def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    facts = {"arch": "sm_90a", "gpu": "NVIDIA H100", "sm_count": 132}
+    gpu.environment = TEST_GPU.model_copy(update=facts)
+
+    def time_us(name):
+        slow = 100 * ("BLOCK_N=64" in name) + 50 * ("MAXIMA=2" in name)
+        return {"torch_cudnn": 70.0, "torch_flash": 90.0}.get(name, 50.0 + slow)
+
+    monkeypatch.setattr(gpu, "time_us", time_us)
+    gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
+    shape = "1,16,2048,192/128 bf16 causal"
+    done = attnsweep("tune", *shape.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("flash_fwd_wgmma is 1.400 ± 0.000 times as fast as")
+    assert said.endswith("(1,16,2048,192/128) bf16 causal.")
+    (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
+    assert run.name == "tune-1-16-2048-192v128-bf16-causal"
+    assert {row.problem for row in open_run(run).trials} == {MLA}
+    assert MLA.label in attnsweep("report", run).stdout
+    assert f"{MLA.flops / 50 / 1e6:.4g}" in attnsweep("report", run, width=300).stdout
+    assert "BLOCK_N" in attnsweep("explain", run).stdout
+    assert attnsweep("report", run, "--html", tmp_path / "page.html").returncode == 0
+    before = gpu.names("trial")
+    assert attnsweep("tune", *shape.split()).returncode == 0
+    assert gpu.names("trial") == before  # a run is resumed
+    listed = attnsweep("list", "flash_fwd_wgmma").stdout
+    assert "head_dim_v 8 to 256 in steps of 8" in " ".join(listed.split())
