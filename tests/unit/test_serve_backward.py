@@ -15,6 +15,7 @@ from operators import close, make, tensors, traced  # noqa: E402
 from packages import BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
 from attnsweep.core.problem import BACKWARD as OP  # noqa: E402
+from attnsweep.serve.runtime import backward_operator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
@@ -244,6 +245,19 @@ def test_a_driver_that_refuses_leaves_the_call_to_pytorch(operator, driver, capl
     again = torch.autograd.grad(out, given, torch.ones_like(out))  # not tried again
     assert right(again, [t.detach() for t in given], torch.ones_like(out))
     assert "kernel_backward" not in operator.counters()
+
+
+def test_without_memory_for_sums_the_call_is_pytorchs(operator, monkeypatch):
+    def none(query, floats):
+        raise torch.OutOfMemoryError
+
+    given = tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr(backward_operator, "_spaces", none)
+        assert right(gradients_of(operator.attention, given), given)
+    assert operator.counters() == {"kernel": 1, "pytorch_backward": 1}
+    gradients_of(operator.attention, given)  # memory may be there again
+    assert operator.counters()["kernel_backward"] == 1
 
 
 def test_a_dispatch_mode_sees_an_operator(operator):

@@ -149,8 +149,11 @@ class BackwardOperator:
             with torch.cuda.device(index):
                 return self._run(plan, grad, saved)
         query, key, value, out, lse = saved
+        try:
+            spaces = _spaces(query, plan.floats)
+        except torch.OutOfMemoryError:  # PyTorch's own may do with less
+            return None
         made = (_empty_like(query), _empty_like(key), _empty_like(value))
-        spaces = [query.new_empty(count, dtype=torch.float32) for count in plan.floats]
         tensors = (query, key, value, out, grad, lse, *made, *spaces)
         addresses = tuple([each.data_ptr() for each in tensors])
         if addresses[3] & 15:
@@ -166,6 +169,10 @@ class BackwardOperator:
             operator.gave_up(plan, error)
             return None
         return made
+
+
+def _spaces(query: torch.Tensor, floats: tuple[int, ...]) -> list[torch.Tensor]:
+    return [query.new_empty(count, dtype=torch.float32) for count in floats]
 
 
 def _of(tensor: torch.Tensor) -> Tensor:
