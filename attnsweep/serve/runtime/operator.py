@@ -36,7 +36,7 @@ from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explana
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
-from .torch_ops import register
+from .torch_ops import OPERATORS, register
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -91,12 +91,9 @@ class Operator:
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
-        made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
-        masked = (self._impl_attention_masked, self._impl_forward_masked)
-        hidden = (self._impl_attention_intervals, self._impl_forward_intervals)
+        own = {name: getattr(self, f"_impl_{name}") for name in OPERATORS}
         gradient = of_operator(self, lambda: ops.backward.default)
-        last = (self._impl_backward, gradient)
-        self.library = register(wanted, devices, *made, *masked, *hidden, *last)
+        self.library = register(wanted, devices, own, gradient)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default

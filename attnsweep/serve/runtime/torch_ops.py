@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ import torch
 from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
-_ATTENTION = f"attention({_GIVEN}) -> Tensor"
-_FORWARD = f"forward({_GIVEN}) -> Tensor"
 _MASKED = (
     "Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float softcap, Tensor? sinks"
 )
@@ -19,15 +17,30 @@ _INTERVALS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
     "float scale, float softcap, Tensor? sinks"
 )
+_BACKWARD = (
+    "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
+    "float scale, bool cudnn"
+)
+OPERATORS = {
+    "attention": f"({_GIVEN}) -> Tensor",
+    "attention_masked": f"({_MASKED}) -> Tensor",
+    "attention_intervals": f"({_INTERVALS}) -> Tensor",
+    "forward": f"({_GIVEN}) -> Tensor",
+    "forward_lse": f"({_GIVEN}) -> (Tensor, Tensor)",
+    "forward_masked": f"({_MASKED}) -> Tensor",
+    "forward_intervals": f"({_INTERVALS}) -> Tensor",
+    "backward": f"({_BACKWARD}) -> (Tensor, Tensor, Tensor)",
+}
+"""The operators and their schemas.
+
+Those named `attention` are what a compiler sees: they are made of the others, once their sizes are
+known. The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch,
+heads, seqlen_q), contiguous.
+"""
 _FORWARD_VARLEN = (
     "forward_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
     " Tensor cu_seqlens_k, SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
-)
-_FORWARD_LSE = f"forward_lse({_GIVEN}) -> (Tensor, Tensor)"
-_BACKWARD = (
-    "backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    "bool causal, float scale, bool cudnn) -> (Tensor, Tensor, Tensor)"
 )
 _FORWARD_FP8 = (
     "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
@@ -38,50 +51,27 @@ _FORWARD_FP8 = (
 def register(
     namespace: str,
     devices: Sequence[str],
-    attention: Callable[..., torch.Tensor],
-    forward: Callable[..., torch.Tensor],
-    forward_lse: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    attention_masked: Callable[..., torch.Tensor],
-    forward_masked: Callable[..., torch.Tensor],
-    attention_intervals: Callable[..., torch.Tensor],
-    forward_intervals: Callable[..., torch.Tensor],
-    backward: Callable[..., tuple[torch.Tensor, ...]],
+    own: Mapping[str, Callable[..., Any]],
     gradient: Callable[..., tuple[Any, ...]],
 ) -> Any:
-    """Define the operators of these names; returns the library, with which they live.
+    """Define OPERATORS; returns the library, with which they live.
 
     A package that is imported again gets another namespace: `ns` of the library is the one.
-    Those named `attention` are what a compiler sees: they are made of the others, once their sizes
-    are known.
-    The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
-    seqlen_q), contiguous. devices: types, as `cuda`. gradient: of forward_lse.
+    devices: types, as `cuda`. own: what each operator computes. gradient: of forward_lse.
     """
     library, tags = _defined(namespace), _tags()
-    namespace = library.ns
-    library.define(_ATTENTION, tags=tags)
-    library.define(_FORWARD, tags=tags)
-    library.define(_FORWARD_LSE, tags=tags)
-    library.define(_BACKWARD, tags=tags)
-    library.define(f"attention_masked({_MASKED}) -> Tensor", tags=tags)
-    library.define(f"forward_masked({_MASKED}) -> Tensor", tags=tags)
-    library.define(f"attention_intervals({_INTERVALS}) -> Tensor", tags=tags)
-    library.define(f"forward_intervals({_INTERVALS}) -> Tensor", tags=tags)
-    library.impl("attention", attention, "CompositeImplicitAutograd")
-    library.impl("attention_masked", attention_masked, "CompositeImplicitAutograd")
-    library.impl("attention_intervals", attention_intervals, "CompositeImplicitAutograd")
-    for kind in devices:
-        library.impl("forward", forward, kind.upper())
-        library.impl("forward_masked", forward_masked, kind.upper())
-        library.impl("forward_intervals", forward_intervals, kind.upper())
-        library.impl("forward_lse", forward_lse, kind.upper())
-        library.impl("backward", backward, kind.upper())
-    torch.library.register_fake(f"{namespace}::forward", _fake_forward, lib=library)
-    torch.library.register_fake(f"{namespace}::forward_masked", _fake_forward, lib=library)
-    torch.library.register_fake(f"{namespace}::forward_intervals", _fake_forward, lib=library)
-    torch.library.register_fake(f"{namespace}::forward_lse", _fake_forward_lse, lib=library)
-    torch.library.register_fake(f"{namespace}::backward", _fake_backward, lib=library)
+    fakes = {"forward_lse": _fake_forward_lse, "backward": _fake_backward}
+    for name, schema in OPERATORS.items():
+        library.define(name + schema, tags=tags)
+        if name.startswith("attention"):
+            library.impl(name, own[name], "CompositeImplicitAutograd")
+            continue
+        for kind in devices:
+            library.impl(name, own[name], kind.upper())
+        fake = fakes.get(name, _fake_forward)
+        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
     torch.library.register_autograd(
-        f"{namespace}::forward_lse", gradient, setup_context=save_for_backward, lib=library
+        f"{library.ns}::forward_lse", gradient, setup_context=save_for_backward, lib=library
     )
     return library
 
