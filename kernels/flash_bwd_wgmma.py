@@ -111,9 +111,9 @@ def pitch(p: Problem) -> int:
     return ceil_div(p.seqlen_q, 128) * 128
 
 
-def together(p: Problem, rows: int, arch: Arch, heads: int) -> int:
-    """Heads whose blocks run at the same time, so that they share L2."""
-    return min(heads, max(1, arch.sm_count * 128 // rows))
+def together(rows: int, of_sm: int, arch: Arch, heads: int) -> int:
+    """Heads whose blocks run at the same time, so that they share L2. of_sm: rows of an SM."""
+    return min(heads, max(1, arch.sm_count * of_sm // rows))
 
 
 # fmt: off
@@ -199,7 +199,7 @@ def queries(c, p, arch):
             *maps(p, 64, c.Q_BLOCK_N),
             hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
             *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
-            *(p.heads // p.heads_kv, together(p, p.seqlen_q, arch, heads)),
+            *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch, heads)),
             *(p.scale * LOG2E, p.scale),
         ),
         smem_bytes=queries_smem_bytes(c, p),
@@ -235,7 +235,11 @@ def keys(c, p, arch):
             # The sums of dQ are not read where it is computed again.
             *("neg_lse", "delta", "delta" if c.RECOMPUTE else "dq_sums"),
             *(p.seqlen_q, p.seqlen_k, pitch(p), heads_kv, p.heads // p.heads_kv),
-            *(together(p, p.seqlen_k, arch, heads_kv), p.scale * LOG2E, p.scale),
+            *(
+                together(p.seqlen_k, block * c.BLOCKS_PER_SM, arch, heads_kv),
+                p.scale * LOG2E,
+                p.scale,
+            ),
         ),
         smem_bytes=smem_bytes(c, p),
         defines=defines,
