@@ -657,7 +657,7 @@ __device__ __forceinline__ void leave_cluster() {
 #define CLUSTER_DIMS
 #endif
 // neg_lse, delta and sums are what the launch ahead wrote.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) CLUSTER_DIMS
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_bwd_wgmma_keys(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                          const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
                          const __grid_constant__ TensorMap dk_map,

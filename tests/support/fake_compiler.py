@@ -16,7 +16,8 @@ from attnsweep.core.hardware import Arch
 
 REGISTERS = 32
 _ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\('
+    r'extern\s+"C"\s+__global__\s+void\s+(?:CLUSTER_DIMS\s+)?'
+    r"(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\("
 )
 # An ELF file of no sections: what a cubin is to code that reads it with pyelftools.
 _EMPTY_ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xbe\x00\x01\x00\x00\x00"
@@ -27,7 +28,7 @@ class FakeCompiler:
     """Stands in for `nvrtc.Compiler`: each stage is ready at once, in REGISTERS registers.
 
     Other source or other defines give other machine code, as with NVRTC. Entry functions are found
-    by a pattern that suits the families the tests use, not macros between `void` and the name.
+    by a pattern that suits the families the tests use, not any macro between `void` and the name.
     """
 
     version = "0.0"
