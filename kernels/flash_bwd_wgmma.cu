@@ -10,10 +10,13 @@
 // dQ without RECOMPUTE: the consumers leave dS in shared memory, a warpgroup of its own multiplies
 // it by K, and threads of the producer's warpgroup, or with DQ_ADD its own, add 64 queries and some
 // columns at a time to fp32 sums in memory, in any order. Stages: delta, which also clears the
-// sums; keys; convert. With DKV_WARPGROUPS 2, for wide heads, one of two warpgroups computes S, P
-// and dV of the same 64 keys, the other dP, dS and dK, and P crosses over. With RECOMPUTE: the
-// stage queries computes S and dP again, 64 queries a warpgroup, and before that delta. It runs
-// first. Equal calls then give equal bits.
+// sums; keys; convert.
+// With RECOMPUTE: the stage queries computes S and dP again, 64 queries a warpgroup, and before
+// that delta. It runs first. Equal calls then give equal bits.
+//
+// Wide heads, DKV_WARPGROUPS 2: of two warpgroups with the same 64 keys one computes S, P and dV,
+// the other dP, dS and dK, and P crosses over. The blocks of a CLUSTER have neighbouring keys, and
+// each loads its share of Q and dO for all.
 //
 // Statistics of queries lie in `neg_lse` (-log2(e) lse) and `delta`, `pitch` of each head: those
 // past the last query are minus infinity and 0, and so have no weight.
@@ -23,6 +26,7 @@
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/bulk.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
@@ -185,8 +189,8 @@ __device__ __forceinline__ void store_rows(const float (&d)[COLUMNS / 2], float 
 // Blocks in the order of their length, heads in groups of `together`, whose tensors share L2.
 struct Work {
     int tile, head;
-    __device__ __forceinline__ Work(int tiles, int heads, int together) {
-        int group = blockIdx.x / (together * tiles), in = blockIdx.x % (together * tiles);
+    __device__ __forceinline__ Work(unsigned block, int tiles, int heads, int together) {
+        int group = block / (together * tiles), in = block % (together * tiles);
         int of_group = min(together, heads - group * together);
         tile = in / of_group, head = group * together + in % of_group;
     }
@@ -204,6 +208,7 @@ constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS 
 constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
 constexpr bool APART = DKV_WARPGROUPS > 1, STAGED = DQ && !DQ_ADD;
 constexpr int CONSUMERS = WARPGROUPS * DKV_WARPGROUPS;  // warpgroups
+static_assert(CLUSTER == 1 || APART, "only these give queries back to a whole cluster");
 static_assert(!APART || WARPGROUPS == 1, "two warpgroups have 64 keys in common");
 // Beside dQ's warpgroup a thread begins with 128 registers, which 256 columns of sums would take.
 constexpr int SUM_COLUMNS = DQ && COLUMNS > 192 ? 128 : COLUMNS;
@@ -248,7 +253,8 @@ struct Memory {
     __device__ static __forceinline__ void init() {
         for (int i = 0; i < NUM_STAGES; ++i) {
             mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
-            mbarrier_init(q_empty(i), 4 * CONSUMERS), mbarrier_init(o_empty(i), 4 * CONSUMERS);
+            mbarrier_init(q_empty(i), 4 * CONSUMERS * CLUSTER);
+            mbarrier_init(o_empty(i), 4 * CONSUMERS * CLUSTER);
         }
         mbarrier_init(k_full(), 1), mbarrier_init(v_full(), 1);
         for (int i = 0; i < DQ * DS_BUFFERS; ++i)
@@ -282,9 +288,19 @@ struct Call {
     __device__ __forceinline__ int end_row() const { return (first + tiles) * BLOCK_M; }
 };
 
+// BLOCK_M rows of a panel, for all blocks of a cluster, of which each loads its share.
+__device__ __forceinline__ void load_panel(unsigned to, const TensorMap& map, unsigned full,
+                                           int column, int row, const TensorLayout::Head& head,
+                                           unsigned rank) {
+    constexpr int SHARE = BLOCK_M / CLUSTER;
+    if constexpr (CLUSTER > 1)
+        load_box_multicast(to + rank * SHARE * 128, map, full, column, row + rank * SHARE, head,
+                           (1 << CLUSTER) - 1);
+    else load_box(to, map, full, column, row, head);
+}
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
                                            const TensorMap& v, const TensorMap& d_o,
-                                           const Call& call) {
+                                           const Call& call, unsigned rank) {
     load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.of_keys);
     load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.of_keys);
     if (PDL) grid_wait();
@@ -301,16 +317,16 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             mbarrier_expect(Memory::q_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                load_box(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
-                         Memory::q_full(i), p * 64, row, head);
+                load_panel(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
+                           Memory::q_full(i), p * 64, row, head, rank);
             bulk_load(Memory::NEG_LSE + i * ROW_BYTES, call.neg_lse + at, ROW_BYTES,
                       Memory::q_full(i));
             mbarrier_wait(Memory::o_empty(i), ring.phase ^ 1);
             mbarrier_expect(Memory::o_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                load_box(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
-                         Memory::o_full(i), p * 64, row, head);
+                load_panel(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
+                           Memory::o_full(i), p * 64, row, head, rank);
             bulk_load(Memory::DELTA + i * ROW_BYTES, call.delta + at, ROW_BYTES, Memory::o_full(i));
             ring.next();
         }
@@ -452,6 +468,12 @@ struct Consumer {
     __device__ __forceinline__ static unsigned place_of_p(int buffer) {
         return Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16;
     }
+    // A stage of Q or of dO, to every block that loads a share of it.
+    __device__ __forceinline__ void give_back(unsigned empty) const {
+        if constexpr (CLUSTER > 1)
+            mbarrier_arrive_remote(cluster_address(empty, lane % CLUSTER), lane, CLUSTER);
+        else if (lane == 0) mbarrier_arrive(empty);
+    }
     template <bool Second>
     __device__ __forceinline__ void begin(Scores& x, int j) const {
         if constexpr (Second) begin_dp(x, j);
@@ -470,7 +492,7 @@ struct Consumer {
                         p[4 * i + 3]);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(Memory::p_full(at.stage));
-        if (lane == 0) mbarrier_arrive(Memory::q_empty(Position<NUM_STAGES>(j).stage));
+        give_back(Memory::q_empty(Position<NUM_STAGES>(j).stage));
         mbarrier_wait(Memory::o_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
     }
     // dS of a tile whose dP is there, and Q, which it is multiplied by.
@@ -497,12 +519,12 @@ struct Consumer {
             put_ds(a, j);
             __syncwarp();
             if (lane == 0) mbarrier_arrive(Memory::p_empty(Position<P_BUFFERS>(j).stage));
-            if (lane == 0) mbarrier_arrive(Memory::o_empty(i));
+            give_back(Memory::o_empty(i));
         }
         if constexpr (Next) begin<Second>(x, j + 1), wgmma_wait<1>();
         else wgmma_wait<0>();
         warpgroup_fence_operand(sum);
-        if (lane == 0) mbarrier_arrive(Second ? Memory::q_empty(i) : Memory::o_empty(i));
+        give_back(Second ? Memory::q_empty(i) : Memory::o_empty(i));
         if constexpr (Next) wgmma_wait<0>(), warpgroup_fence_operand(x);
     }
     // As of_head, by one of the two.
@@ -669,8 +691,18 @@ __device__ __forceinline__ void add_dq(const Call& call, int part) {
     bulk_wait_all();
 }
 
+// Until no block of the cluster writes to this one's barriers any more.
+__device__ __forceinline__ void leave_cluster() {
+    if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();
+}
+
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
 // neg_lse, delta and sums are what the launch ahead wrote.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_bwd_wgmma_keys(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                          const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
                          const __grid_constant__ TensorMap dk_map,
@@ -682,9 +714,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     extern __shared__ __align__(1024) unsigned char smem[];
     if (smem_address(smem) != Memory::K) __trap();
     if (PDL && DQ) grid_launch_dependents();
-    const Work work((seqlen_k + BLOCK_N - 1) / BLOCK_N, heads_kv, together);
-    const int key = work.tile * BLOCK_N, diagonal = seqlen_q - seqlen_k;
-    const int first = CAUSAL ? max(0, key + diagonal) / BLOCK_M : 0;
+    // The blocks of a cluster have neighbouring keys of a head, and pass the same queries.
+    constexpr int CLUSTER_N = CLUSTER * BLOCK_N;
+    const Work work(blockIdx.x / CLUSTER, (seqlen_k + CLUSTER_N - 1) / CLUSTER_N, heads_kv,
+                    together);
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const int key = work.tile * CLUSTER_N + rank * BLOCK_N, diagonal = seqlen_q - seqlen_k;
+    const int first = CAUSAL ? max(0, work.tile * CLUSTER_N + diagonal) / BLOCK_M : 0;
     const Call call{neg_lse,
                     delta,
                     sums,
@@ -700,15 +736,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == CONSUMERS * 128) Memory::init();
     __syncthreads();
+    if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
     if (DQ && warp >= 4 * CONSUMERS + 4) {
         registers_decrease<DQ_REGISTERS>();
         multiply_dq(call, lane);
         named_barrier_arrive(K_READ_BARRIER, 128 * CONSUMERS + 128);
+        leave_cluster();
     } else if (warp >= 4 * CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
         const int own = warp - 4 * CONSUMERS;
-        if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call);
+        if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call, rank);
         if (STAGED && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
+        leave_cluster();
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         const int wg = APART ? 0 : warp / 4;
@@ -726,6 +765,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if constexpr (APART) {
             if (warp < 4) self.run_apart<false>(dv_map, 1.f);
             else self.run_apart<true>(dk_map, scale);
+            leave_cluster();
             return;
         }
         Consumer::Sums dk, dv;
@@ -878,7 +918,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     const Memory at(smem_address(smem));
     if (PDL) grid_launch_dependents();
     const int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
-    const Work work(tiles_m, heads, together);
+    const Work work(blockIdx.x, tiles_m, heads, together);
     const int query = (CAUSAL ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;
     const int end = 1 + seqlen_k - seqlen_q;  // query i sees the keys before i + end
     const int seen = CAUSAL ? min(seqlen_k, query + BLOCK_M - 1 + end) : seqlen_k;

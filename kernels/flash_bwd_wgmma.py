@@ -16,6 +16,7 @@ kernel = Family(
         Param("NUM_STAGES", (2, 3), "tiles of Q, and of dO, in flight"),
         Param("AHEAD", (0, 1, 2), "P beside dP, S of the next tile: 0 neither, 1 both, 2 S later"),
         Param("BLOCKS_PER_SM", (1, 2), "blocks of keys that an SM has room for"),
+        Param("CLUSTER", (1, 2), "blocks of keys that share loads of Q and dO", absent=1),
         Param(
             "DQ_ADD",
             (0, 1),
@@ -110,9 +111,9 @@ def pitch(p: Problem) -> int:
     return ceil_div(p.seqlen_q, 128) * 128
 
 
-def together(p: Problem, rows: int, arch: Arch, heads: int) -> int:
-    """Heads whose blocks run at the same time, so that they share L2."""
-    return min(heads, max(1, arch.sm_count * 128 // rows))
+def together(rows: int, of_sm: int, arch: Arch, heads: int) -> int:
+    """Heads whose blocks run at the same time, so that they share L2. of_sm: rows of an SM."""
+    return min(heads, max(1, arch.sm_count * of_sm // rows))
 
 
 # fmt: off
@@ -123,9 +124,11 @@ kernel.keep_if(
     ("warpgroups_of_sm", "an SM has 2 or 3 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= consumers(c) * c.BLOCKS_PER_SM <= 3),
     ("wide_heads", "dK and dV may be apart in heads wider than 128, with 64 keys, AHEAD 0 or 1; "
-     "dQ is added from registers, and stages are three, only there",
-     lambda c, p, arch: (p.head_dim > 128 and c.KV_WARPGROUPS == 1 and c.AHEAD < 2)
-     if c.DKV_WARPGROUPS == 2 else (c.DKV_WARPGROUPS, c.DQ_ADD, c.NUM_STAGES) == (1, 0, 2)),
+     "dQ is added from registers, stages are three, and blocks share loads, only there",
+     lambda c, p, arch: (p.head_dim > 128 and c.KV_WARPGROUPS == 1 and c.AHEAD < 2
+                         and c.CLUSTER in (1, 2))
+     if c.DKV_WARPGROUPS == 2
+     else (c.DKV_WARPGROUPS, c.DQ_ADD, c.NUM_STAGES, c.CLUSTER) == (1, 0, 2, 1)),
     ("parts_of_dq", "a warp of the producer's adds each part of dQ's tile, at most 3",
      lambda c, p, arch: c.DQ_ADD == 0 if c.RECOMPUTE else c.DQ_ADD or parts(c, p) <= 3),
     ("registers", "sums, scores and P fit the registers of a thread",
@@ -145,7 +148,7 @@ kernel.keep_if(
 kernel.keep_if(
     ("no_idle_tile", "a tile is at most twice its sequence",
      lambda c, p, arch: c.BLOCK_M <= 2 * max(64, p.seqlen_q)
-     and 64 * c.KV_WARPGROUPS <= 2 * max(64, p.seqlen_k)),
+     and 64 * c.KV_WARPGROUPS * c.CLUSTER <= 2 * max(64, p.seqlen_k)),
     by_shape=True,
 )
 # fmt: on
@@ -199,7 +202,7 @@ def queries(c, p, arch):
             *maps(p, 64, c.Q_BLOCK_N),
             hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
             *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
-            *(p.heads // p.heads_kv, together(p, p.seqlen_q, arch, heads)),
+            *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch, heads)),
             *(p.scale * LOG2E, p.scale),
         ),
         smem_bytes=queries_smem_bytes(c, p),
@@ -217,15 +220,17 @@ OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "PDL")
 @kernel.stage("keys", params=OF_KEYS, strided=("heads_kv",))
 def keys(c, p, arch):
     heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
+    clusters = ceil_div(p.seqlen_k, block * c.CLUSTER) * heads_kv
     registers = consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))
     defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
     defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
+    defines |= {"CLUSTER": c.CLUSTER}
     return Launch(
         function="flash_bwd_wgmma_keys",
-        grid=(ceil_div(p.seqlen_k, block) * heads_kv, 1, 1),
+        grid=(clusters * c.CLUSTER, 1, 1),
         threads=128 * (consumers(c) + len(roles(c, p))),
         args=(
-            *maps(p, c.BLOCK_M, block),
+            *maps(p, c.BLOCK_M // c.CLUSTER, block),
             *(
                 hopper.tensor_map(name, heads_kv, p.seqlen_k, p.head_dim, box=(64, 64))
                 for name in ("dk", "dv")
@@ -233,7 +238,11 @@ def keys(c, p, arch):
             # The sums of dQ are not read where it is computed again.
             *("neg_lse", "delta", "delta" if c.RECOMPUTE else "dq_sums"),
             *(p.seqlen_q, p.seqlen_k, pitch(p), heads_kv, p.heads // p.heads_kv),
-            *(together(p, p.seqlen_k, arch, heads_kv), p.scale * LOG2E, p.scale),
+            *(
+                together(p.seqlen_k, block * c.BLOCKS_PER_SM, arch, heads_kv),
+                p.scale * LOG2E,
+                p.scale,
+            ),
         ),
         smem_bytes=smem_bytes(c, p),
         defines=defines,

@@ -9,7 +9,7 @@ import pytest
 from attnsweep.compile.cubin import compiler_warnings, functions
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Selection, Space
 from attnsweep.serve.export_code import compile_for_models
@@ -18,7 +18,7 @@ from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
 
 ARCH = ARCHS["sm_90a"]
-FAMILY = discover()["flash_fwd_wgmma"]
+FAMILY, BACKWARD_FAMILY = (discover()[name] for name in ("flash_fwd_wgmma", "flash_bwd_wgmma"))
 # Code for 248 columns is that for 256.
 VALUE_DIMS = (
     *("192/128", "128/256", "96/64", "64/128", "256/128", "64/256", "112/72", "160/80", "8/128"),
@@ -119,3 +119,45 @@ def test_code_for_models_of_other_head_dims(compiler, head_dim):
         _, files, spills = compiled.done()
         assert files
         assert spills == 0, config.label
+
+
+# Bytes of what stays the same in the loop over tiles, by DKV_WARPGROUPS.
+BACKWARD_SPILLS = {1: 192, 2: 0}
+
+
+def tightest_gradients(problem: Problem, count: int) -> list:
+    """Configs whose consumers have fewest registers to spare, of each way to have dK and dV."""
+    declared = sys.modules[BACKWARD_FAMILY.stages["keys"].launch.__module__]
+
+    def spare(config):
+        warpgroups, roles = declared.consumers(config), declared.roles(config, problem)
+        given = declared.consumer_registers(ARCH, warpgroups, config.BLOCKS_PER_SM, roles)
+        return given - declared.registers_needed(config, problem)
+
+    space = Space.build(BACKWARD_FAMILY, problem, ARCH, Selection({"PDL": (0,)})).configs
+    kinds = {(c.RECOMPUTE, c.DKV_WARPGROUPS) for c in space}
+    return [
+        config
+        for kind in sorted(kinds)
+        for config in sorted(
+            (c for c in space if (c.RECOMPUTE, c.DKV_WARPGROUPS) == kind), key=spare
+        )[:count]
+    ]
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("head_dim", sorted({*BACKWARD_FAMILY.head_dims} - {64, 128}))
+def test_gradients_of_other_head_dims_spill_next_to_nothing(compiler, head_dim):
+    family, number, asked = BACKWARD_FAMILY, head_dim // 8, []
+    dtype, causal = family.dtypes[number % 2], number // 2 % 2 == 1
+    problem = Problem(4, 16, 16, 2048, 2048, head_dim, dtype, causal=causal, op=BACKWARD)
+    for config in tightest_gradients(problem, 2):
+        for name, launch in family.launches(config, problem, ARCH).items():
+            defines = family.stages[name].defines(config, problem, launch)
+            asked.append((config, compiler.submit(family.source, defines)))
+    assert len(asked) >= 6
+    for config, future in asked:
+        log = future.result().log
+        spilled = max(facts["spill_bytes"] for facts in functions(log).values())
+        assert spilled <= BACKWARD_SPILLS[config.DKV_WARPGROUPS], config.label
+        assert not compiler_warnings(log), config.label

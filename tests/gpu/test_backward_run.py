@@ -18,11 +18,21 @@ PROBLEMS = (
     Problem(2, 16, 4, 1500, 1500, 64, "fp16", CAUSAL, op=BACKWARD),
     Problem(1, 8, 8, 777, 2000, 128, "fp16", FULL, op=BACKWARD),
     Problem(1, 8, 2, 2000, 777, 64, "bf16", CAUSAL, op=BACKWARD),
+    Problem(1, 8, 2, 1500, 1500, 96, "fp16", CAUSAL, op=BACKWARD),
+    Problem(2, 4, 4, 777, 2000, 40, "bf16", FULL, op=BACKWARD),
+    Problem(1, 8, 2, 1500, 1437, 256, "bf16", CAUSAL, op=BACKWARD),
+    Problem(1, 8, 8, 777, 2000, 192, "fp16", FULL, op=BACKWARD),
 )
+APART = {"KV_WARPGROUPS": 1, "DKV_WARPGROUPS": 2}
 CONFIGS = (
     {"RECOMPUTE": 0},
     {"RECOMPUTE": 1, "KV_WARPGROUPS": 1, "BLOCKS_PER_SM": 2, "AHEAD": 2},
     {"RECOMPUTE": 1, "AHEAD": 0, "Q_BLOCK_N": 96},
+    APART | {"RECOMPUTE": 0, "DQ_ADD": 1},
+    APART | {"RECOMPUTE": 0, "DQ_ADD": 1, "AHEAD": 1, "CLUSTER": 2, "PDL": 1},
+    APART | {"RECOMPUTE": 0},  # 192 columns fit staging
+    APART | {"RECOMPUTE": 1, "AHEAD": 1, "CLUSTER": 2, "Q_BLOCK_N": 64, "Q_STAGES": 1},
+    APART | {"RECOMPUTE": 1, "NUM_STAGES": 3, "Q_BLOCK_N": 80},
 )
 
 
@@ -32,6 +42,8 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
     if reason := FAMILY.refusal(problem, compiler.arch):
         pytest.skip(reason)
     config = Config({param.name: param.values[0] for param in FAMILY.params} | values)
+    if rule := FAMILY.refused_by(config, problem, compiler.arch):
+        pytest.skip(f"the rule {rule} refuses it")
     build = Build.of(FAMILY, config, problem, compiler)
     build.submit()
     candidate = build.candidate()

@@ -44,7 +44,8 @@ CONFIGS = (
     (f"RECOMPUTE=0 {APART} AHEAD=1", 192, "bf16", CAUSAL),
     (f"RECOMPUTE=0 {APART} DQ_ADD=1 PDL=1", 256, "bf16", CAUSAL),
     (f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64 AHEAD=1", 256, "fp16", CAUSAL),
-    (f"RECOMPUTE=1 {APART} Q_BLOCK_N=80 NUM_STAGES=3", 184, "bf16", FULL),
+    (f"RECOMPUTE=1 {APART} Q_BLOCK_N=80 NUM_STAGES=3 CLUSTER=2", 184, "bf16", FULL),
+    (f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2 AHEAD=1", 232, "bf16", CAUSAL),
 )
 # Tiles and half tiles that a block passes by, tails on both sides, queries that see no key, three
 # heads to one of keys.
@@ -175,6 +176,37 @@ WRONG_APART = {
     ),
     "dQ added to another head's": ("keys", "call.at(j / call.tiles,", 1, "call.at(0,"),
 }
+# Where two blocks with neighbouring keys load half of the queries each.
+WRONG_CLUSTERS = {
+    "both load the same half": (
+        "keys",
+        "p * 64, row, head, rank);",
+        2,
+        "p * 64, row, head, 0);",
+    ),
+    "queries given back to one block alone": (
+        "keys",
+        "cluster_address(empty, lane % CLUSTER)",
+        1,
+        "empty",
+    ),
+    "each begins at its own keys": (
+        "keys",
+        "max(0, work.tile * CLUSTER_N + diagonal)",
+        1,
+        "max(0, key + diagonal)",
+    ),
+    "a block ends before the other has told it": (
+        *("keys", "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", 1),
+        "",
+    ),
+    "heads dealt to blocks and not to clusters": (
+        "keys",
+        "work(blockIdx.x / CLUSTER,",
+        1,
+        "work(blockIdx.x,",
+    ),
+}
 WRONG_TURNS = {
     "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", 1, "TURNS ? 2 * j : j"),
     "K and V in stages of their own": ("queries", "if (TURNS) ring.next();", 1, ""),
@@ -225,6 +257,14 @@ def test_wrong_kernels_of_wide_heads_are_found(simulator, name):
 
 
 @pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("name", WRONG_CLUSTERS)
+def test_wrong_clusters_are_found(simulator, name):
+    case = Case(Problem(1, 2, 2, 350, 330, 136, "bf16", CAUSAL, op=BACKWARD))
+    words = f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2"
+    assert shown(simulator, WRONG_CLUSTERS[name], words, case)
+
+
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", WRONG_TURNS)
 def test_wrong_turns_of_keys_and_values_are_found(simulator, name):
     case = Case(Problem(1, 2, 1, 150, 350, 256, "fp16", CAUSAL, op=BACKWARD))
@@ -242,7 +282,7 @@ def test_right_for_every_head_dim(simulator, dim):
     number = dim // 8
     for words in KINDS:
         if dim > 128:
-            words += f" {APART} AHEAD={number % 2}"
+            words += f" {APART} AHEAD={number % 2} CLUSTER={1 + number // 2 % 2}"
             words += " DQ_ADD=1" * (words.startswith(KINDS[0]) and (dim > 192 or number % 3 == 0))
             words += " Q_STAGES=1" * (words.startswith(KINDS[1]) and dim > 192)
         for turn, (sizes, mask) in enumerate(

@@ -179,7 +179,7 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
     [
         ("RECOMPUTE=0 PDL=1", 64),
         ("RECOMPUTE=1 AHEAD=0", 72),
-        ("RECOMPUTE=0 DKV_WARPGROUPS=2 KV_WARPGROUPS=1 AHEAD=1", 192),
+        ("RECOMPUTE=0 DKV_WARPGROUPS=2 KV_WARPGROUPS=1 AHEAD=1 CLUSTER=2", 192),
         ("RECOMPUTE=1 DKV_WARPGROUPS=2 KV_WARPGROUPS=1 Q_STAGES=1 Q_BLOCK_N=64", 256),
     ],
 )

@@ -27,7 +27,7 @@ class FakeCompiler:
     """Stands in for `nvrtc.Compiler`: each stage is ready at once, in REGISTERS registers.
 
     Other source or other defines give other machine code, as with NVRTC. Entry functions are found
-    by a pattern that suits the families the tests use, not macros between `void` and the name.
+    by a pattern that suits the families the tests use, not any macro between `void` and the name.
     """
 
     version = "0.0"
