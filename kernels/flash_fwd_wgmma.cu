@@ -181,7 +181,7 @@ using OTile = SharedTile<element_t, 64, COLUMNS_V, 128>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 using BiasTile = PTile;  // beside K, of each 64 rows
 constexpr unsigned K_BYTES = KTile::BYTES, V_BYTES = VTile::BYTES, O_BYTES = OTile::BYTES;
-// Of Q's place, where the output goes if it is not staged beside it.
+// Where the output has no memory of its own it goes over Q, whose memory must hold either.
 constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
 constexpr unsigned Q_BYTES = BESIDE_Q || QTile::BYTES > O_BYTES ? QTile::BYTES : O_BYTES;
 constexpr unsigned BIAS_BYTES = BIAS ? ROW_GROUPS * BiasTile::BYTES : 0;

@@ -1,0 +1,585 @@
+// The stage keys of flash_bwd_wgmma: dK and dV, and what is added to dQ. The template includes this
+// where what both stages of products share is known.
+#pragma once
+
+constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS = 2, P_BUFFERS = 2;
+constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
+constexpr bool APART = DKV_WARPGROUPS > 1, STAGED = DQ && !DQ_ADD;
+constexpr int CONSUMERS = WARPGROUPS * DKV_WARPGROUPS;  // warpgroups
+static_assert(CLUSTER == 1 || APART, "only these give queries back to a whole cluster");
+static_assert(!APART || WARPGROUPS == 1, "two warpgroups have 64 keys in common");
+// Beside dQ's warpgroup a thread begins with 128 registers, which 256 columns of sums would take.
+constexpr int SUM_COLUMNS = DQ && COLUMNS > 192 ? 128 : COLUMNS;
+// Parts of a tile of dQ: of 64 queries, the PARTS_OF_ROW of PART_COLUMNS, the last clipped.
+constexpr int PARTS_OF_ROW = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS,
+              PARTS = BLOCK_M / 64 * PARTS_OF_ROW, PART_CHUNKS = PART_COLUMNS / 8;
+constexpr unsigned PART_BYTES = 64 * PART_COLUMNS * 4;
+constexpr int THREADS = 128 * (CONSUMERS + 1 + DQ);
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
+using QTile = SharedTile<element_t, BLOCK_M, COLUMNS, 128>;
+constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS, P: of a warpgroup
+static_assert(!DQ || (BLOCK_M % 64 == 0 && PART_COLUMNS % 8 == 0), "dQ has parts of 64 queries");
+static_assert(!STAGED || PARTS <= 3, "a warp adds each part of a tile of dQ");
+constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
+
+// Where everything lies in shared memory. It begins at 1024, as dynamic shared memory does where
+// there is no other: constant addresses spare registers.
+struct Memory {
+    static constexpr unsigned K = 1024, V = K + KTile::BYTES, Q = V + KTile::BYTES,
+                              O = Q + NUM_STAGES * QTile::BYTES, DS = O + NUM_STAGES * QTile::BYTES,
+                              P = DS + DQ * DS_BUFFERS * WARPGROUPS * DS_BYTES,
+                              STAGING = P + APART * P_BUFFERS * DS_BYTES,
+                              NEG_LSE = STAGING + STAGED * PARTS * PART_BYTES,
+                              DELTA = NEG_LSE + NUM_STAGES * ROW_BYTES,
+                              BARRIERS = DELTA + NUM_STAGES * ROW_BYTES,
+                              MORE = BARRIERS + 32 * NUM_STAGES;
+    __device__ static __forceinline__ unsigned q_full(int i) { return BARRIERS + 32 * i; }
+    __device__ static __forceinline__ unsigned q_empty(int i) { return BARRIERS + 32 * i + 8; }
+    __device__ static __forceinline__ unsigned o_full(int i) { return BARRIERS + 32 * i + 16; }
+    __device__ static __forceinline__ unsigned o_empty(int i) { return BARRIERS + 32 * i + 24; }
+    __device__ static __forceinline__ unsigned k_full() { return MORE; }
+    __device__ static __forceinline__ unsigned v_full() { return MORE + 8; }
+    __device__ static __forceinline__ unsigned ds_full(int i) { return MORE + 16 + 16 * i; }
+    __device__ static __forceinline__ unsigned ds_empty(int i) { return MORE + 24 + 16 * i; }
+    // Of each part of dQ's tile: written to staging, and added from there.
+    __device__ static __forceinline__ unsigned staged(int part) { return MORE + 48 + 16 * part; }
+    __device__ static __forceinline__ unsigned added(int part) { return MORE + 56 + 16 * part; }
+    // Barriers of the buffers in which one warpgroup gives P to the other.
+    static constexpr unsigned OF_P = MORE + 48 + STAGED * PARTS * 16;
+    __device__ static __forceinline__ unsigned p_full(int i) { return OF_P + 16 * i; }
+    __device__ static __forceinline__ unsigned p_empty(int i) { return OF_P + 8 + 16 * i; }
+    __device__ static __forceinline__ void init() {
+        for (int i = 0; i < NUM_STAGES; ++i) {
+            mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
+            mbarrier_init(q_empty(i), 4 * CONSUMERS * CLUSTER);
+            mbarrier_init(o_empty(i), 4 * CONSUMERS * CLUSTER);
+        }
+        mbarrier_init(k_full(), 1), mbarrier_init(v_full(), 1);
+        for (int i = 0; i < DQ * DS_BUFFERS; ++i)
+            mbarrier_init(ds_full(i), 4 * WARPGROUPS), mbarrier_init(ds_empty(i), 4);
+        for (int i = 0; i < STAGED * PARTS; ++i)
+            mbarrier_init(staged(i), 4), mbarrier_init(added(i), 1);
+        for (int i = 0; i < APART * P_BUFFERS; ++i)
+            mbarrier_init(p_full(i), 4), mbarrier_init(p_empty(i), 4);
+        mbarrier_init_fence();
+    }
+};
+// first, tiles: of queries of a head that see a key of the block. Query i sees key j if
+// j + diagonal <= i.
+struct Call {
+    const float *neg_lse, *delta;
+    float* sums;
+    int seqlen_k, pitch, group, head_kv, key, diagonal, first, tiles;
+    TensorLayout::Head of_keys;  // head_kv
+    __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
+    __device__ __forceinline__ TensorLayout::Head of_queries(int number) const {
+#if STRIDED
+        return {of_keys.head * group + number, of_keys.batch};
+#else
+        return head(number);
+#endif
+    }
+    __device__ __forceinline__ int row(int tile) const { return (first + tile) * BLOCK_M; }
+    __device__ __forceinline__ long long at(int number, int tile) const {
+        return static_cast<long long>(head(number)) * pitch + row(tile);
+    }
+    __device__ __forceinline__ int end_row() const { return (first + tiles) * BLOCK_M; }
+};
+
+// BLOCK_M rows of a panel, for all blocks of a cluster, of which each loads its share.
+__device__ __forceinline__ void load_panel(unsigned to, const TensorMap& map, unsigned full,
+                                           int column, int row, const TensorLayout::Head& head,
+                                           unsigned rank) {
+    constexpr int SHARE = BLOCK_M / CLUSTER;
+    if constexpr (CLUSTER > 1)
+        load_box_multicast(to + rank * SHARE * 128, map, full, column, row + rank * SHARE, head,
+                           (1 << CLUSTER) - 1);
+    else load_box(to, map, full, column, row, head);
+}
+__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
+                                           const TensorMap& v, const TensorMap& d_o,
+                                           const Call& call, unsigned rank) {
+    load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.of_keys);
+    load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.of_keys);
+    if (PDL) grid_wait();
+    Ring<NUM_STAGES> ring;
+#pragma unroll 1
+    for (int number = 0; number < call.group; ++number)
+#pragma unroll 1
+        for (int tile = 0; tile < call.tiles; ++tile) {
+            const unsigned i = ring.stage;
+            const int row = call.row(tile);
+            const TensorLayout::Head head = call.of_queries(number);
+            const long long at = call.at(number, tile);
+            mbarrier_wait(Memory::q_empty(i), ring.phase ^ 1);
+            mbarrier_expect(Memory::q_full(i), QTile::BYTES + ROW_BYTES);
+#pragma unroll
+            for (int p = 0; p < PANELS; ++p)
+                load_panel(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
+                           Memory::q_full(i), p * 64, row, head, rank);
+            bulk_load(Memory::NEG_LSE + i * ROW_BYTES, call.neg_lse + at, ROW_BYTES,
+                      Memory::q_full(i));
+            mbarrier_wait(Memory::o_empty(i), ring.phase ^ 1);
+            mbarrier_expect(Memory::o_full(i), QTile::BYTES + ROW_BYTES);
+#pragma unroll
+            for (int p = 0; p < PANELS; ++p)
+                load_panel(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
+                           Memory::o_full(i), p * 64, row, head, rank);
+            bulk_load(Memory::DELTA + i * ROW_BYTES, call.delta + at, ROW_BYTES, Memory::o_full(i));
+            ring.next();
+        }
+}
+
+// 64 keys of a warpgroup. AHEAD 0: S | P; dP | dS from the rounded P; dV, dK. S and dP have the
+// same registers. 1, 2: dP and beside it P | dS; dV, dK, and S of the next tile: at once, or when
+// dV has ended, whose P then needs no registers. "|": waits for the products before.
+struct Consumer {
+    const Call& call;
+    float factor;
+    int lane, key;                  // key: of this thread, which also has key + 8
+    unsigned ds;                    // where this lane's first row of dS goes
+    unsigned long long k, v, q, o;  // descriptors
+    using Scores = float[BLOCK_M / 2];
+    using Fragment = unsigned[BLOCK_M / 4];
+    using Sums = float[COLUMNS / 2];
+
+    __device__ __forceinline__ void begin_s(Scores& s, int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::q_full(at.stage), at.phase);
+        wgmma_fence();
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(s, k, q + at.stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void begin_dp(Scores& dp, int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::o_full(at.stage), at.phase);
+        wgmma_fence();
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(dp, v, o + at.stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void begin_sum(Sums& sum, Fragment& a, unsigned long long b,
+                                              int j) const {
+        warpgroup_fence_operand(a), warpgroup_fence_operand(sum);
+        wgmma_fence();
+        accumulate<SUM_COLUMNS, QTile::PANEL_BYTES>(
+            sum, a, b + Position<NUM_STAGES>(j).stage * (QTile::BYTES / 16));
+    }
+    __device__ __forceinline__ void release(int j) const {
+        const unsigned i = Position<NUM_STAGES>(j).stage;
+        if (lane == 0) mbarrier_arrive(Memory::q_empty(i)), mbarrier_arrive(Memory::o_empty(i));
+    }
+    // row: of the tile's first query, column 0.
+    __device__ __forceinline__ void mask(Scores& s, int row) const {
+        const int key = opaque(this->key);  // so that what follows takes registers here alone
+        const int own = key - key % 64;     // the warpgroup's first
+        if (own + 64 <= call.seqlen_k && !(CAUSAL && row < own + 63 + call.diagonal)) return;
+        constexpr int NEVER = 1 << 30;
+        // The first column that sees each of the two keys.
+        const int column = lane % 4 * 2, begin = key + call.diagonal - row - column;
+        const int least = key < call.seqlen_k ? (CAUSAL ? begin : 0) : NEVER,
+                  least_8 = key + 8 < call.seqlen_k ? (CAUSAL ? begin + 8 : 0) : NEVER;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i)
+            if (i / 4 * 8 + i % 2 < (i & 2 ? least_8 : least)) s[i] = minus_infinity();
+    }
+    __device__ __forceinline__ void exponentials(const Scores& s, Scores& p, int j) const {
+        const unsigned from =
+            Memory::NEG_LSE + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 l = load_shared_floats(from + i * 8);
+            p[i] = exp2_approx(fmaf(s[i], factor, l.x));
+            p[i + 1] = exp2_approx(fmaf(s[i + 1], factor, l.y));
+            p[i + 2] = exp2_approx(fmaf(s[i + 2], factor, l.x));
+            p[i + 3] = exp2_approx(fmaf(s[i + 3], factor, l.y));
+        }
+    }
+    __device__ __forceinline__ static void round(const Scores& x, Fragment& to) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 2) to[i / 2] = pack(x[i], x[i + 1]);
+    }
+    // p_of(i): P of the numbers i and i + 1.
+    template <class P>
+    __device__ __forceinline__ void differences(const Scores& dp, Fragment& ds, int j,
+                                                P p_of) const {
+        const unsigned from =
+            Memory::DELTA + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 d = load_shared_floats(from + i * 8), p = p_of(i), p_8 = p_of(i + 2);
+            ds[i / 2] = pack(p.x * (dp[i] - d.x), p.y * (dp[i + 1] - d.y));
+            ds[i / 2 + 1] = pack(p_8.x * (dp[i + 2] - d.x), p_8.y * (dp[i + 3] - d.y));
+        }
+    }
+    // dS, its columns as rows of queries, to this warpgroup's 64 columns of shared memory.
+    __device__ __forceinline__ void put_ds(const Fragment& x, int j) const {
+        if constexpr (DQ) {
+            const Position<DS_BUFFERS> at(j);
+            mbarrier_wait(Memory::ds_empty(at.stage), at.phase ^ 1);
+            const unsigned to = ds + at.stage * WARPGROUPS * DS_BYTES;
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 16; ++i)
+                stmatrix_x4_trans(to + i * 2048, x[4 * i], x[4 * i + 1], x[4 * i + 2],
+                                  x[4 * i + 3]);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::ds_full(at.stage));
+        }
+    }
+    // Passes by a tile none of whose queries sees a key of the warpgroup.
+    __device__ __forceinline__ void pass(int j) const {
+        const Position<NUM_STAGES> at(j);
+        mbarrier_wait(Memory::q_full(at.stage), at.phase);
+        mbarrier_wait(Memory::o_full(at.stage), at.phase);
+        if constexpr (DQ) {
+            const Fragment zero = {};
+            put_ds(zero, j);
+        }
+        release(j);
+    }
+    // A tile whose S is there. Next: begins S of the next one.
+    template <bool Next>
+    __device__ __forceinline__ void step(Scores& s, Sums& dk, Sums& dv, int j, int row) const {
+        Scores p, dp;
+        Fragment rounded, difference;
+        begin_dp(dp, j);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) p[i] = s[i];
+        mask(p, row);
+        exponentials(p, p, j);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dp);
+        round(p, rounded);
+        differences(dp, difference, j, [&](int i) { return make_float2(p[i], p[i + 1]); });
+        begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
+        put_ds(difference, j);
+        if constexpr (Next) {
+            if (AHEAD == 2) wgmma_wait<1>(), warpgroup_fence_operand(dv);
+            begin_s(s, j + 1);
+        }
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
+        if constexpr (Next) warpgroup_fence_operand(s);
+        release(j);
+    }
+    // ---- DKV_WARPGROUPS 2: the first warpgroup has S, P and dV, the second dP, dS and dK ----
+    // AHEAD 0: S | P; dV | and so on; dP | dS; dK | and so on. 1: S and dP of the next tile beside
+    // dV and dK. P goes through shared memory, as each thread has it.
+    __device__ __forceinline__ static unsigned place_of_p(int buffer) {
+        return Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16;
+    }
+    // A stage of Q or of dO, to every block that loads a share of it.
+    __device__ __forceinline__ void give_back(unsigned empty) const {
+        if constexpr (CLUSTER > 1)
+            mbarrier_arrive_remote(cluster_address(empty, lane % CLUSTER), lane, CLUSTER);
+        else if (lane == 0) mbarrier_arrive(empty);
+    }
+    template <bool Second>
+    __device__ __forceinline__ void begin(Scores& x, int j) const {
+        if constexpr (Second) begin_dp(x, j);
+        else begin_s(x, j);
+    }
+    // P of a tile whose S is there, and what Q's barrier counts is not needed any more.
+    __device__ __forceinline__ void give_p(Scores& s, Fragment& p, int j, int row) const {
+        const Position<P_BUFFERS> at(j);
+        mask(s, row);
+        exponentials(s, s, j);
+        round(s, p);
+        mbarrier_wait(Memory::p_empty(at.stage), at.phase ^ 1);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            stmatrix_x4(place_of_p(at.stage) + i * 2048, p[4 * i], p[4 * i + 1], p[4 * i + 2],
+                        p[4 * i + 3]);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(Memory::p_full(at.stage));
+        give_back(Memory::q_empty(Position<NUM_STAGES>(j).stage));
+        mbarrier_wait(Memory::o_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
+    }
+    // dS of a tile whose dP is there, and Q, which it is multiplied by.
+    __device__ __forceinline__ void take_p(const Scores& dp, Fragment& x, int j) const {
+        const Position<P_BUFFERS> at(j);
+        mbarrier_wait(Memory::p_full(at.stage), at.phase);
+        Fragment p;
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 16; ++i)
+            ldmatrix_x4(reinterpret_cast<unsigned (&)[4]>(p[4 * i]),
+                        place_of_p(at.stage) + i * 2048);
+        differences(dp, x, j,
+                    [&](int i) { return make_float2(low_of(p[i / 2]), high_of(p[i / 2])); });
+        mbarrier_wait(Memory::q_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
+    }
+    template <bool Second, bool Next>
+    __device__ __forceinline__ void step_apart(Scores& x, Sums& sum, int j, int row) const {
+        const unsigned i = Position<NUM_STAGES>(j).stage;
+        Fragment a;
+        if constexpr (Second) take_p(x, a, j);
+        else give_p(x, a, j, row);
+        begin_sum(sum, a, Second ? q : o, j);
+        if constexpr (Second) {
+            put_ds(a, j);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::p_empty(Position<P_BUFFERS>(j).stage));
+            give_back(Memory::o_empty(i));
+        }
+        if constexpr (Next) begin<Second>(x, j + 1), wgmma_wait<1>();
+        else wgmma_wait<0>();
+        warpgroup_fence_operand(sum);
+        give_back(Second ? Memory::q_empty(i) : Memory::o_empty(i));
+        if constexpr (Next) wgmma_wait<0>(), warpgroup_fence_operand(x);
+    }
+    // As of_head, by one of the two.
+    template <bool Second>
+    __device__ __forceinline__ int of_head_apart(Sums& sum, int j) const {
+        int row = call.first * BLOCK_M;
+        const int end = call.end_row();
+        if (row >= end) return j;
+        Scores x;
+        auto first = [&] {
+            begin<Second>(x, j);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(x);
+        };
+        if constexpr (AHEAD > 0) {
+            first();
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j)
+                step_apart<Second, true>(x, sum, j, row);
+            step_apart<Second, false>(x, sum, j, row);
+            return j + 1;
+        }
+#pragma unroll 1
+        for (; row < end; row += BLOCK_M, ++j) first(), step_apart<Second, false>(x, sum, j, row);
+        return j;
+    }
+    // dV, or dK, of all heads, times `by`, to memory, through the rows of what no other reads then.
+    template <bool Second>
+    __device__ __forceinline__ void run_apart(const TensorMap& map, float by) const {
+        Sums sum;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) sum[i] = 0.f;
+        mbarrier_wait(Second ? Memory::v_full() : Memory::k_full(), 0);
+        int j = 0;
+#pragma unroll 1
+        for (int number = 0; number < call.group; ++number) j = of_head_apart<Second>(sum, j);
+        named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));
+        store_rows<KTile::PANEL_BYTES>(sum, by, Second ? Memory::K : Memory::V, map, call.key,
+                                       call.of_keys, ROWS_BARRIER + Second);
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+    // One head of queries, whose first tile is the j-th of the block; returns the next head's.
+    __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
+        const int own = key - key % 64, end = call.end_row();
+        int row = call.first * BLOCK_M;
+        const int seen = own >= call.seqlen_k ? end : CAUSAL ? own + call.diagonal : 0;
+#pragma unroll 1
+        for (; row < end && row + BLOCK_M <= seen; row += BLOCK_M, ++j) pass(j);
+        if (row >= end) return j;
+        if constexpr (AHEAD > 0) {
+            Scores s;
+            begin_s(s, j);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(s);
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step<true>(s, dk, dv, j, row);
+            step<false>(s, dk, dv, j, row);
+            ++j;
+        } else {
+#pragma unroll 1
+            for (; row < end; row += BLOCK_M, ++j) {
+                Scores s, p, dp;
+                Fragment rounded, difference;
+                begin_s(s, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(s);
+                mask(s, row);
+                exponentials(s, p, j);
+                round(p, rounded);
+                warpgroup_fence_operand(rounded);
+                begin_dp(dp, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(dp);
+                differences(dp, difference, j, [&](int i) {
+                    return make_float2(low_of(rounded[i / 2]), high_of(rounded[i / 2]));
+                });
+                begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
+                put_ds(difference, j);
+                wgmma_wait<0>();
+                warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
+                release(j);
+            }
+        }
+        return j;
+    }
+};
+
+// Chunks of 8 columns of a part of dQ's tile that dQ has, and the part's place in the tile's sums.
+__device__ __forceinline__ int chunks(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return PART_CHUNKS;
+    return min(PART_CHUNKS, LANES - part % PARTS_OF_ROW * PART_CHUNKS);
+}
+__device__ __forceinline__ int place(int part) {
+    if constexpr (HEAD_DIM % PART_COLUMNS == 0) return part * (64 * PART_COLUMNS);
+    return 64 * (part / PARTS_OF_ROW * HEAD_DIM + part % PARTS_OF_ROW * PART_COLUMNS);
+}
+// dQ = dS K of each tile, by a warpgroup of its own, to staging, or from registers to the sums.
+__device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
+    const int t = threadIdx.x % 128;
+    if (PDL && !STAGED) grid_wait();
+    const unsigned long long a0 = wgmma_descriptor<128>(Memory::DS, 1024),
+                             b0 = wgmma_descriptor<128>(Memory::K, 1024, KTile::PANEL_BYTES);
+#pragma unroll 1
+    for (int j = 0; j < call.group * call.tiles; ++j) {
+        const Position<DS_BUFFERS> at(j);
+        mbarrier_wait(Memory::ds_full(at.stage), at.phase);
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+            float d[PART_COLUMNS / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 16; ++i) {
+                const unsigned long long a = a0 + ((at.stage * WARPGROUPS + i / 4) * DS_BYTES +
+                                                   part / PARTS_OF_ROW * 8192 + i % 4 * 32) /
+                                                      16,
+                                         b = b0 +
+                                             (part % PARTS_OF_ROW * KTile::PANEL_BYTES + i * 2048) /
+                                                 16;
+                if (i == 0) WgmmaFirst<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b);
+                else Wgmma<PART_COLUMNS>::template ss<IS_BF16, 1>(d, a, b, 1);
+            }
+            wgmma_commit();
+            if (STAGED) mbarrier_wait(Memory::added(part), (j & 1) ^ 1);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(d);
+            if (part == PARTS - 1 && lane == 0) mbarrier_arrive(Memory::ds_empty(at.stage));
+            if constexpr (!STAGED) {
+                float* to = call.sums + call.at(j / call.tiles, j % call.tiles) * HEAD_DIM +
+                            place(part) + t * 4;
+#pragma unroll
+                for (int i = 0; i < PART_CHUNKS; ++i)
+                    if (i < chunks(part))
+                        add_floats(to + i * 512, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                   d[4 * i + 3]);
+                continue;
+            }
+            const unsigned to = Memory::STAGING + part * PART_BYTES + t * 16;
+#pragma unroll
+            for (int i = 0; i < PART_CHUNKS; ++i)
+                if (i < chunks(part))
+                    store_shared_floats(to + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                                        d[4 * i + 3]);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(Memory::staged(part));
+        }
+    }
+}
+// One thread of each part adds it to the sums.
+__device__ __forceinline__ void add_dq(const Call& call, int part) {
+    if (PDL) grid_wait();
+    int j = 0;
+#pragma unroll 1
+    for (int number = 0; number < call.group; ++number)
+#pragma unroll 1
+        for (int tile = 0; tile < call.tiles; ++tile, ++j) {
+            mbarrier_wait(Memory::staged(part), j & 1);
+            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + place(part),
+                     Memory::STAGING + part * PART_BYTES, chunks(part) * 2048);
+            tma_store_commit();
+            tma_store_wait_read<0>();
+            mbarrier_arrive(Memory::added(part));
+        }
+    bulk_wait_all();
+}
+
+// Until no block of the cluster writes to this one's barriers any more.
+__device__ __forceinline__ void leave_cluster() {
+    if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();
+}
+
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+// neg_lse, delta and sums are what the launch ahead wrote.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_bwd_wgmma_keys(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                         const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
+                         const __grid_constant__ TensorMap dk_map,
+                         const __grid_constant__ TensorMap dv_map, const float* neg_lse,
+                         const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
+                         int heads_kv, int group, int together, float factor,
+                         float scale HEADS_PARAMETER) {
+    const TensorLayout layout HEADS_LAYOUT;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    if (smem_address(smem) != Memory::K) __trap();
+    if (PDL && DQ) grid_launch_dependents();
+    // The blocks of a cluster have neighbouring keys of a head, and pass the same queries.
+    constexpr int CLUSTER_N = CLUSTER * BLOCK_N;
+    const Work work(blockIdx.x / CLUSTER, (seqlen_k + CLUSTER_N - 1) / CLUSTER_N, heads_kv,
+                    together);
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const int key = work.tile * CLUSTER_N + rank * BLOCK_N, diagonal = seqlen_q - seqlen_k;
+    const int first = CAUSAL ? max(0, work.tile * CLUSTER_N + diagonal) / BLOCK_M : 0;
+    const Call call{neg_lse,
+                    delta,
+                    sums,
+                    seqlen_k,
+                    pitch,
+                    group,
+                    work.head,
+                    key,
+                    diagonal,
+                    first,
+                    (seqlen_q + BLOCK_M - 1) / BLOCK_M - first,
+                    layout.of_queries(work.head)};
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == CONSUMERS * 128) Memory::init();
+    __syncthreads();
+    if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
+    if (DQ && warp >= 4 * CONSUMERS + 4) {
+        registers_decrease<DQ_REGISTERS>();
+        multiply_dq(call, lane);
+        named_barrier_arrive(K_READ_BARRIER, 128 * CONSUMERS + 128);
+        leave_cluster();
+    } else if (warp >= 4 * CONSUMERS) {
+        registers_decrease<PRODUCER_REGISTERS>();
+        const int own = warp - 4 * CONSUMERS;
+        if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call, rank);
+        if (STAGED && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
+        leave_cluster();
+    } else {
+        registers_increase<CONSUMER_REGISTERS>();
+        const int wg = APART ? 0 : warp / 4;
+        const unsigned ds = Memory::DS + wg * DS_BYTES + (lane % 8 + lane / 16 * 8) * 128 +
+                            ((warp % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+        const Consumer self{call,
+                            factor,
+                            lane,
+                            key + (APART ? warp % 4 : warp) * 16 + lane / 4,
+                            ds,
+                            wgmma_descriptor<128>(Memory::K + wg * 8192, 1024),
+                            wgmma_descriptor<128>(Memory::V + wg * 8192, 1024),
+                            wgmma_descriptor<128>(Memory::Q, 1024, QTile::PANEL_BYTES),
+                            wgmma_descriptor<128>(Memory::O, 1024, QTile::PANEL_BYTES)};
+        if constexpr (APART) {
+            if (warp < 4) self.run_apart<false>(dv_map, 1.f);
+            else self.run_apart<true>(dk_map, scale);
+            leave_cluster();
+            return;
+        }
+        Consumer::Sums dk, dv;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) dk[i] = dv[i] = 0.f;
+        mbarrier_wait(Memory::k_full(), 0), mbarrier_wait(Memory::v_full(), 0);
+        int j = 0;
+#pragma unroll 1
+        for (int number = 0; number < call.group; ++number) j = self.of_head(dk, dv, j);
+        if (DQ) named_barrier_sync(K_READ_BARRIER, 128 * WARPGROUPS + 128);
+        // Four warps read the same rows of V and K.
+        named_barrier_sync(ROWS_BARRIER + wg, 128);
+        store_rows<KTile::PANEL_BYTES>(dv, 1.f, Memory::V + wg * 8192, dv_map, key + wg * 64,
+                                       call.of_keys, ROWS_BARRIER + wg);
+        store_rows<KTile::PANEL_BYTES>(dk, scale, Memory::K + wg * 8192, dk_map, key + wg * 64,
+                                       call.of_keys, ROWS_BARRIER + wg);
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+}
