@@ -100,7 +100,7 @@ def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, 
 
 
 def test_the_spec_of_other_value_dims_has_configs_that_spill_nothing(compiler, some):
-    """Of each problem of value_dims.yaml, some of its own space, which has other BLOCK_N."""
+    """For each problem of value_dims.yaml, some configs of its space, whose BLOCK_N differ."""
     asked = []
     for item in plan(load_spec(shipped_specs()["value_dims"], discover()), ARCH):
         configs = item.spaces[0].configs

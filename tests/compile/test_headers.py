@@ -52,8 +52,8 @@ def test_functions_of_a_header_are_short(header):
     assert all(match[0].count("\n") < LINES for match in found)
 
 
-# All dtypes where all families run; elsewhere another ptxas compiles what they share. Each takes
-# two seconds to ten, so that a push draws one.
+# All dtypes where all families run; elsewhere another ptxas compiles what they share. They take
+# longest of all tests here, so that a push draws one.
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("dtype", "arch"),

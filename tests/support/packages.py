@@ -42,10 +42,10 @@ def label(**changes: int) -> str:
 PLAIN = CompiledKernel(64, "bf16", "full", label(), ({}, {}))
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 _FIRST_BACKWARD = {param.name: param.values[0] for param in WGMMA_BACKWARD.kernel.params}
-BACKWARD = CompiledKernel(
-    *(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({}, {}), "flash_bwd_wgmma")
+PLAIN_BACKWARD = CompiledKernel(
+    *(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({},), "flash_bwd_wgmma")
 )
-RECOMPUTED = replace(BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
+RECOMPUTED = replace(PLAIN_BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
 
 
 def with_config(kernel: CompiledKernel, **changes: int) -> CompiledKernel:
@@ -88,7 +88,7 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
     if kernel.family == WGMMA_BACKWARD.kernel.name:
         first = ("queries", "keys") if kernel.values.RECOMPUTE else ("delta", "keys", "convert")
         own = {name: code(name, 0) for name in first}
-        return replace(kernel, stages=(own, own))
+        return replace(kernel, stages=(own,))
     scan = () if kernel.mask in ("full", "causal") else ("mask", "order")
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]

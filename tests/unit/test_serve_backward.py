@@ -12,16 +12,16 @@ import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from operators import close, make, tensors, traced  # noqa: E402
-from packages import BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
+from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
-from attnsweep.core.problem import BACKWARD as OP  # noqa: E402
+from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.serve.runtime import backward_operator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
 
-def backward(of, kernel=BACKWARD, **how):
-    return winner(replace(of, op=OP), kernel, **how)
+def backward(of, kernel=PLAIN_BACKWARD, **how):
+    return winner(replace(of, op=BACKWARD), kernel, **how)
 
 
 @pytest.fixture
@@ -169,6 +169,16 @@ def test_a_table_without_backwards_says_nothing_of_them(tmp_path, driver):
     assert made.counters() == {"kernel": 1}
 
 
+def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator):
+    (gpu,) = operator.table.gpus.values()
+    for each in gpu.winners:
+        if each.problem.op == BACKWARD:
+            del each.kernel.stages[0]["convert"]
+    given = tensors()
+    assert right(gradients_of(operator.attention, given), given)
+    assert operator.counters() == {"kernel": 1, "pytorch_backward": 1}
+
+
 def test_two_backwards_of_one_forward(operator):
     given = [t.detach().requires_grad_() for t in tensors()]
     out = operator.attention(*given)
@@ -312,8 +322,8 @@ def test_explain_says_whose_gradients(operator, tmp_path, driver):
     q, k, v = tensors()
     assert operator.explain(q, k, v).backward is None
     told = operator.explain(q.requires_grad_(), k, v)
-    assert told.backward == BACKWARD.config
-    assert f"gradients by {BACKWARD.config}" in str(told)
+    assert told.backward == PLAIN_BACKWARD.config
+    assert f"gradients by {PLAIN_BACKWARD.config}" in str(told)
     with torch.no_grad():
         assert operator.explain(q, k, v).backward is None
     slow = make(tmp_path, driver, winner(shape()), backward(shape(), gain=1.1, low=0.9))

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packages import BACKWARD, H100, PLAIN, SPLIT, gpu, shape, winner, with_config
+from packages import H100, PLAIN, PLAIN_BACKWARD, SPLIT, gpu, shape, winner, with_config
 
-from attnsweep.core.problem import BACKWARD as OP
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, Interval, Padded
 from attnsweep.serve.runtime.cost_model import (
     ALONE,
@@ -449,7 +449,7 @@ def test_pytorchs_own_attention_packs_the_heads_of_a_group():
 
 # ---- gradients ----
 def backward(of, gain=1.2, time_us=900.0):
-    own = winner(replace(of, op=OP), BACKWARD, gain)
+    own = winner(replace(of, op=BACKWARD), PLAIN_BACKWARD, gain)
     return replace(own, time_us=time_us, sdpa_us=time_us * gain)
 
 
@@ -458,15 +458,15 @@ BIG = shape(2, 16, 4096, head_dim=128, causal=True)
 
 def test_a_backward_says_nothing_of_a_forward_nor_the_reverse():
     made = gpu(winner(BIG), backward(BIG))
-    assert choose(made, replace(BIG, op=OP)).kernel.family == "flash_bwd_wgmma"
+    assert choose(made, replace(BIG, op=BACKWARD)).kernel.family == "flash_bwd_wgmma"
     assert choose(made, BIG).kernel.family == "flash_fwd_wgmma"
-    assert choose(gpu(winner(BIG)), replace(BIG, op=OP)).code == "not_tuned"
+    assert choose(gpu(winner(BIG)), replace(BIG, op=BACKWARD)).code == "not_tuned"
     assert choose(gpu(backward(BIG)), BIG).code == "not_tuned"
 
 
 @pytest.mark.parametrize("changes", [{"batch": 4}, {"heads": 32, "heads_kv": 32}])
 def test_twice_the_heads_take_twice_as_long(changes):
-    other = replace(BIG, op=OP, **changes)
+    other = replace(BIG, op=BACKWARD, **changes)
     choice = choose(gpu(backward(BIG)), other)
     assert choice.code == "near"
     assert 2 * 900 * 1.2 * 0.9 < choice.sdpa_us < 2 * 900 * 1.2 * 1.1
@@ -475,13 +475,13 @@ def test_twice_the_heads_take_twice_as_long(changes):
 
 def test_queries_of_a_group_are_work_of_its_keys():
     """As many products with a quarter of the key heads."""
-    grouped = replace(BIG, op=OP, heads_kv=4)
+    grouped = replace(BIG, op=BACKWARD, heads_kv=4)
     choice = choose(gpu(backward(BIG)), grouped)
     assert 900 * 1.2 * 0.8 < choice.sdpa_us < 900 * 1.2 * 1.2
 
 
 def test_a_backward_that_was_not_timed_must_gain_more():
-    other = replace(BIG, op=OP, batch=3)
+    other = replace(BIG, op=BACKWARD, batch=3)
     assert choose(gpu(backward(BIG, 1.05)), other).code == "not_faster"
     assert choose(gpu(backward(BIG, 1.12)), other).code == "near"
-    assert choose(gpu(backward(BIG, 1.05)), replace(BIG, op=OP)).code == "tuned"
+    assert choose(gpu(backward(BIG, 1.05)), replace(BIG, op=BACKWARD)).code == "tuned"

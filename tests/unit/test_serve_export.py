@@ -206,8 +206,10 @@ def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path):
     assert done.winners == 8
 
 
-def test_backward_winners_are_beside_the_forwards(tmp_path):
-    """What is exported of a run whose two problems are a forward and its backward."""
+@pytest.fixture(scope="module")
+def both_ops(tmp_path_factory):
+    """A package of a forward and its backward, and the forward's problem."""
+    place = tmp_path_factory.mktemp("both")
     run = store_run.open_run(H100_RUN)
     of = next(t.problem for t in run.trials if t.problem.causal and t.problem.head_dim == 128)
     forward = [t for t in run.trials if t.problem == of]
@@ -219,8 +221,12 @@ def test_backward_winners_are_beside_the_forwards(tmp_path):
         won.with_(problem=other, kernel=BACKWARD_FAMILY, config=values | {"PDL": pdl})
         for pdl in (0, 1)
     ]
-    trials = [*forward, *baselines, *ours]
-    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
+    return export(place, [changed(run, place / "run", [*forward, *baselines, *ours])]), of
+
+
+def test_backward_winners_are_beside_the_forwards(both_ops):
+    done, of = both_ops
+    other = replace(of, op=BACKWARD)
     assert done.winners == 2
     made = read_table(done.directory / done.name).gpus[H100]
     tuned = {winner.problem.op: winner for winner in made.winners}
@@ -230,7 +236,8 @@ def test_backward_winners_are_beside_the_forwards(tmp_path):
     assert choose(made, other).kernel == tuned[BACKWARD].kernel
     assert choose(made, of).kernel == tuned[FORWARD].kernel
     assert choose(made, replace(other, batch=2 * of.batch)).kernel == tuned[BACKWARD].kernel
-    files = sorted(code.function for code in tuned[BACKWARD].kernel.stages[0].values())
+    (stages,) = tuned[BACKWARD].kernel.stages
+    files = sorted(code.function for code in stages.values())
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
@@ -390,7 +397,21 @@ NONSENSE = (None, -1, 0, 2**70, float("inf"), float("nan"), "x", "../x", [], {},
 
 @given(st.randoms(use_true_random=False), st.sampled_from(NONSENSE))
 def test_a_table_with_any_value_spoiled_is_refused_or_serves(random, nonsense):
-    raw = json.loads(small_table())
+    lengths = ((1024, False), (777, False), (5000, True))
+    asked = [shape(2, 16, seqlen, dtype="fp16", causal=causal) for seqlen, causal in lengths]
+    spoil(json.loads(small_table()), random, nonsense, asked)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from((*NONSENSE, "flash_fwd_wgmma")))
+def test_a_table_with_a_backward_spoiled_is_refused_or_serves(both_ops, random, nonsense):
+    done, of = both_ops
+    backward = replace(of, op=BACKWARD)
+    raw = json.loads((done.directory / done.name / TABLE).read_text())
+    spoil(raw, random, nonsense, [of, backward, replace(backward, batch=2 * of.batch)])
+
+
+def spoil(raw, random, nonsense, asked):
+    """Set one value of a table; what can still be read has an answer, and code of its own op."""
     *way, last = random.choice(list(places(raw)))
     within = raw
     for key in way:
@@ -403,9 +424,10 @@ def test_a_table_with_any_value_spoiled_is_refused_or_serves(random, nonsense):
         except PackageError:
             return
     for known in made.gpus.values():
-        for seqlen, causal in ((1024, False), (777, False), (5000, True)):
-            chosen = choose(known, shape(2, 16, seqlen, dtype="fp16", causal=causal))
+        for problem in asked:
+            chosen = choose(known, problem)
             assert chosen.reason
+            assert chosen.kernel is None or problem.op.name in chosen.kernel.declaration.kernel.ops
 
 
 def spoil_config(raw, text):

@@ -125,6 +125,11 @@ def problem_of(
     return Problem(*sizes, dtype, mask, layout, scores)
 
 
+def laid_out(tensor: torch.Tensor) -> Tensor:
+    """What a tensor map is told of a tensor."""
+    return Tensor(tuple(tensor.shape), strides(tensor))
+
+
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides in elements, 0 of dimensions of one element: theirs may be any number."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -11,10 +11,10 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import served
-from .arguments import plain, problem_of, strides
+from .arguments import laid_out, plain, problem_of
 from .call_cache import transformed
 from .dispatch import Choice, choose
-from .driver import DriverError, Tensor, Unaligned, unmapped
+from .driver import DriverError, Unaligned, unmapped
 from .planner import Planner
 from .plans import FORKED, MOST_PLANS, Plan
 from .served import WGMMA_BACKWARD
@@ -59,7 +59,7 @@ class BackwardOperator:
             return None
         grad = grad.resolve_neg()
         try:
-            fits = grad.data_ptr() and not grad.data_ptr() & 15 and unmapped(_of(grad)) is None
+            fits = grad.data_ptr() and not grad.data_ptr() & 15 and unmapped(laid_out(grad)) is None
         except RuntimeError:  # a batch of them, which has no memory of its own
             return None
         if not fits:
@@ -122,7 +122,7 @@ class BackwardOperator:
         like_inputs = [_empty_like(each, device="meta") for each in (query, key, value)]
         names = [name for name in _NAMES if name != "lse"]
         each = zip(names, (*given, *like_inputs), strict=True)
-        tensors = {name: _of(tensor) for name, tensor in each}
+        tensors = {name: laid_out(tensor) for name, tensor in each}
         for name, tensor in tensors.items():
             fault = unmapped(tensor)
             if fault is not None:
@@ -130,13 +130,16 @@ class BackwardOperator:
         choice, problem = self._choice(gpu, query, key, causal)
         if choice.kernel is None:
             return Plan(choice)
-        config = choice.kernel.values
+        config, (stages,) = choice.kernel.values, choice.kernel.stages
         own = {name: tensors[name].strides for name in ("o", "do", "dq")}
+        calls = served.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
+        if not calls.keys() <= stages.keys():
+            return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
         spaces = served.workspaces(WGMMA_BACKWARD, config, problem)
         return Plan(
             choice,
-            served.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own),
-            choice.kernel.stages[0],
+            calls,
+            stages,
             tensors,
             query.get_device(),
             floats=tuple(spaces.values()),
@@ -173,7 +176,3 @@ class BackwardOperator:
 
 def _spaces(query: torch.Tensor, floats: tuple[int, ...]) -> list[torch.Tensor]:
     return [query.new_empty(count, dtype=torch.float32) for count in floats]
-
-
-def _of(tensor: torch.Tensor) -> Tensor:
-    return Tensor(tuple(tensor.shape), strides(tensor))

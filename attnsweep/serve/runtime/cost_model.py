@@ -89,7 +89,10 @@ class Tiling:
 
 
 SDPA_BACKWARD = Tiling(128, 128, 1, 1, 1, 0, True, 100.0, 0.2, 8.0, 0.95)
-"""PyTorch's own backward. Blocks are of keys, and visit tiles of queries."""
+"""PyTorch's own backward. Blocks are of keys, and visit tiles of queries.
+
+These numbers, and those of our backward in `tiling`, are assumed: none is fitted to a run yet.
+"""
 SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True, masks=True)
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 

@@ -38,8 +38,7 @@ _MANY_KEYS = 4
 # among them, which the prediction knows badly. A kernel must then be predicted to be faster by
 # this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
 _DIVIDED_GAIN = 1.3
-# Predictions of gradients were compared with no held-out shapes yet: PyTorch's own time of them
-# moved by 4 % from run to run on an H100.
+# What a predicted backward must gain besides, as long as no held-out shapes say how good that is.
 _BACKWARD_MARGIN = 0.04
 
 

@@ -133,10 +133,10 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
     ) -> torch.Tensor:
         """operator: computes output and log-sum-exp by a plan, and gradients, or returns None."""
         settings = [setting() for setting in _SETTINGS]
-        backward = plan.backward
-        if backward is None or backward[0] != settings:
-            backward = plan.backward = (settings, *_asked(plan, query, key, value))
-        ctx.by, ctx.own = backward, operator.backward
+        by = plan.by_pytorch
+        if by is None or by[0] != settings:
+            by = plan.by_pytorch = (settings, *_asked(plan, query, key, value))
+        ctx.by, ctx.own = by, operator.backward
         made = operator.run(plan, query, key, value)
         out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -144,7 +144,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Of a kernel, or PyTorch's own: cuDNN's where it would have called cuDNN, or flash's."""
+        """By a kernel, or else by the backward that PyTorch would have called."""
         _, gradients, causal, scale = ctx.by
         if ctx.own.serves:
             made = ctx.own.gradients(grads[0], ctx.saved_tensors, causal, scale)

@@ -16,15 +16,15 @@ from . import served
 from .arguments import (
     DTYPES,
     bias_of,
+    laid_out,
     mask_strides,
     problem_of,
-    strides,
     taken_for,
     unserved_mask,
 )
 from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
-from .driver import Tensor, unmapped
+from .driver import unmapped
 from .intervals import Diagonals, forms, unserved_intervals
 from .packed import CuSeqlens
 from .packed import form as packed_form
@@ -137,7 +137,7 @@ class Planner:
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
         out = torch.empty_like(query, device="meta")  # as the operator allocates it
         tensors = {
-            name: Tensor(tuple(each.shape), strides(each))
+            name: laid_out(each)
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
         for name, tensor in tensors.items():

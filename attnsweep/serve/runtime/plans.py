@@ -44,8 +44,8 @@ class Plan:
     index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
     elements of the workspaces. names: of the buffers. causal, scale, grouped: as PyTorch's own
     attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
-    kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
-    settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
+    kernels are loaded. met: how often it was looked up by shapes and strides. by_pytorch: PyTorch's
+    own backward: the settings on which it depends, its function, causal and scale; once asked.
     scan: the launches that make the list of a mask, with names and floats of what they write;
     scans: once they are loaded. scan_reads: the names of what they read. biased:
     whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
@@ -66,7 +66,7 @@ class Plan:
     rows: tuple[int, ...] = ()
     launches: BoundLaunches | None = None
     met: int = 0
-    backward: tuple[Any, ...] | None = None
+    by_pytorch: tuple[Any, ...] | None = None
     scan: Mapping[str, Launch] = field(default_factory=dict)
     scan_names: tuple[str, ...] = ()
     scan_floats: tuple[int, ...] = ()

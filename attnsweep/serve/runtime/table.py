@@ -90,15 +90,15 @@ class Code:
 class CompiledKernel:
     """One compiled config of a family.
 
-    mask: its kind, see `Problem.variant`. config: its label. stages: without and with the
-    log-sum-exp, stage name to its code; of a backward the same twice. values: the config itself.
+    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code,
+    without and with the log-sum-exp; a backward has one. values: the config itself.
     """
 
     head_dim: int
     dtype: str
     mask: str
     config: str
-    stages: tuple[Mapping[str, Code], Mapping[str, Code]]
+    stages: tuple[Mapping[str, Code], ...]
     family: str = WGMMA.kernel.name
     values: Config = field(init=False, compare=False, repr=False)
 
@@ -323,12 +323,15 @@ def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
     op = "backward" if raw["mask"].endswith(" backward") else "forward"
     if op not in DECLARED[family].kernel.ops:
         raise ValueError(f"{family} has no {op}")
-    plain, lse = (
-        {name: _code(family, name, both[number]) for name, both in stages.items()}
-        for number in (0, -1)
+    forms = 1 if op == "backward" else 2
+    if any(len(digests) != forms for digests in stages.values()):
+        raise ValueError(f"a stage of {family} has {forms} cubins")
+    codes = tuple(
+        {name: _code(family, name, digests[form]) for name, digests in stages.items()}
+        for form in range(forms)
     )
     config = _numbered(configs, raw["config"])
-    return _sound(CompiledKernel(**{**raw, "config": config, "stages": (plain, lse)}))
+    return _sound(CompiledKernel(**{**raw, "config": config, "stages": codes}))
 
 
 def _code(family: str, stage: str, sha256: str) -> Code:
