@@ -295,6 +295,7 @@ def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, s
     assert len(on.began("host1") + on.began("host2")) == 2
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("fault", ["sleep", "stop"])
 def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fault):
     monkeypatch.setattr(dask_compile, "ANSWER_S", 3.0)

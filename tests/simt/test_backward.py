@@ -65,7 +65,7 @@ def config_for(words, problem):
     return config
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("words", "head_dim", "dtype", "mask"), CONFIGS)
 def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
     problem = Problem(1, 4, 2, 2048, 2048, head_dim, dtype, mask, op=BACKWARD)
@@ -279,7 +279,7 @@ def test_wrong_kernels_are_found(simulator, wrong, words, case):
 KINDS = ("RECOMPUTE=0", "RECOMPUTE=1 Q_BLOCK_N=64")
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dim", FAMILY.head_dims)
 def test_right_for_every_head_dim(simulator, dim):
     number = dim // 8
@@ -307,7 +307,7 @@ REFERENCES = (
 )
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
 def test_the_device_has_the_gradients_that_numpy_has(problem, device):
     for kind in ("normal", "far_below"):

@@ -195,6 +195,7 @@ def test_kernels_of_the_user_travel(go, cards, workers):
     assert {t.status for t in outcome.run.trials} == {Status.OK}
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("fault", ["kill", "off", "stop", "memory"])
 def test_a_lost_child_costs_its_problem_alone(go, cards, workers, fault):
     cards.on(0, fault=fault, after=2, once=True)
@@ -431,6 +432,7 @@ def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(
     assert heard.lines == {card.number: card.hashed for card in cards.cards}  # as in rows
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)]
 )
