@@ -71,7 +71,8 @@ class FakeCompiler:
             f"ptxas info    : Compiling entry function '{name}' for '{self.arch.name}'\n"
             "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
             f"ptxas info    : Used {REGISTERS} registers, 400 bytes cmem[0]\n"
-            for name in _ENTRY.findall(source.read_text())
+            for text in source_closure(source).values()
+            for name in _ENTRY.findall(text.decode())
         )
         future.set_result(Cubin(path, hashlib.sha256(code).hexdigest(), log, 0.0, cached=False))
         return future
