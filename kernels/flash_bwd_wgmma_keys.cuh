@@ -23,7 +23,8 @@ static_assert(!STAGED || PARTS <= 3, "a warp adds each part of a tile of dQ");
 constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
 
 // Where everything lies in shared memory. It begins at 1024, as dynamic shared memory does where
-// there is no other: constant addresses spare registers.
+// there is no other: constant addresses spare registers. Wgmma takes these of its own block. In a
+// cluster other instructions take addresses of the cluster, which `at` makes of them.
 struct Memory {
     static constexpr unsigned K = 1024, V = K + KTile::BYTES, Q = V + KTile::BYTES,
                               O = Q + NUM_STAGES * QTile::BYTES, DS = O + NUM_STAGES * QTile::BYTES,
@@ -33,21 +34,28 @@ struct Memory {
                               DELTA = NEG_LSE + NUM_STAGES * ROW_BYTES,
                               BARRIERS = DELTA + NUM_STAGES * ROW_BYTES,
                               MORE = BARRIERS + 32 * NUM_STAGES;
-    __device__ static __forceinline__ unsigned q_full(int i) { return BARRIERS + 32 * i; }
-    __device__ static __forceinline__ unsigned q_empty(int i) { return BARRIERS + 32 * i + 8; }
-    __device__ static __forceinline__ unsigned o_full(int i) { return BARRIERS + 32 * i + 16; }
-    __device__ static __forceinline__ unsigned o_empty(int i) { return BARRIERS + 32 * i + 24; }
-    __device__ static __forceinline__ unsigned k_full() { return MORE; }
-    __device__ static __forceinline__ unsigned v_full() { return MORE + 8; }
-    __device__ static __forceinline__ unsigned ds_full(int i) { return MORE + 16 + 16 * i; }
-    __device__ static __forceinline__ unsigned ds_empty(int i) { return MORE + 24 + 16 * i; }
+    __device__ static __forceinline__ unsigned at(unsigned place) {
+        if constexpr (CLUSTER == 1) return place;
+        extern __shared__ __align__(1024) unsigned char smem[];
+        return smem_address(smem) - K + place;
+    }
+    __device__ static __forceinline__ unsigned q_full(int i) { return at(BARRIERS + 32 * i); }
+    __device__ static __forceinline__ unsigned q_empty(int i) { return at(BARRIERS + 32 * i + 8); }
+    __device__ static __forceinline__ unsigned o_full(int i) { return at(BARRIERS + 32 * i + 16); }
+    __device__ static __forceinline__ unsigned o_empty(int i) { return at(BARRIERS + 32 * i + 24); }
+    __device__ static __forceinline__ unsigned k_full() { return at(MORE); }
+    __device__ static __forceinline__ unsigned v_full() { return at(MORE + 8); }
+    __device__ static __forceinline__ unsigned ds_full(int i) { return at(MORE + 16 + 16 * i); }
+    __device__ static __forceinline__ unsigned ds_empty(int i) { return at(MORE + 24 + 16 * i); }
     // Of each part of dQ's tile: written to staging, and added from there.
-    __device__ static __forceinline__ unsigned staged(int part) { return MORE + 48 + 16 * part; }
-    __device__ static __forceinline__ unsigned added(int part) { return MORE + 56 + 16 * part; }
+    __device__ static __forceinline__ unsigned staged(int part) {
+        return at(MORE + 48 + 16 * part);
+    }
+    __device__ static __forceinline__ unsigned added(int part) { return at(MORE + 56 + 16 * part); }
     // Barriers of the buffers in which one warpgroup gives P to the other.
     static constexpr unsigned OF_P = MORE + 48 + STAGED * PARTS * 16;
-    __device__ static __forceinline__ unsigned p_full(int i) { return OF_P + 16 * i; }
-    __device__ static __forceinline__ unsigned p_empty(int i) { return OF_P + 8 + 16 * i; }
+    __device__ static __forceinline__ unsigned p_full(int i) { return at(OF_P + 16 * i); }
+    __device__ static __forceinline__ unsigned p_empty(int i) { return at(OF_P + 8 + 16 * i); }
     __device__ static __forceinline__ void init() {
         for (int i = 0; i < NUM_STAGES; ++i) {
             mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
@@ -99,8 +107,8 @@ __device__ __forceinline__ void load_panel(unsigned to, const TensorMap& map, un
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
                                            const TensorMap& v, const TensorMap& d_o,
                                            const Call& call, unsigned rank) {
-    load_tile<KTile>(Memory::K, k, Memory::k_full(), call.key, call.of_keys);
-    load_tile<KTile>(Memory::V, v, Memory::v_full(), call.key, call.of_keys);
+    load_tile<KTile>(Memory::at(Memory::K), k, Memory::k_full(), call.key, call.of_keys);
+    load_tile<KTile>(Memory::at(Memory::V), v, Memory::v_full(), call.key, call.of_keys);
     if (PDL) grid_wait();
     Ring<NUM_STAGES> ring;
 #pragma unroll 1
@@ -115,17 +123,18 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             mbarrier_expect(Memory::q_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                load_panel(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES, q,
+                load_panel(Memory::at(Memory::Q + i * QTile::BYTES + p * QTile::PANEL_BYTES), q,
                            Memory::q_full(i), p * 64, row, head, rank);
-            bulk_load(Memory::NEG_LSE + i * ROW_BYTES, call.neg_lse + at, ROW_BYTES,
+            bulk_load(Memory::at(Memory::NEG_LSE + i * ROW_BYTES), call.neg_lse + at, ROW_BYTES,
                       Memory::q_full(i));
             mbarrier_wait(Memory::o_empty(i), ring.phase ^ 1);
             mbarrier_expect(Memory::o_full(i), QTile::BYTES + ROW_BYTES);
 #pragma unroll
             for (int p = 0; p < PANELS; ++p)
-                load_panel(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES, d_o,
+                load_panel(Memory::at(Memory::O + i * QTile::BYTES + p * QTile::PANEL_BYTES), d_o,
                            Memory::o_full(i), p * 64, row, head, rank);
-            bulk_load(Memory::DELTA + i * ROW_BYTES, call.delta + at, ROW_BYTES, Memory::o_full(i));
+            bulk_load(Memory::at(Memory::DELTA + i * ROW_BYTES), call.delta + at, ROW_BYTES,
+                      Memory::o_full(i));
             ring.next();
         }
 }
@@ -136,7 +145,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 struct Consumer {
     const Call& call;
     float factor;
-    int lane, key;                  // key: of this thread, which also has key + 8
+    int lane, own, key;             // own: the warpgroup's first; key: of this thread, and key + 8
     unsigned ds;                    // where this lane's first row of dS goes
     unsigned long long k, v, q, o;  // descriptors
     using Scores = float[BLOCK_M / 2];
@@ -169,7 +178,6 @@ struct Consumer {
     // row: of the tile's first query, column 0.
     __device__ __forceinline__ void mask(Scores& s, int row) const {
         const int key = opaque(this->key);  // so that what follows takes registers here alone
-        const int own = key - key % 64;     // the warpgroup's first
         if (own + 64 <= call.seqlen_k && !(CAUSAL && row < own + 63 + call.diagonal)) return;
         constexpr int NEVER = 1 << 30;
         // The first column that sees each of the two keys.
@@ -182,7 +190,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void exponentials(const Scores& s, Scores& p, int j) const {
         const unsigned from =
-            Memory::NEG_LSE + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+            Memory::at(Memory::NEG_LSE + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
             const float2 l = load_shared_floats(from + i * 8);
@@ -201,7 +209,7 @@ struct Consumer {
     __device__ __forceinline__ void differences(const Scores& dp, Fragment& ds, int j,
                                                 P p_of) const {
         const unsigned from =
-            Memory::DELTA + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8;
+            Memory::at(Memory::DELTA + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
             const float2 d = load_shared_floats(from + i * 8), p = p_of(i), p_8 = p_of(i + 2);
@@ -264,7 +272,7 @@ struct Consumer {
     // AHEAD 0: S | P; dV | and so on; dP | dS; dK | and so on. 1: S and dP of the next tile beside
     // dV and dK. P goes through shared memory, as each thread has it.
     __device__ __forceinline__ static unsigned place_of_p(int buffer) {
-        return Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16;
+        return Memory::at(Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16);
     }
     // A stage of Q or of dO, to every block that loads a share of it.
     __device__ __forceinline__ void give_back(unsigned empty) const {
@@ -360,13 +368,13 @@ struct Consumer {
 #pragma unroll 1
         for (int number = 0; number < call.group; ++number) j = of_head_apart<Second>(sum, j);
         named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));
-        store_rows<KTile::PANEL_BYTES>(sum, by, Second ? Memory::K : Memory::V, map, call.key,
-                                       call.of_keys, ROWS_BARRIER + Second);
+        store_rows<KTile::PANEL_BYTES>(sum, by, Memory::at(Second ? Memory::K : Memory::V), map,
+                                       call.key, call.of_keys, ROWS_BARRIER + Second);
         if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
     }
     // One head of queries, whose first tile is the j-th of the block; returns the next head's.
     __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
-        const int own = key - key % 64, end = call.end_row();
+        const int end = call.end_row();
         int row = call.first * BLOCK_M;
         const int seen = own >= call.seqlen_k ? end : CAUSAL ? own + call.diagonal : 0;
 #pragma unroll 1
@@ -459,7 +467,7 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
                                    d[4 * i + 3]);
                 continue;
             }
-            const unsigned to = Memory::STAGING + part * PART_BYTES + t * 16;
+            const unsigned to = Memory::at(Memory::STAGING) + part * PART_BYTES + t * 16;
 #pragma unroll
             for (int i = 0; i < PART_CHUNKS; ++i)
                 if (i < chunks(part))
@@ -481,7 +489,7 @@ __device__ __forceinline__ void add_dq(const Call& call, int part) {
         for (int tile = 0; tile < call.tiles; ++tile, ++j) {
             mbarrier_wait(Memory::staged(part), j & 1);
             bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + place(part),
-                     Memory::STAGING + part * PART_BYTES, chunks(part) * 2048);
+                     Memory::at(Memory::STAGING) + part * PART_BYTES, chunks(part) * 2048);
             tma_store_commit();
             tma_store_wait_read<0>();
             mbarrier_arrive(Memory::added(part));
@@ -510,7 +518,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                          float scale HEADS_PARAMETER) {
     const TensorLayout layout HEADS_LAYOUT;
     extern __shared__ __align__(1024) unsigned char smem[];
-    if (smem_address(smem) != Memory::K) __trap();
+    if (CLUSTER == 1 && smem_address(smem) != Memory::K) __trap();
     if (PDL && DQ) grid_launch_dependents();
     // The blocks of a cluster have neighbouring keys of a head, and pass the same queries.
     constexpr int CLUSTER_N = CLUSTER * BLOCK_N;
@@ -548,13 +556,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         leave_cluster();
     } else {
         registers_increase<CONSUMER_REGISTERS>();
-        const int wg = APART ? 0 : warp / 4;
-        const unsigned ds = Memory::DS + wg * DS_BYTES + (lane % 8 + lane / 16 * 8) * 128 +
+        const int wg = APART ? 0 : warp / 4, own = key + wg * 64;
+        const unsigned ds = Memory::at(Memory::DS) + wg * DS_BYTES +
+                            (lane % 8 + lane / 16 * 8) * 128 +
                             ((warp % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4);
         const Consumer self{call,
                             factor,
                             lane,
-                            key + (APART ? warp % 4 : warp) * 16 + lane / 4,
+                            own,
+                            own + warp % 4 * 16 + lane / 4,
                             ds,
                             wgmma_descriptor<128>(Memory::K + wg * 8192, 1024),
                             wgmma_descriptor<128>(Memory::V + wg * 8192, 1024),

@@ -39,7 +39,8 @@ struct Memory {
 // 64 queries of a warpgroup, and tiles of keys from right to left.
 struct Consumer {
     const Memory& at;
-    int lane, wg, row, tiles, seqlen_k, end;  // keys before `end` + row are seen; row: its first
+    int lane, wg, own, row;    // own: the warpgroup's first; row: of this thread, and row + 8
+    int tiles, seqlen_k, end;  // keys before `end` + row are seen
     float factor, neg_lse[2], delta[2];
     unsigned long long q, o, k, v;  // descriptors
     using Scores = float[BLOCK_N / 2];
@@ -59,7 +60,7 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(barrier);
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
-        if (key(j) + BLOCK_N <= seen_by(row - row % 64)) return;
+        if (key(j) + BLOCK_N <= seen_by(own)) return;
         const int limit = seen_by(row), limit_8 = seen_by(row + 8), first = key(j) + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -69,7 +70,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
         // The last query sees most.
-        const int seen = (max(0, seen_by(row - row % 64 + 63)) + BLOCK_N - 1) / BLOCK_N;
+        const int seen = (max(0, seen_by(own + 63)) + BLOCK_N - 1) / BLOCK_N;
         const int unseen = tiles - min(tiles, seen);
         int j = 0;
 #pragma unroll 1
@@ -194,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
         const Consumer self{at,
                             lane,
                             wg,
+                            query + wg * 64,
                             row,
                             tiles,
                             seqlen_k,

@@ -131,8 +131,8 @@ WRONG_CAUSAL = {
     "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
     "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
     "keys that the last query sees are passed by": (
-        *("queries", "seen_by(row - row % 64 + 63)", 1),
-        "seen_by(row - row % 64)",
+        *("queries", "seen_by(own + 63)", 1),
+        "seen_by(own)",
     ),
     "keys of another head": (
         *("queries", "of_keys(work.head, group)", 1),
@@ -199,6 +199,10 @@ WRONG_CLUSTERS = {
     "a block ends before the other has told it": (
         *("keys", "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", 1),
         "",
+    ),
+    "addresses as if the block were alone": (
+        *("keys", "if constexpr (CLUSTER == 1) return place;", 1),
+        "return place;",
     ),
     "heads dealt to blocks and not to clusters": (
         "keys",

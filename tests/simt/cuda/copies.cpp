@@ -12,11 +12,19 @@ unsigned address_of(const void* p) {
     auto offset = static_cast<const unsigned char*>(p) - me().cta->smem;
     if (offset < 0 || offset > static_cast<long>(smem_bytes))
         fail(NOWHERE, "smem_address of a pointer that is not in dynamic shared memory");
-    return SMEM_BASE + offset;
+    return cluster.size() > 1 ? map_address(SMEM_BASE + offset, me().cta->rank)
+                              : SMEM_BASE + offset;
 }
 unsigned map_address(unsigned address, unsigned rank) {
     if (rank >= cluster.size()) fail(NOWHERE, "rank %u of a cluster of %zu", rank, cluster.size());
     return (address & 0xffffff) | (rank + 1) << 24;
+}
+// As a thread gives it: in a cluster the driver places each block's shared memory elsewhere.
+unsigned resolved(unsigned address, const char* what, Where where) {
+    if (cluster.size() == 1) return address;
+    if (!(address >> 24))
+        fail(where, "%s: address %u is of no block of the cluster", what, address);
+    return (address >> 24) - 1 == me().cta->rank ? address & 0xffffff : address;
 }
 static Cta& cta_of(unsigned address, Cta& own) {
     return address >> 24 ? cluster.at((address >> 24) - 1) : own;
@@ -50,9 +58,11 @@ const unsigned char* async_read(Cta& own, unsigned address, const char* what, Wh
     return p;
 }
 void load_shared(void* to, unsigned address, unsigned bytes, Where where) {
+    address = resolved(address, "load_shared", where);
     memcpy(to, at(*me().cta, address, bytes, bytes, "load_shared", where), bytes);
 }
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where) {
+    address = resolved(address, "store_shared", where);
     memcpy(at(*me().cta, address, bytes, bytes, "store_shared", where), from, bytes);
 }
 void fence_async_proxy() {
@@ -64,6 +74,7 @@ void fence_async_proxy() {
 
 // ---- cp.async ----
 void cp_async(unsigned target, const void* source, bool valid, Where where) {
+    target = resolved(target, "cp.async", where);
     Copy copy{target, valid, {}};
     if (reinterpret_cast<std::uintptr_t>(source) % 16)
         fail(where, "cp.async: the source is not a multiple of 16 bytes");
@@ -111,6 +122,7 @@ static void settle(Mbarrier& barrier) {
     barrier.waiting.clear();
 }
 void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
+    address = resolved(address, "mbarrier_init", where);
     if (me().cta->mbarriers.count(address))
         fail(where, "the mbarrier at offset %u is initialised twice", address - SMEM_BASE);
     if (!arrivals) fail(where, "an mbarrier of no arrivals");
@@ -119,6 +131,7 @@ void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
     me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0, {}, {}, {}};
 }
 void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where where) {
+    address = resolved(address, "mbarrier_arrive", where);
     Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
     if (barrier.pending < arrivals)
         fail(where, "the mbarrier at offset %u has more arrivals than its %u in one phase",
@@ -129,6 +142,7 @@ void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where wher
 }
 void mbarrier_wait(unsigned address, unsigned parity, Where where) {
     if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
+    address = resolved(address, MBARRIER_WAIT, where);
     for (;;) {
         Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
         if (barrier.phase != parity) return hear(me(), barrier.complete);
@@ -206,6 +220,7 @@ void deliver(const Load& load) {
 }
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* from,
               unsigned multicast, Where where) {
+    target = resolved(target, "tma_load", where), barrier = resolved(barrier, "tma_load", where);
     check_copy("tma_load", map, target, rank, where);
     if (!multicast) multicast = 1u << me().cta->rank;
     for (Cta& cta : cluster) {
@@ -222,6 +237,8 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
     }
 }
 void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where) {
+    target = resolved(target, "store_async", where);
+    barrier = resolved(barrier, "store_async", where);
     Cta& cta = cta_of(target, *me().cta);
     if (&cta != &cta_of(barrier, *me().cta))
         fail(where, "store_async: the mbarrier is another block's");
@@ -237,6 +254,8 @@ void store_async(unsigned target, const float (&values)[4], unsigned barrier, Wh
 void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier, Where where) {
     if (bytes % 16 || reinterpret_cast<std::uintptr_t>(source) % 16)
         fail(where, "bulk_load: the source or %u bytes are not a multiple of 16", bytes);
+    target = resolved(target, "bulk_load", where);
+    barrier = resolved(barrier, "bulk_load", where);
     Cta& cta = *me().cta;
     mbarrier_at(cta, barrier, where);
     memset(at(cta, target, bytes, 16, "bulk_load", where), 0xff, bytes);
@@ -246,7 +265,9 @@ void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned bar
     if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
     else loads.push_back(std::make_unique<Load>(load));
 }
-void wrote_shared(unsigned address) { written(*me().cta, address); }
+void wrote_shared(unsigned address) {
+    written(*me().cta, resolved(address, "wrote_shared", NOWHERE));
+}
 static void carry_out(const Store& store) {
     for (unsigned i = 0; i < store.bytes; i += 16) {
         float data[4];
@@ -262,6 +283,7 @@ static void carry_out(const Store& store) {
     });
 }
 void tma_store(const TensorMap& map, unsigned source, int rank, const int* to, Where where) {
+    source = resolved(source, "tma_store", where);
     check_copy("tma_store", map, source, rank, where);
     Store store{map, source, {}, where, false};
     std::copy(to, to + rank, store.at.begin());
@@ -272,6 +294,7 @@ void tma_store(const TensorMap& map, unsigned source, int rank, const int* to, W
     me().stores.push_back(store);
 }
 void bulk_add(float* target, unsigned source, unsigned bytes, Where where) {
+    source = resolved(source, "bulk_add", where);
     if (bytes % 16 || reinterpret_cast<std::uintptr_t>(target) % 16)
         fail(where, "bulk_add: the target or %u bytes are not a multiple of 16", bytes);
     Store store{{}, source, {}, where, false, target, bytes};

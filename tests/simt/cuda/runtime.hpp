@@ -176,6 +176,7 @@ extern std::vector<std::unique_ptr<Load>> loads;  // under way
 extern const char MBARRIER_WAIT[];
 unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, const char* what,
                   Where where);
+unsigned resolved(unsigned address, const char* what, Where where);
 void written(Cta& own, unsigned address);
 const unsigned char* async_read(Cta& own, unsigned address, const char* what, Where where);
 Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where);

@@ -198,7 +198,7 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
         unsigned *r, address;
         bool transposed;
         Where where;
-    } own{r, address, transposed, where};
+    } own{r, resolved(address, "ldmatrix", where), transposed, where};
     collective(
         "ldmatrix", ~0u, &own,
         [](void* const data[32], unsigned) {
@@ -229,7 +229,7 @@ void stmatrix(unsigned address, const unsigned (&r)[4], Where where, bool transp
         unsigned address;
         Where where;
         bool transposed;
-    } own{r, address, where, transposed};
+    } own{r, resolved(address, "stmatrix", where), where, transposed};
     collective(
         "stmatrix", ~0u, &own,
         [](void* const data[32], unsigned) {
