@@ -48,10 +48,11 @@ def grouped(table: Mapping[str, Any]) -> dict[str, list[str]]:
         return kernel["head_dim"], config, kernel["mask"], kernel["dtype"]
 
     codes = (
-        f"{kernel['stages'][stage][lse][:16]}.cubin"
+        f"{kernel['stages'][stage][form][:16]}.cubin"
         for kernel in sorted(table["kernels"], key=likeness)
-        for lse in (0, 1)
+        for form in (0, 1)  # without and with the log-sum-exp; a backward has one
         for stage in sorted(kernel["stages"])
+        if form < len(kernel["stages"][stage])
     )
     files = list(dict.fromkeys(codes))  # two kernels may have the same code of a stage
     groups = [files[first : first + GROUP] for first in range(0, len(files), GROUP)]

@@ -1,0 +1,201 @@
+"""Time training steps of whole models, by PyTorch alone and with a package enabled.
+
+Usage: python benchmarks/training_models.py [FILE.json] [--package DIR] [--seconds 300] [--tiny].
+Needs a GPU that the package has winners for (default: the package that comes with attnsweep), and
+transformers. --tiny: small models, for a try on a CPU.
+
+The models of random_models.py, in bf16: a Llama kind (head_dim 64) and a Qwen kind (head_dim 128)
+at 4 x 2048 and 1 x 8192 tokens, and a stack of full attention at 64 x 197, the shape of a ViT. A
+step is loss and gradients of all parameters, without an optimizer.
+
+- eager, compiled: milliseconds of a step, and tokens a second, before and after. Eager steps take
+  turns; compiled ones (torch.compile of each block) run one after the other.
+- error: of all gradients of one step, relative to those with attention in float64, by the norm of
+  the difference; also of PyTorch's flash backend, so that one sees what two implementations in bf16
+  differ by. Of the first sizes of each model, one item.
+- calls: what the package's counters say of one step.
+- curve: STEPS steps of AdamW of a small Llama on text of a random Markov chain, three times from
+  the same weights: the loss of every tenth step by SDPA, by its flash backend, and by the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import setting
+import torch
+from models import attention_of, before_and_after, counted, say, turns
+from random_models import Model, built
+
+import attnsweep
+
+SIZES = {"llama": ((4, 2048), (1, 8192)), "qwen": ((4, 2048), (1, 8192)), "diffusion": ((64, 197),)}
+TINY = {"llama": ((2, 64),), "qwen": ((1, 64),), "diffusion": ((2, 49),)}
+STEPS, EVERY, VOCABULARY, ROUNDS = 200, 10, 512, 10
+
+
+def step_of(model: Model, ids: torch.Tensor) -> Callable[[], float]:
+    """A step, which leaves no gradients and returns the loss."""
+
+    def step() -> float:
+        loss = model.loss(ids)
+        loss.backward()
+        model.module.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def compiled(model: Model, step: Callable[[], float], package: Any) -> dict[str, Any]:
+    """Steps whose blocks torch.compile has compiled, each way with its own attention."""
+    times: dict[str, list[float]] = {}
+    for who in ("sdpa", "package"):
+        torch.compiler.reset()
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+        try:
+            with attention_of(who, package):
+                times |= turns({who: step}, rounds=ROUNDS)
+        finally:
+            for layer in model.layers:
+                layer._compiled_call_impl = None
+    return before_and_after(times)
+
+
+def gradient_errors(model: Model, ids: torch.Tensor, package: Any) -> dict[str, float]:
+    """Errors of all gradients, relative to those with attention in float64."""
+    parameters = [each for each in model.module.parameters() if each.requires_grad]
+
+    def gradients(who: str) -> list[torch.Tensor]:
+        with attention_of(who, package):
+            model.loss(ids).backward()
+        found = [each.grad for each in parameters if each.grad is not None]
+        model.module.zero_grad(set_to_none=True)
+        return found
+
+    right, errors = gradients("float64"), {}
+    size = sum(float(each.double().norm()) ** 2 for each in right) ** 0.5
+    for who in ("sdpa", "flash", "package"):
+        off = zip(gradients(who), right, strict=True)
+        squares = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in off)
+        errors[who] = float(f"{squares**0.5 / size:.4g}")
+    return errors
+
+
+def row(model: Model, batch: int, tokens: int, package: Any, *, first: bool) -> dict[str, Any]:
+    """What is measured of a model at one size."""
+    draw = torch.Generator(model.facts["device"]).manual_seed(tokens)
+    most = model.vocabulary or 1024
+    ids = torch.randint(0, most, (batch, tokens), generator=draw, device=draw.device)
+    step = step_of(model, ids)
+    found: dict[str, Any] = {"model": model.name, "batch": batch, "tokens": tokens}
+    with attention_of("package", package), counted(package) as calls:
+        step()
+    found["calls"] = calls
+    found["eager"] = before_and_after(turns({"sdpa": step, "package": step}, package, ROUNDS))
+    found["compiled"] = compiled(model, step, package)
+    for way in ("eager", "compiled"):
+        for when in ("before", "after"):
+            per_ms = batch * tokens / found[way][f"{when}_ms"]
+            found[way][f"{when}_tokens_per_s"] = round(per_ms * 1e3)
+    if first:
+        found["error"] = gradient_errors(model, ids[:1], package)
+    return found
+
+
+# ---- a short training ----
+def markov_text(count: int, length: int, device: str) -> torch.Tensor:
+    """Items of a chain, each of whose tokens has four that may follow."""
+    draw = torch.Generator("cpu").manual_seed(7)
+    follow = torch.randint(0, VOCABULARY, (VOCABULARY, 4), generator=draw)
+    text = [torch.randint(0, VOCABULARY, (count,), generator=draw)]
+    for _ in range(length - 1):
+        chosen = torch.randint(0, 4, (count,), generator=draw)
+        text.append(follow[text[-1], chosen])
+    return torch.stack(text, 1).to(device)
+
+
+def curve(package: Any, device: str, steps: int, length: int) -> dict[str, Any]:
+    """Losses of three trainings from the same weights, on the same text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
+    text = markov_text(8 * steps, length, device).split(8)
+    losses: dict[str, list[float]] = {}
+    served: dict[str, int] = {}
+    for who in ("sdpa", "flash", "package"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(device).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        with attention_of(who, package), counted(package) as calls:
+            for ids in text[:steps]:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                found.append(loss.detach())
+        served, losses[who] = calls, [round(float(each), 4) for each in found[EVERY - 1 :: EVERY]]
+    apart = {
+        who: round(max(abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)), 4)
+        for who, own in losses.items()
+    }
+    return {"steps": steps, "tokens": length, "losses": losses, "apart": apart, "calls": served}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line for each model and size; write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE.json")
+    parser.add_argument("--package", type=Path, metavar="DIR")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args(arguments)
+    package: Any = Shipped
+    if given.package is not None:
+        sys.path.insert(0, str(given.package.resolve().parent))
+        package = importlib.import_module(given.package.name)
+    device = "cpu" if given.tiny else "cuda"
+    began, rows, left_out = time.monotonic(), [], []
+    short = curve(package, device, 20 if given.tiny else STEPS, 64 if given.tiny else 1024)
+    say(f"losses are apart by {short['apart']} at most")
+    for name, sizes in (TINY if given.tiny else SIZES).items():
+        if time.monotonic() - began > given.seconds:
+            left_out.append(name)
+            continue
+        made = built(name, device, given.tiny)
+        model = Model(made.name, made.module, made.layers, {"device": device}, made.vocabulary)
+        for batch, tokens in sizes:
+            found = row(model, batch, tokens, package, first=(batch, tokens) == sizes[0])
+            rows.append(found)
+            for way in ("eager", "compiled"):
+                one = found[way]
+                say(
+                    f"{name:9} {batch} x {tokens:5} {way:8} {one['before_ms']:7.1f} -> "
+                    f"{one['after_ms']:7.1f} ms  {one['gain']:.3f}  {found.get('error', '')}"
+                )
+        del model, made
+    result = {"rows": rows, "curve": short, "left_out": left_out}
+    if given.file is None:
+        return
+    with attnsweep.Worker(timeout_s=60) as worker:
+        setting.write(given.file, worker.describe(), result)
+
+
+class Shipped:
+    """What comes with attnsweep, with the names of an exported package."""
+
+    enable = staticmethod(attnsweep.enable)
+    counters = staticmethod(attnsweep.attention_counters)
+
+
+if __name__ == "__main__":
+    main()
