@@ -68,8 +68,9 @@ class Tiling:
     which SMs end apart, if blocks differ. start_us: of the launches, and of all else that does
     not grow. of_memory: the share of the memory's peak rate
     that it reaches. parts: of the output, in float32, that a second launch joins.
-    divides: whether few blocks may be divided as PyTorch does it. masks: whether a last tile of
-    keys that is not whole makes all of them take longer.
+    divides: whether few blocks may be divided as PyTorch does it. packs: the most queries with
+    which a tile has those of all heads of a group. masks: whether a last tile of keys that is not
+    whole makes all of them take longer.
     """
 
     block_m: int
@@ -85,6 +86,7 @@ class Tiling:
     of_memory: float
     parts: int = 0
     divides: bool = False
+    packs: int = 0
     masks: bool = False
 
 
@@ -93,8 +95,13 @@ SDPA_BACKWARD = Tiling(128, 128, 1, 1, 1, 0, True, 100.0, 0.2, 8.0, 0.95)
 
 These numbers, and those of our backward in `tiling`, are assumed: none is fitted to a run yet.
 """
-SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True, masks=True)
-"""PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
+SDPA = Tiling(
+    *(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95), divides=True, packs=1, masks=True
+)
+"""PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size.
+
+Both pack the heads of a group if there is one query: with 4, cuDNN's takes 4 times as long.
+"""
 
 
 def tiling(kernel: CompiledKernel) -> Tiling:
@@ -120,6 +127,7 @@ def tiling(kernel: CompiledKernel) -> Tiling:
         start_us=1.6 * (2 if combines else 1),
         of_memory=0.78,
         parts=c.SPLITS if combines else 0,
+        packs=(FEW_QUERIES - 1) * c.PACK_GQA,
     )
 
 
@@ -138,10 +146,9 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
             seqlen_k=problem.seqlen_q,
         )
         return problem.heads // problem.heads_kv * work(tiling, of_keys, sm_count)
-    if tiling.divides:
-        problem = _packed(problem)
-        if problem.kind not in ("full", "causal", "packed"):  # it passes no tile by
-            problem = replace(problem, mask=FULL, layout=DENSE)
+    problem = as_cut(tiling, problem)
+    if tiling.divides and problem.kind not in ("full", "causal", "packed"):  # no tile passed by
+        problem = replace(problem, mask=FULL, layout=DENSE)
     visits = _visits(tiling, problem, ceil_div(problem.seqlen_q, tiling.block_m))
     least = _undivided(tiling, problem, visits, sm_count)
     if problem.layout != DENSE:  # as many fewer as pairs
@@ -155,9 +162,9 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     return least
 
 
-def _packed(problem: Problem) -> Problem:
-    """A call of few queries as cuDNN computes it: the heads of a group are rows of one head."""
-    if problem.seqlen_q >= FEW_QUERIES or problem.heads == problem.heads_kv:
+def as_cut(tiling: Tiling, problem: Problem) -> Problem:
+    """The call as tiles are cut of it: queries that are packed are those of one head."""
+    if problem.seqlen_q > tiling.packs or problem.heads == problem.heads_kv:
         return problem
     rows = problem.heads // problem.heads_kv * problem.seqlen_q
     return replace(problem, heads=problem.heads_kv, seqlen_q=rows, mask=FULL)

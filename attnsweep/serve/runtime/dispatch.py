@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnsweep.core.ops import BACKWARD
-from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.core.problem import Problem
 
 from .cost_model import (
     FEW_QUERIES,
@@ -15,6 +15,7 @@ from .cost_model import (
     SDPA_BACKWARD,
     Learned,
     Prediction,
+    as_cut,
     learn,
     memory_us,
     nearness,
@@ -211,7 +212,7 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
     gain = theirs.time_us / ours.time_us
-    tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, 64)
+    tiles = as_cut(SDPA, problem).query_tiles(64)
     divided = tiles < gpu.key.sm_count and problem.seqlen_k > _MANY_KEYS * problem.seqlen_q
     least = 1 + guard.margin + guard.per_octave * ours.octaves
     if problem.op == BACKWARD:
