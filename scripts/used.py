@@ -29,7 +29,7 @@ JUDGES = {
     "held_out": (),
     "held_out_later": (),
     "held_out_later, by held_out too": ("held_out",),
-    "held_out_decode": (),
+    "held_out_decode, by decode too": ("decode",),
 }
 """What judges a package of TUNED, and of more runs."""
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}

@@ -44,6 +44,7 @@ from attnsweep.serve.export_code import (
     order_of,
     source_digest,
     why_not_today,
+    why_unpacked,
 )
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 from attnsweep.store.run import Run, open_run
@@ -392,7 +393,12 @@ def _served_by(family: Family, here: Sequence[Chosen]) -> dict[Kind, dict[str, C
     arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
     for chosen in here:
         problem, own = chosen.trial.problem, config_of(chosen.trial, family)
-        fit = [n for n in won if family.refused_by(won[n], problem, arch) is None]
+        fit = [
+            label
+            for label, config in won.items()
+            if family.refused_by(config, problem, arch) is None
+            and why_unpacked(config, problem) is None
+        ]
         held = [own.label, *held_for(chosen.times_us, fit, shapes[_kind(problem)])]
         served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
     return served

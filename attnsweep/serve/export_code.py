@@ -12,11 +12,12 @@ from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.ops import BACKWARD, FORWARD, Op
-from attnsweep.core.problem import SIZES, Problem
+from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.cost_model import FEW_QUERIES
 from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run, environment_of
 
@@ -74,10 +75,23 @@ def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
     if changed is not None:
         return changed
     own = config_of(best, family)
-    if own.get("PACK_GQA"):
-        return "its config packs grouped heads (PACK_GQA=1), which a package cannot: strides vary"
+    unpacked = why_unpacked(own, best.problem)
+    if unpacked is not None:
+        return unpacked
     refused = family.refusal(best.problem, arch) or family.refused_by(own, best.problem, arch)
     return f"today's rules refuse its config: {refused}" if refused else None
+
+
+def why_unpacked(config: Config, problem: Problem) -> str | None:
+    """Why a package cannot pack the grouped heads of a problem, if its config does.
+
+    Packed rows are the queries of one head there (`served.rows_of`), so a mask would be another
+    one. With FEW_QUERIES or more, other kernels serve whatever lies in memory as models have it.
+    """
+    if not config.get("PACK_GQA") or (problem.seqlen_q < FEW_QUERIES and problem.mask == FULL):
+        return None
+    kind = f"fewer than {FEW_QUERIES} queries without a mask"
+    return f"its config packs grouped heads (PACK_GQA=1), which a package does of {kind}"
 
 
 @dataclass(frozen=True)
@@ -148,14 +162,15 @@ def compile_for_models(
 ) -> Compiling:
     """Start to compile a config for tensors with any strides. See Compiling.done."""
     both = []
+    own, rows = served.rows_of(served.WGMMA, config, problem)
     for lse in (0, 1) if problem.op == FORWARD else (None,):
-        chosen = config if lse is None else Config({**config, "LSE": lse})
-        launches = family.launches(chosen, problem, compiler.arch)
+        chosen = own if lse is None else Config({**own, "LSE": lse})
+        launches = family.launches(chosen, rows, compiler.arch)
         both.append(
             {
                 name: compiler.submit(
                     family.source,
-                    family.stages[name].defines(chosen, problem, launch) | {"STRIDED": "1"},
+                    family.stages[name].defines(chosen, rows, launch) | {"STRIDED": "1"},
                 )
                 for name, launch in launches.items()
             }

@@ -14,6 +14,7 @@ from attnsweep.family.family import Config
 from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
 from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.driver import Tensor, rows_of_group
 from attnsweep.verify import backward_limits
 from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
@@ -41,7 +42,7 @@ PLAIN = (
     "BLOCK_N=96 WARPGROUPS=1 SPLITS=2 PDL=2",
     "BLOCK_N=64 WARPGROUPS=2 ORDER=1",
 )
-# A package has no winners with packed heads, and the template refuses them.
+# Packed heads need few queries: see test_packed_heads.
 CONFIGS = (*PLAIN, *(words for words in FLASH_FWD_WGMMA if "PACK_GQA=1" not in words))
 POISON = 0xFFFF
 
@@ -82,6 +83,8 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         family, declaration = discover()["flash_bwd_wgmma"], served.WGMMA_BACKWARD
     config = config_of(family, words)
     config = config if backward else Config({**config, "LSE": int(lse)})
+    code, rows_of_heads = served.rows_of(declaration, config, problem)
+    group = problem.heads // rows_of_heads.heads
     case = Case(problem)
     inputs = make_inputs(case, 1)
     memory, views, strides = {}, {}, {}
@@ -95,13 +98,16 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         memory[tensor], views[tensor] = spread(np.zeros(shape, np.uint16), layout)
         if tensor in inputs:
             views[tensor][:] = inputs[tensor]
-        strides[tensor] = tuple(stride // 2 for stride in views[tensor].strides[:3])
+        found = Tensor(views[tensor].shape, tuple(n // 2 for n in views[tensor].strides))
+        if tensor in "qo" and group > 1:
+            found = rows_of_group(found, group)
+        strides[tensor] = found.strides[:3]
     launches = served.launches(
         *(declaration, config, problem, problem.scale), lse=lse or backward, strides=strides
     )
-    launches = {name: _strided(made, problem, strides) for name, made in launches.items()}
-    declared = family.launches(config, problem, ARCH)
-    sizes = {**family.workspaces(config, problem)}
+    launches = {name: _strided(made, rows_of_heads, strides) for name, made in launches.items()}
+    declared = family.launches(code, rows_of_heads, ARCH)
+    sizes = {**family.workspaces(code, rows_of_heads)}
     rows, texts = np.arange(problem.seqlen_q), sources(family)
     if backward:
         (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
@@ -122,7 +128,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(problem.outputs, "output")
         kinds |= dict.fromkeys(sizes, "workspace")
         for name, made in launches.items():
-            defines = family.stages[name].defines(config, problem, declared[name])
+            defines = family.stages[name].defines(code, rows_of_heads, declared[name])
             defines["STRIDED"] = "1"
             stage = simulator._stage(family, texts, made.function, defines, False)
             made = replace(made, defines=declared[name].defines)
@@ -142,10 +148,36 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
             assert np.max(np.abs(got - right) / np.maximum(1, np.abs(right))) <= LSE_LIMIT
 
 
-def test_packed_heads_of_any_strides_are_refused(simulator):
+def test_packed_heads_of_any_strides_are_refused(simulator, monkeypatch):
+    """By the template: a package views them as queries of one head."""
+    monkeypatch.setattr(served, "rows_of", lambda _, config, problem: (config, problem))
     layouts = dict.fromkeys("qkvo", "heads_first")
     with pytest.raises(BuildError, match="packed heads lie one behind the other"):
         check(simulator, "PACK_GQA=1", Problem(1, 2, 1, 5, 70, 64), layouts, lse=False)
+
+
+PACKED = (
+    "BLOCK_N=64 WARPGROUPS=1 PACK_GQA=1",
+    "BLOCK_N=96 WARPGROUPS=2 KEY_GROUPS=2 SPLITS=2 PDL=2 PACK_GQA=1",
+    "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 SPLIT_CLUSTER=1 PACK_GQA=1",
+)
+
+
+@pytest.mark.parametrize("words", PACKED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_query_of_packed_heads(simulator, words, layout):
+    """Heads lie anywhere, and those of a group are rows of one tile."""
+    problem = Problem(2, 12, 3, 1, 200, 64, "bf16")
+    layouts = dict.fromkeys("qo", layout) | {"k": "packed", "v": "rows_first"}
+    check(simulator, words, problem, layouts, lse=layout != "packed")
+
+
+@pytest.mark.parametrize("words", PACKED[:2])
+def test_contiguous_queries_of_packed_heads(simulator, words):
+    """More rows than a tile has, of 5 queries of 14 heads."""
+    problem = Problem(2, 28, 2, 5, 200, 72, "fp16")
+    layouts = dict.fromkeys("qo", "heads_first") | {"k": "packed", "v": "rows_first"}
+    check(simulator, words, problem, layouts, lse=True)
 
 
 @pytest.mark.nightly(push=2)

@@ -20,7 +20,7 @@ from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
 from ordinary import ordinary
-from packages import H100, PLAIN, shape, table, winner
+from packages import H100, PLAIN, shape, table, winner, with_config
 from recorded import changed
 from rich.console import Console
 
@@ -30,6 +30,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
+from attnsweep.serve import export_code
 from attnsweep.serve.export_code import BACKWARD_FAMILY, config_of
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.driver import Device
@@ -194,10 +195,46 @@ def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path):
         export(tmp_path, [changed(run, tmp_path / "run", ours)])
 
 
-def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path):
-    """A package's calls have any strides, and packed heads need those of contiguous tensors."""
+# ---- packed heads ----
+DECODE = RESULTS / "h100-80gb-hbm3/decode"
+
+
+@pytest.fixture(scope="module")
+def decoding(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("decoding"), [DECODE])
+
+
+def test_decoding_is_exported_as_queries_of_one_head(decoding, tmp_path):
+    """Winners keep PACK_GQA in their labels; the code is compiled without it, with STRIDED."""
+    (left,) = decoding.left_out
+    assert left.startswith("(1,64/8,64x32768,128)")
+    assert "packs grouped heads (PACK_GQA=1)" in left
+    assert (decoding.winners, decoding.notes) == (5, [])
+    found = read_table(decoding.directory / "my_attention").gpus[H100]
+    assert {w.problem.seqlen_q for w in found.winners} == {1, 4}
+    assert all("PACK_GQA=1" in w.kernel.config for w in found.winners)
+    kernel = next(w.kernel for w in found.winners if w.problem.seqlen_q == 4)
+    compiler = FakeCompiler(ARCHS["sm_90a"], tmp_path / "cache")
+    compiled = {}
+    submit = compiler.submit
+
+    def noting(source, defines):
+        compiled.update(defines)
+        return submit(source, defines)
+
+    compiler.submit = noting
+    problem = next(w.problem for w in found.winners if w.kernel is kernel)
+    export_code.compile_for_models(FAMILIES[export_code.FAMILY], kernel.values, problem, compiler)
+    assert (compiled["PACK_GQA"], compiled["STRIDED"]) == ("0", "1")
+    for won in found.winners:
+        assert choose(found, won.problem).kernel is (won.kernel if won.gain_low >= 1 else None)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_winner_that_packs_grouped_heads_of_many_queries_is_left_out(tmp_path, mask):
+    """Or of masked ones: without a mask, rows of several heads are those of one."""
     run = store_run.open_run(H100_RUN)
-    won = rank(run.trials, run.environment).query("winner")["trial"].iloc[0]
+    won = next(t for t in winners_of(run) if t.problem.variant == mask)
     packed = won.with_(config=won.config | {"PACK_GQA": 1})
     trials = [packed if trial is won else trial for trial in run.trials]
     done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
@@ -250,6 +287,25 @@ def test_a_winner_with_v_of_another_head_dim_is_left_out(tmp_path):
     (said,) = (line for line in done.left_out if other.label in line)
     assert "a package has no calls whose v has another head_dim than q" in said
     assert done.winners == 8
+
+
+def winners_of(run):
+    return list(rank(run.trials, run.environment).query("winner")["trial"])
+
+
+@pytest.mark.parametrize(
+    ("of", "packs"),
+    [
+        (shape(2, 8, 1, heads_kv=2, seqlen_k=64), True),
+        (shape(2, 8, 63, heads_kv=2, seqlen_k=64), True),
+        (shape(2, 8, 64, heads_kv=2, seqlen_k=64), False),
+        (shape(2, 8, 4, heads_kv=2, seqlen_k=64, causal=True), False),
+    ],
+)
+def test_what_a_package_packs(of, packs):
+    packing = with_config(PLAIN, PACK_GQA=1).values
+    assert (export_code.why_unpacked(packing, of) is None) == packs
+    assert export_code.why_unpacked(PLAIN.values, of) is None
 
 
 @pytest.mark.usefixtures("compiles_nothing")

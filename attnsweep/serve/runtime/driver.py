@@ -91,6 +91,15 @@ def unmapped(tensor: Tensor) -> tuple[str, str] | None:
     return None
 
 
+def rows_of_group(tensor: Tensor, group: int) -> Tensor | None:
+    """The queries of all heads of a group as those of one head, if they are equally far apart."""
+    (batch, heads, rows, head_dim), (of_item, of_head, of_row, one) = tensor
+    if rows > 1 and of_head != rows * of_row:
+        return None
+    sizes = (batch, heads // group, group * rows, head_dim)
+    return Tensor(sizes, (of_item, group * of_head, of_head // rows, one))
+
+
 def cuda_driver() -> Any:
     """cuda.bindings.driver. Raises DriverError without it."""
     try:

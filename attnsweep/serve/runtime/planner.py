@@ -24,7 +24,7 @@ from .arguments import (
 )
 from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
-from .driver import unmapped
+from .driver import rows_of_group, unmapped
 from .intervals import Diagonals, forms, unserved_intervals
 from .packed import CuSeqlens
 from .packed import form as packed_form
@@ -164,6 +164,14 @@ class Planner:
             return Plan(choice)
         kernel = choice.kernel
         by = scale if scale is not None else problem.scale
+        if kernel.values.PACK_GQA:
+            for name in ("q", "o"):
+                view = rows_of_group(tensors[name], problem.heads // problem.heads_kv)
+                if view is None:
+                    why = "the queries of grouped heads are not equally far apart in memory"
+                    why += ", as they are in query.contiguous()"
+                    return Plan(Choice(None, "layout", why, choice.gain))
+                tensors[name] = view
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()
         if mask is not None and not biased and limits is None:

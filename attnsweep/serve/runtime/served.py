@@ -67,9 +67,22 @@ def beyond_limits(declaration: Any, config: Config, problem: Problem) -> bool:
     return any(x >= 2**31 or max(y, z) > 65535 for x, y, z in grids)
 
 
+def rows_of(declaration: Any, config: Config, problem: Problem) -> tuple[Config, Problem]:
+    """The config and the problem of the code that serves a call.
+
+    Packed queries of grouped heads (PACK_GQA) lie one behind the other in a sweep's memory, but not
+    in a model's. There q and o are viewed so that they are the queries of one head, and the code is
+    that of such a call.
+    """
+    if not config.get("PACK_GQA"):
+        return config, problem
+    return Config({**config, "PACK_GQA": 0}), declaration.in_tiles(config, problem)
+
+
 @functools.lru_cache(maxsize=64)
 def _launches(declaration: Any, config: Config, problem: Problem) -> dict[str, Launch]:
     """The launches as they are declared. The export has looked for faults in them."""
+    config, problem = rows_of(declaration, config, problem)
     stages = declaration.kernel.stages.values()
     found = [(stage.name, stage.launch(config, problem, _ARCH)) for stage in stages]
     return {name: launch for name, launch in found if launch is not None}
@@ -90,9 +103,9 @@ def launches(
 
     scale: of the scores. lse: whether the kernel writes or reads the log-sum-exp, float32 (batch,
     heads, seqlen_q), contiguous; otherwise its pointer is null, named ``. strides: elements from
-    batch to batch, head to head and row to row of each tensor that a stage's `strided` names, for
-    code that was compiled with STRIDED. mask_strides: the same of a mask, in bytes, and from key
-    to key. bias_rows: of a bias; one is for all queries.
+    batch to batch, head to head and row to row of each tensor that a stage's `strided` names, as
+    `rows_of` has it, for code that was compiled with STRIDED. mask_strides: the same of a mask, in
+    bytes, and from key to key. bias_rows: of a bias; one is for all queries.
     """
     scales = {problem.scale * LOG2E: scale * LOG2E}
     if problem.op == BACKWARD:  # a forward may have a softcap of that number
@@ -106,6 +119,7 @@ def launches(
         return "" if arg == "lse" and not lse else arg
 
     made: dict[str, Launch] = {}
+    _, rows = rows_of(declaration, config, problem)
     for name, launch in _launches(declaration, config, problem).items():
         args = [here(arg) for arg in launch.args]
         if launch.once:
@@ -116,7 +130,7 @@ def launches(
         if bias_rows and name == "fwd":
             args[-1] = int(bias_rows > 1)
         for each in declaration.kernel.stages[name].strided if strides else ():
-            args += strides[each][:3] if each in strides else [getattr(problem, each)]
+            args += strides[each][:3] if each in strides else [getattr(rows, each)]
         # The first one follows a launch of PyTorch's, which lets nobody begin early.
         programmatic = launch.programmatic and not all(each.once for each in made.values())
         made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
@@ -125,7 +139,9 @@ def launches(
 
 def workspaces(declaration: Any, config: Config, problem: Problem) -> Mapping[str, int]:
     """Floats of each workspace by name, but for the log-sum-exp."""
-    sizes: Mapping[str, int] = declaration.kernel.workspace_of(config, problem)
+    sizes: Mapping[str, int] = declaration.kernel.workspace_of(
+        *rows_of(declaration, config, problem)
+    )
     return {name: size // 4 for name, size in sizes.items() if name != "lse"}
 
 
