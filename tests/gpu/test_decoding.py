@@ -1,0 +1,179 @@
+"""One query and a few of grouped heads on a GPU, by an export of the recorded run of decoding."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import recorded
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from attnsweep.core.problem import Problem  # noqa: E402
+from attnsweep.serve.runtime import dispatch  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+NAME = "decoding_for_tests"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS = ("heads_first", "rows_first", "packed")
+# Groups of 4, 8, 7 and 32, of one tile or more; keys that no tile divides, and a static cache's.
+SHAPES = tuple(
+    Problem(*sizes, dtype)
+    for *sizes, dtype in (
+        (8, 32, 8, 1, 4096, 128, "bf16"),
+        (1, 64, 8, 1, 4096, 64, "fp16"),
+        (3, 28, 4, 1, 1001, 128, "fp16"),
+        (2, 32, 1, 1, 2085, 64, "bf16"),
+        (64, 32, 8, 1, 1000, 128, "bf16"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory):
+    """The kernels of the run, with a guard that serves whatever the rules allow."""
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    key = GpuKey.of(torch.cuda.get_device_properties(0))
+    runs = recorded.runs_for(key, {"decode"})
+    if not runs:
+        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded it")
+    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
+    sys.path.insert(0, str(place))
+    package = importlib.import_module(NAME)
+    sys.path.remove(str(place))
+    table = read_table(Path(package.__file__).parent)
+    gpus = {key: recorded.unguarded(gpu) for key, gpu in table.gpus.items()}
+    with pytest.MonkeyPatch.context() as patch:  # few tiles need a gain, whatever the guard is
+        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)
+        yield Operator(replace(table, gpus=gpus), "decoding_always")
+
+
+def tensors(shape, layout="rows_first", slack=0):
+    """q, k and v. packed: q is a slice of a larger tensor. slack: keys that a cache has besides."""
+    torch.manual_seed(1)
+    heads, heads_kv, head_dim = shape.heads, shape.heads_kv, shape.head_dim
+
+    def made(seqlen, own, others=0):
+        sizes = (shape.batch, seqlen, own + others, head_dim)
+        tensor = torch.randn(sizes, device="cuda").to(DTYPES[shape.dtype])[:, :, :own]
+        return tensor.transpose(1, 2)
+
+    q = made(shape.seqlen_q, heads, 2 * heads_kv if layout == "packed" else 0)
+    q = q.contiguous() if layout == "heads_first" else q
+    k, v = (made(shape.seqlen_k + slack, heads_kv)[:, :, : shape.seqlen_k] for _ in range(2))
+    return q, k, v
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def check(got, given):
+    exact = F.scaled_dot_product_attention(*(t.double() for t in given), enable_gqa=True)
+    theirs = F.scaled_dot_product_attention(*given, enable_gqa=True)
+    assert error(got, exact) <= 1.5 * error(theirs, exact) + 1e-5
+
+
+def served(operator, given):
+    """The output, of a kernel that packs the heads of a group."""
+    explained = operator.explain(*given, enable_gqa=True)
+    assert "PACK_GQA=1" in (explained.kernel or ""), str(explained)
+    before = operator.counters().get("kernel", 0)
+    got = operator.attention(*given, enable_gqa=True)
+    assert operator.counters()["kernel"] == before + 1
+    assert got.stride() == torch.empty_like(given[0]).stride()
+    return got
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+def test_one_query(always, shape, layout):
+    given = tensors(shape, layout, slack=23)
+    check(served(always, given), given)
+
+
+def test_every_winner(always):
+    """On the shape that it won, in its own type and in the other: clusters and splits too."""
+    for gpu in always.table.gpus.values():
+        for winner in gpu.winners:
+            for dtype in DTYPES:
+                given = tensors(replace(winner.problem, dtype=dtype), "heads_first")
+                check(served(always, given), given)
+
+
+@pytest.mark.parametrize("queries", [2, 4, 7])
+def test_several_queries(always, queries):
+    """Contiguous ones are served; the rows of others are not equally far apart."""
+    shape = Problem(8, 32, 8, queries, 4096, 128, "bf16")
+    given = tensors(shape, "heads_first")
+    check(served(always, given), given)
+    apart = tensors(shape)
+    assert always.explain(*apart, enable_gqa=True).code == "layout"
+    check(always.attention(*apart, enable_gqa=True), apart)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.label)
+def test_the_log_sum_exp(always, shape, layout):
+    q, k, v = tensors(shape, layout)
+    scale = shape.head_dim**-0.5
+    out, lse = getattr(torch.ops, always.namespace).forward_lse.default(q, k, v, False, scale)
+    check(out, (q, k, v))
+    group = shape.heads // shape.heads_kv
+    scores = q.double() @ k.double().repeat_interleave(group, 1).mT * scale
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-3
+
+
+def test_gradients(always):
+    """By PyTorch's backward, which reads the output and the log-sum-exp."""
+    given = tensors(SHAPES[0])
+
+    def gradients(attention, leaves):
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        out = attention(*leaves, enable_gqa=True)
+        torch.manual_seed(2)
+        direction = torch.randn(out.shape, device="cuda", dtype=torch.float32).to(out.dtype)
+        return torch.autograd.grad(out, leaves, direction)
+
+    before = always.counters().get("kernel", 0)
+    ours = gradients(always.attention, given)
+    assert always.counters()["kernel"] == before + 1
+    theirs = gradients(F.scaled_dot_product_attention, given)
+    exact = gradients(F.scaled_dot_product_attention, [t.double() for t in given])
+    for got, other, right in zip(ours, theirs, exact, strict=True):
+        assert error(got, right) <= 1.5 * error(other, right) + 1e-4
+
+
+def test_a_graph_decodes_again(always):
+    """A replayed CUDA graph reads what the cache has by then."""
+    q, k, v = tensors(SHAPES[0], slack=8)
+    served(always, (q, k, v))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = always.attention(q, k, v, enable_gqa=True)
+    q.copy_(torch.randn_like(q))
+    v.copy_(torch.randn_like(v))
+    graph.replay()
+    torch.cuda.synchronize()
+    check(out, (q, k, v))
+
+
+def test_compiled(always):
+    torch._dynamo.reset()
+    given = tensors(SHAPES[0])
+    compiled = torch.compile(
+        lambda q, k, v: always.attention(q * 1.0, k, v, enable_gqa=True) * 1.0, fullgraph=True
+    )
+    before = always.counters().get("kernel", 0)
+    check(compiled(*given), given)
+    assert always.counters()["kernel"] == before + 1
