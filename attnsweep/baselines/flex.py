@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def cannot(problem: Problem) -> str | None:
     """What it is not timed for, or does not do."""
-    if problem.variant == "full":
+    if problem.kind == "full" and not problem.scores.kinds:
         return "is for masks and other scores, and this problem has none"
     return "needs a head_dim of 16 or more" if min(problem.head_dims) < 16 else None
 

@@ -226,8 +226,9 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """What code serves it, of a head_dim and a dtype: `causal`, `window sinks`, `full bias`."""
-        own = [] if self.op == FORWARD else [self.op.name]
+        """What code serves it, of a head_dim and a dtype: `causal`, `window sinks`, `full v128`."""
+        own = [f"v{self.head_dim_v}"] if self.head_dim_v else []
+        own += [] if self.op == FORWARD else [self.op.name]
         return " ".join((self.kind, *self.scores.kinds, *own))
 
     @property

@@ -53,6 +53,8 @@ def test_tensors_and_counts_follow_both(head_dim, of_v, dtype, causal):
     assert Problem.parse(p.label) == p == Problem.of(json.loads(json.dumps(p.facts)))
     assert read_shapes([p.label]) == read_shapes(p.label.split()) == [p]
     assert (p == replace(p, head_dim_v=None)) == (head_dim == of_v)
+    code = replace(p, head_dim_v=None).variant
+    assert p.variant == (code if head_dim == of_v else f"{code} v{of_v}")
 
 
 def test_padding_counts_each_row_of_k_and_of_v():
