@@ -312,9 +312,7 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         reason = _MASKS.get(kind["mask"], "an arbitrary mask")
     elif k[0] != q[0] or k[:-1] != v[:-1] or q[3] != k[3]:
         reason = "batch, heads or head_dim that are broadcast"
-    elif v[3] != q[3]:
-        reason = f"head_dim {q[3]} of q and k, {v[3]} of v"
-    elif 0 in (*q, *k):
+    elif 0 in (*q, *k, *v):
         reason = "nothing to compute: a size is 0"
     elif q[1] % k[1]:
         reason = f"{q[1]} heads are no multiple of {k[1]}"
@@ -326,7 +324,9 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         return reason
     try:
         sizes = q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0]
-        return Problem(*sizes, dtype, Interval.of(kind), scores=Scores.of(kind))
+        of_v = None if v[3] == q[3] else v[3]  # a padded head_dim is also v's
+        options: Any = {"scores": Scores.of(kind), "head_dim_v": of_v}
+        return Problem(*sizes, dtype, Interval.of(kind), **options)
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
 

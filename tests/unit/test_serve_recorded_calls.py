@@ -83,7 +83,8 @@ def test_a_call_is_a_problem():
         ({"dtype": "float64"}, "dtype float64 is not one of fp16, bf16, fp32"),
         ({"device": "xpu"}, "on device xpu"),
         ({"q": [32, 64, 128], "k": [32, 64, 128], "v": [32, 64, 128]}, "3 dimensions"),
-        ({"v": [1, 8, 4096, 64]}, "head_dim 128 of q and k, 64 of v"),
+        ({"v": [1, 8, 4096, 300]}, "head_dim_v 300"),
+        ({"v": [1, 8, 4096, 0]}, "a size is 0"),
         ({"k": [2, 8, 4096, 128]}, "broadcast"),
         ({"k": [1, 7, 4096, 128], "v": [1, 7, 4096, 128]}, "32 heads are no multiple of 7"),
         ({"q": [99999, 32, 4096, 128], "k": [99999, 8, 4096, 128]}, "its tensors need 7,812 GiB"),
@@ -126,6 +127,16 @@ def test_a_mask_is_a_problem_that_hides_no_more(facts, label, note):
     (entry,) = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES).problems
     assert (entry.problem, entry.calls) == (problem, 3)
     assert "torch_efficient, flex" in text
+
+
+def test_v_of_another_head_dim_is_a_problem_without_a_backward():
+    q, v = (1, 8, 4096, 192), (1, 8, 4096, 128)
+    got = sorted_((kind(q, q, v, causal=True, grad=True), 3))
+    (problem,) = got.problems
+    assert problem == Problem.parse("(1,8,4096,192/128) bf16 causal")
+    text = spec_text(got, "model", HOPPER, FAMILIES)
+    (entry,) = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES).problems
+    assert (entry.problem, entry.calls) == (problem, 3)
 
 
 def test_causal_with_two_lengths_is_a_problem_only_if_aligned_bottom_right():
