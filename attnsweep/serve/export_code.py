@@ -69,8 +69,6 @@ def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
     """Why a package cannot hold a winner: its form, or what the family has become since."""
     if best.schedule.get("chunks", 1) > 1:
         return "its calls are cut into chunks"
-    if best.problem.head_dim_v:
-        return "a package has no calls whose v has another head_dim than q"
     changed = changed_since(family, Config(best.config))
     if changed is not None:
         return changed

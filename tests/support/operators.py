@@ -29,10 +29,14 @@ def tensors(
     layout: str = "bhsd",
     dtype: Any = torch.bfloat16,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
 ) -> tuple[Any, ...]:
     """q, k and v. layout: bhsd is contiguous; bshd, heads beside each other; packed, in one."""
     torch.manual_seed(0)
     heads_kv = heads_kv or heads
+    if head_dim_v is not None:
+        others = tensors(batch, heads, seqlen, heads_kv, layout, dtype, head_dim_v)
+        return (*tensors(batch, heads, seqlen, heads_kv, layout, dtype, head_dim)[:2], others[2])
     if layout == "packed":
         both = torch.randn(batch, seqlen, heads + 2 * heads_kv, head_dim).to(dtype)
         return tuple(t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2))

@@ -65,12 +65,13 @@ def shape(
     causal: bool = False,
     boolean: tuple[str, ...] | None = None,
     bias: tuple[str, ...] | None = None,
+    head_dim_v: int | None = None,
 ) -> Problem:
     """A shape with the defaults of PLAIN. boolean, bias: of what a mask is its own; None: none."""
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
     mask = CAUSAL if causal else FULL
     mask = mask if boolean is None else mask.as_boolean(boolean)
-    return Problem(*sizes, dtype, mask, scores=Scores(bias=bias))
+    return Problem(*sizes, dtype, mask, scores=Scores(bias=bias), head_dim_v=head_dim_v)
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
@@ -89,7 +90,7 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         first = ("queries", "keys") if kernel.values.RECOMPUTE else ("delta", "keys", "convert")
         own = {name: code(name, 0) for name in first}
         return replace(kernel, stages=(own,))
-    scan = () if kernel.mask in ("full", "causal") else ("mask", "order")
+    scan = () if kernel.mask.split()[0] in ("full", "causal") else ("mask", "order")
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
     return replace(kernel, stages=(both[0], both[1]))

@@ -278,15 +278,27 @@ def test_backward_winners_are_beside_the_forwards(both_ops):
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
-def test_a_winner_with_v_of_another_head_dim_is_left_out(tmp_path):
+def test_a_winner_with_v_of_another_head_dim_has_code_of_its_own(tmp_path):
+    """Beside the same winner with v of q's head_dim."""
     run = store_run.open_run(H100_RUN)
-    problem = rank(run.trials, run.environment).query("winner")["trial"].iloc[0].problem
+    problem = winners_of(run)[0].problem
+    own = [t for t in run.trials if t.problem == problem]
     other = replace(problem, head_dim_v=problem.head_dim + 8)
-    trials = [t.with_(problem=other) if t.problem == problem else t for t in run.trials]
+    trials = [*own, *(t.with_(problem=other) for t in own)]
     done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
-    (said,) = (line for line in done.left_out if other.label in line)
-    assert "a package has no calls whose v has another head_dim than q" in said
-    assert done.winners == 8
+    made = read_table(done.directory / done.name).gpus[H100]
+    assert {winner.problem for winner in made.winners} == {problem, other}
+    by_mask = {winner.kernel.mask: winner.kernel for winner in made.winners}
+    assert by_mask.keys() == {problem.variant, f"{problem.variant} v{other.head_dim_v}"}
+    one, two = by_mask.values()
+    assert (one.config, one.head_dim) == (two.config, two.head_dim)
+    digests = [{code.sha256 for code in kernel.stages[0].values()} for kernel in (one, two)]
+    assert not digests[0] & digests[1]
+    for of, kernel in ((problem, by_mask[problem.variant]), (other, by_mask[other.variant])):
+        assert choose(made, of).kernel in (kernel, None)
+        near = choose(made, replace(of, batch=3 * of.batch)).kernel
+        assert near is None or near.mask == of.variant
+    assert choose(made, replace(other, head_dim_v=other.head_dim_v + 8)).code == "not_tuned"
 
 
 def winners_of(run):

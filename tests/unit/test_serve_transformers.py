@@ -105,6 +105,25 @@ def test_a_prefill_is_served_by_kernels(package, driver, kind):
     assert groups == {2}, "keys and values are not repeated"
 
 
+def deepseek(**options):
+    own = {"q_lora_rank": 32, "kv_lora_rank": 32, "first_k_dense_replace": 2, "head_dim": 32}
+    own |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    own |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    own |= {"n_group": 2, "topk_group": 1}
+    return transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(
+        **SIZES | own, **options
+    )
+
+
+def test_latent_attention_has_v_of_another_head_dim(tmp_path):
+    driver = FakeDriver(Kernel(causal=True))
+    of = shape(2, 4, SEQLEN, head_dim=96, head_dim_v=64, causal=True)
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, winner(of))
+    model = built(deepseek)
+    check(model, made, tokens())
+    assert made.counters() == {"kernel": 2}
+
+
 def test_it_is_chosen_when_a_model_is_made(package):
     name = package.register()
     kind, config = llama(attn_implementation=name)

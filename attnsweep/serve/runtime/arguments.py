@@ -111,6 +111,7 @@ def number(scale: Any) -> Any:
 def problem_of(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     mask: Interval,
     layout: Layout = DENSE,
     scores: Scores = PLAIN_SCORES,
@@ -122,7 +123,21 @@ def problem_of(
     batch, heads, seqlen_q, head_dim = query.shape
     sizes = (batch, heads, key.shape[1], seqlen_q, key.shape[2], head_dim)
     dtype: Any = DTYPES[query.dtype]
-    return Problem(*sizes, dtype, mask, layout, scores)
+    return Problem(*sizes, dtype, mask, layout, scores, head_dim_v=value.shape[3])
+
+
+def output_of(query: torch.Tensor, value: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Memory of an output: that of torch.empty_like(query), but with rows as long as value's.
+
+    device: default: query's.
+    """
+    columns = value.shape[-1]
+    if query.shape[-1] == columns:
+        return torch.empty_like(query, device=device)
+    rows = torch.empty_like(query.narrow(-1, 0, 1), device=device)
+    strides = [columns * stride for stride in rows.stride()[:-1]]
+    how: Any = {"dtype": rows.dtype, "device": rows.device}
+    return torch.empty_strided((*query.shape[:-1], columns), (*strides, 1), **how)
 
 
 def laid_out(tensor: torch.Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from .table import PackageError
 Saved = tuple[torch.Tensor, ...]
 """query, key, value, out and the log-sum-exp of a forward, float32 and contiguous."""
 _ORDERED = Choice(None, "deterministic", "deterministic algorithms are asked for")
+_OTHER_HEAD_DIM = Choice(None, "head_dim", "v has another head_dim than q")
 _NAMES = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv")
 _empty_like, _modes = torch.empty_like, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch.are_deterministic_algorithms_enabled
@@ -75,21 +76,26 @@ class BackwardOperator:
 
         If the compiler knows all sizes, the table says whether one does.
         """
-        query, key, *_ = saved
+        query, key, value, *_ = saved
         if not self.serves or torch.is_grad_enabled():
             return False
         gpu = self._planner.gpu(query.device.index or 0)
-        if gpu is None or not all(type(n) is int for n in (*query.shape, *key.shape)):
+        if gpu is None or not all(type(n) is int for each in saved[:3] for n in each.shape):
             return gpu is not None
-        return self._choice(gpu, query, key, causal)[0].kernel is not None
+        return self._choice(gpu, query, key, value, causal)[0].kernel is not None
 
-    def choice(self, query: Any, key: Any, causal: bool) -> Choice | None:
+    def choice(self, query: Any, key: Any, value: Any, causal: bool) -> Choice | None:
         """What serves the gradients of a call; None if the table has no kernel for any."""
         gpu = self._planner.gpu(query.device.index or 0) if self.serves else None
-        return None if gpu is None else self._choice(gpu, query, key, causal)[0]
+        return None if gpu is None else self._choice(gpu, query, key, value, causal)[0]
 
-    def _choice(self, gpu: Any, query: Any, key: Any, causal: bool) -> tuple[Choice, Any]:
-        problem = replace(problem_of(query, key, CAUSAL if causal else FULL), op=BACKWARD)
+    def _choice(
+        self, gpu: Any, query: Any, key: Any, value: Any, causal: bool
+    ) -> tuple[Choice, Any]:
+        forward = problem_of(query, key, value, CAUSAL if causal else FULL)
+        if forward.head_dim_v:
+            return _OTHER_HEAD_DIM, None
+        problem = replace(forward, op=BACKWARD)
         choice = choose(gpu, problem)
         kernel, is_deterministic = choice.kernel, WGMMA_BACKWARD.kernel.is_deterministic
         if kernel is not None and _is_deterministic() and not is_deterministic(kernel.values):
@@ -127,7 +133,7 @@ class BackwardOperator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        choice, problem = self._choice(gpu, query, key, causal)
+        choice, problem = self._choice(gpu, query, key, value, causal)
         if choice.kernel is None:
             return Plan(choice)
         config, (stages,) = choice.kernel.values, choice.kernel.stages

@@ -158,7 +158,7 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
         share = tiles * math.fsum(visits) / len(visits) / sm_count
         least = min(least, _DIVIDED + _DIVIDED_TILE * share)
     if tiling.masks and problem.mask == FULL and problem.seqlen_k % tiling.block_n:
-        least *= 1 + _MASKED_COLUMNS / problem.head_dim
+        least *= 1 + 2 * _MASKED_COLUMNS / sum(problem.head_dims)
     return least
 
 
@@ -319,7 +319,7 @@ def nearness(problem: Problem, others: Iterable[Problem], card: CardFacts) -> tu
 
 def _launches_us(tiling: Tiling, problem: Problem) -> float:
     """Time that no computing hides: launches, and writing and reading the parts of an output."""
-    elements = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
+    elements = problem.batch * problem.heads * problem.seqlen_q * problem.value_dim
     return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
 
 
@@ -328,9 +328,9 @@ def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
 
     Of a backward also those of their gradients.
     """
-    rows = 2 * problem.heads * problem.seqlen_q + 2 * problem.heads_kv * problem.seqlen_k
+    rows = problem.heads * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
     rows *= 2 if problem.op == BACKWARD else 1
-    beyond = 2.0 * problem.batch * rows * problem.head_dim - _L2_SHARE * card.l2_bytes
+    beyond = 2.0 * problem.batch * rows * sum(problem.head_dims) - _L2_SHARE * card.l2_bytes
     return max(0.0, beyond) / (tiling.of_memory * card.memory_bytes_per_us)
 
 

@@ -123,7 +123,8 @@ def _by_rows(gpu: TunedGpu, problem: Problem) -> Choice:
     kind = _kind_of(gpu, problem)
     if not kind.kernels:
         few = f", fewer than {FEW_QUERIES} queries" if problem.seqlen_q < FEW_QUERIES else ""
-        what = f"head_dim {problem.head_dim}, {problem.dtype}, {problem.mask.label}{few}"
+        of_v = f" and {problem.head_dim_v} of v" if problem.head_dim_v else ""
+        what = f"head_dim {problem.head_dim}{of_v}, {problem.dtype}, {problem.mask.label}{few}"
         return Choice(None, "not_tuned", f"no shape with {what} was tuned")
     winner = kind.winners.get(problem)
     if winner is None:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .arguments import PLAIN
+from .arguments import PLAIN, output_of
 from .sdpa_patch import sdpa
 
 _choice = torch._fused_sdp_choice
@@ -36,22 +37,31 @@ def with_lse(
     if _takes_cudnn(query, key, value, causal, scale):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
-        return like(out, query), lse.squeeze(-1).contiguous()
-    given = map(_with_contiguous_head_dim, (query, key, value))
+        return like(out, query, value), lse.squeeze(-1).contiguous()
+    given = _of_one_head_dim(*map(_with_contiguous_head_dim, (query, key, value)))
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
-    return like(out, query), lse.contiguous()
+    return like(out[..., : value.shape[3]], query, value), lse.contiguous()
 
 
-def like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The output in the layout that the fake kernel promises: that of torch.empty_like(query)."""
-    promised = torch.empty_like(query)
+def like(out: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The output in the layout that the fake kernel promises: see `output_of`."""
+    promised = output_of(query, value)
     return out if out.stride() == promised.stride() else promised.copy_(out)
 
 
 def _with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as PyTorch's flash attention takes it: a copy only if it must be."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _of_one_head_dim(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with zeros after their rows, which change no product: flash has one head_dim."""
+    widest = max(each.shape[3] for each in tensors)
+    return [
+        each if each.shape[3] == widest else pad(each, (0, widest - each.shape[3]))
+        for each in tensors
+    ]
 
 
 # ---- which backward ----
@@ -208,13 +218,17 @@ def _flash_gradients(
 ) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp."""
     *inputs, out, lse = saved
-    query, key, value = map(_with_contiguous_head_dim, inputs)
+    given = (grad, *map(_with_contiguous_head_dim, inputs), out)
+    alike = inputs[0].shape[3] == inputs[2].shape[3]
+    grad, query, key, value, out = given if alike else _of_one_head_dim(*given)
     lengths = (query.shape[2], key.shape[2])
     grads: tuple[Any, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         *(grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, seed, seed),
         scale=scale,
     )
-    return grads
+    if alike:
+        return grads
+    return tuple(each[..., : of.shape[3]] for each, of in zip(grads, inputs, strict=True))
 
 
 def _cudnn_gradients(

@@ -117,8 +117,9 @@ class Operator:
         """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         gpu = self.planner.gpu(query.device.index or 0)
-        if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice, _ = choice_of(gpu, query, key, [(CAUSAL if causal else FULL, DENSE)], grad)
+        if gpu is not None and _sized(query, key, value):
+            found = [(CAUSAL if causal else FULL, DENSE)]
+            choice, _ = choice_of(gpu, query, key, value, found, grad)
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -135,7 +136,7 @@ class Operator:
         if done is not None:
             return done[0]
         out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return like(out, query)
+        return like(out, query, value)
 
     def _impl_forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
@@ -165,16 +166,16 @@ class Operator:
         if made is not None:
             return made
         by_own = gradients_by_pytorch(grad, saved, causal, scale, cudnn)
-        return tuple(map(like, by_own, saved[:3]))
+        return tuple(map(like, by_own, saved[:3], saved[:3]))
 
     def _impl_attention_masked(
         self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """As `_impl_attention`, with a mask and changed scores."""
         gpu = self.planner.gpu(query.device.index or 0)
-        if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
+        if gpu is not None and _sized(query, key, value):
             found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
-            if choice_of(gpu, query, key, found)[0].kernel is None:
+            if choice_of(gpu, query, key, value, found)[0].kernel is None:
                 return _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
         return self._forward_masked(query, key, value, mask, scale, softcap, sinks)
 
@@ -187,7 +188,7 @@ class Operator:
         if done is not None:
             return done
         out = _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
-        return like(out, query)
+        return like(out, query, value)
 
     def _impl_attention_intervals(
         self,
@@ -203,11 +204,11 @@ class Operator:
     ) -> torch.Tensor:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
         gpu, limits = self.planner.gpu(query.device.index or 0), (low, high)
-        numbers = (*query.shape, *key.shape, *limits)
-        if gpu is not None and all(n is None or type(n) is int for n in numbers):
+        known = all(n is None or type(n) is int for n in limits)
+        if gpu is not None and known and _sized(query, key, value):
             scores = Scores(softcap, sinks is not None)
             found = forms(limits, query.shape[2], key.shape[2], lengths is not None, scores)
-            if choice_of(gpu, query, key, found)[0].kernel is None:
+            if choice_of(gpu, query, key, value, found)[0].kernel is None:
                 how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
                 return by_pytorch(limits, query, key, value, *how)
         how = (lengths, low, high, scale, softcap, sinks)
@@ -231,7 +232,7 @@ class Operator:
         if done is not None:
             return done
         how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
-        return like(by_pytorch((low, high), query, key, value, *how), query)
+        return like(by_pytorch((low, high), query, key, value, *how), query, value)
 
     # ---- one call ----
     def masked(
@@ -336,10 +337,10 @@ class Operator:
         """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
 
         query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k,
-        head_dim); any strides with contiguous head_dim. causal: another name of is_causal, which is
-        aligned top-left as PyTorch's. What no kernel serves, or is not known to be faster, goes to
-        PyTorch's own attention; `explain` says why. The others are as the package's `attention` has
-        them.
+        head_dim), value's may be another; any strides with contiguous head_dim. causal: another
+        name of is_causal, which is aligned top-left as PyTorch's. What no kernel serves, or is not
+        known to be faster, goes to PyTorch's own attention; `explain` says why. The others are as
+        the package's `attention` has them.
         """
         is_causal = is_causal or causal
         if not (window is causal_offset is key_lengths is softcap is sinks is None):
@@ -568,7 +569,8 @@ class Operator:
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
-            own = self.backward.choice(query, key, is_causal) if grad and choice.kernel else None
+            served = grad and choice.kernel
+            own = self.backward.choice(query, key, value, is_causal) if served else None
             backward = own.kernel.config if own and own.kernel else None
             return replace(self.explained(choice, query), backward=backward)
         return self.explained(choice, query)
@@ -663,7 +665,7 @@ class Operator:
         if index >= 0 and index != self.current_device():
             with torch.cuda.device(index):
                 return self.run(plan, query, key, value, mask, keep, sinks)
-        out = _empty_like(query)
+        out = _empty_like(query) if plan.out is None else query.new_empty_strided(*plan.out)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
             given = (query.clone(), key.clone(), value.clone(), mask, keep, sinks)
@@ -763,6 +765,11 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
+
+
+def _sized(*tensors: Any) -> bool:
+    """Whether a compiler knows all their sizes."""
+    return all(type(n) is int for each in tensors for n in each.shape)
 
 
 def _kind_of(mask: Any) -> Any:

@@ -51,9 +51,9 @@ def attention(
 ) -> Any:
     """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
 
-    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
-    any strides with contiguous head_dim. causal: another name of is_causal. `explain` says which
-    kernel a call gets.
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim),
+    value's may be another; any strides with contiguous head_dim. causal: another name of is_causal.
+    `explain` says which kernel a call gets.
 
     These are masks without a tensor of the mask's size. A query sees what all of them let it see;
     one that sees nothing has output 0. Beside attn_mask they are refused.

@@ -18,6 +18,7 @@ from .arguments import (
     bias_of,
     laid_out,
     mask_strides,
+    output_of,
     problem_of,
     taken_for,
     unserved_mask,
@@ -51,7 +52,7 @@ class Planner:
         self._table, self._types = table, types
         self.gpus: dict[int, TunedGpu | None] = {}
         self._head_dims = frozenset(
-            winner.problem.head_dim
+            winner.problem.head_dims
             for gpu in table.gpus.values()
             for winner in gpu.winners
             if winner.problem.op == FORWARD
@@ -75,20 +76,18 @@ class Planner:
             return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
         if not query.dim() == key.dim() == value.dim() == 4:
             return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
-        head_dim = query.shape[3]
-        if head_dim not in self._head_dims:
-            return Choice(None, "head_dim", f"head_dim {head_dim} was not tuned")
+        head_dim, of_value = query.shape[3], value.shape[3]
+        if (head_dim, of_value) not in self._head_dims:
+            named = f"{head_dim}" if head_dim == of_value else f"{head_dim}, {of_value} of value,"
+            return Choice(None, "head_dim", f"head_dim {named} was not tuned")
         batch, heads, heads_kv = query.shape[0], query.shape[1], key.shape[1]
         if not (
-            key.shape == value.shape
+            key.shape[:3] == value.shape[:3]
             and key.shape[0] == batch
             and key.shape[3] == head_dim
             and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
         ):
-            why = "shapes do not agree, or need broadcasting"
-            if key.shape[3] == head_dim != value.shape[3]:
-                why = f"head_dim {head_dim} of query and key, {value.shape[3]} of value"
-            return Choice(None, "shapes", why)
+            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
         if is_causal and query.shape[2] != key.shape[2]:
             return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
         if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
@@ -135,7 +134,7 @@ class Planner:
             tuned = "; ".join(key.label for key in self._table.gpus) or "none"
             why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
-        out = torch.empty_like(query, device="meta")  # as the operator allocates it
+        out = output_of(query, value, "meta")
         tensors = {
             name: laid_out(each)
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
@@ -159,7 +158,7 @@ class Planner:
             fault = unmapped(tensors["bias"])
             if fault is not None:
                 return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
-        choice, problem = choice_of(gpu, query, key, found, lse)
+        choice, problem = choice_of(gpu, query, key, value, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
         kernel = choice.kernel
@@ -213,6 +212,7 @@ class Planner:
             scan_reads=tuple(name for name in _SCANNED if name in shared),
             limits=limits,
             biased=biased,
+            out=None if out.shape == query.shape else (tuple(out.shape), out.stride()),
         )
 
 
@@ -255,6 +255,7 @@ def choice_of(
     gpu: TunedGpu,
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     forms: Sequence[tuple[Any, ...]],
     gradients: bool = False,
 ) -> tuple[Choice, Problem | None]:
@@ -266,7 +267,7 @@ def choice_of(
     found: list[tuple[Choice, Problem | None]] = []
     for form in forms:
         try:
-            problem = problem_of(query, key, *form)
+            problem = problem_of(query, key, value, *form)
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         found.append((choose(gpu, problem, gradients=gradients), problem))

@@ -49,7 +49,7 @@ class Plan:
     scan: the launches that make the list of a mask, with names and floats of what they write;
     scans: once they are loaded. scan_reads: the names of what they read. biased:
     whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
-    diagonals, if the call has it so.
+    diagonals, if the call has it so. out: sizes and strides of the output, if it is not like q.
     """
 
     choice: Choice
@@ -74,6 +74,7 @@ class Plan:
     scans: BoundLaunches | None = None
     biased: bool = False
     limits: Diagonals | None = None
+    out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 MOST_PLANS = 4096

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .arguments import output_of
 from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
@@ -34,8 +35,8 @@ OPERATORS = {
 """The operators and their schemas.
 
 Those named `attention` are what a compiler sees: they are made of the others, once their sizes are
-known. The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch,
-heads, seqlen_q), contiguous.
+known. The output has the layout of torch.empty_like(query), with rows as long as value's; the
+log-sum-exp is float32 (batch, heads, seqlen_q), contiguous.
 """
 _FORWARD_VARLEN = (
     "forward_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
@@ -122,15 +123,17 @@ def _defined(namespace: str, most: int = 99) -> Any:
     return None
 
 
-def _fake_forward(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(query)
+def _fake_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    return output_of(query, value)
 
 
 def _fake_forward_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return torch.empty_like(query), lse
+    return output_of(query, value), lse
 
 
 def _fake_backward(

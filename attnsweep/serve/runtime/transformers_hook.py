@@ -79,10 +79,11 @@ def _implementation(
                 f"this model's attention has {'softcap' if softcap else 'sinks'} and "
                 f'{found[0]}; use attn_implementation="eager"'
             )
-        head_dims_differ = key.shape[-1] != value.shape[-1] or key.shape[-1] > 256
-        others = bool(found) or (not changed and (dropout != 0.0 or head_dims_differ))
-        scores = {"softcap": softcap, "sinks": s_aux} if changed else {}
         grouped = query.shape[1] != key.shape[1]
+        # PyTorch has no fused attention of grouped heads with these: theirs repeats k and v for it.
+        unfused = key.shape[-1] > 256 or (grouped and key.shape[-1] != value.shape[-1])
+        others = bool(found) or (not changed and (dropout != 0.0 or unfused))
+        scores = {"softcap": softcap, "sinks": s_aux} if changed else {}
         if changed and attention_mask is not None:
             how = {"scale": scaling, "enable_gqa": grouped, **scores}
             out = attention(query, key, value, attention_mask, dropout, **how)

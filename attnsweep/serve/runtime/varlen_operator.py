@@ -137,4 +137,4 @@ class VarlenOperator:
         if out is None:
             how = (cu_seqlens, tuple(longest), (left, right), 0.0, scale, *changes)
             out = by_pytorch(query, key, value, *how)
-        return like(out, query)
+        return like(out, query, value)
