@@ -205,6 +205,18 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
         check(simulator, words, problem, layouts, lse=True)
 
 
+VALUE_WORDS = (*PLAIN[:2], "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 PDL=2")
+
+
+@pytest.mark.parametrize("of_v", [64, 128])
+@pytest.mark.parametrize("words", VALUE_WORDS)
+def test_v_of_another_head_dim(simulator, words, of_v):
+    """Rows of v and of the output are shorter than q's, or longer, in whatever they lie."""
+    problem = Problem(2, 4, 2, 100, 200, 96, "bf16", head_dim_v=of_v)
+    layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": "rows_first"}
+    check(simulator, words, problem, layouts, lse=True)
+
+
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("words", "head_dim"),

@@ -1,0 +1,196 @@
+"""v of another head_dim than q's, served by a package on a GPU: eager, compiled, with gradients."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import recorded
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from operators import traced  # noqa: E402
+
+from attnsweep.choose.ranking import rank  # noqa: E402
+from attnsweep.core.problem import Problem  # noqa: E402
+from attnsweep.family.discover import discover  # noqa: E402
+from attnsweep.serve.export_code import FAMILY  # noqa: E402
+from attnsweep.serve.runtime import dispatch  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.store import run as store_run  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+NAME = "value_dims_for_tests"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# What rounding P and the output costs of an output's length, and of a gradient's.
+MOST = {"fp16": (6e-4, 2e-3), "bf16": (4e-3, 1.5e-2)}
+LAYOUTS = ("heads_first", "rows_first", "packed")
+# What a problem has, and how a config differs from the first one.
+SHAPES = {
+    Problem.parse(label): {"WARPGROUPS": 2, "NUM_STAGES": 2, "BLOCKS_PER_SM": 1, **changes}
+    for label, changes in {
+        "(1,16,2048,192/128) bf16 causal": {"BLOCK_N": 128, "ORDER": 1},
+        "(2,24/12,700,64/128) fp16 full": {"BLOCK_N": 128},
+        "(2,8,333,96/64) bf16 causal": {"BLOCK_N": 96, "WARPGROUPS": 3, "ORDER": 1},
+        "(2,4,512,128/256) bf16 causal": {"BLOCK_N": 96, "ORDER": 1},
+        "(2,8/4,300x900,96/64) bf16 full": {"BLOCK_N": 64, "SPLITS": 2, "PDL": 2},
+        "(1,8/2,1x4096,192/128) bf16 full": {"WARPGROUPS": 1, "BLOCKS_PER_SM": 2, "PACK_GQA": 1},
+    }.items()
+}
+
+
+def rows_of(run, shape, changes):
+    """A winner of the run with another config and PyTorch's time, as if of the shape."""
+    won = next(t for t in rank(run.trials, run.environment).query("winner")["trial"])
+    (theirs, *_) = [t for t in run.trials if t.problem == won.problem and t.provider != "attnsweep"]
+    values = {param.name: param.values[0] for param in discover()[FAMILY].params}
+    own = won.with_(problem=shape, kernel=FAMILY, config=values | changes)
+    return own, theirs.with_(problem=shape, provider="torch_efficient")
+
+
+def exported(key, runs, place, compilers=None):
+    """The directory of a package for these shapes."""
+    run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
+    trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
+    made = recorded.changed(run, place / "run", trials)
+    return recorded.exported_for(key, [made], place, NAME, compilers)
+
+
+@pytest.fixture(scope="module")
+def operator(tmp_path_factory):
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    key = GpuKey.of(torch.cuda.get_device_properties(0))
+    runs = recorded.runs_for(key, recorded.RUNS)
+    if not runs:
+        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
+    sys.path.insert(0, str(exported(key, runs, tmp_path_factory.mktemp("value_dims"))))
+    table = read_table(Path(importlib.import_module(NAME).__file__).parent)
+    gpus = {each: recorded.unguarded(gpu) for each, gpu in table.gpus.items()}
+    with pytest.MonkeyPatch.context() as patch:  # few tiles need a gain, whatever the guard is
+        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)
+        yield Operator(replace(table, gpus=gpus), NAME)
+    sys.path.pop(0)
+
+
+def tensors(shape, layout):
+    """q, k and v. packed: each is a slice of a larger tensor."""
+    torch.manual_seed(1)
+
+    def made(seqlen, heads, columns):
+        more = 3 if layout == "packed" else 0
+        both = torch.randn(shape.batch, seqlen, heads + more, columns, device="cuda")
+        tensor = both.to(DTYPES[shape.dtype])[:, :, :heads].transpose(1, 2)
+        return tensor.contiguous() if layout == "heads_first" else tensor
+
+    q = made(shape.seqlen_q, shape.heads, shape.head_dim)
+    k, v = (made(shape.seqlen_k, shape.heads_kv, columns) for columns in shape.head_dims)
+    return q, k, v
+
+
+def options_of(shape):
+    return {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.heads_kv}
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def check(got, given, shape):
+    doubles = [t.detach().double() for t in given]
+    exact = F.scaled_dot_product_attention(*doubles, **options_of(shape))
+    assert error(got, exact) <= MOST[shape.dtype][0]
+
+
+def check_gradients(got, given, direction, shape):
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    out = F.scaled_dot_product_attention(*doubles, **options_of(shape))
+    exact = torch.autograd.grad(out, doubles, direction.double())
+    for mine, right in zip(got, exact, strict=True):
+        assert error(mine, right) <= MOST[shape.dtype][1]
+
+
+def strides_of(shape, layout):
+    columns, rows, heads = shape.value_dim, shape.seqlen_q, shape.heads
+    if layout == "heads_first":
+        return (heads * rows * columns, rows * columns, columns, 1)
+    return (heads * rows * columns, columns, heads * columns, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eager(operator, shape, layout):
+    given = tensors(shape, layout)
+    assert operator.explain(*given, **options_of(shape)).kernel
+    before = operator.counters().get("kernel", 0)
+    for _ in range(2):
+        out = operator.attention(*given, **options_of(shape))
+        check(out, given, shape)
+    assert operator.counters()["kernel"] == before + 2
+    if shape.seqlen_q > 1:  # the stride of one row may be any
+        assert out.stride() == strides_of(shape, layout)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+def test_the_other_dtype(operator, shape):
+    other = replace(shape, dtype="bf16" if shape.dtype == "fp16" else "fp16")
+    given = tensors(other, "rows_first")
+    before = operator.counters().get("kernel", 0)
+    check(operator.attention(*given, **options_of(other)), given, other)
+    assert operator.counters()["kernel"] == before + 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("layout", ["heads_first", "packed"])
+def test_gradients(operator, shape, layout):
+    """By PyTorch's own backward, from the output and the log-sum-exp of the kernel."""
+    given, options = tensors(shape, layout), options_of(shape)
+    leaves = [t.detach().requires_grad_() for t in given]
+    before = operator.counters().get("kernel", 0)
+    out = operator.attention(*leaves, **options)
+    direction = torch.randn_like(out)
+    check_gradients(torch.autograd.grad(out, leaves, direction), given, direction, shape)
+    assert operator.counters()["kernel"] == before + 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.label)
+def test_compiled_with_gradients(operator, shape):
+    given, options = tensors(shape, "packed"), options_of(shape)
+    direction = torch.randn(*given[0].shape[:3], shape.value_dim, device="cuda").to(given[0].dtype)
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
+    assert f"{operator.namespace}.forward_lse" in graphs[0]
+    check_gradients(got, given, direction, shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled(operator, layout):
+    torch._dynamo.reset()
+    shape, *_ = SHAPES
+    given, options = tensors(shape, layout), options_of(shape)
+    compiled = torch.compile(
+        lambda q, k, v: operator.attention(q * 1.0, k, v, **options) * 1.0, fullgraph=True
+    )
+    before = operator.counters().get("kernel", 0)
+    check(compiled(*given), given, shape)
+    assert operator.counters()["kernel"] == before + 1
+
+
+def test_in_a_cuda_graph(operator):
+    shape, *_ = SHAPES
+    q, k, v = tensors(shape, "rows_first")
+    options = options_of(shape)
+    check(operator.attention(q, k, v, **options), (q, k, v), shape)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = operator.attention(q, k, v, **options)
+    v.copy_(torch.randn_like(v))
+    graph.replay()
+    torch.cuda.synchronize()
+    check(out, (q, k, v), shape)
