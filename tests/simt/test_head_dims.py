@@ -55,6 +55,15 @@ MMA_CONFIGS = (
     "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=4 KEY_GROUPS=2 SWIZZLE=0 Q_IN_REGISTERS=1",
     "BLOCK_M=128 BLOCK_N=64 NUM_WARPS=4 NUM_STAGES=1 SWIZZLE=0",
 )
+FP32_PROBLEMS = ("(2,4/2,133x161,{}) fp32 full", "(1,2,150x200,{}) fp32 causal")
+# Of flash_fwd_fp32_mma, alike; above 192 columns two warps share rows, and NUM_WARPS is 8.
+FP32_CONFIGS = (
+    "BLOCK_M=64 BLOCK_N=32 NUM_STAGES=2",
+    "BLOCK_M=128 BLOCK_N=16 NUM_WARPS=4 NUM_STAGES=1",
+    "BLOCK_M=64 BLOCK_N=16 NUM_STAGES=1",
+    "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=8 NUM_STAGES=1",
+    "BLOCK_M=64 BLOCK_N=32 NUM_WARPS=8 NUM_STAGES=2",
+)
 # What rules say of sizes so small, and of speed.
 MAY_REFUSE = (
     *("turns_of_blocks", "block_order", "no_idle_tile", "split_grid", "split_keys"),
@@ -91,20 +100,27 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
         assert result.ok, (words, case.label, str(result))
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("dim", DIMS)
-def test_right_with_mma(simulator, dim):
-    family, tried = FAMILIES["flash_fwd_mma"], 0
-    for words in MMA_CONFIGS:
+@pytest.mark.parametrize(
+    ("name", "configs", "labels"),
+    [
+        ("flash_fwd_mma", MMA_CONFIGS, PROBLEMS[:3]),
+        ("flash_fwd_fp32_mma", FP32_CONFIGS, FP32_PROBLEMS),
+    ],
+)
+def test_right_with_mma(simulator, name, configs, labels, dim):
+    family, tried = FAMILIES[name], 0
+    for words in configs:
         config = config_of(family, words)
-        for number, label in enumerate(PROBLEMS[:3]):
+        for number, label in enumerate(labels):
             case = Case(Problem.parse(label.format(dim)))
             if family.refused_by(config, case.problem, ARCH) not in (None, "block_order"):
                 continue
             result = simulator.check(family, config, case, schedules=(number % 2,))
             assert result.ok, (words, case.label, str(result))
             tried += 1
-    assert tried >= 3
+    assert tried >= len(labels)
 
 
 @pytest.mark.nightly(push=1)
