@@ -48,7 +48,7 @@ _MOST_FEW = 64
 _TILES_OF_SHORT = 2
 _LEAST_LONG = 4096
 # Head dims, dtypes and ops that no card's own spec has, on every card that can.
-_MORE_SPECS = ("wide_head", "fp8_h100", "backward")
+_MORE_SPECS = ("fp32", "wide_head", "fp8_h100", "backward")
 
 
 @dataclass(frozen=True, slots=True)

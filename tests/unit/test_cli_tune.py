@@ -160,6 +160,9 @@ def test_the_shipped_space_of_the_card_is_taken(attnsweep, gpu):
     assert "no shipped spec was made on sm_120a; the space of l4 runs there" in said
     found, _ = counted("1,4,16,2048", "--dtype", "fp32", gpu="NVIDIA H200", arch="sm_90a")
     assert found == {"flash_fwd_fp32_wide", "flash_fwd_fp32_wgmma"}
+    for card in ({}, {"gpu": "NVIDIA L4", "arch": "sm_89"}):
+        found, _ = counted("4,16,1024,64", "--dtype", "fp32", **card)
+        assert found == {"flash_fwd_fp32_mma"}
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -241,8 +244,8 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
         ),
         (("1,2,64,0", "--dry-run", "--arch", "sm_90a"), ["head_dim must be 1 to", "not 0"]),
         (
-            ("1,2,64,80", "--dtype", "fp32", "--dry-run", "--arch", "sm_90a"),
-            ["flash_fwd_fp32_wide: head_dim 80 is", "the nearest is 512"],
+            ("1,2,64,264", "--dtype", "fp32", "--dry-run", "--arch", "sm_90a"),
+            ["flash_fwd_fp32_mma: head_dim 264 is", "flash_fwd_fp32_wide: head_dim 264 is"],
         ),
         (
             ("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),

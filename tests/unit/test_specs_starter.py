@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,8 @@ def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
         ("flash_fwd_wgmma",),
         ("flash_fwd_fp32_wide", "flash_fwd_fp32_wgmma"),
     ]
+    spec, _ = made(replace(wide, head_dim=72))
+    assert [*spec.kernels] == ["flash_fwd_fp32_mma"]
     spec, _ = made(wide)
     assert spec.baselines == load_spec(shipped_specs()["wide_head"]).baselines
     fp8 = load_spec(shipped_specs()["fp8_h100"])
@@ -188,7 +191,8 @@ def test_families_asked_for_are_taken_from_their_spec_or_whole():
 
 def test_a_shape_that_no_space_has_is_answered_with_why_and_what_runs_it():
     with pytest.raises(SpaceError) as caught:
-        made(Problem(1, 2, 2, 64, 64, 64, "fp32"))
+        made(Problem(1, 2, 2, 64, 64, 264, "fp32"))
+    assert "flash_fwd_fp32_mma: head_dim 264 is not one of" in str(caught.value)
     assert "flash_fwd_wgmma: dtype fp32 is not one of" in str(caught.value)
     with pytest.raises(SpaceError, match="add --kernel flash_fwd_mma"):
         made(SHAPE, target=Target(ARCHS["sm_80"]), kernels=("flash_fwd_wgmma",))
