@@ -4,8 +4,10 @@
 // NUM_STAGES K and V tiles; a warp owns WARP_M queries, and scores, P and the output stay in its
 // registers. Each number is the sum of a high and a low part in TF32, and each product is three:
 // low * high, high * high, high * low. A number is split by the warp that reads it: low parts in
-// shared memory would double the bytes that every warp reads. q, o: (batch, heads, seqlen_q,
-// HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
+// shared memory would double the bytes that every warp reads. With PV_PRODUCTS=2, P V takes its
+// small products as one. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv,
+// seqlen_k, HEAD_DIM), all fp32.
+#include "common/ptx/convert.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/tile/fragments.cuh"
@@ -73,20 +75,25 @@ __device__ __forceinline__ void load_rows(unsigned target, const float* source, 
 }
 
 // ---- split products ----
-// A tensor core reads 11 bits. x is rounded to them, so that low * low, which is left out, has no
-// sign of its own; but of K they are the first ones, which spares an operation for each of the many
-// numbers.
+// Numbers are rounded to the 11 bits that a tensor core reads, so that low * low, which is left
+// out, has no sign of its own. To cut those of K instead spares 7 % of the instructions, but took
+// 83 % of the limit of a row, of large scores.
 template <int COUNT>
 struct Operand {
     unsigned high[COUNT], low[COUNT];
     __device__ __forceinline__ void round(int i, float x) { tf32_split(x, high[i], low[i]); }
-    __device__ __forceinline__ void cut(int i, float x) {
-        high[i] = __float_as_uint(x) & 0xffffe000u;
-        low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    // In place of low both parts in bf16, of the other operand the other way round: one product of
+    // 16 columns is then both small products of 8. It errs by some 2^-21 of x, which P V may and
+    // scores may not.
+    template <bool HIGH_FIRST>
+    __device__ __forceinline__ void round_pair(int i, float x) {
+        tf32_split(x, high[i], low[i]);
+        const float h = __uint_as_float(high[i]), l = __uint_as_float(low[i]);
+        low[i] = HIGH_FIRST ? pack_bf16(h, l) : pack_bf16(l, h);
     }
 };
 // big and small += a b of `count` neighbours, which may be the same; the small products begin.
-template <int COUNT>
+template <bool PAIRS, int COUNT>
 __device__ __forceinline__ void
 multiply(float (&big)[M_TILES][COUNT][4], float (&small)[M_TILES][COUNT][4],
          const Operand<4> (&a)[M_TILES], const Operand<2> (&b)[COUNT], int count = COUNT) {
@@ -96,8 +103,12 @@ multiply(float (&big)[M_TILES][COUNT][4], float (&small)[M_TILES][COUNT][4],
 #pragma unroll
             for (int i = 0; i < count; ++i) product(big[m][i], small[m][i], a[m], b[i]);
     };
-    all([](auto&, auto& to, auto& a, auto& b) { mma_1688(to, a.low, b.high[0], b.high[1]); });
+    all([](auto&, auto& to, auto& a, auto& b) {
+        if (PAIRS) mma_16816<true>(to, a.low, b.low[0], b.low[1]);
+        else mma_1688(to, a.low, b.high[0], b.high[1]);
+    });
     all([](auto& to, auto&, auto& a, auto& b) { mma_1688(to, a.high, b.high[0], b.high[1]); });
+    if (PAIRS) return;
     all([](auto&, auto& to, auto& a, auto& b) { mma_1688(to, a.high, b.low[0], b.low[1]); });
 }
 
@@ -188,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         queries[i / 4].round(i % 4, a[i / 4 * 2 + i % 2][half * 2 + i / 2 % 2]);
 #pragma unroll
                     for (int i = 0; i < 2 * GROUP; ++i)
-                        keys[i / 2].cut(i % 2, b[i / 2][half * 2 + i % 2]);
-                    multiply(big, small, queries, keys);
+                        keys[i / 2].round(i % 2, b[i / 2][half * 2 + i % 2]);
+                    multiply<false>(big, small, queries, keys);
                 }
             }
 #pragma unroll
@@ -260,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // out += P V of VECTOR * 8 columns, neighbours of each lane; of what is left behind them, one
     // of each 8. Sums begin anew in each tile.
     auto pv_step = [&](const Scores& p, int stage, int first) {
+        constexpr bool PAIRS = PV_PRODUCTS == 2;
         const int count = min(VECTOR, D_TILES - first);
         float sums[M_TILES][VECTOR][4] = {};
 #pragma unroll
@@ -267,8 +279,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Operand<4> weights[M_TILES];
             Operand<2> values[VECTOR];
 #pragma unroll
-            for (int i = 0; i < 4 * M_TILES; ++i)
-                weights[i / 4].round(i % 4, p[i / 4][n][i % 2 * 2 + i / 2 % 2]);
+            for (int i = 0; i < 4 * M_TILES; ++i) {
+                const float x = p[i / 4][n][i % 2 * 2 + i / 2 % 2];
+                if (PAIRS) weights[i / 4].template round_pair<false>(i % 4, x);
+                else weights[i / 4].round(i % 4, x);
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 auto value = [&](int column) {
@@ -283,9 +298,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     for (int e = 0; e < count; ++e)
                         x[e] = *reinterpret_cast<const float*>(value(e * 8 + g));
 #pragma unroll
-                for (int e = 0; e < count; ++e) values[e].round(i, x[e]);
+                for (int e = 0; e < count; ++e)
+                    if (PAIRS) values[e].template round_pair<true>(i, x[e]);
+                    else values[e].round(i, x[e]);
             }
-            multiply(sums, sums, weights, values, count);
+            multiply<PAIRS>(sums, sums, weights, values, count);
         }
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)

@@ -12,6 +12,11 @@ kernel = Family(
         Param("BLOCK_N", (16, 32, 64), "keys per tile"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param("NUM_STAGES", (1, 2, 3), "K and V ring; with 1, V loads under QK and K under PV"),
+        Param(
+            "PV_PRODUCTS",
+            (3, 2),
+            "products in TF32 for one of P V; 2: both small ones as one in bf16",
+        ),
         Param("BLOCK_ORDER", (0, 1), "0 by head; 1, if causal, longest first"),
     ),
     dtypes=("fp32",),
@@ -59,7 +64,9 @@ def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("outputs, scores and Q fit the registers of a thread, so nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
-    return registers_needed(config, problem.head_dim) <= 240
+    # With one stage, loads in the middle of a tile take some more: compiling them showed it.
+    most = 240 if config.NUM_STAGES > 1 else 215
+    return registers_needed(config, problem.head_dim) <= most
 
 
 @kernel.stage("fwd")
