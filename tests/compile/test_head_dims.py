@@ -19,6 +19,7 @@ from attnsweep.specs.shipped import shipped_specs
 
 ARCH = ARCHS["sm_90a"]
 FAMILY, BACKWARD_FAMILY = (discover()[name] for name in ("flash_fwd_wgmma", "flash_bwd_wgmma"))
+FP32 = discover()["flash_fwd_fp32_mma"]
 # Code for 248 columns is that for 256.
 VALUE_DIMS = (
     *("192/128", "128/256", "96/64", "64/128", "256/128", "64/256", "112/72", "160/80", "8/128"),
@@ -56,13 +57,13 @@ def tightest(problem: Problem, count: int) -> list:
     return found
 
 
-def spill_nothing(compiler, asked):
+def spill_nothing(compiler, asked, family=FAMILY):
     """Assert it of each problem and config."""
     made = []
     for problem, config in asked:
-        launches = FAMILY.launches(config, problem, ARCH).items()
-        defines = [FAMILY.stages[name].defines(config, problem, one) for name, one in launches]
-        made += [(problem, config, compiler.submit(FAMILY.source, each)) for each in defines]
+        launches = family.launches(config, problem, ARCH).items()
+        defines = [family.stages[name].defines(config, problem, one) for name, one in launches]
+        made += [(problem, config, compiler.submit(family.source, each)) for each in defines]
     assert len(made) >= 4
     for problem, config, future in made:
         log = future.result().log
@@ -119,6 +120,31 @@ def test_code_for_models_of_other_head_dims(compiler, head_dim):
         _, files, spills = compiled.done()
         assert files
         assert spills == 0, config.label
+
+
+def tightest_fp32(problem: Problem, products: int) -> list:
+    """Configs that need most registers, and those with the fewest to spare of what blocks get."""
+    needed = sys.modules[FP32.stages["fwd"].launch.__module__].registers_needed
+
+    def spare(config):
+        launch = FP32.launches(config, problem, ARCH)["fwd"]
+        given = ARCH.registers_per_sm // (launch.threads * launch.min_blocks_per_sm)
+        return min(255, given) - needed(config, problem.head_dim)
+
+    space = Space.build(FP32, problem, ARCH, Selection({"PV_PRODUCTS": (products,)})).configs
+    most = sorted(space, key=lambda c: -needed(c, problem.head_dim))
+    return [*most[:2], *sorted(space, key=spare)[:2]]
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("products", [3, 2])
+@pytest.mark.parametrize("head_dim", [32, 64, 88, 96, 168, 176, 192, 256])
+def test_tight_fp32_configs_spill_nothing(compiler, products, head_dim):
+    asked = []
+    for causal in (False, True):
+        problem = Problem(2, 16, 16, 2048, 2048, head_dim, "fp32", causal=causal)
+        asked += [(problem, config) for config in tightest_fp32(problem, products)]
+    spill_nothing(compiler, asked, FP32)
 
 
 # Bytes of what stays the same in the loop over tiles, by DKV_WARPGROUPS.
