@@ -102,7 +102,9 @@ def test_a_compiled_backward_is_what_pytorch_would_call(
     graphs, grads = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
     assert len(grads) == 3
     assert backwards == [(name, (1, 4, *rows), 0.125)]
-    assert f"_scaled_dot_product_{name}_attention_backward" in graphs[-1]
+    # Before cuDNN's the operator looks at how the output's gradient lies.
+    its = f"{operator.namespace}.backward" if name == "cudnn" else f"{becomes}_backward"
+    assert its in graphs[-1]
     (query, *_), how = asked[0]
     assert tuple(query.shape) == (1, 4, 256, 64)
     assert how == {"is_causal": False, "scale": 0.125, "enable_gqa": False}

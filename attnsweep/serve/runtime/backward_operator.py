@@ -71,14 +71,17 @@ class BackwardOperator:
         self._operator.counts[kind] = self._operator.counts.get(kind, 0) + 1
         return made
 
-    def traced(self, saved: Saved, causal: bool) -> bool:
+    def traced(self, saved: Saved, causal: bool, cudnn: bool) -> bool:
         """Whether a compiler's call goes to the operator `backward`: where a kernel may serve it.
 
-        If the compiler knows all sizes, the table says whether one does.
+        If the compiler knows all sizes, the table says whether one does. cudnn: whether PyTorch
+        would call cuDNN's, which the operator does too.
         """
         query, key, value, *_ = saved
-        if not self.serves or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return False
+        if cudnn or not self.serves:
+            return cudnn
         gpu = self._planner.gpu(query.device.index or 0)
         if gpu is None or not all(type(n) is int for each in saved[:3] for n in each.shape):
             return gpu is not None

@@ -181,13 +181,13 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
 def of_operator(operator: Any, op: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
     """The gradient of an operator's `forward_lse`, which a compiler traces.
 
-    op: its operator `backward`, which the graph gets where a kernel may serve, and otherwise
-    PyTorch's own.
+    op: its operator `backward`, which the graph gets where a kernel may serve, and before cuDNN's,
+    which needs strides that a compiler does not know; otherwise PyTorch's own.
     """
 
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
         saved, how = ctx.saved_tensors, (ctx.causal, ctx.scale, ctx.by_cudnn)
-        if operator.backward.traced(saved, ctx.causal):
+        if operator.backward.traced(saved, ctx.causal, ctx.by_cudnn):
             return (*op()(grad, *saved, *how), None, None)
         return (*gradients_by_pytorch(grad, saved, *how), None, None)
 
@@ -242,6 +242,10 @@ def _cudnn_gradients(
     query, key, value, out, lse = saved
     lengths = (query.shape[2], key.shape[2])
     lse = lse.unsqueeze(-1)
+    # PyTorch 2.11 finds cuDNN's plan by the strides of q, k and v alone. With one that was made for
+    # another layout of the output's gradient, gradients are wrong: test_value_dims_served.
+    if grad.stride() != out.stride():
+        grad = torch.empty_like(out).copy_(grad)
     grads: tuple[Any, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         *(grad, query, key, value, out, lse, seed, seed, None, None, None, *lengths, 0.0, causal),
         scale=scale,
