@@ -110,7 +110,8 @@ def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
     for w in winners:
         times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
         kind = (w.problem.head_dim, w.problem.variant)
-        held |= {(*kind, config) for config in held_for(times_us, won, shapes[kind])}
+        chosen = held_for(times_us, won, shapes[kind], w.problem.variant)
+        held |= {(*kind, config) for config in chosen}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
     twins = tuple(kernel for kernel in made if _key(kernel) in held)
     left = [

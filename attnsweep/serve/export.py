@@ -69,6 +69,9 @@ _SDPA = "torch_"
 # the second number. What the rule loses on each shape of the recorded H100 runs, predicted from the
 # others, at the 95th percentile: 16 % with winners alone, 8 % with 3 for each, 7 % so and with all.
 _HELD, _HELD_OF_A_KIND = 3, 60
+# With another mask, of v's own head_dim and of gradients no rule lost anything by having only 16
+# (benchmarks/dispatch.py --leave-one-out of such runs), and the package is a quarter smaller.
+_HELD_OF_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -399,18 +402,22 @@ def _served_by(family: Family, here: Sequence[Chosen]) -> dict[Kind, dict[str, C
             if family.refused_by(config, problem, arch) is None
             and why_unpacked(config, problem) is None
         ]
-        held = [own.label, *held_for(chosen.times_us, fit, shapes[_kind(problem)])]
+        kind = _kind(problem)
+        held = [own.label, *held_for(chosen.times_us, fit, shapes[kind], problem.variant)]
         served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
     return served
 
 
-def held_for(times_us: Mapping[str, float], won: Collection[str], shapes: int) -> list[str]:
+def held_for(
+    times_us: Mapping[str, float], won: Collection[str], shapes: int, variant: str = "full"
+) -> list[str]:
     """Labels of the configs that a package holds for a shape, of those that won anywhere.
 
-    times_us: on the shape. shapes: number of tuned shapes of its head_dim and mask.
+    times_us: on the shape. shapes: number of tuned shapes of its head_dim and variant.
     """
+    of_kind = _HELD_OF_A_KIND if variant in ("full", "causal") else _HELD_OF_OTHERS
     fastest = sorted((us, label) for label, us in times_us.items() if label in won)
-    return [label for _, label in fastest[: max(_HELD, -(-_HELD_OF_A_KIND // shapes))]]
+    return [label for _, label in fastest[: max(_HELD, -(-of_kind // shapes))]]
 
 
 def _twins(
