@@ -1,4 +1,4 @@
-"""Python callables as baselines: `module:function`, and our own attention in bf16."""
+"""Python callables, `module:function` or `file.py:function`, and our own attention in bf16."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
@@ -37,11 +39,18 @@ def source_digest(name: str) -> str | None:
     Rows of a changed file are measured again. What that file imports is not in the digest.
     """
     importlib.invalidate_caches()
+    module, _, _ = name.rpartition(":")
     with suppress(ImportError, AttributeError, ValueError, OSError), _from_here():
-        spec = importlib.util.find_spec(name.partition(":")[0])
+        if module.endswith(".py"):
+            return hashlib.sha256(Path(module).read_bytes()).hexdigest()
+        spec = importlib.util.find_spec(module)
         if spec is not None and spec.origin is not None:
             return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
     return None
+
+
+CANNOT_IMPORT = "cannot import"
+"""How the reason begins if a callable is not there: that is no verdict about it."""
 
 
 def ways_of(name: str) -> Builder:
@@ -49,20 +58,21 @@ def ways_of(name: str) -> Builder:
 
     q, k, v: contiguous CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype; k and
     v with its heads_kv, and v with head_dim_v if the problem has one. It returns o as such a
-    tensor, with v's columns. For a backward problem it is called with q, k, v, o, lse, do and
-    returns (dq, dk, dv). A CUDA graph must be able to capture it, so that it may not wait for the
-    device.
+    tensor, with v's columns, or (o, lse), of which lse is not judged. For a backward problem it is
+    called with q, k, v, o, lse, do and returns (dq, dk, dv).
+
+    Beside the function, its module may have `supports(problem)`, which returns True or a reason,
+    and `prepare(problem)`, which may compile and tune. Neither is timed.
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        module, _, attribute = name.partition(":")
-        try:
-            with _from_here():
-                function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # a module may raise anything while it is imported
-            raise Unavailable(f"cannot import {name}: {type(error).__name__}: {error}") from error
-        if not callable(function):
-            raise Unavailable(f"{name} is no callable but {type(function).__name__}")
+        module, function = _imported(name)
+        if (supports := getattr(module, "supports", None)) is not None:
+            answer = supports(problem)
+            if answer is not True:
+                raise Unavailable(f"{name} does not support it: {answer}")
+        if (prepare := getattr(module, "prepare", None)) is not None:
+            prepare(problem)
         options = {"problem": problem} if _takes_problem(function) else {}
 
         def forward(*inputs: Any) -> Any:
@@ -71,6 +81,90 @@ def ways_of(name: str) -> Builder:
         return [Way(forward)]
 
     return build
+
+
+def _imported(name: str) -> tuple[Any, Callable[..., Any]]:
+    """The module and the function. Raises Unavailable."""
+    path, _, attribute = name.rpartition(":")
+    try:
+        with _from_here():
+            module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+        function: Callable[..., Any] = getattr(module, attribute)
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
+        raise Unavailable(why) from error
+    what = type(function).__name__
+    if not callable(function):
+        raise Unavailable(f"{CANNOT_IMPORT} {name}: it is no callable but {what}")
+    return module, function
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, which finds other files of its directory."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path} is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
+    sys.modules[path.stem] = module  # where decorators of kernels look for their source
+    spec.loader.exec_module(module)
+    return module
+
+
+_FLAGS = (
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.allow_tf32",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+)
+
+
+def flags_of(torch: Any) -> dict[str, Any]:
+    """Settings of PyTorch that would change what others compute, by their names."""
+    found = {name: operator.attrgetter(name)(torch) for name in _FLAGS}
+    return found | {
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def restore_flags(torch: Any, before: Mapping[str, Any]) -> list[str]:
+    """Set PyTorch as it was before; returns the names of what had changed."""
+    changed = [name for name, value in flags_of(torch).items() if value != before[name]]
+    for name in set(changed) & set(_FLAGS):
+        owner, _, flag = name.rpartition(".")
+        setattr(operator.attrgetter(owner)(torch), flag, before[name])
+    torch.set_default_dtype(before["default dtype"])
+    torch.use_deterministic_algorithms(before["deterministic algorithms"])
+    torch.set_grad_enabled(before["grad mode"])
+    return changed
+
+
+def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Sequence[Any]) -> str:
+    """What is wrong with an output of a callable beside its values; empty if nothing is.
+
+    shape: the output's. like: a tensor of its dtype and device. inputs: those of the call.
+    """
+    if type(made) is not torch.Tensor:
+        return f"returned {type(made).__name__} in place of a torch.Tensor"
+    if tuple(made.shape) != tuple(shape):
+        return f"returned the shape {tuple(made.shape)}, not {tuple(shape)}"
+    if (made.dtype, made.device) != (like.dtype, like.device):
+        of_like = f"{like.dtype} on {like.device}"
+        return f"returned {made.dtype} on {made.device}, not {of_like}"
+    if made.layout != torch.strided:
+        return f"returned a tensor of layout {made.layout}"
+    if memory_of(made) in {memory_of(given) for given in inputs}:
+        return "returned memory of an input"
+    return ""
+
+
+def memory_of(tensor: Any) -> int:
+    """Where a tensor's memory begins."""
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _takes_problem(function: Callable[..., Any]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
-from attnsweep.baselines.registry import backend_of
+from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
+from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.baselines.torch_sdpa import _import_torch
 from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.length import has_shorter, shorter
@@ -40,14 +42,22 @@ class BoundBaseline:
         *,
         rounds_scores: int,
         dtype: Any = None,
+        held: bool = False,
     ) -> None:
-        """dtype: the problem's output's (default: q's)."""
+        """dtype: the problem's output's (default: q's).
+
+        held: it is a callable of the user's, whose outputs must be as `callable.breach` says, and
+        which is issued call by call if no graph can hold it.
+        """
         self._torch = _import_torch()
         self._dtype = copies[0][0].dtype if dtype is None else dtype
-        self._way, self._copies = way, copies
+        self._way, self._copies, self._held = way, copies, held
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
         self._inputs: list[tuple[Any, ...]] = [*copies]
         self.rounds_scores = rounds_scores
+        self.issued: str | None = None
+        """Why no graph holds its calls; None if one does."""
+        self._made: dict[int, list[tuple[Any, ...]]] = {}
         self.refresh()
 
     def refresh(self, copies: int | None = None) -> None:
@@ -66,45 +76,85 @@ class BoundBaseline:
     def enqueue(self, copy: int = 0, stage: str | None = None) -> None:  # noqa: ARG002
         """Issue one call eagerly; does not wait. A baseline has no stages."""
         with self._torch.cuda.stream(self._stream):
-            self._way.forward(*self._inputs[copy % len(self._inputs)])
+            self._made = {copy: [self._call(copy)]}
+
+    def _call(self, copy: int) -> tuple[Any, ...]:
+        """One call's outputs. Raises Unavailable if they are not what the problem has."""
+        out = self._way.forward(*self._inputs[copy % len(self._inputs)])
+        return out if isinstance(out, tuple) else (out,)
 
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A function that replays a graph of back-to-back calls; a baseline has no stages."""
+        """A function that replays a graph of back-to-back calls; a baseline has no stages.
+
+        The outputs of the last call on each copy are kept for `collect`, and those of one more at
+        random, which no call can know.
+        """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
+        chosen = secrets.randbelow(calls)
+
+        def issue() -> dict[int, list[tuple[Any, ...]]]:
+            made: dict[int, list[tuple[Any, ...]]] = {}
+            for call in range(calls):
+                copy = call % len(self._inputs) if rotate else 0
+                kept = made.get(copy, []) if call > chosen and not rotate else []
+                made[copy] = [*kept[:1], self._call(copy)]
+            return made
+
+        def replay_issued() -> None:
+            with self._torch.cuda.stream(self._stream):
+                self._made = issue()
+
+        if self.issued is not None:
+            return replay_issued
         graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(graph, stream=self._stream), uncollected():
-            for call in range(calls):
-                self._way.forward(*self._inputs[call % len(self._inputs) if rotate else 0])
+            made = issue()
 
         def replay() -> None:
             with self._torch.cuda.stream(self._stream):
                 graph.replay()
+            self._made = made
 
         return replay
 
-    def output(self, into: Sequence[Any]) -> None:
-        """Write the outputs on copy 0 to CuPy arrays of their shapes, of int16, or int32 for fp32.
+    def try_graph(self) -> None:
+        """Issue calls one by one from now on if a graph cannot hold one."""
+        try:
+            self.capture(1)
+        except Exception as error:
+            self._stream.synchronize()
+            self.issued = f"no CUDA graph holds its calls: {why_not('', error, [])}"
 
-        A baseline whose output has another type, as FP8's may have, is converted to the problem's.
-        Raises ValueError if it has another shape.
+    def collect(self, copy: int, into: Sequence[Any]) -> None:
+        """Enqueue copies of a call's outputs to CuPy arrays of int16, or int32 for fp32.
+
+        Of the calls before, it takes one on this copy whose outputs are kept. An output of another
+        type, as FP8's may have, is converted to the problem's. Raises ValueError if it has another
+        shape, and Unavailable for what else a callable may not return.
         """
-        given = self._inputs[0]
+        kept, given = self._made[copy], self._inputs[copy % len(self._inputs)]
+        made = secrets.choice(kept)
+        if self._held:
+            if len(made) == len(into) + 1 == 2:
+                made = made[:1]  # without its log-sum-exp
+            memory = [memory_of(out) for outs in kept for out in outs if hasattr(out, "data_ptr")]
+            if len({*memory}) < len(memory):
+                raise Unavailable("returned the same memory for two outputs")
         with self._torch.cuda.stream(self._stream):
-            out = self._way.forward(*given)
             if self._way.finish is not None:
-                out = self._way.finish(out, *given)
-            made = out if isinstance(out, tuple) else (out,)
+                made = (self._way.finish(*made, *given),)
             if len(made) != len(into):
                 raise ValueError(f"it has {len(made)} outputs, not {len(into)}")
             for one, array in zip(made, into, strict=True):
-                kept = self._torch.from_dlpack(array).view(self._dtype)
-                if tuple(one.shape) != tuple(kept.shape):
+                to = self._torch.from_dlpack(array).view(self._dtype)
+                if self._held and (why := breach(self._torch, one, to.shape, to, given)):
+                    raise Unavailable(why)
+                if tuple(one.shape) != tuple(to.shape):
                     raise ValueError(f"its output has the shape {tuple(one.shape)}")
-                kept.copy_(one)  # which converts it
-            self._stream.synchronize()
+                to.copy_(one)  # which converts it
 
 
 def prepare(
@@ -146,6 +196,8 @@ def prepare(
     torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
     made: list[BoundBaseline] = []
     failed: list[Unavailable] = []
+    held = name not in BACKENDS
+    flags = flags_of(torch) if held else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -166,16 +218,20 @@ def prepare(
             if way.spare and made:
                 continue
             try:
-                how = {"rounds_scores": backend.rounds_scores, "dtype": out}
+                how = {"rounds_scores": backend.rounds_scores, "dtype": out, "held": held}
                 with step("first calls"):
                     baseline = BoundBaseline(way, tensors, session, **how)
                     baseline.enqueue()
                     session.synchronize()
+                    if held:
+                        baseline.try_graph()
                 made.append(baseline)
             except Exception as error:  # a baseline may raise anything; the reason becomes a row
                 said = [str(warning.message) for warning in caught]
                 reason = str(error) if isinstance(error, Unavailable) else ""
                 failed.append(Unavailable(reason or why_not(name, error, said)))
+    if held and (changed := restore_flags(torch, flags)):
+        raise Unavailable(f"{name} changed settings of PyTorch: {', '.join(changed)}")
     if not made:
         raise failed[0]
     if len(made) == 1:

@@ -55,6 +55,7 @@ _PAIR_US = 90_000.0
 # A race that meets one call in a thousand stays unseen in 7,000 with a probability of 0.1 %.
 _TRIAL_REPEATS, _TRIAL_REPEATS_US = 8, 1_000.0
 _REPEATS = 7_000
+_CALLABLE_REPEATS = 64  # of a callable, whose calls the host issues
 _LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
 
 
@@ -83,11 +84,12 @@ class _Entry:
 
     call: TimedCall
     proven: Proven | None = None
-    """None of a baseline, whose outputs are its own."""
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
     warm_us: float = 0.0
     workspaces: frozenset[tuple[str, int]] = frozenset()
     candidate: Candidate | None = None
+    held: bool = False
+    """Whether it is a callable of the user's, whose errors the limits decide."""
 
 
 class Bench:
@@ -143,9 +145,9 @@ class Bench:
         error if the candidate cannot launch or faults.
         """
         self._free_others(*candidate.checks, candidate.timed)
-        accuracy, proven = self._prove(candidate, [self._timed], small=True)
+        call = self._pipeline(candidate.timed, [self._timed])
+        accuracy, proven = self._prove(candidate, call, small=True)
         self._right[repr(candidate.timed)] = proven.digests, proven.lse_digests
-        call = proven.call
         names = call.stage_names if len(call.stage_names) > 1 else ()
         time_us = self._screen(call, proven=proven)
         sm_mhz = self.session.sm_mhz()
@@ -165,10 +167,9 @@ class Bench:
         return self._proof.timed.buffers
 
     def _prove(
-        self, candidate: Candidate, copies: Sequence[Mapping[str, Buffer]], *, small: bool
+        self, candidate: Candidate, call: BoundCall, *, small: bool
     ) -> tuple[Accuracy, Proven]:
-        """Check a candidate bound to the inputs and to more copies of them."""
-        call = self._pipeline(candidate.timed, copies)
+        """Check a candidate that is bound to the inputs."""
         return self._proof.of_candidate(
             candidate, call, self._pipeline, self._workspaces, small=small
         )
@@ -182,8 +183,11 @@ class Bench:
         """
         entry = self._entries[name]
         briefly = self._long and longest_us < min(entry.warm_us, _LONG_CONFIRM_US)
-        if briefly or entry.proven is None or entry.candidate is None:
+        if briefly or entry.proven is None:
             return 0
+        if entry.candidate is None:
+            most = _CALLABLE_REPEATS if entry.held else 0
+            return self._proof.repeat(entry.proven, most, longest_us) if most else 0
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
         launches = repr(entry.candidate.turns)
@@ -260,17 +264,25 @@ class Bench:
         *,
         cold: bool = False,
     ) -> float:
-        """Time of one call in a replay, which follows an untimed one; on other inputs than before.
+        """Time of one call in a replay, which follows an untimed one; each on inputs of its own.
 
-        proven: the output of the last call must be the checked one. cold: the calls rotate over all
-        copies, and the output of each is compared.
+        proven: the output of the last call must be right. cold: the calls rotate over all copies,
+        of which some are compared, or all if their inputs are as they were made.
         """
         copies = self._cold() if cold else []
+
+        def begin(*, untimed: bool = False) -> None:
+            if cold:
+                self._proof.begin_cold(copies, untimed=untimed)
+            else:
+                self._proof.begin(untimed=untimed)
+            call.refresh(None if cold else 1)
+
         with self.session.stream:
-            self._proof.begin_cold(copies) if cold else self._proof.begin()
-            call.refresh(1)
             if not self._long:
+                begin(untimed=True)
                 replay()
+            begin()
             if proven is None or cold:
                 time_us = self.session.time_us(replay) / calls
             else:
@@ -319,14 +331,14 @@ class Bench:
         """
         self._owned.imports.end()  # rounds follow
         copies = [self._timed, *(self._cold() if cold else [])]
+        call = self._pipeline(candidate.timed, copies)
         right = self._right.get(repr(candidate.timed))
         if right is None:  # tried in an earlier process or run
-            _, proven = self._prove(candidate, copies, small=False)
+            _, proven = self._prove(candidate, call, small=False)
         else:
-            call = self._pipeline(candidate.timed, copies)
             proven = self._proof.proved_before(candidate, call, self._workspaces, right)
         used = frozenset(candidate.timed.workspaces.items())
-        self._entries[name] = _Entry(proven.call, proven, workspaces=used, candidate=candidate)
+        self._entries[name] = _Entry(call, proven, workspaces=used, candidate=candidate)
         return candidate.timed.chains
 
     def drop(self, name: str) -> None:
@@ -347,8 +359,11 @@ class Bench:
         self._launched += 2 * calls
         return time_us, self._launched - before
 
-    def add_baseline(self, name: str) -> Accuracy:
-        """Prepare, check and add a baseline. Raises baselines.Unavailable with the reason."""
+    def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
+        """Prepare, check and add a baseline; also returns why no graph holds its calls, or None.
+
+        Raises baselines.Unavailable with the reason.
+        """
         self._owned.imports.end()
         copies = [
             {
@@ -369,15 +384,17 @@ class Bench:
         call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
         bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
 
-        def write(outputs: Mapping[str, Buffer]) -> None:
-            call.output([to.view(self.problem.shape_of(n), bits) for n, to in outputs.items()])
+        def collect(copy: int, at: Mapping[str, Buffer]) -> None:
+            shapes = {name: self.problem.shape_of(name) for name in self.problem.outputs}
+            call.collect(copy, [at[name].view(shape, bits) for name, shape in shapes.items()])
 
         with step("judge"):
             # Libraries have their own maths; a callable may do anything.
             held = name not in BACKENDS
-            accuracy = self._proof.of_baseline(write, call.rounds_scores, held=held)
-        self._entries[name] = _Entry(call)
-        return accuracy
+            how = (call, collect, call.rounds_scores)
+            accuracy, proven = self._proof.of_baseline(*how, held=held)
+        self._entries[name] = _Entry(call, proven, held=held)
+        return accuracy, call.issued
 
     def replay(self, name: str, kind: str) -> float:
         """One sample, in microseconds a call. kind: `warm`, `cold`, or the name of a stage."""

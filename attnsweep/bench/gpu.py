@@ -64,8 +64,12 @@ class Gpu(Protocol):
         Returns whether its calls can be chained.
         """
 
-    def add_baseline(self, name: str) -> Accuracy:
-        """Prepare and check a baseline, and make it an entry."""
+    def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
+        """Prepare and check a baseline, and make it an entry.
+
+        Also returns why no CUDA graph holds its calls, which the host then issues; None if one
+        does.
+        """
 
     def drop(self, name: str) -> None:
         """Free an entry, and never add it again."""

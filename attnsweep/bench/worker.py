@@ -110,10 +110,10 @@ class Worker:
         """See `Gpu`."""
         return bool(self.call("add", name, candidate, cold, keep=True, slow=True))
 
-    def add_baseline(self, name: str) -> Accuracy:
+    def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
         """See `Gpu`."""
-        accuracy: Accuracy = self.call("add_baseline", name, keep=True, slow=True)
-        return accuracy
+        accuracy, issued = self.call("add_baseline", name, keep=True, slow=True)
+        return accuracy, issued
 
     def drop(self, name: str) -> None:
         """See `Gpu`."""

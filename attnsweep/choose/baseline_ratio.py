@@ -98,7 +98,7 @@ def fastest_baseline(trials: Sequence[Trial], statuses: Mapping[int, Status]) ->
     found = []
     for trial in trials:
         time, status = trial.time_us, statuses[id(trial)]
-        if trial.provider == OURS or time is None or below_ranking(trial) is not None:
+        if not may_be_base(trial) or time is None:
             continue
         known = [time.median, time.low, *time.rounds]
         sound = all(math.isfinite(us) and us > 0 for us in known)
@@ -109,6 +109,11 @@ def fastest_baseline(trials: Sequence[Trial], statuses: Mapping[int, Status]) ->
             us = min([fastest_round(trial), *rounds_at_pace(trial, pace)])
             found.append(Base(trial, noisy=True, us=us))
     return min(found, key=lambda base: (base.us, base.noisy, base.trial.provider), default=None)
+
+
+def may_be_base(trial: Trial) -> bool:
+    """Whether others are compared with it, if it is right: a baseline that competes."""
+    return trial.provider != OURS and not trial.candidate and below_ranking(trial) is None
 
 
 def over_limit(trial: Trial) -> bool:
@@ -122,9 +127,10 @@ def over_limit(trial: Trial) -> bool:
 def below_ranking(trial: Trial) -> str | None:
     """Why a baseline is listed below the ranking and never the base; None if it competes.
 
-    One that computes in another format solves another problem. One over the error limit competes:
+    One that computes in another format solves another problem, and the time of one that no CUDA
+    graph holds has the host's in it. One over the error limit competes:
     the limit is our own rule, and the ratio to a slower baseline would flatter us.
     """
     if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
         return f"it does not compute in {trial.problem.dtype}"
-    return None
+    return trial.issued

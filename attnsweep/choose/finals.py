@@ -17,7 +17,7 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose import energy
-from attnsweep.choose.baseline_ratio import below_ranking
+from attnsweep.choose.baseline_ratio import below_ranking, may_be_base
 from attnsweep.choose.drift import pace_of
 from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift, winner_of
@@ -28,6 +28,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Measurement, Status, Trial
 from attnsweep.device.energy import Stretch
 from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.model import CALLABLE
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
 _FINALISTS_PER_FAMILY = 2
@@ -90,8 +91,13 @@ class _Entry:
         return self.trial.provider == OURS
 
     @property
+    def judged(self) -> bool:
+        """Whether the limits decide if it is right: a candidate, or a callable of the user's."""
+        return self.ours or CALLABLE.fullmatch(self.trial.provider) is not None
+
+    @property
     def may_be_base(self) -> bool:
-        return not self.ours and below_ranking(self.trial) is None
+        return may_be_base(self.trial)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -203,8 +209,9 @@ class Finals:
             self._observer.preparing(name, done, len(baselines))
             try:
                 with prepared(name, self._gpu, self._observer):
-                    accuracy = self._gpu.add_baseline(name)
-                self._entries[name] = _Entry(row.with_(status=Status.OK, accuracy=accuracy))
+                    accuracy, issued = self._gpu.add_baseline(name)
+                facts = {"status": Status.OK, "accuracy": accuracy, "issued": issued}
+                self._entries[name] = _Entry(row.with_(**facts))
             except WorkerError as error:
                 failed = {"status": error.status, "detail": error.detail}
                 self._put(row.with_(**failed, accuracy=error.payload))
@@ -408,7 +415,7 @@ class Finals:
                 if row is winner and name not in at_length:
                     at_length.add(name)
                     longest_us = _WINNER_US
-                elif row.provider == OURS and name not in at_length | briefly:
+                elif self._entries[name].judged and name not in at_length | briefly:
                     briefly.add(name)
                     longest_us = _OTHERS_US
                 else:

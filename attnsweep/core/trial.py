@@ -106,6 +106,8 @@ class Accuracy(_Row):
 
     Float64 takes longer than the sweep where a call takes tens of ms: see docs/measuring.md.
     """
+    where: dict[str, int] | None = None
+    """`batch`, `head` and `row` of the worst row, of an output that was refused for it."""
     calls: int | None = None
     """Calls whose whole outputs were compared with the checked one, one by one."""
 
@@ -176,6 +178,10 @@ class Trial(_Row):
     """How a call is issued: chunks, heads and rows of a chunk, streams, workspace_bytes."""
     variant: dict[str, str] = Field(default_factory=dict)
     """Axis to the name of the variant that gave the config; empty without variants in the spec."""
+    candidate: bool = False
+    """Whether a callable is judged here, and is no baseline that others are compared with."""
+    issued: str | None = None
+    """Why no CUDA graph holds a callable's calls: its time then includes the host's."""
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     conditions: dict[str, Any] = Field(default_factory=dict)

@@ -113,6 +113,8 @@ class Comparer:
     """The judging kernels of one dtype on this process's GPU; results wait in slots."""
 
     SLOTS = 4096
+    ROWS = 128
+    """Rows that judge_rows takes: about as many blocks as a card has SMs."""
 
     def __init__(self, session: CudaSession, dtype: str, cache_dir: Path | None = None) -> None:
         self.dtype = dtype
@@ -157,35 +159,31 @@ class Comparer:
         columns = 64 if problem.value_dim <= 64 else 128
         doubles = _TILE * _PITCH + max(2 * _CHUNK * _PITCH, _CHUNK * columns)
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.value_dim, columns)
-        pointers = [np.uint64(inputs[name].pointer) for name in "qkv"]
-        sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-        scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
-        if problem.scaled:
-            scales = [inputs[name].pointer for name in problem.scales]
-            if problem.dtype == "e4m3_block":
-                per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
-        at = {name: inputs[name].pointer for name in problem.inputs}
-        # Other masks are between two diagonals.
-        mask = at["mask"] if isinstance(problem.mask, Boolean) else 0
-        how, own = problem.scores, problem.scores.bias or ()
-        self._launch(
-            f"reference_{columns}",
-            tiles * problem.batch * problem.heads,
-            [
-                *(*pointers, np.uint64(out.pointer), np.uint64(lse.pointer)),
-                *map(np.int32, (*sizes, *problem.head_dims)),
-                *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
-                *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
-                *(np.uint64(at.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
-                np.int32(problem.items_differ),
-                *(np.uint64(at.get(f"cu_seqlens_{name}", 0)) for name in "qk"),
-                *(np.int32(problem.layout.sequences), np.float64(how.softcap)),
-                *(np.uint64(at.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
-                np.uint64(at.get("sinks", 0)),
-                *(np.int32(sample.every), np.int32(sample.phase)),
-            ],
-            8 * doubles,
-        )
+        args: list[Any] = [np.uint64(inputs[name].pointer) for name in "qkv"]
+        args += [np.uint64(out.pointer), np.uint64(lse.pointer)]
+        args += _attention(inputs, problem, tilt)
+        args += [np.int32(sample.every), np.int32(sample.phase)]
+        blocks = tiles * problem.batch * problem.heads
+        self._launch(f"reference_{columns}", blocks, args, 8 * doubles)
+
+    def judge_rows(
+        self, at: Mapping[str, Buffer], problem: Problem, floor: float, seed: int, slot: int
+    ) -> None:
+        """Compare some rows of the output `o` with float64 of the inputs as they are now.
+
+        at: the inputs and the output. Takes ROWS of all heads' rows by the seed, or all if there
+        are no more, and computes what is right for each. Findings go to a slot: `row`, `element`
+        and `row_gain` count.
+        """
+        rows = problem.batch * problem.heads * problem.seqlen_q
+        blocks = min(self.ROWS, rows)
+        self._hold_tiles(blocks)
+        assert self._tiles is not None
+        args: list[Any] = [np.uint64(at[name].pointer) for name in "qkvo"]
+        args += [np.uint64(self._tiles.pointer), *_attention(at, problem)]
+        args += [np.uint64(seed), np.int64(rows), np.float64(floor)]
+        self._launch("judge_rows", blocks, args, row_bytes(problem))
+        self._summarise(blocks, slot)
 
     def gradients(
         self, inputs: dict[str, Buffer], problem: Problem, outs: Mapping[str, Buffer]
@@ -240,12 +238,21 @@ class Comparer:
     def compare(self, one: Compared, slot: int, *, exact: bool = False) -> None:
         """Compare every element of an output; findings go to a slot. exact: it is in float64."""
         tiles, record = one.tiles, 8 * len(_FOUND)
-        if self._tiles is None or self._tiles.nbytes < tiles * record:
-            self._tiles = Buffer(tiles * record)
+        self._hold_tiles(tiles)
+        assert self._tiles is not None
         pointers = (*self._pointers(one), self._tiles.pointer)
         args = [*map(np.uint64, pointers), *map(np.int32, one.sizes), np.float64(one.floor)]
         args += [np.int32(one.sample.every), np.int32(one.sample.phase)]
         self._launch("judge_exact" if exact else "judge", tiles, args, record * _THREADS // 32)
+        self._summarise(tiles, slot)
+
+    def _hold_tiles(self, count: int) -> None:
+        if self._tiles is None or self._tiles.nbytes < count * 8 * len(_FOUND):
+            self._tiles = Buffer(count * 8 * len(_FOUND))
+
+    def _summarise(self, tiles: int, slot: int) -> None:
+        assert self._tiles is not None
+        record = 8 * len(_FOUND)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
@@ -317,6 +324,16 @@ class Comparer:
         blocks = self._blocks(count * most, count * heads)
         self._launch("negate", blocks, args, 0, min(heads, _PARTS), count)
 
+    def redraw(self, regions: Table, old: int, new: int) -> None:
+        """Take inputs from one content to another; content 0 is as they were made.
+
+        regions: of q, k and v, each with a slot of its own, which gives it another content, and 1
+        as the number of those whose signs may change. A content is a number of 64 bits.
+        """
+        blocks = self._blocks(regions.most * regions.count, regions.count)
+        args = [np.uint64(regions.records.pointer), np.uint64(old), np.uint64(new)]
+        self._launch("redraw", blocks, args, 0, regions.count)
+
     def count_outside(self, buffer: Buffer, slot: int) -> None:
         """Add to a slot the number of bytes of the buffer's guards that something changed."""
         before, after = buffer.guards
@@ -376,6 +393,36 @@ class Comparer:
         records = np.empty((slots, len(_FOUND)))
         self._found.download(records)
         return [dict(zip(_FOUND, map(float, record), strict=True)) for record in records]
+
+
+def row_bytes(problem: Problem) -> int:
+    """Bytes of shared memory of a block of judge_rows."""
+    return 8 * (problem.head_dim + _THREADS // 32 * (problem.value_dim + 2))
+
+
+def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> list[Any]:
+    """What attention depends on beside q, k and v: arguments from `group` on to `sinks`."""
+    sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
+    if problem.scaled:
+        scales = [at[name].pointer for name in problem.scales]
+        if problem.dtype == "e4m3_block":
+            per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
+    given = {name: at[name].pointer for name in problem.inputs}
+    # Other masks are between two diagonals.
+    mask = given["mask"] if isinstance(problem.mask, Boolean) else 0
+    how, own = problem.scores, problem.scores.bias or ()
+    return [
+        *map(np.int32, (*sizes, *problem.head_dims)),
+        *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
+        *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
+        *(np.uint64(given.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
+        np.int32(problem.items_differ),
+        *(np.uint64(given.get(f"cu_seqlens_{name}", 0)) for name in "qk"),
+        *(np.int32(problem.layout.sequences), np.float64(how.softcap)),
+        *(np.uint64(given.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
+        np.uint64(given.get("sinks", 0)),
+    ]
 
 
 def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> Table:

@@ -7,6 +7,7 @@ several of them through a check in a few launches.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
+from attnsweep.core.length import is_long
 from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.verify import backward, encoding, measures
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
-from attnsweep.verify.compare import Compared, Comparer
+from attnsweep.verify.compare import Compared, Comparer, Table, row_bytes
 from attnsweep.verify.encoding import Tensor, Windows, check_scales
 from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase, negated_heads
 from attnsweep.verify.measures import TILT, Measures
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # The device's reference and NumPy's differ by the order of their sums: 1e-15 times a few hundred.
 _PROOF = 1e-11
+# Shared memory that a block has on every card that is swept.
+_MOST_ROW_BYTES = 96 * 1024
 
 
 class WrongResult(Exception):
@@ -72,7 +76,13 @@ class DeviceCase:
     two_sided: the heads of k and v can be negated, each for itself, which gives it other scores
     and outputs; of a backward, those of dO, which negates its gradients. `draw` chooses which at
     random, so that the last answers are wrong ones. A head has no more than these two contents.
+
+    Where it `redraws`, `redraw` gives q, k and v contents that no call has seen. What is right for
+    them is computed for rows that are drawn after the call.
     """
+
+    content = 0
+    """Of the inputs, since they were drawn anew; 0 is as they were made, or a mix."""
 
     _negated: npt.NDArray[np.bool_] | None = None
     _ahead: tuple[int, npt.NDArray[np.bool_]] | None = None
@@ -114,6 +124,9 @@ class DeviceCase:
             self.buffers[name] = Buffer(problem.bytes_of(name))
         inputs = [(self.buffers[name], 1 + i, 0) for i, name in enumerate(problem.inputs)]
         self._inputs = judge.regions(inputs)
+        room = row_bytes(problem) <= _MOST_ROW_BYTES
+        self.redraws = two_sided and room and not (self._backward or is_long(problem))
+        self._to_redraw = self.regions_to_redraw([self.buffers])
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows, self.sample = rows, sample
@@ -245,10 +258,50 @@ class DeviceCase:
 
     def go_to(self, mix: int) -> None:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
+        self._to_content(0)
         if self.mix != mix:
             tensors = [self.buffers[name] for name in (("do",) if self._backward else ("k", "v"))]
             self.judge.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
+
+    def redraw(self) -> None:
+        """Give q, k and v other mantissas and signs, which nothing can know before.
+
+        Exponents stay, so that values are about as large as before. In FP8 signs of q and k stay
+        too: scores of channels that are far from 0 would leave only one key its weight.
+        """
+        self._to_content(secrets.randbits(64) or 1)
+
+    def _to_content(self, content: int) -> None:
+        if content != self.content:
+            self.judge.redraw(self._to_redraw, self.content, content)
+            self.content = content
+
+    def regions_to_redraw(self, copies: Sequence[Mapping[str, Buffer]]) -> Table:
+        """The inputs of copies for Comparer.redraw, which gives each a content of its own."""
+        signs = {name: 2 if self.case.problem.scaled and name != "v" else 1 for name in "qkv"}
+        every = [(copy[name], signs[name]) for copy in copies for name in "qkv"]
+        return self.judge.regions([(*one, number) for number, one in enumerate(every)])
+
+    def judge_rows(self, slot: int, buffers: Mapping[str, Buffer] | None = None) -> None:
+        """Compare rows at random with float64 of the inputs as they are, its own or of a copy."""
+        at, problem = buffers or self.buffers, self.case.problem
+        self.judge.judge_rows(at, problem, self.floor["o"], secrets.randbits(64), slot)
+
+    def refuse_rows(
+        self,
+        values: dict[str, float],
+        rounds_scores: int,
+        same: verify_limits.Same | None,
+        slack: float,
+    ) -> None:
+        """Raise WrongResult if what judge_rows found is over `slack` times a limit."""
+        most = verify_limits.of_outputs(self.case, rounds_scores, same)["o"]
+        taken = Measures(**{name: values[name] for name in ("row", "element", "row_gain")})
+        label = f"{self.case.label}, drawn anew"
+        if values["nans"]:
+            raise WrongResult(f"outputs are NaN or were never written ({label})")
+        self._refuse("o", values, taken, most, label, slack, None)
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
@@ -338,11 +391,13 @@ class DeviceCase:
         *,
         baseline: bool = False,
         same: verify_limits.Same | None = None,
+        slack: float = 1.0,
     ) -> Accuracy:
         """The accuracy of a call's outputs: of the worst. Raises WrongResult if one is wrong.
 
         baseline: only NaN is wrong; an error over the limit is returned, to be shown. same: errors
-        of the same maths, if they are known, which give the limits.
+        of the same maths, if they are known, which give the limits. slack: how many times a limit
+        may be exceeded.
         """
         label, every = self.case.label, []
         most = verify_limits.of_outputs(self.case, rounds_scores, same)
@@ -372,18 +427,42 @@ class DeviceCase:
             )
         if baseline:
             return accuracy
-        shares = taken.shares(most[name])
-        over = [which for which, share in shares.items() if not share <= 1]  # so that NaN fails
-        if over:
-            which = over[0]  # the error of a row says most
-            head, row = divmod(int(values["row_at"]), self.case.problem.shape_of(name)[2])
-            value, limit = getattr(taken, which), getattr(most[name], which)
-            text = _SAID[which].format(value=value, limit=limit, at=f"row {row} of head {head}")
-            raise WrongResult(f"{text} ({said})", accuracy)
+        self._refuse(name, values, taken, most[name], said, slack, accuracy)
         if found.lse and not found.lse <= (limit := verify_limits.lse_limit(self.case)):
             text = f"log-sum-exp off by {found.lse:.1e}, over the limit {limit:.0e}"
             raise WrongResult(f"{text} ({label})", accuracy)
         return accuracy
+
+    def _refuse(
+        self,
+        output: str,
+        values: dict[str, float],
+        taken: Measures,
+        most: Measures,
+        said: str,
+        slack: float,
+        accuracy: Accuracy | None,
+    ) -> None:
+        """Raise WrongResult if a measure is over `slack` times its limit."""
+        shares = taken.shares(most)
+        over = [which for which, share in shares.items() if not share <= slack]  # so that NaN fails
+        if not over:
+            return
+        which = over[0]  # the error of a row says most
+        problem = self.case.problem
+        head, row = divmod(int(values["row_at"]), problem.shape_of(output)[2])
+        value, limit = getattr(taken, which), getattr(most, which)
+        text = _SAID[which].format(value=value, limit=limit, at=f"row {row} of head {head}")
+        heads = problem.shape_of(output)[1]
+        where = {"batch": head // heads, "head": head % heads, "row": row}
+        accuracy = accuracy or Accuracy(
+            rel_err=taken.row,
+            limit=most.row,
+            case=said,
+            shares={name: float(f"{share:.3g}") for name, share in shares.items()},
+        )
+        accuracy = accuracy.model_copy(update={"where": where})
+        raise WrongResult(f"{text} ({said})", accuracy)
 
     def _taken(self, output: str, values: dict[str, float], rounds_scores: int) -> Measures:
         """The measures of an output that findings say."""

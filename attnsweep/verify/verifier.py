@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,22 @@ from attnsweep.verify.sample import Sample
 
 # Repeated calls that are issued rather than captured and replayed.
 _ISSUED = 64
+# Copies of a cold replay whose outputs are judged, of those that are drawn anew.
+_COLD_JUDGED = 16
 Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
 _Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
+
+
+class Judgeable(Protocol):
+    """A call whose outputs can be judged: of a candidate, a library or a callable."""
+
+    def enqueue(self, copy: int = 0) -> None:
+        """Issue one call on a copy of the inputs; does not wait."""
+
+
+class _Repeatable(Judgeable, Protocol):
+    def capture(self, calls: int, *, after: Callable[[int], None]) -> Callable[[], None]:
+        """A function that replays a graph of calls, each with what `after` enqueues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +55,7 @@ class Proven:
     """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
 
     fixture: DeviceCase
-    call: BoundCall
+    call: Judgeable
     deterministic: bool
     rounds_scores: int
     digests: npt.NDArray[np.uint64]
@@ -48,6 +63,13 @@ class Proven:
     lse: Buffer | None = None
     """The workspace of the log-sum-exp, if a call writes it."""
     lse_digests: npt.NDArray[np.uint64] | None = None
+    collect: Callable[[int, Mapping[str, Buffer]], None] | None = None
+    """Copies what the last call on a copy of the inputs returned to outputs; None if it is there.
+
+    A library or a callable returns outputs of its own.
+    """
+    slack: float = 1.0
+    """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
 
 @dataclass(slots=True)
@@ -105,6 +127,8 @@ class Verifier:
             pool.begin(then, seed)
             self._begin(then, rounds_scores)  # a baseline needs its limits soon
         self._poisons = False
+        self._cold: tuple[int, Any] | None = None
+        """The content of the cold copies' inputs, and their regions."""
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
@@ -310,33 +334,42 @@ class Verifier:
     @proves("baselines")
     def of_baseline(
         self,
-        write: Callable[[Mapping[str, Buffer]], None],
+        call: Judgeable,
+        collect: Callable[[int, Mapping[str, Buffer]], None],
         rounds_scores: int,
         *,
         held: bool = False,
-    ) -> Accuracy:
-        """The accuracy of a baseline's outputs on the inputs as they were made.
+    ) -> tuple[Accuracy, Proven]:
+        """The accuracy of a baseline's outputs on the inputs as they were made, and their judging.
 
-        write: puts them into buffers by name, which are poisoned before. held: an error over the
-        limit is wrong, as a candidate's; otherwise only NaN is. Raises WrongResult.
+        collect: see Proven; outputs are poisoned before. held: an error over the limit is wrong, as
+        a candidate's, and so is a write to the inputs; otherwise only NaN is, and replays may be
+        twice as far off as this call. Raises WrongResult.
         """
         self._know_limits(rounds_scores)
         with self._session.stream:
+            self.timed.go_to(PLAIN)
             for output in self.outputs.values():
                 output.poison()
-        self._session.settle()
-        write(self.outputs)
-        self._session.settle()
-        with self._session.stream:
+            call.enqueue()
+            collect(0, self.outputs)
             self._judge.clear()
             self.timed.compare(0)
             self.timed.compare_format(1)
             found, (of_format, *_) = self._judge.found_of(2, len(self.timed.outputs))
+            self._judge.clear()
+            self.timed.look_at_inputs(0)
+            (count,) = self._judge.counts(1)
+        if self.timed.renew_inputs(count) and held:
+            raise WrongResult(f"wrote to its inputs, or next to them ({self.timed.case.label})")
         same = self._same(self.timed, rounds_scores)
         accuracy = self.timed.accuracy(
             Errors(found, {}), rounds_scores, baseline=not held, same=same
         )
-        return self._named(accuracy, found[0], of_format)
+        slack = 1.0 if held else 2 * max(1.0, *accuracy.shares.values())
+        none = np.empty(0, np.uint64)
+        proven = Proven(self.timed, call, False, rounds_scores, none, collect=collect, slack=slack)
+        return self._named(accuracy, found[0], of_format), proven
 
     # -- many calls -------------------------------------------------------------------------
 
@@ -356,7 +389,7 @@ class Verifier:
             self._look(proven, 0)
 
         # A few calls are issued in less time than a graph of them is captured.
-        few = most <= _ISSUED
+        few = most <= _ISSUED or proven.collect is not None
         if each_us is None:
             with self._session.stream:
                 each_us = min(self._session.time_us(once) for _ in range(2))
@@ -372,7 +405,8 @@ class Verifier:
 
         replay = issue
         if not few:
-            replay = proven.call.capture(slots, after=lambda slot: self._look(proven, slot))
+            call = cast(_Repeatable, proven.call)
+            replay = call.capture(slots, after=lambda slot: self._look(proven, slot))
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
@@ -384,14 +418,19 @@ class Verifier:
             done += slots
         return done
 
-    def begin(self) -> None:
+    def begin(self, *, untimed: bool = False) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
 
         In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
-        finds it written has yet to compute.
+        finds it written has yet to compute. untimed: for a replay that is not compared.
         """
         with self._prepared():
-            self.timed.draw()
+            if self.timed.redraws:
+                self.timed.redraw()
+            else:
+                self.timed.draw()
+            if untimed:
+                return
             self._poisons = not self._poisons
             if self._poisons:
                 self.timed.poison()
@@ -417,10 +456,21 @@ class Verifier:
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
-    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
-        """The same before calls that rotate over copies, whose inputs are as they were made."""
+    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]], *, untimed: bool = False) -> None:
+        """The same before calls that rotate over copies, each of which gets inputs of its own.
+
+        Where nothing is drawn anew, all have the inputs as they were made.
+        """
         with self._prepared():
-            self.timed.go_to(PLAIN)
+            if self.timed.redraws and copies:
+                self.timed.redraw()
+                before, regions = self._cold or (0, self.timed.regions_to_redraw(copies))
+                self._cold = secrets.randbits(64) or 1, regions
+                self._judge.redraw(regions, before, self._cold[0])
+            else:
+                self.timed.go_to(PLAIN)
+            if untimed:
+                return
             for copy in (self.outputs, *copies):
                 for name in self.timed.outputs:
                     copy[name].fill(POISON)
@@ -430,7 +480,10 @@ class Verifier:
 
         To be called while the device replays calls, next to which it takes no time.
         """
-        self._look_at([self.outputs], proven)
+        if self.timed.content:
+            self._look_anew([(0, self.timed.buffers)], proven)
+        else:
+            self._look_at([self.outputs], proven)
         self.timed.draw_ahead()
 
     def end(
@@ -440,9 +493,53 @@ class Verifier:
         *,
         looked: bool = False,
     ) -> None:
-        """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
+        """Raise WrongResult unless the outputs are right, of cold copies those of some at random.
+
+        They must be the checked ones bit for bit. On inputs drawn anew, rows at random must be
+        right, and all bits those of the same call made alone, if equal calls give equal bits.
+        """
         self._count_prepared()
-        self._compare_outputs(proven, [self.outputs, *copies], looked)
+        if self.timed.content:
+            self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
+        else:
+            self._compare_outputs(proven, [self.outputs, *copies], looked)
+
+    @proves("replays")
+    def _compare_drawn(
+        self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
+    ) -> None:
+        numbers = [0]
+        if not looked:
+            count = min(_COLD_JUDGED, len(copies))
+            numbers = secrets.SystemRandom().sample(range(len(copies)), count)
+            self._look_anew([(number, copies[number]) for number in numbers], proven)
+        counts = self._judge.counts(2 * len(numbers)).reshape(2, -1)
+        same = self._same(self.timed, proven.rounds_scores)
+        try:
+            for values in self._judge.found(len(numbers)):
+                self.timed.refuse_rows(values, proven.rounds_scores, same, proven.slack)
+            if (counts[0] != counts[1]).any():
+                raise WrongResult(
+                    "a race, or an answer kept from an earlier call: a timed call gave another "
+                    f"output than the same call alone ({self.timed.case.label}, drawn anew)"
+                )
+        except WrongResult:
+            self._mend(self.timed)
+            raise
+
+    def _look_anew(
+        self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
+    ) -> None:
+        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
+        self._judge.clear()
+        for slot, (number, at) in enumerate(copies):
+            if proven.collect is not None:
+                proven.collect(number, at)
+            self.timed.judge_rows(slot, at)
+            if proven.deterministic:
+                self._judge.digest(at["o"], slot, poison=True)
+                proven.call.enqueue(number)
+                self._judge.digest(at["o"], len(copies) + slot)
 
     @proves("replays")
     def _compare_outputs(
@@ -462,6 +559,8 @@ class Verifier:
     def _look_at(self, copies: Sequence[Mapping[str, Buffer]], proven: Proven) -> None:
         self._judge.clear()
         for number, copy in enumerate(copies):
+            if proven.collect is not None:
+                proven.collect(number, copy)
             if proven.deterministic:
                 for name in proven.fixture.outputs:
                     self._judge.digest(copy[name], number)
@@ -470,6 +569,8 @@ class Verifier:
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
+        if proven.collect is not None:
+            proven.collect(0, proven.fixture.buffers)
         if proven.deterministic:
             for name in proven.fixture.outputs:
                 self._judge.digest(proven.fixture.buffers[name], slot, poison=True)
@@ -485,7 +586,8 @@ class Verifier:
             try:
                 for found in self._judge.found_of(slots, len(fixture.outputs)):
                     same = self._same(fixture, proven.rounds_scores)
-                    fixture.accuracy(Errors(found, {}), proven.rounds_scores, same=same)
+                    how: dict[str, Any] = {"same": same, "slack": proven.slack}
+                    fixture.accuracy(Errors(found, {}), proven.rounds_scores, **how)
             except WrongResult:
                 self._mend(fixture)
                 raise

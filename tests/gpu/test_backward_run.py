@@ -64,7 +64,7 @@ def test_pytorchs_gradients_are_right_and_timed(problem, name, worker):
     pytest.importorskip("torch")
     worker.open(problem, replay_us=300, seed=1)
     try:
-        accuracy = worker.add_baseline(name)
+        accuracy, _ = worker.add_baseline(name)
     except WorkerError as error:
         pytest.skip(error.detail)
     assert accuracy.rel_err <= accuracy.limit

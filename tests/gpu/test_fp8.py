@@ -33,7 +33,7 @@ def opened(worker, dtype, causal=True):
 def baseline(worker, name):
     """The accuracy of a baseline, or why it cannot run."""
     try:
-        return worker.add_baseline(name)
+        return worker.add_baseline(name)[0]
     except WorkerError as error:
         return error.detail if error.status is Status.SKIPPED else f"{error.status}!"
 

@@ -31,7 +31,7 @@ from attnsweep.verify.compare import Comparer
 from .harness import FLAGS, HERE, SimtError, Simulator, _compile, _compile_as_one, translate
 
 OWN = HERE / "device"
-KERNEL = re.compile(r"__global__ void __launch_bounds__\(256\)\s+(\w+)\(")
+KERNEL = re.compile(r"__global__ void __launch_bounds__\(256(?:, 2)?\)\s+(\w+)\(")
 STAGE_FLAGS = ("-O2", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing", "-w")
 DTYPES = ("fp16", "bf16", "fp32")
 # A launch takes milliseconds, and each example some.

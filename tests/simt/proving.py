@@ -23,10 +23,11 @@ class Call:
 
     def __init__(self, write, launches, buffers):
         self.write, self.problem, self.buffers = write, launches.problem, buffers
-        self.number = 0
+        self.number, self.copies = 0, []
 
-    def enqueue(self):
-        self.write(self.problem, self.buffers, self.number)
+    def enqueue(self, copy=0):
+        at = self.copies[copy - 1] if copy else {}
+        self.write(self.problem, {**self.buffers, **at}, self.number)
         self.number += 1
 
     def capture(self, calls, *, after):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from attnsweep.compile.launches import LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.masks import CAUSAL, FULL, Interval
@@ -20,7 +21,7 @@ from attnsweep.verify.inputs import make_inputs
 
 from .device import Device, HostBuffer, uploaded
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of, sources
-from .proving import Bench, differentiate, inputs_in
+from .proving import Bench, Call, differentiate, inputs_in
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_bwd_wgmma"]
@@ -429,9 +430,13 @@ def test_short_turns_of_a_backward_are_judged(bench):
 def test_a_baseline_writes_all_outputs(bench):
     inputs = bench.proof.timed.buffers
 
-    def write(outputs):
+    def collect(copy, outputs):
         differentiate(JUDGED, inputs | dict(outputs))
 
-    assert bench.proof.of_baseline(write, 0).rel_err > 0
+    call = Call(lambda *_: None, LaunchPlan(JUDGED, (), {}), {})
+    accuracy, proven = bench.proof.of_baseline(call, collect, 0)
+    assert accuracy.rel_err > 0
+    bench.proof.begin()
+    bench.proof.end(proven)  # on other signs of dO
     with pytest.raises(WrongResult, match="never written"):
-        bench.proof.of_baseline(lambda outputs: None, 0)
+        bench.proof.of_baseline(call, lambda copy, outputs: None, 0)

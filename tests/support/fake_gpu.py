@@ -31,7 +31,7 @@ class FakeGpu:
     answers, or raises. installed: the architecture that NVML tells before. watts: mean power by
     entry (default: 500); None for a card whose counter of energy stands still. trial_s: what a
     trial takes on the clock `now_s`. opened: what each `open` was told, by name. first: what
-    `describe` was told of the first problem.
+    `describe` was told of the first problem. issued: entries that no graph holds, and why.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class FakeGpu:
         self.steps_s: dict[str, float] = {}
         self.watts: dict[str, float] | None = {}
         self.installed: Arch | None = None
+        self.issued: dict[str, str] = {}
         self.now_s = self.trial_s = 0.0
         self.opened: list[dict[str, Any]] = []
         self.first: tuple[Problem, int] | None = None
@@ -117,11 +118,11 @@ class FakeGpu:
         self.heard("add", name)
         return name in self.chaining
 
-    def add_baseline(self, name: str) -> Accuracy:
+    def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
         self.heard("add_baseline", name)
         if name not in self.times:
             raise WorkerError(Status.SKIPPED, f"{name} is not installed")
-        return RIGHT
+        return RIGHT, self.issued.get(name)
 
     def drop(self, name: str) -> None:
         self.heard("drop", name)

@@ -100,6 +100,7 @@ class FakeFixture:
     """One problem with one head of keys, whose inputs are plain or opposite."""
 
     outputs = ("o",)
+    redraws, content = False, 0
 
     def __init__(self, problem):
         self.buffers, self.mix = {name: FakeBuffer(8) for name in "qkvo"}, 0

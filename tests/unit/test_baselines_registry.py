@@ -214,10 +214,11 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
     baseline = BoundBaseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
     expected = copies[0][0].array ** 2 / 2
     into = Tensor(np.zeros(expected.shape), "int16")
-    baseline.output([into])
+    baseline.enqueue()
+    baseline.collect(0, [into])
     np.testing.assert_allclose(into.array, expected)
     with pytest.raises(ValueError, match=r"its output has the shape \(2, "):
-        baseline.output([Tensor(np.zeros((1, *expected.shape)), "int16")])
+        baseline.collect(0, [Tensor(np.zeros((1, *expected.shape)), "int16")])
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():

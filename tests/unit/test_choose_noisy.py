@@ -139,7 +139,7 @@ def test_the_fastest_baseline_stays_in_the_rounds_though_its_error_is_over_the_l
     class Wrong(Card):
         def add_baseline(self, name):
             right = super().add_baseline(name)
-            return Accuracy(rel_err=0.2, limit=0.1) if name == "cudnn" else right
+            return (Accuracy(rel_err=0.2, limit=0.1), None) if name == "cudnn" else right
 
     card = Wrong({**OURS_THREE, "unfused": 40.0, "torch_math": 90.0, "cudnn": 20.0})
     rows = finals(card, [10.0, 10.5, 11.0]).rows

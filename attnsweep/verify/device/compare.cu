@@ -62,18 +62,46 @@ __device__ void take(Found& all, const Found& one) {
     all.tilt += one.tilt, all.tilt_norm += one.tilt_norm;
 }
 
-__device__ double over_warp(double x) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
-}
 __device__ double largest_of_warp(double x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, lanes));
     return x;
 }
 
+// What a warp finds in one row. floor: the norm below which a row counts as this long.
+template <class T>
+__device__ Found of_row(const typename T::Bits* bits, const double* expected, const double* tilted,
+                        int head_dim, double floor, long long row) {
+    int lane = threadIdx.x % 32;
+    double nans = 0, square = 0, norm = 0, along = 0, tilt = 0, tilt_norm = 0;
+    for (int d = lane; d < head_dim; d += 32) {
+        double ref = expected[d], out = T::value(bits[d]), off = out - ref;
+        nans += off != off;  // also if the reference is NaN, which nothing equals
+        square += off * off, norm += ref * ref, along += off * ref;
+        if (tilted) {
+            double slope = tilted[d] - ref;
+            tilt += off * slope, tilt_norm += slope * slope;
+        }
+    }
+    nans = over_warp(nans), square = over_warp(square), norm = over_warp(norm);
+    along = over_warp(along), tilt = over_warp(tilt), tilt_norm = over_warp(tilt_norm);
+    double length = fmax(sqrt(norm), floor), beyond = 0;
+    for (int d = lane; d < head_dim; d += 32) {
+        double ref = expected[d], off = fabs(T::value(bits[d]) - ref);
+        beyond = fmax(beyond, off - T::HALF_ULP * fabs(ref));
+    }
+    Found one = {};
+    one.nans = nans, one.row = sqrt(square) / length, one.row_at = row;
+    one.squares = one.row * one.row;
+    one.element = largest_of_warp(beyond) / (length / sqrt(static_cast<double>(head_dim)));
+    double gain = along / (length * length);
+    one.row_gain = fabs(gain), one.gains = gain;
+    one.norm = norm, one.tilt = tilt, one.tilt_norm = tilt_norm;
+    return one;
+}
+
 // A block judges 64 rows of a head, a warp one row after the other. expected: with the inputs as
-// they were made, or negated; *mix says which a head has. floor: the norm below which a row counts
-// as this long. In tiles outside the sample it only counts what is no finite number.
+// they were made, or negated; *mix says which a head has. In tiles outside the sample it only
+// counts what is no finite number.
 template <class T>
 __device__ void compare(const void* o, const double* plain, const double* opposite,
                         const unsigned long long* mix, const double* tilted, Found* found,
@@ -91,36 +119,14 @@ __device__ void compare(const void* o, const double* plain, const double* opposi
         if (row >= seqlen_q) break;
         long long at = (head * seqlen_q + row) * head_dim;
         const typename T::Bits* bits = static_cast<const typename T::Bits*>(o) + at;
-        double nans = 0, square = 0, norm = 0, along = 0, tilt = 0, tilt_norm = 0;
         if (!expected) {
+            double nans = 0;
             for (int d = lane; d < head_dim; d += 32) nans += !(fabs(T::value(bits[d])) < 1e300);
             own.nans += over_warp(nans);
             continue;
         }
-        for (int d = lane; d < head_dim; d += 32) {
-            double ref = expected[at + d], out = T::value(bits[d]), off = out - ref;
-            nans += off != off;  // also if the reference is NaN, which nothing equals
-            square += off * off, norm += ref * ref, along += off * ref;
-            if (tilted) {
-                double slope = tilted[at + d] - ref;
-                tilt += off * slope, tilt_norm += slope * slope;
-            }
-        }
-        nans = over_warp(nans), square = over_warp(square), norm = over_warp(norm);
-        along = over_warp(along), tilt = over_warp(tilt), tilt_norm = over_warp(tilt_norm);
-        double length = fmax(sqrt(norm), floor), beyond = 0;
-        for (int d = lane; d < head_dim; d += 32) {
-            double ref = expected[at + d], off = fabs(T::value(bits[d]) - ref);
-            beyond = fmax(beyond, off - T::HALF_ULP * fabs(ref));
-        }
-        Found one = {};
-        one.nans = nans, one.row = sqrt(square) / length, one.row_at = head * seqlen_q + row;
-        one.squares = one.row * one.row;
-        one.element = largest_of_warp(beyond) / (length / sqrt(static_cast<double>(head_dim)));
-        double gain = along / (length * length);
-        one.row_gain = fabs(gain), one.gains = gain;
-        one.norm = norm, one.tilt = tilt, one.tilt_norm = tilt_norm;
-        take(own, one);
+        take(own, of_row<T>(bits, expected + at, tilted ? tilted + at : nullptr, head_dim, floor,
+                            head * seqlen_q + row));
     }
     if (lane == 0) of_warp[warp] = own;
     __syncthreads();
@@ -203,6 +209,30 @@ extern "C" __global__ void __launch_bounds__(256)
                 int seqlen_q, int head_dim, double floor, int every, int phase) {
     compare<Fp64>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor,
                   Sample{every, phase});
+}
+
+// Judges rows at random, one a block, or all if there are no more, on the inputs as they are now:
+// attention of each is computed here. `seed` chooses them, and nothing knows it before the launch.
+// rows: of all heads. Two blocks an SM leave it the registers that it needs.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    judge_rows(const void* q, const void* k, const void* v, const void* o, Found* found, int group,
+               int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
+               int high, const float* of_q, const float* of_k, const float* of_v, int block,
+               int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
+               const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
+               int of_item, int of_head, const float* sinks, unsigned long long seed,
+               long long rows, double floor) {
+    long long at = mixed(seed ^ blockIdx.x * 0x9E3779B97F4A7C15ull) % rows;
+    if (rows <= gridDim.x) at = blockIdx.x;
+    const double* expected =
+        attend_row<In>(q, k, v, at / seqlen_q, at % seqlen_q, group, seqlen_q, seqlen_k, head_dim,
+                       value_dim, scale, low, high, Scales{of_q, of_k, of_v, block, blocks},
+                       Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
+                       Scores{softcap, bias, of_item, of_head, sinks, heads});
+    if (threadIdx.x >= 32) return;
+    const Out::Bits* bits = static_cast<const Out::Bits*>(o) + at * value_dim;
+    Found one = of_row<Out>(bits, expected, nullptr, value_dim, floor, at);
+    if (threadIdx.x == 0) found[blockIdx.x] = one;
 }
 
 // Many tiles' findings as one, by a block of at most 256 threads.
@@ -398,6 +428,39 @@ extern "C" __global__ void __launch_bounds__(256)
             own += of_byte(one.at[one.bytes / 4 * 4 + left], before / (1ll << 40) * 4 + left);
     }
     add_of_block(own, slots + one.slot);
+}
+// The bits that a content changes of the i-th word: signs, if they are drawn, and mantissas.
+// Exponents stay, so that values have the sizes that they had, none becomes NaN, and the same
+// content once more takes it back. Content 0 is the inputs as they were made.
+__device__ unsigned drawn(unsigned long long content, long long i) {
+    return content ? mixed(content ^ i * 0x9E3779B97F4A7C15ull) >> 32 : 0;
+}
+__device__ unsigned to_draw(unsigned word, bool signs) {
+#if DTYPE_E4M3
+    unsigned mantissas = 0x07070707u;
+    for (int byte = 0; byte < 32; byte += 8)  // with the largest exponent, some are NaN
+        if ((word >> byte & 0x78) == 0x78) mantissas &= ~(0xFFu << byte);
+    return mantissas | (signs ? 0x80808080u : 0u);
+#elif DTYPE_FP16
+    return 0x03FF03FFu | (signs ? 0x80008000u : 0u);
+#elif DTYPE_BF16
+    return 0x007F007Fu | (signs ? 0x80008000u : 0u);
+#else
+    return 0x007FFFFFu | (signs ? 0x80000000u : 0u);
+#endif
+}
+// Takes regions from one content to another, each to one of its own; those whose `digested` is 1
+// have their signs drawn too. Bytes behind the last whole word stay as they are.
+extern "C" __global__ void __launch_bounds__(256)
+    redraw(const Region* regions, unsigned long long from, unsigned long long to) {
+    Region one = regions[blockIdx.y];
+    unsigned long long own = mixed(one.slot + 1);
+    unsigned long long before = from ? from ^ own : 0, after = to ? to ^ own : 0;
+    each_word(reinterpret_cast<unsigned*>(one.at), 0, one.bytes / 4, true,
+              [&](unsigned word, long long i) {
+                  unsigned change = drawn(before, i) ^ drawn(after, i);
+                  return word ^ (change & to_draw(word, one.digested == 1));
+              });
 }
 // Fills each region with NaN, and renews its guards.
 extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {

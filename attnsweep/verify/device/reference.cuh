@@ -66,6 +66,11 @@ struct Scaled {
     }
 };
 
+__device__ double over_warp(double x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+
 // ---- attention in float64 ----
 constexpr int TILE = 64;         // queries of a block, and keys of a step
 constexpr int CHUNK = 16;        // columns of Q and K, or keys of V, in shared memory
@@ -273,4 +278,57 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
         if (lse && begin == 0 && x == 0)
             lse[head * seqlen_q + row] = (sum[i] > 0. ? largest[i] : 0.) + log(sum[i]);
     }
+}
+
+// The output of one query by a block of 256 threads, of which a warp takes each eighth key. Returns
+// where it is in shared memory; there is room for head_dim + 8 * (value_dim + 2) doubles.
+template <class T, class S>
+__device__ const double* attend_row(const void* q_all, const void* k_all, const void* v_all,
+                                    long long head, int row, int group, int seqlen_q, int seqlen_k,
+                                    int head_dim, int value_dim, double scale, int low, int high,
+                                    S all_scales, Seen keys, Scores how) {
+    extern __shared__ double shared[];
+    using Bits = typename T::Bits;
+    constexpr int WARPS = 8;
+    double *q_row = shared, *parts = q_row + head_dim, *sums = parts + WARPS * value_dim;
+    double* largests = sums + WARPS;
+    const Bits* q = static_cast<const Bits*>(q_all) + (head * seqlen_q + row) * head_dim;
+    const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
+    S scales = all_scales.at(head / group);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first, end;
+    double* own = parts + warp * value_dim;
+    for (int d = threadIdx.x; d < head_dim; d += 256) q_row[d] = T::value(q[d]) * scales.of_q(row);
+    for (int d = lane; d < value_dim; d += 32) own[d] = 0;
+    __syncthreads();
+    keys.keys_of(head, row, low, high, seqlen_k, first, end);
+    double sum = 0, largest = -1e300;
+    for (int key = max(0, first) + warp; key < end; key += WARPS) {
+        if (!keys.pair(head, row, key, seqlen_q, seqlen_k)) continue;
+        double s = 0;
+        for (int d = lane; d < head_dim; d += 32)
+            s += q_row[d] * T::value(k[static_cast<long long>(key) * head_dim + d]);
+        s = over_warp(s) * scales.of_k(key) * scale;
+        s = how.of<T>(s, head, row, key, seqlen_q, seqlen_k);
+        double grown = fmax(largest, s), shrink = exp(largest - grown), weight = exp(s - grown);
+        largest = grown, sum = sum * shrink + weight, weight *= scales.of_v(key);
+        for (int d = lane; d < value_dim; d += 32)
+            own[d] =
+                own[d] * shrink + weight * T::value(v[static_cast<long long>(key) * value_dim + d]);
+    }
+    if (lane == 0) sums[warp] = sum, largests[warp] = largest;
+    __syncthreads();
+    for (int i = 0; i < WARPS; ++i) largest = fmax(largest, largests[i]);
+    double sink = how.sinks ? how.sinks[head % how.heads] : -1e300;  // one more score, no value
+    largest = fmax(largest, sink);
+    sum = how.sinks ? exp(sink - largest) : 0.;
+    for (int i = 0; i < WARPS; ++i) sum += sums[i] * exp(largests[i] - largest);
+    for (int d = threadIdx.x; d < value_dim; d += 256) {
+        double all = 0;
+        for (int i = 0; i < WARPS; ++i)
+            all += parts[i * value_dim + d] * exp(largests[i] - largest);
+        parts[d] = sum > 0. ? all / sum : 0.;
+    }
+    __syncthreads();
+    return parts;
 }

@@ -1,0 +1,128 @@
+"""compare.cu's rows at random, and inputs drawn anew, against NumPy's."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.core.scores import Scores
+from attnsweep.verify import encoding
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify.compare import Comparer, row_bytes
+from attnsweep.verify.reference import exact_rows
+
+from .device import HostBuffer, uploaded
+from .harness import COMPILER
+from .test_judge import SHAPES
+from .test_masked_reference import PROBLEMS
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+SCORED = (
+    Problem(2, 4, 2, 9, 40, 16, "bf16", scores=Scores(softcap=5.0, sinks=True)),
+    Problem(2, 4, 2, 9, 41, 16, "fp16", scores=Scores(bias=("item", "head"))),
+)
+
+
+def mixed(x):
+    """SplitMix64's finaliser."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def drawn_rows(seed, count, rows):
+    if rows <= count:
+        return np.arange(rows)
+    numbers = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed(np.uint64(seed) ^ numbers) % np.uint64(rows)).astype(int)
+
+
+@pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS, *SCORED], ids=lambda p: p.label)
+def test_rows_are_attention_on_the_inputs_as_they_are(problem, device):
+    inputs = verify_inputs.make_inputs(Case(problem), 1)
+    ((exact, _),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
+    rows = exact.reshape(-1, problem.value_dim)
+    bits = encoding.to_bits(rows.astype(np.float32), problem.out_dtype)
+    out = encoding.from_bits(bits, problem.out_dtype).astype(np.float64)
+    judge, at = device.judge(problem.dtype), {n: uploaded(b) for n, b in inputs.items()}
+    at["o"] = uploaded(bits)
+    for seed in (5, 6):
+        judge.clear()
+        judge.judge_rows(at, problem, 1e-3, seed, 2)
+        found = judge.found(3)[2]
+        chosen = drawn_rows(seed, min(judge.ROWS, len(rows)), len(rows))
+        norms = np.maximum(np.linalg.norm(rows[chosen], axis=1), 1e-3)
+        errors = np.linalg.norm((out - rows)[chosen], axis=1) / norms
+        assert found["nans"] == 0
+        assert found["norm"] == pytest.approx((rows[chosen] ** 2).sum(), rel=1e-11)
+        assert found["row"] == pytest.approx(errors.max(), rel=1e-6, abs=1e-12)
+
+
+def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device, monkeypatch):
+    problem = Problem(2, 4, 2, 9, 20, 16, "bf16")
+    inputs = verify_inputs.make_inputs(Case(problem), 1)
+    ((exact, _),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
+    bits = encoding.to_bits(exact.astype(np.float32), "bf16").reshape(72, 16)
+    bits[37, 15] = 0x7FC0  # NaN
+    bits[40] ^= 0x8000
+    judge, at = device.judge("bf16"), {n: uploaded(b) for n, b in inputs.items()}
+    at["o"] = uploaded(bits)
+    monkeypatch.setattr(Comparer, "ROWS", 50)
+    seen = set()
+    for seed in range(1, 9):
+        judge.clear()
+        judge.judge_rows(at, problem, 1e-3, seed, 0)
+        found, chosen = judge.found(1)[0], drawn_rows(seed, 50, 72)
+        assert (found["nans"] == 0) == (37 not in chosen)
+        assert (found["row"] > 1) == (40 in chosen)
+        if 40 in chosen:
+            assert found["row_at"] == 40
+        seen |= set(chosen.tolist())
+    assert seen > {37, 40}
+    assert row_bytes(problem) == 8 * (16 + 8 * 18)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3"])
+def test_inputs_drawn_anew_have_the_sizes_of_before_and_come_back(dtype, device):
+    problem = Problem(2, 2, 2, 40, 70, 32, dtype)
+    made = verify_inputs.make_inputs(Case(problem), 1)
+    judge, at = device.judge(dtype), {name: uploaded(made[name]) for name in "qkv"}
+    signs = {name: 1 if name == "v" or dtype != "e4m3" else 2 for name in "qkv"}
+    regions = judge.regions([(at[n], signs[n], i) for i, n in enumerate("qkv")])
+    contents = []
+    for old, new in ((0, 7), (7, 8), (8, 2**63 + 5)):
+        judge.redraw(regions, old, new)
+        contents.append({n: at[n].of(made[n].dtype).reshape(made[n].shape).copy() for n in at})
+        for name, bits in contents[-1].items():
+            was, now = (np.abs(encoding.from_bits(x, dtype)) for x in (made[name], bits))
+            assert np.isfinite(now).all()
+            inside = was > 2.0**-6  # smaller ones may be subnormal
+            ratio = now[inside] / was[inside]
+            assert ratio.min() > 0.5
+            assert ratio.max() < 2
+            turned = np.signbit(encoding.from_bits(bits ^ made[name], dtype)).mean()
+            assert (0.4 < turned < 0.6) if signs[name] == 1 else turned == 0
+            # In FP8 a mantissa has three bits, and values of the largest size keep theirs.
+            assert (bits != made[name]).mean() > (0.8 if dtype == "e4m3" else 0.9)
+    for one, other in itertools.pairwise(contents):
+        assert all((one[name] != other[name]).mean() > 0.8 for name in "qkv")
+    assert (contents[0]["q"] ^ made["q"]).ravel()[:900].tolist() != (
+        contents[0]["k"] ^ made["k"]
+    ).ravel()[:900].tolist()
+    judge.redraw(regions, 2**63 + 5, 0)
+    for name in "qkv":
+        assert (at[name].of(made[name].dtype).reshape(made[name].shape) == made[name]).all()
+
+
+def test_bytes_behind_the_last_word_stay(device):
+    judge, buffer = device.judge("fp16"), HostBuffer(6)
+    buffer.upload(np.arange(3, dtype=np.uint16))
+    judge.redraw(judge.regions([(buffer, 1, 0)]), 0, 9)
+    now = buffer.of(np.uint16)
+    assert now[2] == 2
+    assert (now[:2] != np.arange(2)).all()
