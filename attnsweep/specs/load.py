@@ -69,6 +69,8 @@ class SweepSpec:
     kernels: dict[str, Selection]
     """Name of a space, which is mostly its family's, to the values that replace the family's."""
     baselines: tuple[str, ...]
+    candidates: tuple[str, ...]
+    """Callables that are judged and timed beside the families' candidates."""
     search: SearchSpec
     measure: MeasureSpec
     limits: LimitsSpec
@@ -116,6 +118,7 @@ class SweepSpec:
             ],
             "kernels": {name: _dumped(selection) for name, selection in self.kernels.items()},
             "baselines": [*self.baselines],
+            **({"candidates": [*self.candidates]} if self.candidates else {}),
             **{
                 section: Flow(getattr(self, section).model_dump())
                 for section in ("search", "measure", "limits")
@@ -209,6 +212,7 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
     if found is not None:
         _check_spaces(document, spaces, found)
     document.raise_issues()
+    judged = tuple(dict.fromkeys(file.candidates))
     return SweepSpec(
         name=file.name or path.stem,
         device=file.device,
@@ -217,7 +221,8 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
         kernel_dir=own,
         problems=entries,
         kernels=spaces,
-        baselines=tuple(dict.fromkeys(file.baselines)),
+        baselines=tuple(name for name in dict.fromkeys(file.baselines) if name not in judged),
+        candidates=judged,
         search=file.search,
         measure=file.measure,
         limits=file.limits,

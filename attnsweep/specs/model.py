@@ -65,8 +65,8 @@ BASELINES = tuple(name for name in KNOWN_BASELINES if name not in (OWN_BF16, FLE
 """All other baselines: the default."""
 
 
-CALLABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""`module:function`: any Python callable as a baseline."""
+CALLABLE = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[\w./-]*\w\.py):[A-Za-z_]\w*")
+"""`module:function` or `file.py:function`: any Python callable."""
 
 
 def _baseline_name(value: object) -> object:
@@ -77,6 +77,14 @@ def _baseline_name(value: object) -> object:
             f"{nearest(str(value), KNOWN_BASELINES)}, or a callable of yours as MODULE:FUNCTION",
         )
     return value
+
+
+def _callable_name(value: object) -> object:
+    if isinstance(value, str) and CALLABLE.fullmatch(value):
+        return value
+    raise wrong(
+        "{name} cannot be {value}", "write a callable as MODULE:FUNCTION or FILE.py:FUNCTION"
+    )
 
 
 def in_other_format(provider: str, problem: Problem) -> bool:
@@ -175,7 +183,7 @@ _OneBaseline = Annotated[
     BeforeValidator(
         _baseline_name,
         json_schema_input_type=BaselineName
-        | Annotated[str, Field(pattern=f"^{CALLABLE.pattern}$")],
+        | Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
     ),
 ]
 Baselines = Annotated[
@@ -184,6 +192,15 @@ Baselines = Annotated[
         _baseline_names,
         json_schema_input_type=Literal["all"] | _OneBaseline | list[_OneBaseline],
     ),
+]
+Callables = list[
+    Annotated[
+        str,
+        BeforeValidator(
+            _callable_name,
+            json_schema_input_type=Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
+        ),
+    ]
 ]
 Bytes = Annotated[
     int,
@@ -519,6 +536,11 @@ class SpecFile(_Model):
     baselines: Baselines = Field(
         default=list(BASELINES),
         description="Baselines timed in the same rounds: all, or a list of names.",
+    )
+    candidates: Callables = Field(
+        default=[],
+        description="Python callables, as MODULE:FUNCTION or FILE.py:FUNCTION, that are judged "
+        "and timed in the same rounds; nothing is compared with them.",
     )
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")

@@ -90,10 +90,11 @@ class Kept:
                 config={},
                 problem=problem,
                 status=Status.SKIPPED,
+                candidate=name in self._spec.candidates,
                 fingerprint=self._digest(problem, name, packages, *_source(name)),
                 machine=self._environment.machine,
             )
-            for name in self._spec.baselines
+            for name in (*self._spec.baselines, *self._spec.candidates)
         ]
 
     def stamp(self, build: Build) -> dict[str, Any]:

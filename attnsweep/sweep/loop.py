@@ -142,7 +142,7 @@ class _ProblemSweep:
                     replay_us=self._spec.measure.replay_us,
                     seed=self._share.seed,
                     then=then,
-                    baselines=self._spec.baselines,
+                    baselines=(*self._spec.baselines, *self._spec.candidates),
                     rounds_scores=candidates.rounds_scores,
                 )
         except WorkerError as error:

@@ -72,7 +72,7 @@ def replay(spec: SweepSpec, results: Path, observer: Observer, shard: Shard | No
                 while (config := search.ask()) is not None:
                     row = Trial.model_validate(missing | asked | {"config": dict(config)})
                     search.tell(stored(row))
-            for name in spec.baselines:
+            for name in (*spec.baselines, *spec.candidates):
                 baseline = {"kernel": name, "provider": name, "config": {}}
                 stored(Trial.model_validate(missing | baseline))
         return store.finish(tables.files)

@@ -96,3 +96,43 @@ def test_a_spec_names_it_beside_the_known_ones(tmp_path):
 def test_what_is_neither_known_nor_a_callable_is_an_error(tmp_path, name):
     with pytest.raises(SpecError, match="MODULE:FUNCTION"):
         spec(tmp_path, f"['{name}']")
+
+
+def test_a_function_of_a_file_is_found_with_what_lies_beside_it(mine, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "beside_it.py").write_text("ANSWER = 'beside'\n")
+    own = "import beside_it\n\ndef f(q, k, v):\n    return beside_it.ANSWER\n"
+    (tmp_path / "kernels" / "my_file.py").write_text(own)
+    assert forward("kernels/my_file.py:f")("q", "k", "v") == "beside"
+    assert source_digest("kernels/my_file.py:f") is not None
+    for missing in ("kernels/none.py:f", "kernels/my_file.py:g"):
+        with pytest.raises(Unavailable, match=f"cannot import {missing}"):
+            forward(missing)
+
+
+def test_a_module_says_what_it_supports_and_prepares_before_any_call(mine):
+    mine.write_text(
+        SOURCE + "seen = []\nprepare = seen.append\n"
+        "def supports(problem):\n    return problem.causal or 'only causal'\n"
+    )
+    with pytest.raises(Unavailable, match=r"does not support it: only causal"):
+        forward("mine_attn:plain")
+    (way,) = backend_of("mine_attn:plain").ways(None, Problem(1, 2, 2, 8, 8, 64, causal=True), None)
+    assert way.forward("q", "k", "v") == ("plain", "q", "k", "v")
+    assert len(sys.modules["mine_attn"].seen) == 1
+
+
+def test_a_spec_names_callables_that_are_judged_and_none_is_a_baseline_too(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "problems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\nkernels: {naive: {}}\n"
+        "baselines: [torch_flash, 'a.b:c']\ncandidates: ['a.b:c', 'dir/x.py:f']\n"
+    )
+    asked = load_spec(path)
+    assert (asked.baselines, asked.candidates) == (("torch_flash",), ("a.b:c", "dir/x.py:f"))
+    again = tmp_path / "again.yaml"
+    again.write_text(asked.resolved(tmp_path))
+    assert load_spec(again).candidates == asked.candidates
+    path.write_text(path.read_text().replace("'a.b:c', 'dir", "torch_flash, 'dir"))
+    with pytest.raises(SpecError, match=r"MODULE:FUNCTION or FILE\.py:FUNCTION"):
+        load_spec(path)

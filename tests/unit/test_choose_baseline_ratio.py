@@ -440,3 +440,19 @@ def test_a_median_that_is_not_that_of_its_rounds_is_damage(median_us: float, sta
     assert (why is None) is (status == "ok")
     if why is not None:
         assert why == "says ok, but its median is 1e-09 and that of its rounds 6"
+
+
+def test_a_callable_that_is_judged_or_that_no_graph_holds_is_no_base() -> None:
+    rows = (
+        ours([10.0] * 6),
+        baseline("torch_flash", [12.0] * 6),
+        baseline("a.b:c", [8.0] * 6, candidate=True),
+        baseline("d.e:f", [9.0] * 6, issued="no CUDA graph holds its calls: it waits"),
+    )
+    ranking = rank(rows, None).set_index("provider")
+    assert set(ranking["best_baseline"]) == {"torch_flash"}
+    assert ranking.loc["a.b:c", "rank"] == 1
+    assert ranking.loc["a.b:c", "ratio_to_best_baseline"] == pytest.approx(1.5)
+    assert math.isnan(ranking.loc["d.e:f", "ratio_to_best_baseline"])
+    assert ranking.loc["d.e:f", "detail"] == "no CUDA graph holds its calls: it waits"
+    assert ranking["rank"].isna()["d.e:f"]

@@ -225,8 +225,8 @@ class TestErrors:
             (
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, kernel_dir, problems, kernels, baselines, search, measure, "
-                "limits, require, check, unserved",
+                "recording, arch, kernel_dir, problems, kernels, baselines, candidates, search, "
+                "measure, limits, require, check, unserved",
             ),
             (
                 "<<: {a: 1}",

@@ -24,7 +24,11 @@ from attnsweep.sweep.kept import Kept
 
 PROBLEM = numbered(0).problem
 SPEC = SimpleNamespace(
-    measure=MeasureSpec(rounds=4), search=SearchSpec(), require={}, baselines=["torch_flash"]
+    measure=MeasureSpec(rounds=4),
+    search=SearchSpec(),
+    require={},
+    baselines=["torch_flash"],
+    candidates=[],
 )
 ONCE = once(7.0)
 ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})

@@ -513,3 +513,16 @@ def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):
     object.__setattr__(kernels["naive"], "rounds_scores", 2)
     go(kernels=kernels)
     assert [opened["rounds_scores"] for opened in gpu.opened] == [{2}]
+
+
+def test_a_callable_that_is_judged_is_timed_and_checked_again_and_is_no_baseline(go, gpu):
+    gpu.times |= {"mine:f": 22.0, "theirs:g": 21.0}
+    gpu.issued["theirs:g"] = "no CUDA graph holds its calls: it waits"
+    spec = SPEC.replace("flash_attn_3]", "'theirs:g']\ncandidates: ['mine:f']")
+    rows = by_config(go(spec))
+    assert (rows["mine:f"].candidate, rows["theirs:g"].candidate) == (True, False)
+    assert rows["theirs:g"].issued == "no CUDA graph holds its calls: it waits"
+    assert rows["mine:f"].time_us.median == 22.0
+    assert {"mine:f", "theirs:g"} <= set(gpu.names("confirm"))
+    assert "torch_flash" not in gpu.names("confirm")
+    assert rows["mine:f"].accuracy.calls == 100
