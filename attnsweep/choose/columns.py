@@ -20,7 +20,16 @@ COLUMNS = (
     *("status", "detail", "time_us", "spread_us", "rounds", "cycles", "timed_as", "warm_us"),
     *("cold_us", "eager_us", "launch_us", "energy_uj", "energy_spread_uj", "power_w", "ranked_as"),
     *("us_per_head", "us_per_sequence", "tflops", "gbytes_per_s", "bound_us", "bound"),
-    *("bound_share", "ratio_to_best_baseline", "ratio_low", "ratio_high", "ratio_of"),
+    *(
+        "bound_share",
+        "light",
+        "light_by",
+        "light_mhz",
+        "ratio_to_best_baseline",
+        "ratio_low",
+        "ratio_high",
+        "ratio_of",
+    ),
     *("best_baseline", "rel_err", "limit", "over_limit", "registers", "spill_bytes", "smem_bytes"),
     *("occupancy", "recorded", "recorded_on", "trial"),
 )
@@ -38,8 +47,7 @@ def facts(
     median = time.median if time is not None and time.median > 0 else math.nan
     kind = time_kind(trial)
     warm = median if kind == "warm" else _number(trial.warm_us)
-    # The host's cost of a call says nothing about the device's rates.
-    device_us, l2 = (warm, "warm") if kind == "eager" else (median, kind)
+    device_us, l2 = _device_us(trial)
     limits = bounds_of(trial, environment)
     bound = None
     if environment is not None:
@@ -76,6 +84,7 @@ def facts(
         "bound_us": bound[1] if bound else math.nan,
         "bound": bound[0] if bound else None,
         "bound_share": bound[1] / device_us if bound else math.nan,
+        **light_of(trial, environment),
         "ratio_to_best_baseline": ratio.value,
         "ratio_low": ratio.low,
         "ratio_high": ratio.high,
@@ -92,6 +101,51 @@ def facts(
         "recorded_on": trial.recorded_on,
         "trial": trial,
     }
+
+
+# A clock is sampled once a round, and a time errs by a little.
+_FASTER_THAN_LIGHT = 1.02
+
+
+def light_of(trial: Trial, environment: Environment | None) -> Row:
+    """The share of the speed of light at the SM clock of the rounds, its unit, and that clock.
+
+    The speed of light is the bound that `hardware.bounds` has, at the clock that NVML reported in
+    the rounds in the place of the boost clock; the memory's is the card's own.
+    """
+    mhz, (us, l2) = trial.conditions.get("sm_mhz"), _device_us(trial)
+    none = {"light": math.nan, "light_by": None, "light_mhz": math.nan}
+    if environment is None or not isinstance(mhz, int | float) or not mhz > 0:
+        return none
+    slower = environment.clock_hz / 1e6 / mhz
+    limits = bounds_of(trial, environment).items()
+    now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
+    binds = binding(now, trial.problem, l2_bytes=environment.l2_bytes, l2=l2)
+    if binds is None:
+        return none
+    return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": float(mhz)}
+
+
+def faster_than_light(trial: Trial, environment: Environment | None) -> str | None:
+    """Why a time cannot be one: it is below the bound at the clock of its rounds."""
+    found = light_of(trial, environment)
+    if not found["light"] > _FASTER_THAN_LIGHT:
+        return None
+    return f"says ok, but is faster than light: {light_text(found)}"
+
+
+def light_text(row: Row) -> str:
+    """`61 % of light (matrix, 1755 MHz)`."""
+    return f"{100 * row['light']:.0f} % of light ({row['light_by']}, {row['light_mhz']:.0f} MHz)"
+
+
+def _device_us(trial: Trial) -> tuple[float, str]:
+    """The time of a call on the device, and whether its L2 is warm or cold."""
+    time, kind = trial.time_us, time_kind(trial)
+    # The host's cost of a call says nothing about the device's rates.
+    if kind == "eager":
+        return _number(trial.warm_us), "warm"
+    return (time.median if time is not None and time.median > 0 else math.nan), kind
 
 
 def _number(value: float | None) -> float:

@@ -17,7 +17,13 @@ from attnsweep.choose.baseline_ratio import (
     fastest_baseline,
     over_limit,
 )
-from attnsweep.choose.columns import COLUMNS, Row, facts, too_inaccurate
+from attnsweep.choose.columns import (
+    COLUMNS,
+    Row,
+    facts,
+    faster_than_light,
+    too_inaccurate,
+)
 from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem
@@ -63,7 +69,8 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     that computes in another format: it follows the ranked rows, `ok`, with the reason in `detail`
     and no ratio to the base. No rank precedes one whose time is less than 1/1.1 of its own.
     Wherever rows without common rounds are compared, their times are taken at one pace of the card
-    (pace.at_pace).
+    (pace.at_pace). A time below the bound at the clock of its rounds is no time: its row is
+    damaged.
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
@@ -75,8 +82,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     times in all of this; × base stays one of times.
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
-    once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
-    or eager. us_per_head is time / (batch * heads); bound_share is bound_us / time_us. If eager is
+    once); light is the share of the speed of light, which is the bound at light_mhz, the SM clock of
+    the rounds, and light_by its unit; cycles counts SM clock cycles in the rounds; timed_as is the
+    kind of time_us: warm, cold or eager. us_per_head is time / (batch * heads); bound_share is bound_us / time_us. If eager is
     ranked, TFLOP/s, GB/s and bound_share use warm_us. Bounds need an environment of the GPU that
     measured the trials. The column `trial` holds the Trial itself.
 
@@ -264,6 +272,10 @@ def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
+    for trial in trials:
+        why = faster_than_light(trial, environment)
+        if why is not None and verdicts[id(trial)][0] is Status.OK:
+            verdicts[id(trial)] = Status.DAMAGED, why
     groups, winner = _ranked(trials, verdicts)
     places: list[tuple[Trial, int | None, bool, bool]] = []
     for group in groups:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.choose.columns import named
+from attnsweep.choose.columns import light_text, named
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.files import install_command
 from attnsweep.core.trial import Status
@@ -240,7 +240,10 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
         interval = ratio_text(row, name=False).partition("×")[2]
         shown = ratio_text(row, name=False, interval=False)
         out.append((shown, f"the speed of {who(best)}{interval}"))
-    if row["bound_share"] is not None:
+    if row["light"] is not None:
+        share, _, of = light_text(row).partition(" of ")
+        out.append((share, f"of the speed of {of}"))
+    elif row["bound_share"] is not None:
         out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
     out += [
         (f"{figure(row['tflops'], 3)} TFLOP/s", "without masked scores"),

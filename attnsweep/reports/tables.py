@@ -239,6 +239,7 @@ _BY_NEED = [
     _Column("registers", "regs"),
     _Column("smem_bytes", "smem", form=lambda nbytes: f"{nbytes / 1024:.0f}K"),
     _Column("us_per_head", "µs/head", 3, most=5),
+    _Column("light", "% light", form=lambda share: f"{100 * share:.0f}"),
     _Column("bound_share", "% bound", form=lambda share: f"{100 * share:.0f}"),
     _Column("rel_err", "error", form="{:.1e}".format),
     _Column("spill_bytes", "spill B"),
@@ -250,8 +251,8 @@ _BY_NEED = [
 _LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy")
 _ORDER = [
     "time_us", "spread_us", "ratio_to_best_baseline", "ratio_low", "us_per_head", "tflops",
-    "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us",
-    "eager_us", "energy_uj", "power_w", "occupancy",
+    "light", "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us",
+    "cold_us", "eager_us", "energy_uj", "power_w", "occupancy",
 ]  # fmt: skip
 
 
@@ -294,6 +295,8 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
     present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
+    if any(column.name == "light" for column in present):  # the same at another clock
+        present = [column for column in present if column.name != "bound_share"]
     kinds = {row["timed_as"] for row in section.rows if row["rounds"]} or {"warm"}
     if len(kinds) == 1:  # time_us shows this kind already
         present = [column for column in present if column.name != f"{min(kinds)}_us"]

@@ -16,7 +16,7 @@ import pandas
 import yaml
 
 from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
-from attnsweep.choose.columns import bounds_of
+from attnsweep.choose.columns import bounds_of, light_text
 from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import errors_of
 from attnsweep.core.problem import Problem
@@ -300,7 +300,9 @@ def winner_lines(section: Section) -> list[str]:
     ]
     first = figures[0] if kind == "warm" else f"{kind}{GLUE}{figures[0]}"
     said = [first, *_timed_alone(row), *figures[1:]]
-    if row["bound_share"] is not None:
+    if row["light"] is not None:
+        said.append(light_text(row).replace(" ", GLUE))
+    elif row["bound_share"] is not None:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
     best = section.best_baseline
     if best is None or row["ratio_of"] is None:

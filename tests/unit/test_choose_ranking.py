@@ -565,3 +565,22 @@ def test_the_frontier_is_of_right_candidates_ranked_or_not():
         baseline("torch_flash", 1.0),
     ]
     assert [trial.config["ID"] for trial in frontier(rows)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("clock", "bounds_taken", "light", "status"),
+    [(1.0, 2.5, 0.4, "ok"), (0.5, 2.5, 0.8, "ok"), (0.5, 2.0, 1.0, "ok"), (0.5, 1.75, 1.14, "bad")],
+)
+def test_the_speed_of_light_is_that_of_the_clock_in_the_rounds(clock, bounds_taken, light, status):
+    """A time below it is a fault and no win: something did not compute."""
+    bound = bounds(PROBLEM, ARCHS[H200.arch], H200)["matrix"]
+    mhz = round(clock * H200.clock_hz / 1e6)
+    time = timed([bounds_taken * bound] * 6)
+    (found,) = rank([trial("a1", time, conditions={"sm_mhz": mhz})], H200).to_dict("records")
+    assert found["light"] == pytest.approx(light, rel=5e-3)
+    assert (found["light_by"], found["light_mhz"]) == ("matrix", mhz)
+    assert found["bound_share"] == pytest.approx(1 / bounds_taken)
+    assert found["status"] == ("ok" if status == "ok" else "damaged")
+    if status != "ok":
+        assert f"faster than light: 114 % of light (matrix, {mhz} MHz)" in found["detail"]
+        assert found["winner"] is False
