@@ -8,6 +8,7 @@ from .api import (
     export,
     exported_table,
     families,
+    judge,
     judge_dispatch,
     load_spec,
     open_run,
@@ -70,6 +71,7 @@ from .serve.shipped import (
 from .specs.load import SweepSpec
 from .store.run import Run, find_runs, latest_run
 from .sweep.session import SweepOutcome
+from .tools.judge import KernelVerdict
 
 __version__: str
 __all__ = [
@@ -97,6 +99,7 @@ __all__ = [
     "Gpu",
     "History",
     "KernelError",
+    "KernelVerdict",
     "Launch",
     "LaunchPlan",
     "Measurement",
@@ -147,6 +150,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "gp",
+    "judge",
     "judge_dispatch",
     "latest_run",
     "load_spec",

@@ -9,6 +9,7 @@ import inspect
 import operator
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,20 +68,35 @@ def ways_of(name: str) -> Builder:
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         module, function = _imported(name)
-        if (supports := getattr(module, "supports", None)) is not None:
-            answer = supports(problem)
-            if answer is not True:
-                raise Unavailable(f"{name} does not support it: {answer}")
-        if (prepare := getattr(module, "prepare", None)) is not None:
-            prepare(problem)
+        try:
+            answer = module.supports(problem) if hasattr(module, "supports") else True
+            if answer is True and hasattr(module, "prepare"):
+                module.prepare(problem)
+        except (Exception, SystemExit) as error:
+            raise Unavailable(f"{name}: supports or prepare {_raised(error)}") from error
+        if answer is not True:
+            raise Unavailable(f"{name} does not support it: {answer}")
         options = {"problem": problem} if _takes_problem(function) else {}
 
         def forward(*inputs: Any) -> Any:
-            return function(*inputs, **options)
+            try:
+                return function(*inputs, **options)
+            except Unavailable:
+                raise
+            except (Exception, SystemExit) as error:
+                raise Unavailable(f"{name} {_raised(error)}") from error
 
         return [Way(forward)]
 
     return build
+
+
+def _raised(error: BaseException) -> str:
+    """What a callable raised, and in which line of its own."""
+    lines = str(error).strip().splitlines() or [""]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"raised {type(error).__name__}: {lines[0][:300]} ({at})"
 
 
 def _imported(name: str) -> tuple[Any, Callable[..., Any]]:

@@ -62,6 +62,7 @@ def _serve(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.die_with(parent)
+    process.stand_alone()
     bench: Any = None
     owned: Any = None
     if open_problem is open_bench:

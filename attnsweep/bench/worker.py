@@ -186,6 +186,7 @@ class Worker:
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
+            process.end_group(self._process.pid)
             self._process.join(20.0)
         self._process, self._pipe = None, None
 

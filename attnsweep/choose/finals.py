@@ -25,10 +25,10 @@ from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured,
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.length import is_long
 from attnsweep.core.observer import Observer
-from attnsweep.core.trial import OURS, Measurement, Status, Trial
+from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
 from attnsweep.device.energy import Stretch
 from attnsweep.specs.load import SweepSpec
-from attnsweep.specs.model import CALLABLE
+from attnsweep.specs.model import CALLABLE, MeasureSpec
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
 _FINALISTS_PER_FAMILY = 2
@@ -173,16 +173,20 @@ class Finals:
 
     def __init__(
         self,
-        spec: SweepSpec,
+        measure: MeasureSpec,
         gpu: Gpu,
         *,
+        seed: int,
         put: Callable[[Trial], None],
         keep: Callable[[Trial], None],
         observer: Observer,
     ) -> None:
-        """put: stores and shows a row that changed; keep: stores one without showing it."""
-        self._measure, self._seed = spec.measure, spec.measure.rounds + spec.search.seed
-        self._kind = spec.measure.timed_by
+        """seed: of the order of turns. put: stores and shows a row that changed.
+
+        keep: stores one without showing it.
+        """
+        self._measure, self._seed = measure, measure.rounds + seed
+        self._kind = measure.timed_by
         self._gpu, self._put, self._keep, self._observer = gpu, put, keep, observer
         self._entries: dict[str, _Entry] = {}
         self._undecided_us = 0.0
@@ -437,7 +441,9 @@ class Finals:
     def _fail(self, name: str, trial: Trial, error: WorkerError) -> None:
         """Store the failure of a finalist that passed before."""
         self._gpu.forget(name)
-        self._put(trial.with_(status=error.status, detail=f"while timing: {error.detail}"))
+        found = {"accuracy": error.payload} if isinstance(error.payload, Accuracy) else {}
+        facts = {"status": error.status, "detail": f"while timing: {error.detail}", **found}
+        self._put(trial.with_(**facts))
 
 
 def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
@@ -452,7 +458,8 @@ def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
 
     observer = Observer()
     raced = race(checked, spec, gpu, put=put, observer=observer)
-    Finals(spec, gpu, put=put, keep=put, observer=observer).run(raced, [])
+    how: dict[str, Any] = {"seed": spec.search.seed, "put": put, "keep": put}
+    Finals(spec.measure, gpu, **how, observer=observer).run(raced, [])
     return list(rows.values())
 
 

@@ -34,6 +34,24 @@ def die_with(parent: int) -> None:
             os._exit(0)
 
 
+def stand_alone() -> None:
+    """Lead a process group, which `end_group` ends, and print nothing on standard output.
+
+    A callable of the user's may start processes, and print into a result in JSON.
+    """
+    with contextlib.suppress(OSError):  # it leads a session
+        os.setpgid(0, 0)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def end_group(leader: int) -> None:
+    """Kill whatever is left of the group that a process led."""
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 class Beside:
     """Runs a command that answers on standard output what standard input asks.
 

@@ -227,7 +227,8 @@ class _ProblemSweep:
         gpu, observer = self._gpu, self._observer
         raced = race(checked, self._spec, gpu, put=self._put, observer=observer)
         keep = self._store.append
-        finals = Finals(self._spec, gpu, put=self._put, keep=keep, observer=observer)
+        measure, seed = self._spec.measure, self._spec.search.seed
+        finals = Finals(measure, gpu, seed=seed, put=self._put, keep=keep, observer=observer)
         for build, trial in finals.run(raced, self._kept.baselines(self._problem)):
             self._timed[trial.key] = build
 

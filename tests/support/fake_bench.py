@@ -36,6 +36,14 @@ class FakeBench:
     def crash(self) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
+    def leave_behind(self) -> int:
+        print("x" * 1_000_000)
+        os.write(1, b"y" * 1_000_000)
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        return child
+
     def leave(self) -> None:
         os._exit(7)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fake_bench
 import pytest
@@ -47,6 +48,28 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
     assert after != before
     assert (problem, admitted) == ("problem", ["a"])
     assert worker.restarts == 1
+
+
+def test_what_a_callable_starts_ends_with_the_process_and_what_it_prints_is_nowhere(worker, capfd):
+    child = worker.call("leave_behind")
+    assert Path(f"/proc/{child}").exists()
+    worker.stop()
+    wait_until(lambda: not _runs(child))
+    assert capfd.readouterr().out == ""
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # nobody may reap it here
+    except OSError:
+        return False
+
+
+def wait_until(over, longest_s=10.0):
+    end = time.monotonic() + longest_s
+    while not over():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("seen", ["one", "other", None])

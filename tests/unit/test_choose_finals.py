@@ -76,7 +76,7 @@ class Rows:
 def run_finals(spec, card, store, notes, checked):
     """A race and the finals, as a sweep runs them."""
     raced = race(checked, spec, card, put=store.append, observer=notes)
-    finals = Finals(spec, card, put=store.append, keep=store.append, observer=notes)
+    finals = Finals(spec.measure, card, seed=0, put=store.append, keep=store.append, observer=notes)
     return finals.run(raced, [])
 
 

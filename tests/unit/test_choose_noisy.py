@@ -56,7 +56,7 @@ def finals(card, firsts, **measure):
     checked = [pair(number, us) for number, us in enumerate(firsts)]
     baselines = [baseline(name) for name in card.times if not name.startswith("k ")]
     raced = race(checked, spec, card, put=put, observer=observer)
-    Finals(spec, card, put=put, keep=put, observer=observer).run(raced, baselines)
+    Finals(spec.measure, card, seed=0, put=put, keep=put, observer=observer).run(raced, baselines)
     by_name = {row.config.get("A", row.provider): row for row in rows.values()}
     return SimpleNamespace(rows=by_name, notes=notes)
 

@@ -244,7 +244,7 @@ def test_each_baseline_is_told_before_and_after_it_is_prepared_also_if_it_cannot
 
     spec = SimpleNamespace(measure=MeasureSpec(rounds=3), search=SearchSpec())
     build = built("A=1", "flash")
-    finals = Finals(spec, gpu, put=put, keep=put, observer=heard)
+    finals = Finals(spec.measure, gpu, seed=0, put=put, keep=put, observer=heard)
     finals.run(
         [(build, candidate("flash", 7.0, A=1))], [baseline("flash_attn_4"), baseline("torch_flash")]
     )

@@ -1,0 +1,108 @@
+"""`attnsweep judge`: is a callable of anybody's right, and how fast is it?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, ProgressOption, WaitOption, app, examples, print_result
+from attnsweep.core.errors import SpecError
+from attnsweep.reports.terminal import Form, errors
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep judge my_kernels.py:forward 4,32,4096,128 --causal --dtype bf16",
+        "attnsweep judge my_package.attention:forward 1,16,1024,64 2,8,512,128 --json",
+        "attnsweep judge my_kernels.py:forward 4,32,4096,128 --against torch_cudnn,flex",
+    )
+)
+def judge(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="CALLABLE",
+            help="MODULE:FUNCTION or FILE.py:FUNCTION, called as f(q, k, v, problem=problem) with "
+            "CUDA tensors (batch, heads, seqlen, head_dim); it returns o.",
+            show_default=False,
+        ),
+    ],
+    shapes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SHAPE",
+            help="batch,heads,seqlen,head_dim and what `tune` takes beside it, or a CSV file.",
+            show_default=False,
+            autocompletion=completion.tables,
+        ),
+    ],
+    causal: Annotated[
+        bool,
+        typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
+    ] = False,
+    backward: Annotated[
+        bool,
+        typer.Option(
+            "--backward", help="Judge gradients: f(q, k, v, o, lse, do) returns (dq, dk, dv)."
+        ),
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Dtype of every shape that does not name one.")
+    ] = "fp16",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="NAMES",
+            help="Baselines, separated by commas; other callables too (default: all).",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=3, help="Rounds in which all take turns.")
+    ] = 15,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Seconds that a step of it may take.")
+    ] = 30.0,
+    json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
+    wait: WaitOption = False,
+) -> None:
+    """Judge CALLABLE on each SHAPE: a verdict, its reason, and its time beside the baselines.
+
+    Its outputs in the timed calls are compared with float64, on inputs that no call before has
+    seen. Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 4 one is
+    unconfirmed. It runs with your rights: judge code that you would run.
+    """
+    from dataclasses import replace
+
+    from attnsweep.core.ops import BACKWARD
+    from attnsweep.reports import progress
+    from attnsweep.specs.model import BASELINES, CALLABLE, KNOWN_BASELINES, MeasureSpec
+    from attnsweep.specs.shapes import read_dtype, read_shapes
+    from attnsweep.specs.yaml_file import nearest
+    from attnsweep.tools import judge as tool
+
+    problems = read_shapes(shapes, dtype=read_dtype(dtype, "--dtype"), causal=causal)
+    if backward:
+        problems = [replace(problem, op=BACKWARD) for problem in problems]
+    names = BASELINES if against is None else tuple(filter(None, against.split(",")))
+    for other in names:
+        if other not in KNOWN_BASELINES and CALLABLE.fullmatch(other) is None:
+            raise SpecError(
+                f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
+            )
+    measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
+    verdicts = []
+    with progress.watch(errors, form) as observer:
+        for problem in problems:
+            one = tool.judge(
+                name, problem, against=names, measure=measure, wait=wait, observer=observer
+            )
+            verdicts.append(one)
+    facts = [verdict.as_json for verdict in verdicts]
+    lines = [Text(verdict.sentence) for verdict in verdicts]
+    print_result(lines, facts if len(facts) > 1 else facts[0], json_)
+    raise typer.Exit(max((v.exit_code for v in verdicts), key=(0, 4, 1).index))

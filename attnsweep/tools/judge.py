@@ -1,0 +1,236 @@
+"""Judge one callable on one problem: right in the calls that are timed, and how fast beside others.
+
+It takes turns with the baselines in the rounds of a sweep's finals. What it returns in them is
+compared with float64, on inputs that no call before has seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from attnsweep import __version__
+from attnsweep.baselines.callable import CANNOT_IMPORT
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.choose.columns import light_text
+from attnsweep.choose.finals import Finals
+from attnsweep.choose.ranking import rank
+from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.errors import SpecError
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
+from attnsweep.device.lock import held
+from attnsweep.specs.model import BASELINES, CALLABLE, MeasureSpec
+
+Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
+_EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}
+# What a launch error says if the callable's own kernels or process failed, and not the judge.
+_OWN_FAULT = re.compile(r"CUDA|cuda|out of memory|process died")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVerdict:
+    """What was found of a callable on a problem. Times are microseconds of one call.
+
+    confirmed: right wherever it was judged, and timed. wrong: an output was over a limit. refused:
+    it cannot be judged, or did what no kernel may, as `reason` says. unconfirmed: nothing is known
+    of it, because its times were noisy or the judge failed.
+    """
+
+    verdict: Outcome
+    name: str
+    problem: str
+    reason: str
+    """One sentence."""
+    case: str | None = None
+    """The shape and the inputs of the output that was the nearest to a limit, or over it."""
+    where: dict[str, int] | None = None
+    """`batch`, `head` and `row` of a wrong row."""
+    got: float | None = None
+    """The error of the worst row, and its limit: relative to the row's length."""
+    limit: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    """Each measure of the error as a share of its limit."""
+    calls_judged: int = 0
+    """Calls that were made alone and compared in every element; replays have rows compared."""
+    time_us: float | None = None
+    ci95: tuple[float, float] | None = None
+    form: str | None = None
+    """`graph`, or `issued` where no CUDA graph holds its calls: host time is in it, no ratio is."""
+    base: str | None = None
+    """The fastest baseline of the same rounds."""
+    x_base: float | None = None
+    """Its time over the callable's: above 1, the callable is faster."""
+    x_base_ci95: tuple[float, float] | None = None
+    bound_us: float | None = None
+    """The bound at boost clock."""
+    unit: str | None = None
+    sm_mhz: float | None = None
+    """The SM clock in the rounds, for which `unit` and sol_share are."""
+    sol_share: float | None = None
+    gpu: str | None = None
+    attnsweep: str = __version__
+    protocol: int = PROTOCOL
+
+    @property
+    def exit_code(self) -> int:
+        """0 confirmed; 1 wrong or refused; 4 unconfirmed."""
+        return _EXIT_CODES[self.verdict]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Every field by its name."""
+        return asdict(self)
+
+    @property
+    def sentence(self) -> str:
+        """The verdict, its reason and, if it is confirmed, how fast it is."""
+        first = f"{self.name} on {self.problem}: {self.verdict}"
+        if self.verdict != "confirmed":
+            return f"{first}: {self.reason}"
+        assert self.time_us is not None
+        said = [f"{self.time_us:.4g} µs"]
+        if self.ci95 is not None:
+            said[0] += f" ({self.ci95[0]:.4g} to {self.ci95[1]:.4g})"
+        if self.x_base is not None:
+            said.append(f"{self.x_base:.2f}× {self.base}, the fastest baseline")
+        if self.sol_share is not None:
+            facts = {"light": self.sol_share, "light_by": self.unit, "light_mhz": self.sm_mhz}
+            said.append(light_text(facts))
+        return f"{first}: {', '.join(said)}; {self.reason}"
+
+
+class _FailedError(Exception):
+    """The callable's row failed: nothing needs to be timed beside it any more."""
+
+
+def judge(
+    callable_: str | Callable[..., Any],
+    problem: Problem,
+    *,
+    against: Sequence[str] = BASELINES,
+    measure: MeasureSpec | None = None,
+    wait: bool = False,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+) -> KernelVerdict:
+    """Judge a callable on a problem, and time it in turns with baselines.
+
+    callable_: `module:function`, `file.py:function`, or a function at the top level of a file; see
+    baselines.callable.ways_of for how it is called. It is imported in the process that owns the
+    GPU. against: names of baselines. measure: rounds and time limits. wait: for another run that
+    times on the card. Raises SpecError if it cannot be imported, NoGpuError.
+    """
+    name = callable_ if isinstance(callable_, str) else name_of(callable_)
+    if CALLABLE.fullmatch(name) is None:
+        what = f"{name!r} is no callable's name"
+        raise SpecError(what, hint="write MODULE:FUNCTION or FILE.py:FUNCTION")
+    measure, observer = measure or MeasureSpec(), observer or Observer()
+    seed = measure.input_seed
+    seed = secrets.randbits(32) if seed is None else seed
+    rows: dict[tuple[object, ...], Trial] = {}
+
+    def put(row: Trial) -> None:
+        rows[row.key] = row
+        observer.tried(row)
+        if row.candidate and row.status not in (Status.OK, Status.NOISY):
+            raise _FailedError
+
+    with (
+        ExitStack() as locks,
+        Worker(measure.timeout_s, cache_dir=cache_dir) as gpu,
+    ):
+        environment = gpu.describe(preload=against, first=(problem, seed))
+        lock = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
+        locks.enter_context(lock)
+        others = [other for other in against if other != name]
+        blank: dict[str, Any] = {"config": {}, "problem": problem, "status": Status.SKIPPED}
+        asked = [Trial(kernel=each, provider=each, **blank) for each in (name, *others)]
+        asked[0] = asked[0].with_(candidate=True)
+        observer.planned([0], finals=True)
+        observer.opening(problem, 0, 0)
+        every = (name, *others)
+        try:
+            gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every)
+            finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
+            finals.run([], asked)
+        except _FailedError:
+            pass
+        except WorkerError as error:  # of the problem, before the callable was called
+            rows[asked[0].key] = asked[0].with_(status=Status.DAMAGED, detail=error.detail)
+    return verdict_of(rows.values(), environment, name)
+
+
+def verdict_of(rows: Any, environment: Environment, name: str) -> KernelVerdict:
+    """What rows of one problem say of the callable among them. Raises SpecError: see `judge`."""
+    ranking = rank([*rows], environment)
+    facts = dict(ranking[ranking["provider"] == name].iloc[0])
+    trial: Trial = facts["trial"]
+    verdict, reason = _outcome(Status(facts["status"]), facts["detail"] or "", trial)
+    found: dict[str, Any] = {"name": name, "problem": trial.problem.label, "gpu": environment.gpu}
+    if (accuracy := trial.accuracy) is not None:
+        found |= {"case": accuracy.case, "where": accuracy.where, "got": accuracy.rel_err}
+        found |= {"limit": accuracy.limit, "shares": accuracy.shares}
+        found |= {"calls_judged": accuracy.calls or 0}
+    time = trial.time_us
+    if time is not None and verdict in ("confirmed", "unconfirmed"):
+        found |= {"time_us": time.median, "form": "issued" if trial.issued else "graph"}
+        if len(time.rounds) > 1:
+            found["ci95"] = ratio_interval(time.rounds, [1.0] * len(time.rounds))
+        known = {key: _known(facts[key]) for key in ("bound_us", "light", "light_mhz")}
+        found |= {"bound_us": known["bound_us"], "unit": facts["light_by"] or facts["bound"]}
+        found |= {"sol_share": known["light"], "sm_mhz": known["light_mhz"]}
+        if (ratio := _known(facts["ratio_to_best_baseline"])) is not None:
+            ends = _known(facts["ratio_low"]), _known(facts["ratio_high"])
+            found |= {"x_base": ratio, "base": facts["best_baseline"]}
+            found["x_base_ci95"] = None if None in ends else ends
+    return KernelVerdict(verdict=verdict, reason=reason, **found)
+
+
+def _outcome(status: Status, detail: str, trial: Trial) -> tuple[Outcome, str]:
+    """The verdict of a row, and a sentence. Raises SpecError for what cannot be imported."""
+    match status:
+        case Status.OK if trial.time_us is not None:
+            accuracy = trial.accuracy
+            most = max(accuracy.shares.values(), default=0.0) if accuracy else 0.0
+            said = f"its largest share of a limit is {100 * most:.0f} %"
+            return "confirmed", f"{said}; {trial.issued}" if trial.issued else said
+        case Status.WRONG:
+            return "wrong", detail
+        case Status.SKIPPED if CANNOT_IMPORT in detail:
+            raise SpecError(detail, hint="the file or the module is looked for from here")
+        case Status.DAMAGED if "faster than light" in detail:
+            return "refused", detail
+        case Status.LAUNCH_ERROR if not _OWN_FAULT.search(detail):
+            return "unconfirmed", f"the judge failed: {detail}"
+        case Status.SKIPPED | Status.TIMEOUT | Status.LAUNCH_ERROR:
+            return "refused", detail
+        case _:
+            return "unconfirmed", detail or "it was not timed"
+
+
+def _known(value: Any) -> float | None:
+    return None if value is None or value != value else float(value)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:function` or `file.py:function` of a function. Raises SpecError.
+
+    It is imported by this name in another process: so it must be at the top level of a file.
+    """
+    own, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
+    if own.isidentifier() and module not in (None, "__main__"):
+        return f"{module}:{own}"
+    file = inspect.getsourcefile(function) if own.isidentifier() else None
+    if file is None or not file.endswith(".py"):
+        what = f"{function!r} cannot be imported by another process"
+        raise SpecError(what, hint="define it with def at the top level of a file")
+    return f"{file}:{own}"

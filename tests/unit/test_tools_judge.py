@@ -1,0 +1,163 @@
+"""A verdict about a callable: what rows mean, exit codes, and what ends early."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_gpu import RIGHT, FakeGpu
+from samples import H200
+
+import attnsweep
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import arch_named, bounds
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Status
+from attnsweep.tools import judge as tool
+from attnsweep.tools.judge import judge, name_of
+
+PROBLEM = Problem(4, 32, 32, 4096, 4096, 128, "bf16")
+BOUND_US = bounds(PROBLEM, arch_named(H200.arch), H200)["matrix"]
+AGAINST = ("torch_flash", "torch_cudnn", "flash_attn_3")
+WHERE = {"batch": 0, "head": 3, "row": 511}
+OVER = Accuracy(rel_err=0.5, limit=0.01, case="timed", shares={"row": 50.0}, where=WHERE)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU on which the callable takes twice the bound, and is faster than both baselines."""
+    us = {"mine:f": 2.0, "torch_flash": 3.0, "torch_cudnn": 2.5}
+    card = FakeGpu({name: times * BOUND_US for name, times in us.items()}, environment=H200)
+    monkeypatch.setattr(tool, "Worker", card)
+    return card
+
+
+def of(card, **how):
+    return judge("mine:f", PROBLEM, against=AGAINST, **how)
+
+
+def test_a_right_callable_is_confirmed_with_its_time_beside_the_fastest_baseline(card):
+    verdict = of(card)
+    assert (verdict.verdict, verdict.exit_code, verdict.form) == ("confirmed", 0, "graph")
+    assert verdict.time_us == pytest.approx(2 * BOUND_US)
+    assert (verdict.base, verdict.x_base) == ("torch_cudnn", pytest.approx(1.25))
+    assert verdict.ci95 == pytest.approx((verdict.time_us,) * 2)
+    assert verdict.calls_judged == 100
+    assert (verdict.unit, verdict.sm_mhz) == ("matrix", 1980.0)
+    assert verdict.sol_share == pytest.approx(0.5 * H200.clock_hz / 1.98e9)
+    assert "1.25× torch_cudnn, the fastest baseline, 50 % of light (matrix" in verdict.sentence
+    assert json.loads(json.dumps(verdict.as_json))["verdict"] == "confirmed"
+
+
+def test_a_callable_that_no_graph_holds_has_a_time_and_no_ratio(card):
+    card.issued["mine:f"] = "no CUDA graph holds its calls: it waits"
+    verdict = of(card)
+    assert (verdict.verdict, verdict.form, verdict.x_base) == ("confirmed", "issued", None)
+    assert verdict.reason.endswith("no CUDA graph holds its calls: it waits")
+
+
+def failing(card, method, status, detail, payload=None):
+    card.faults[method, "mine:f"] = WorkerError(status, detail, payload)
+    return of(card)
+
+
+@pytest.mark.parametrize("method", ["add_baseline", "replay", "confirm"])
+@pytest.mark.parametrize(
+    ("status", "detail", "verdict", "code"),
+    [
+        (Status.WRONG, "relative error 5.00e-01 over the limit", "wrong", 1),
+        (Status.SKIPPED, "mine:f raised ValueError: no (mine.py:3)", "refused", 1),
+        (Status.TIMEOUT, "no answer within 30 s; its process was killed", "refused", 1),
+        (Status.LAUNCH_ERROR, "the GPU process died (signal SIGSEGV)", "refused", 1),
+        (Status.LAUNCH_ERROR, "CUDARuntimeError: an illegal memory access", "refused", 1),
+        (Status.LAUNCH_ERROR, "KeyError: 'o' (verifier.py:3)", "unconfirmed", 4),
+    ],
+)
+def test_a_failure_is_a_verdict_only_if_it_is_the_callables(
+    method, status, detail, verdict, code, card
+):
+    found = failing(card, method, status, detail, OVER if status is Status.WRONG else None)
+    assert (found.verdict, found.exit_code) == (verdict, code)
+    assert detail in found.reason
+    assert found.time_us is None
+    if status is Status.WRONG:
+        assert (found.where, found.got, found.limit) == (WHERE, 0.5, 0.01)
+    if method == "add_baseline":  # nothing else is prepared
+        assert card.names("add_baseline") == ["mine:f"]
+
+
+def test_what_cannot_be_imported_is_an_error_and_no_verdict(card):
+    with pytest.raises(SpecError, match="cannot import mine:f"):
+        failing(card, "add_baseline", Status.SKIPPED, "cannot import mine:f: ImportError: x")
+    with pytest.raises(SpecError, match="MODULE:FUNCTION"):
+        judge("mine f", PROBLEM)
+
+
+def test_noise_and_a_problem_that_cannot_be_opened_confirm_nothing(card, monkeypatch):
+    times, steady = iter([2.0, 3.0] * 100), card.sample
+
+    def sample(name, kind):
+        return next(times) * BOUND_US if name == "mine:f" else steady(name, kind)
+
+    monkeypatch.setattr(card, "sample", sample)
+    noisy = of(card)
+    assert (noisy.verdict, noisy.exit_code) == ("unconfirmed", 4)
+    card.faults["open", PROBLEM.label] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    unopened = of(card)
+    assert (unopened.verdict, unopened.reason) == ("unconfirmed", "out of memory")
+
+
+def test_a_time_below_the_speed_of_light_is_refused(card):
+    card.times["mine:f"] = 0.9 * BOUND_US
+    verdict = of(card)
+    assert verdict.verdict == "refused"
+    assert "faster than light" in verdict.reason
+
+
+def test_the_callable_is_no_base_of_its_own(card):
+    card.times["mine:f"] = 9 * BOUND_US
+    assert of(card).x_base == pytest.approx(2.5 / 9)
+    verdict = judge("mine:f", PROBLEM, against=("mine:f",))
+    assert (verdict.base, verdict.x_base) == (None, None)
+
+
+def test_without_a_gpu_there_is_no_verdict(card):
+    card.environment = NoGpuError("no CUDA GPU found")
+    with pytest.raises(NoGpuError):
+        of(card)
+
+
+def test_a_function_has_the_name_by_which_another_process_imports_it():
+    assert name_of(test_without_a_gpu_there_is_no_verdict).endswith(
+        "test_tools_judge:test_without_a_gpu_there_is_no_verdict"
+    )
+    with pytest.raises(SpecError, match="top level of a file"):
+        name_of(lambda q, k, v: q)
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"), [((), 0), ((Status.WRONG,), 1), ((Status.DAMAGED,), 4)]
+)
+def test_the_command_prints_json_and_ends_in_the_verdicts_code(faults, code, card, attnsweep):
+    for status in faults:
+        card.faults["add_baseline", "mine:f"] = WorkerError(status, "so it is")
+    done = attnsweep("judge", "mine:f", "4,32,4096,128", "--dtype", "bf16", "--json")
+    assert done.returncode == code
+    assert json.loads(done.stdout)["problem"] == PROBLEM.label
+
+
+def test_the_command_refuses_what_it_does_not_know(card, attnsweep):
+    done = attnsweep("judge", "mine:f", "4,32,4096,128", "--against", "torch_flsh")
+    assert (done.returncode, "did you mean 'torch_flash'" in done.stderr) == (2, True)
+    two = attnsweep("judge", "mine:f", "4,32,4096,128 bf16", "2,32,4096,128 bf16", "--json")
+    assert len(json.loads(two.stdout)) == 2
+    backward = attnsweep("judge", "mine:f", "4,32,4096,128 bf16", "--backward")
+    assert "backward" in backward.stdout
+
+
+def test_python_judges_as_the_command_does(card):
+    verdict = attnsweep.judge("mine:f", PROBLEM, against=AGAINST)
+    assert isinstance(verdict, attnsweep.KernelVerdict)
+    assert verdict.verdict == "confirmed"
+    assert RIGHT.rel_err == verdict.got
