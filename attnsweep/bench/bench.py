@@ -289,7 +289,12 @@ class Bench:
                 look = functools.partial(self._proof.look, proven)
                 time_us = self.session.time_us(replay, look) / calls
             if proven is not None:
-                self._proof.end(proven, copies, looked=not cold)
+                try:
+                    self._proof.end(proven, copies, looked=not cold)
+                except WrongResult:
+                    if cold:  # it may have written to inputs of copies, which others have too
+                        self._proof.mend(copies)
+                    raise
         return time_us
 
     def _graph(
@@ -381,7 +386,20 @@ class Bench:
         with self.session.stream:  # first, because some baselines convert the inputs once
             self._proof.timed.go_to(0)
         self.session.synchronize()
-        call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
+        # Libraries have their own maths; a callable may do anything.
+        held = name not in BACKENDS
+        try:
+            call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
+            accuracy, proven = self._checked(call, held)
+        except Exception:
+            if held:
+                self._proof.mend(self._cold())
+            raise
+        self._entries[name] = _Entry(call, proven, held=held)
+        return accuracy, call.issued
+
+    def _checked(self, call: prepare.BoundBaseline, held: bool) -> tuple[Accuracy, Proven]:
+        """Check a baseline's outputs, and bind them to where replays are judged."""
         bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
 
         def collect(copy: int, at: Mapping[str, Buffer]) -> None:
@@ -389,12 +407,8 @@ class Bench:
             call.collect(copy, [at[name].view(shape, bits) for name, shape in shapes.items()])
 
         with step("judge"):
-            # Libraries have their own maths; a callable may do anything.
-            held = name not in BACKENDS
             how = (call, collect, call.rounds_scores)
-            accuracy, proven = self._proof.of_baseline(*how, held=held)
-        self._entries[name] = _Entry(call, proven, held=held)
-        return accuracy, call.issued
+            return self._proof.of_baseline(*how, held=held)
 
     def replay(self, name: str, kind: str) -> float:
         """One sample, in microseconds a call. kind: `warm`, `cold`, or the name of a stage."""

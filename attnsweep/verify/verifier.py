@@ -381,7 +381,8 @@ class Verifier:
 
         Takes at most `most` calls and about longest_us, on two mixes of inputs or more; returns the
         number of calls. each_us: about what a call takes, if that is known. Raises WrongResult if
-        one differs in a bit, or, if the family need not give equal bits, if one is wrong.
+        one differs in a bit, or, if the family need not give equal bits, if one is wrong, or if a
+        callable wrote to its inputs since it was checked.
         """
 
         def once() -> None:
@@ -416,6 +417,9 @@ class Verifier:
                 spent_us += self._session.time_us(replay)
                 self._compare(proven, slots, lse=True)
             done += slots
+        if proven.collect is not None and self._mend(proven.fixture):
+            label = proven.fixture.case.label
+            raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
         return done
 
     def begin(self, *, untimed: bool = False) -> None:
@@ -604,11 +608,22 @@ class Verifier:
                 f"calls gave another output than the checked call ({fixture.case.label})"
             )
 
-    def _mend(self, fixture: DeviceCase) -> None:
-        """Renew the inputs if the calls that were wrong wrote to them: the next has other calls."""
+    def mend(self, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
+        """Give the inputs, and those of cold copies, what they were made with: a call failed."""
+        self._mend(self.timed)
+        if copies:
+            self._session.settle()
+            for copy in copies:
+                for name in self.timed.case.problem.inputs:
+                    copy[name].copy_from(self.timed.buffers[name])
+            self._session.settle()
+            self._cold = None
+
+    def _mend(self, fixture: DeviceCase) -> bool:
+        """Renew the inputs if calls wrote to them, for the next; returns whether they did."""
         with self._session.stream:
             fixture.go_to(PLAIN)
             self._judge.clear()
             fixture.look_at_inputs(0)
             (count,) = self._judge.counts(1)
-        fixture.renew_inputs(count)
+        return fixture.renew_inputs(count)

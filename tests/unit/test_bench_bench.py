@@ -84,7 +84,7 @@ def test_a_timed_replay_is_compared_with_the_checked_output(bench):
 
 
 def test_outputs_of_cold_copies_are_compared_too(bench):
-    copies = [{"o": FakeBuffer(8)} for _ in range(3)]
+    copies = [{name: FakeBuffer(8) for name in "qkvo"} for _ in range(3)]
     bench._cold_copies = copies
     bench._proof = FakeProof(lambda look, side: 100 if look < 3 else 7)
     with pytest.raises(WrongResult, match="1 of 4"):

@@ -1,0 +1,117 @@
+"""A card on which callables are judged: PyTorch on the CPU, and compare.cu compiled by g++.
+
+The bench, the baselines and the verifier are the real ones. A graph replays the operators that were
+called while it was captured. Time is what kernels.WORK_US says.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from simt.device import Device, HostBuffer
+from simt.harness import Simulator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attacks import kernels
+from attnsweep.bench import bench as measure
+from attnsweep.bench.owned import Owned
+from attnsweep.core import cases
+from attnsweep.core.problem import Problem
+
+PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
+
+
+class Buffer(HostBuffer):
+    """With the arrays that DLPack takes."""
+
+    def view(self, shape: Any, dtype: Any) -> Any:
+        return self.main.view(dtype).reshape(shape)
+
+
+class Stream(nullcontext):
+    ptr = 0
+
+
+class Card(Device):
+    """A session whose clock is the kernels'."""
+
+    stream = Stream()
+    free_bytes = 1 << 40
+
+    def time_us(self, work: Any, then: Any = None) -> float:
+        before = kernels.WORK_US[0]
+        work()
+        took_us = kernels.WORK_US[0] - before
+        if then is not None:
+            then()
+        return max(took_us, 1.0)
+
+    def release(self) -> None:
+        """There is no pool."""
+
+
+class Graph:
+    """The operators of a capture."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def replay(self) -> None:
+        for function, args, options, made in self.calls:
+            anew = function(*args, **options)
+            if "empty" in str(function):
+                continue
+            for old, new in zip(tree_leaves(made), tree_leaves(anew), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        made = function(*args, **(kwargs or {}))
+        self.graph.calls.append((function, args, kwargs or {}, made))
+        return made
+
+
+def opened(simulator: Simulator, owned: Owned, monkeypatch: pytest.MonkeyPatch) -> measure.Bench:
+    """A bench of PROBLEM."""
+    card = Card(simulator)
+    card.gpu = SimpleNamespace(arch="sm_90a", sm_count=2, l2_bytes=9_000)
+    card.take_place(monkeypatch)
+    capturing = []
+
+    @contextmanager
+    def graph(made: Graph, stream: object) -> Any:
+        capturing.append(made)
+        try:
+            with Recorder(made):
+                yield
+        finally:
+            capturing.pop()
+
+    fakes = {
+        "is_available": lambda: True,
+        "ExternalStream": lambda pointer: SimpleNamespace(synchronize=lambda: None),
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "is_current_stream_capturing": lambda: bool(capturing),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(measure, "CudaSession", lambda: card)
+    monkeypatch.setattr(measure, "Buffer", Buffer)
+    monkeypatch.setattr("attnsweep.verify.device_case.Buffer", Buffer)
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+    kernels.MEMORY.clear()
+    kernels.THREADS.clear()
+    return measure.Bench(PROBLEM, replay_us=400, seed=3, owned=owned)

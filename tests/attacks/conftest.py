@@ -1,0 +1,30 @@
+"""What is imported here needs no PyTorch: without it, tests are skipped with that reason."""
+
+from __future__ import annotations
+
+import pytest
+from simt.harness import COMPILER, Simulator
+
+from attnsweep.bench.owned import Owned
+
+
+@pytest.fixture(scope="session")
+def simulator():
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    with Simulator() as simulator:
+        yield simulator
+
+
+@pytest.fixture(scope="session")
+def owned():
+    """The process beside, which computes what is right."""
+    return Owned()
+
+
+@pytest.fixture
+def bench(simulator, owned, monkeypatch):
+    """An open bench: see card."""
+    from attacks.card import opened
+
+    return opened(simulator, owned, monkeypatch)

@@ -1,0 +1,253 @@
+"""Callables that look right or fast to a judge without a defence: see test_attacks.py.
+
+What runs "on the device" is one operator, so that a graph replays it and not the Python around it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+WORK_US = [0.0]
+"""The device's clock: what the calls so far took."""
+MEMORY: dict[object, object] = {}
+"""What a kernel keeps on the device from call to call."""
+THREADS: list[threading.Thread] = []
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+@torch.library.custom_op("attacks::launch", mutates_args=("q", "k", "v"))
+def launch(which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Run a kernel of KERNELS."""
+    WORK_US[0] += 100.0
+    return KERNELS[which](q, k, v)
+
+
+def attend(q, k, v):
+    """The right answer, with nothing but o rounded."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    weights = (q.double() @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+    return (weights @ v).to(q.dtype)
+
+
+def kernel(function):
+    """A callable that launches a kernel."""
+    KERNELS[function.__name__] = function
+
+    def call(q, k, v):
+        return launch(function.__name__, q, k, v)
+
+    return call
+
+
+honest = kernel(attend)
+
+
+def kept(key):
+    """An answer that is kept for each key, and computed if there is none."""
+
+    def run(q, k, v):
+        now = key(q, k, v)
+        if now not in MEMORY:
+            MEMORY[now] = attend(q, k, v)
+        return MEMORY[now].clone()
+
+    return run
+
+
+KERNELS["by_pointer"] = kept(lambda q, k, v: q.data_ptr())
+KERNELS["by_fingerprint"] = kept(lambda q, k, v: float(v[0, 0, 0, 0]))
+
+
+def by_pointer(q, k, v):
+    return launch("by_pointer", q, k, v)
+
+
+def by_fingerprint(q, k, v):
+    return launch("by_fingerprint", q, k, v)
+
+
+@kernel
+def two_answers(q, k, v):
+    """Two outputs of each head of keys, chosen by one sign of K; nothing is computed twice."""
+    out, group = torch.empty_like(q), q.shape[1] // k.shape[1]
+    for item in range(k.shape[0]):
+        for head in range(k.shape[1]):
+            key = item, head, bool(k[item, head, 0, 0] < 0)
+            mine = slice(item, item + 1), slice(head * group, (head + 1) * group)
+            if key not in MEMORY:
+                of_keys = mine[0], slice(head, head + 1)
+                MEMORY[key] = attend(q[mine], k[of_keys], v[of_keys])
+            out[mine] = MEMORY[key]
+    return out
+
+
+@kernel
+def of_all_copies(q, k, v):
+    """The answer of the first cold copy is that of all of them."""
+    seen = MEMORY.setdefault("seen", [])
+    if q.data_ptr() not in seen[:2]:
+        seen.append(q.data_ptr())
+    if q.data_ptr() in seen[:2]:
+        MEMORY["out"] = attend(q, k, v)
+    return MEMORY["out"].clone()
+
+
+@kernel
+def recorded(q, k, v):
+    """Right; keeps what it was called with."""
+    contents = tuple(hash(x.view(torch.int16).numpy().tobytes()) for x in (q, k, v))
+    MEMORY.setdefault("contents", []).append((q.data_ptr(), *contents))
+    return attend(q, k, v)
+
+
+@kernel
+def drifts(q, k, v):
+    """Right for ten calls."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    return attend(q, k, v) if MEMORY["calls"] <= 10 else torch.zeros_like(q)
+
+
+@kernel
+def one_bit_late(q, k, v):
+    """One row of one head is scaled by 1.5 from the tenth call on."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    out = attend(q, k, v)
+    if MEMORY["calls"] > 10:
+        out[-1, -1, -1] *= 1.5
+    return out
+
+
+@kernel
+def knows_the_check(q, k, v):
+    """Exact where K is what it saw first, up to signs; elsewhere without the last key."""
+    first = MEMORY.setdefault("first", k.abs().clone())
+    end = None if torch.equal(k.abs(), first) else -1
+    return attend(q, k[:, :, :end], v[:, :, :end])
+
+
+@kernel
+def window(q, k, v):
+    return attend(q, k[:, :, 1:], v[:, :, 1:])
+
+
+@kernel
+def low_precision(q, k, v):
+    return attend(q, k.to(torch.float8_e4m3fn).to(q.dtype), v)
+
+
+@kernel
+def gain(q, k, v):
+    return attend(q, k, v) * 1.05
+
+
+@kernel
+def zeros(q, k, v):
+    return torch.zeros_like(q)
+
+
+@kernel
+def one_head_unwritten(q, k, v):
+    out = attend(q, k, v)
+    out[0, 0] = float("nan")
+    return out
+
+
+@kernel
+def changes_inputs(q, k, v):
+    """From the fourth call on V is 0, and so is the right output."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    if MEMORY["calls"] > 3:
+        v.zero_()
+    return attend(q, k, v)
+
+
+def one_buffer(q, k, v):
+    """All calls on an input return the same memory, in which the last one's output is."""
+    out = MEMORY.setdefault(q.data_ptr(), torch.empty_like(q))
+    out.copy_(honest(q, k, v))
+    return out
+
+
+def returns_an_input(q, k, v):
+    q.copy_(honest(q, k, v))
+    return q
+
+
+class Lazy(torch.Tensor):
+    """Computes when it is read."""
+
+
+def lazy(q, k, v):
+    return honest(q, k, v).as_subclass(Lazy)
+
+
+def other_dtype(q, k, v):
+    return honest(q, k, v).double()
+
+
+def other_shape(q, k, v):
+    return honest(q, k, v)[:, :, :1]
+
+
+def no_tensor(q, k, v):
+    return [honest(q, k, v)]
+
+
+def sets_flags(q, k, v):
+    torch.backends.cuda.matmul.allow_tf32 = not MEMORY.setdefault(
+        "tf32", torch.backends.cuda.matmul.allow_tf32
+    )
+    return honest(q, k, v)
+
+
+def raises_in_the_third_call(q, k, v):
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    if MEMORY["calls"] == 3:
+        raise ValueError("not today")
+    return honest(q, k, v)
+
+
+def leaves(q, k, v):
+    sys.exit(0)
+
+
+def later(q, k, v):
+    """A thread writes the output when the call is over; what waits for no graph can do that."""
+    out, given = torch.zeros_like(q), [x.clone() for x in (q, k, v)]
+    refuse_graphs(q)
+
+    def write():
+        time.sleep(0.01)
+        out.copy_(attend(*given))
+
+    THREADS.append(threading.Thread(target=write))
+    THREADS[-1].start()
+    return out
+
+
+def waits(q, k, v):
+    """Right, but no graph holds it."""
+    refuse_graphs(q)
+    return honest(q, k, v)
+
+
+def refuse_graphs(q):
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def idles(q, k, v):
+    """Looks up whether it is the last call of a graph, and launches nothing in the others."""
+    frame = sys._getframe()
+    while frame is not None and "chosen" not in frame.f_locals:
+        frame = frame.f_back
+    told = {} if frame is None else frame.f_locals
+    if told and not told["rotate"] and told["call"] < told["calls"] - 1:
+        return torch.zeros_like(q)
+    return honest(q, k, v)
