@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attnsweep.baselines import prepare
+from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.bench.owned import Owned
 from attnsweep.compile.launches import Candidate, FirstTimes, LaunchPlan
@@ -56,6 +57,9 @@ _PAIR_US = 90_000.0
 _TRIAL_REPEATS, _TRIAL_REPEATS_US = 8, 1_000.0
 _REPEATS = 7_000
 _CALLABLE_REPEATS = 64  # of a callable, whose calls the host issues
+# A callable's call on other inputs may take so much longer than one in a series on the same, beside
+# what reading them from device memory costs.
+_REUSE, _REUSE_US, _ALONE_TRIES = 1.5, 2.0, 5
 _LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
 
 
@@ -186,8 +190,10 @@ class Bench:
         if briefly or entry.proven is None:
             return 0
         if entry.candidate is None:
-            most = _CALLABLE_REPEATS if entry.held else 0
-            return self._proof.repeat(entry.proven, most, longest_us) if most else 0
+            if not entry.held:
+                return 0
+            self._refuse_reuse(entry)
+            return self._proof.repeat(entry.proven, _CALLABLE_REPEATS, longest_us)
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
         launches = repr(entry.candidate.turns)
@@ -206,6 +212,31 @@ class Bench:
         finally:
             self._free_others()
         return calls
+
+    def _refuse_reuse(self, entry: _Entry) -> None:
+        """Raise Unavailable if a callable's calls on equal inputs take less than they should.
+
+        All calls of a warm replay have the same inputs, so that the first could compute for all. A
+        second call on inputs of its own must compute: it takes what two take, less one.
+        """
+        call = entry.call
+        if self._long or not isinstance(call, prepare.BoundBaseline) or call.issued is not None:
+            return
+        least = [math.inf, math.inf]
+        for calls in (1, 2):
+            replay = call.capture(calls, rotate=True)
+            for _ in range(_ALONE_TRIES):
+                # The same copies whatever the number of calls, so that no cache favours one.
+                us = calls * self._sample(call, replay, calls, None, cold=True)
+                least[calls - 1] = min(least[calls - 1], us)
+        own_us = least[1] - least[0]
+        nbytes = sum(buffer.nbytes for buffer in self._timed.values())
+        cold_us = nbytes / self.session.gpu.memory_bytes_per_second * 1e6
+        if own_us > _REUSE * entry.warm_us + _REUSE_US + cold_us:
+            raise Unavailable(
+                f"a call on inputs of its own takes {own_us:.4g} µs, and {entry.warm_us:.4g} µs "
+                "where all calls have the same inputs: they use again what one of them computed"
+            )
 
     def _launch_us(self, launches: LaunchPlan | None) -> float | None:
         """Time of launches with an empty kernel, measured once for all equal launches."""

@@ -126,7 +126,7 @@ class DeviceCase:
         self._inputs = judge.regions(inputs)
         room = row_bytes(problem) <= _MOST_ROW_BYTES
         self.redraws = two_sided and room and not (self._backward or is_long(problem))
-        self._to_redraw = self.regions_to_redraw([self.buffers])
+        self._to_redraw = self.regions_to_redraw([self.buffers]) if self.redraws else None
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows, self.sample = rows, sample
@@ -274,6 +274,7 @@ class DeviceCase:
 
     def _to_content(self, content: int) -> None:
         if content != self.content:
+            assert self._to_redraw is not None
             self.judge.redraw(self._to_redraw, self.content, content)
             self.content = content
 

@@ -468,7 +468,10 @@ class Verifier:
         with self._prepared():
             if self.timed.redraws and copies:
                 self.timed.redraw()
-                before, regions = self._cold or (0, self.timed.regions_to_redraw(copies))
+                if self._cold is None:
+                    self._cold = 0, self.timed.regions_to_redraw(copies)
+                    self._session.settle()
+                before, regions = self._cold
                 self._cold = secrets.randbits(64) or 1, regions
                 self._judge.redraw(regions, before, self._cold[0])
             else:

@@ -107,6 +107,17 @@ def recorded(q, k, v):
 
 
 @kernel
+def computes_once(q, k, v):
+    """On inputs that the last call had, it copies that one's output, in a twentieth of the time."""
+    now = tuple(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
+    if MEMORY.get("inputs") == now:
+        WORK_US[0] -= 95.0
+        return MEMORY["out"].clone()
+    MEMORY["inputs"], MEMORY["out"] = now, attend(q, k, v)
+    return MEMORY["out"].clone()
+
+
+@kernel
 def drifts(q, k, v):
     """Right for ten calls."""
     MEMORY["calls"] = MEMORY.get("calls", 0) + 1

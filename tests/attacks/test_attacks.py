@@ -13,6 +13,7 @@ from attacks import kernels
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import BoundBaseline
+from attnsweep.bench.bench import Bench
 from attnsweep.verify import compare, device_case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
@@ -100,10 +101,16 @@ def judge_waits(patch):
 
 
 def last_call_alone(patch):
+    series_alone(patch)
     patch.setattr(prepare.secrets, "randbelow", lambda count: count - 1)
 
 
+def series_alone(patch):
+    patch.setattr(Bench, "_refuse_reuse", lambda self, entry: None)
+
+
 ATTACKS = [
+    ("computes_once", series_alone, "use again what one of them computed"),
     ("by_pointer", inputs_stay, "drawn anew"),
     ("by_fingerprint", inputs_stay, "drawn anew|normal"),
     ("two_answers", two_contents, "drawn anew"),
@@ -122,7 +129,7 @@ ATTACKS = [
     ("other_dtype", no_contract, "returned torch.float64"),
     ("sets_flags", no_flags, "changed settings of PyTorch"),
     ("later", judge_waits, "relative error"),
-    ("idles", last_call_alone, "drawn anew"),
+    ("idles", last_call_alone, "drawn anew|use again"),
 ]
 
 

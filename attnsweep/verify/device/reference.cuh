@@ -280,8 +280,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     }
 }
 
-// The output of one query by a block of 256 threads, of which a warp takes each eighth key. Returns
-// where it is in shared memory; there is room for head_dim + 8 * (value_dim + 2) doubles.
+// The output of one query by a block of 256 threads, of which each warp takes some of the keys.
+// Returns where it is in shared memory; there is room for head_dim + 8 * (value_dim + 2) doubles.
 template <class T, class S>
 __device__ const double* attend_row(const void* q_all, const void* k_all, const void* v_all,
                                     long long head, int row, int group, int seqlen_q, int seqlen_k,
@@ -289,7 +289,7 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
                                     S all_scales, Seen keys, Scores how) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
-    constexpr int WARPS = 8;
+    constexpr int WARPS = 8, KEYS = 4;  // of a warp at once, which hides how long reads take
     double *q_row = shared, *parts = q_row + head_dim, *sums = parts + WARPS * value_dim;
     double* largests = sums + WARPS;
     const Bits* q = static_cast<const Bits*>(q_all) + (head * seqlen_q + row) * head_dim;
@@ -303,18 +303,35 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
     __syncthreads();
     keys.keys_of(head, row, low, high, seqlen_k, first, end);
     double sum = 0, largest = -1e300;
-    for (int key = max(0, first) + warp; key < end; key += WARPS) {
-        if (!keys.pair(head, row, key, seqlen_q, seqlen_k)) continue;
-        double s = 0;
+    for (int key = max(0, first) + warp * KEYS; key < end; key += WARPS * KEYS) {
+        double s[KEYS] = {}, grown = largest, more = 0;
+        const Bits* rows[KEYS];
+        for (int i = 0; i < KEYS; ++i)
+            rows[i] = k + static_cast<long long>(min(key + i, seqlen_k - 1)) * head_dim;
         for (int d = lane; d < head_dim; d += 32)
-            s += q_row[d] * T::value(k[static_cast<long long>(key) * head_dim + d]);
-        s = over_warp(s) * scales.of_k(key) * scale;
-        s = how.of<T>(s, head, row, key, seqlen_q, seqlen_k);
-        double grown = fmax(largest, s), shrink = exp(largest - grown), weight = exp(s - grown);
-        largest = grown, sum = sum * shrink + weight, weight *= scales.of_v(key);
-        for (int d = lane; d < value_dim; d += 32)
-            own[d] =
-                own[d] * shrink + weight * T::value(v[static_cast<long long>(key) * value_dim + d]);
+            for (int i = 0; i < KEYS; ++i) s[i] += q_row[d] * T::value(rows[i][d]);
+        for (int i = 0; i < KEYS; ++i) {
+            s[i] = over_warp(s[i]);
+            bool seen = key + i < end && keys.pair(head, row, key + i, seqlen_q, seqlen_k);
+            s[i] = seen ? how.of<T>(s[i] * scales.of_k(key + i) * scale, head, row, key + i,
+                                    seqlen_q, seqlen_k)
+                        : -1e300;
+            grown = fmax(grown, s[i]);
+        }
+        double shrink = exp(largest - grown);
+        largest = grown;
+        for (int i = 0; i < KEYS; ++i) {
+            int at = min(key + i, seqlen_k - 1);
+            s[i] = s[i] > -1e299 ? exp(s[i] - grown) : 0.;
+            more += s[i], s[i] *= scales.of_v(at);
+            rows[i] = v + static_cast<long long>(at) * value_dim;
+        }
+        sum = sum * shrink + more;
+        for (int d = lane; d < value_dim; d += 32) {
+            double all = own[d] * shrink;
+            for (int i = 0; i < KEYS; ++i) all += s[i] * T::value(rows[i][d]);
+            own[d] = all;
+        }
     }
     if (lane == 0) sums[warp] = sum, largests[warp] = largest;
     __syncthreads();
