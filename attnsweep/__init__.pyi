@@ -8,7 +8,6 @@ from .api import (
     export,
     exported_table,
     families,
-    judge,
     judge_dispatch,
     load_spec,
     open_run,
@@ -71,7 +70,7 @@ from .serve.shipped import (
 from .specs.load import SweepSpec
 from .store.run import Run, find_runs, latest_run
 from .sweep.session import SweepOutcome
-from .tools.judge import KernelVerdict
+from .tools.judge import KernelVerdict, judge
 
 __version__: str
 __all__ = [

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
     from attnsweep.core.observer import Observer
-    from attnsweep.core.problem import Problem
     from attnsweep.core.trial import Environment, Trial
     from attnsweep.family.family import Family
     from attnsweep.regress.ab_test import AbTestResult as Compared
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from attnsweep.specs.plan import PlannedProblem
     from attnsweep.store.run import Run
     from attnsweep.sweep.session import SweepOutcome
-    from attnsweep.tools.judge import KernelVerdict
 
 
 def families(directory: str | Path | None = None) -> dict[str, Family]:
@@ -155,38 +153,6 @@ def builds(
     finally:
         compiler.close()
     return list(distinct.values())
-
-
-def judge(
-    function: str | Callable[..., Any],
-    problem: Problem,
-    *,
-    against: Sequence[str] | None = None,
-    rounds: int = 15,
-    wait: bool = False,
-    cache_dir: str | Path | None = None,
-    observer: Observer | None = None,
-) -> KernelVerdict:
-    """Judge anybody's attention: is it right in the calls that are timed, and how fast is it?
-
-    function: called as f(q, k, v, problem=...) with CUDA tensors (batch, heads, seqlen, head_dim),
-    in the process that owns the GPU; or its name, `module:function` or `file.py:function`. against:
-    names of baselines (default: all that are installed). rounds: in which all take turns. wait: for
-    another run on the card, which otherwise is an error. Raises SpecError if it cannot be imported,
-    NoGpuError.
-    """
-    from attnsweep.specs.model import BASELINES, MeasureSpec
-    from attnsweep.tools.judge import judge as judge_one
-
-    return judge_one(
-        function,
-        problem,
-        against=BASELINES if against is None else against,
-        measure=MeasureSpec(rounds=rounds, cold=False, eager=False),
-        wait=wait,
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        observer=observer,
-    )
 
 
 def rebuild(

@@ -93,7 +93,7 @@ class BoundBaseline:
         """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
-        chosen = secrets.randbelow(calls)
+        chosen = secrets.randbelow(max(1, calls - 1))
 
         def issue() -> dict[int, list[tuple[Any, ...]]]:
             made: dict[int, list[tuple[Any, ...]]] = {}

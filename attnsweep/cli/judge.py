@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -76,11 +76,11 @@ def judge(
     seen. Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 4 one is
     unconfirmed. It runs with your rights: judge code that you would run.
     """
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from attnsweep.core.ops import BACKWARD
     from attnsweep.reports import progress
-    from attnsweep.specs.model import BASELINES, CALLABLE, KNOWN_BASELINES, MeasureSpec
+    from attnsweep.specs.model import BASELINES, CALLABLE, KNOWN_BASELINES
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.specs.yaml_file import nearest
     from attnsweep.tools import judge as tool
@@ -94,15 +94,11 @@ def judge(
             raise SpecError(
                 f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
             )
-    measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
-    verdicts = []
+    others: dict[str, Any] = {"against": names, "rounds": rounds, "timeout_s": timeout_s}
     with progress.watch(errors, form) as observer:
-        for problem in problems:
-            one = tool.judge(
-                name, problem, against=names, measure=measure, wait=wait, observer=observer
-            )
-            verdicts.append(one)
-    facts = [verdict.as_json for verdict in verdicts]
+        others |= {"wait": wait, "observer": observer}
+        verdicts = [tool.judge(name, problem, **others) for problem in problems]
+    facts = [asdict(verdict) for verdict in verdicts]
     lines = [Text(verdict.sentence) for verdict in verdicts]
     print_result(lines, facts if len(facts) > 1 else facts[0], json_)
     raise typer.Exit(max((v.exit_code for v in verdicts), key=(0, 4, 1).index))

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,11 +86,6 @@ class KernelVerdict:
         return _EXIT_CODES[self.verdict]
 
     @property
-    def as_json(self) -> dict[str, Any]:
-        """Every field by its name."""
-        return asdict(self)
-
-    @property
     def sentence(self) -> str:
         """The verdict, its reason and, if it is confirmed, how fast it is."""
         first = f"{self.name} on {self.problem}: {self.verdict}"
@@ -113,29 +108,31 @@ class _FailedError(Exception):
 
 
 def judge(
-    callable_: str | Callable[..., Any],
+    function: str | Callable[..., Any],
     problem: Problem,
     *,
-    against: Sequence[str] = BASELINES,
-    measure: MeasureSpec | None = None,
+    against: Sequence[str] | None = None,
+    rounds: int = 15,
+    timeout_s: float = 30.0,
     wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
 ) -> KernelVerdict:
     """Judge a callable on a problem, and time it in turns with baselines.
 
-    callable_: `module:function`, `file.py:function`, or a function at the top level of a file; see
-    baselines.callable.ways_of for how it is called. It is imported in the process that owns the
-    GPU. against: names of baselines. measure: rounds and time limits. wait: for another run that
-    times on the card. Raises SpecError if it cannot be imported, NoGpuError.
+    function: called as f(q, k, v, problem=...) with CUDA tensors (batch, heads, seqlen, head_dim),
+    as baselines.callable.ways_of says, in the process that owns the GPU; or its name there,
+    `module:function` or `file.py:function`. against: names of baselines (default: all). rounds: in
+    which all take turns. timeout_s: of one step of it. wait: for another run on the card, which
+    otherwise is an error. Raises SpecError if it cannot be imported, NoGpuError.
     """
-    name = callable_ if isinstance(callable_, str) else name_of(callable_)
+    against = BASELINES if against is None else against
+    name = function if isinstance(function, str) else name_of(function)
     if CALLABLE.fullmatch(name) is None:
         what = f"{name!r} is no callable's name"
         raise SpecError(what, hint="write MODULE:FUNCTION or FILE.py:FUNCTION")
-    measure, observer = measure or MeasureSpec(), observer or Observer()
-    seed = measure.input_seed
-    seed = secrets.randbits(32) if seed is None else seed
+    measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
+    observer, seed = observer or Observer(), secrets.randbits(32)
     rows: dict[tuple[object, ...], Trial] = {}
 
     def put(row: Trial) -> None:

@@ -45,11 +45,6 @@ class Judgeable(Protocol):
         """Issue one call on a copy of the inputs; does not wait."""
 
 
-class _Repeatable(Judgeable, Protocol):
-    def capture(self, calls: int, *, after: Callable[[int], None]) -> Callable[[], None]:
-        """A function that replays a graph of calls, each with what `after` enqueues."""
-
-
 @dataclass(frozen=True, slots=True)
 class Proven:
     """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
@@ -406,7 +401,7 @@ class Verifier:
 
         replay = issue
         if not few:
-            call = cast(_Repeatable, proven.call)
+            call = cast(BoundCall, proven.call)
             replay = call.capture(slots, after=lambda slot: self._look(proven, slot))
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):

