@@ -218,7 +218,7 @@ def test_each_draw_turns_a_head(heads_kv):
 
 
 def test_a_kernel_that_keeps_two_outputs_a_head_passes_as_the_page_of_what_cannot_be_found_says():
-    """Signs of k and v are all that changes, so that one sign of K tells which output is right."""
+    """Where signs of k and v are all that changes, one sign of K tells which output is right."""
     heads, made = 4, Fixture(4, 4)
     rng = np.random.default_rng(1)
     q, k, v = rng.standard_normal((3, heads, 16, 8))
@@ -246,7 +246,7 @@ def test_a_kernel_that_keeps_two_outputs_a_head_passes_as_the_page_of_what_canno
         contents |= {(head, keys[head].tobytes()) for head in range(heads)}
     assert len(contents) == 2 * heads
     _, _, page = (ROOT / "docs/explanation/numerics.md").read_text().partition("What cannot be")
-    assert "so each head has two contents in a run" in " ".join(page.split())
+    assert "have two contents for each head of keys" in " ".join(page.split())
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 4), st.integers(1, 4))
