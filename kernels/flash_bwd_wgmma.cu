@@ -33,6 +33,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "common/ptx/wgmma_first.cuh"
 #include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
 #include "common/tile/pipeline.cuh"
 #include "common/tile/shared_tile.cuh"
 
@@ -57,6 +58,12 @@ using namespace attn;
     {}
 #endif
 using TensorLayout = Layout<STRIDED, HEAD_DIM>;
+// Query i sees the keys i + low to i + high; with WINDOW the launch says both.
+#if WINDOW
+#define WINDOW_PARAMETERS , int low, int high
+#else
+#define WINDOW_PARAMETERS
+#endif
 
 // Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
 // loads by TMA make them 0, and nothing is stored of them. They lie in panels of 64.

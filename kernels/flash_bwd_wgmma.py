@@ -31,7 +31,7 @@ kernel = Family(
     min_arch="sm_90a",
     head_dims=range(8, 257, 8),
     usual_head_dims=(64, 128, 96, 256, 192, 40, 72),
-    masks=("full", "causal"),
+    masks=("full", "causal", "window"),
     deterministic="RECOMPUTE",
     empty_rows=True,
     ops=("backward",),
@@ -186,6 +186,16 @@ def maps(p: Problem, rows_q: int, rows_k: int):
     return tuple(hopper.tensor_map(name, *sizes, box=box) for name, (sizes, box) in made.items())
 
 
+def diagonals(p: Problem) -> tuple[int, ...]:
+    """What a launch says of a window; a causal mask follows from the lengths."""
+    return p.diagonals if p.kind == "window" else ()
+
+
+def window(p: Problem) -> dict[str, int]:
+    """The define of a launch with diagonals."""
+    return {"WINDOW": 1} if diagonals(p) else {}
+
+
 OF_QUERIES = ("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL")
 
 
@@ -203,13 +213,14 @@ def queries(c, p, arch):
             hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
             *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
             *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch, heads)),
-            *(p.scale * LOG2E, p.scale),
+            *(p.scale * LOG2E, p.scale, *diagonals(p)),
         ),
         smem_bytes=queries_smem_bytes(c, p),
         defines={
             "PRODUCER_REGISTERS": PRODUCER,
             "CONSUMER_REGISTERS": consumer_registers(arch, c.Q_WARPGROUPS, 1, (PRODUCER,)),
-        },
+        }
+        | window(p),
     )
 
 
@@ -224,7 +235,7 @@ def keys(c, p, arch):
     registers = consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))
     defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
     defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
-    defines |= {"CLUSTER": c.CLUSTER}
+    defines |= {"CLUSTER": c.CLUSTER} | window(p)
     return Launch(
         function="flash_bwd_wgmma_keys",
         grid=(clusters * c.CLUSTER, 1, 1),
@@ -242,6 +253,7 @@ def keys(c, p, arch):
                 together(p.seqlen_k, block * c.BLOCKS_PER_SM, arch, heads_kv),
                 p.scale * LOG2E,
                 p.scale,
+                *diagonals(p),
             ),
         ),
         smem_bytes=smem_bytes(c, p),

@@ -72,12 +72,12 @@ struct Memory {
         mbarrier_init_fence();
     }
 };
-// first, tiles: of queries of a head that see a key of the block. Query i sees key j if
-// j + diagonal <= i.
+// first, tiles: of queries of a head that see a key of the block; 0 or less if none does. Query i
+// sees key j if j + diagonal <= i and, with a window, i <= j + reach.
 struct Call {
     const float *neg_lse, *delta;
     float* sums;
-    int seqlen_k, pitch, group, head_kv, key, diagonal, first, tiles;
+    int seqlen_k, pitch, group, head_kv, key, diagonal, reach, first, tiles;
     TensorLayout::Head of_keys;  // head_kv
     __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
     __device__ __forceinline__ TensorLayout::Head of_queries(int number) const {
@@ -178,15 +178,28 @@ struct Consumer {
     // row: of the tile's first query, column 0.
     __device__ __forceinline__ void mask(Scores& s, int row) const {
         const int key = opaque(this->key);  // so that what follows takes registers here alone
-        if (own + 64 <= call.seqlen_k && !(CAUSAL && row < own + 63 + call.diagonal)) return;
+        if (own + 64 <= call.seqlen_k && !(HIDES_LATER && row < own + 63 + call.diagonal) &&
+            !(HIDES_EARLIER && row + BLOCK_M > own + 1 + call.reach))
+            return;
         constexpr int NEVER = 1 << 30;
-        // The first column that sees each of the two keys.
+        // The first column that sees each of the two keys; most: the last that sees the first one.
         const int column = lane % 4 * 2, begin = key + call.diagonal - row - column;
-        const int least = key < call.seqlen_k ? (CAUSAL ? begin : 0) : NEVER,
-                  least_8 = key + 8 < call.seqlen_k ? (CAUSAL ? begin + 8 : 0) : NEVER;
+        const int least = key < call.seqlen_k ? (HIDES_LATER ? begin : 0) : NEVER,
+                  least_8 = key + 8 < call.seqlen_k ? (HIDES_LATER ? begin + 8 : 0) : NEVER;
+        const int most = key + call.reach - row - column;
+        auto hide_late = [&](int i) {
+            if (HIDES_EARLIER && i / 4 * 8 + i % 2 > (i & 2 ? most + 8 : most))
+                s[i] = minus_infinity();
+        };
+        // In one loop for both, 128 queries spill; in two, ptxas serialises products of AHEAD 1.
+        constexpr bool ONE_LOOP = AHEAD == 1 && !APART;
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i)
+        for (int i = 0; i < BLOCK_M / 2; ++i) {
             if (i / 4 * 8 + i % 2 < (i & 2 ? least_8 : least)) s[i] = minus_infinity();
+            if (ONE_LOOP) hide_late(i);
+        }
+#pragma unroll
+        for (int i = 0; i < (ONE_LOOP ? 0 : BLOCK_M / 2); ++i) hide_late(i);
     }
     __device__ __forceinline__ void exponentials(const Scores& s, Scores& p, int j) const {
         const unsigned from =
@@ -376,10 +389,22 @@ struct Consumer {
     __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
         const int end = call.end_row();
         int row = call.first * BLOCK_M;
-        const int seen = own >= call.seqlen_k ? end : CAUSAL ? own + call.diagonal : 0;
+        const int seen = own >= call.seqlen_k ? end : HIDES_LATER ? own + call.diagonal : 0;
 #pragma unroll 1
         for (; row < end && row + BLOCK_M <= seen; row += BLOCK_M, ++j) pass(j);
-        if (row >= end) return j;
+        if constexpr (HIDES_EARLIER) {
+            // The last key of the warpgroup is seen last.
+            of_rows(dk, dv, j, row, min(end, min(own + 64, call.seqlen_k) + call.reach));
+#pragma unroll 1
+            for (; row < end; row += BLOCK_M, ++j) pass(j);
+        } else {
+            of_rows(dk, dv, j, row, end);
+        }
+        return j;
+    }
+    // The tiles from `row` on that begin before `end`; j and row become those after them.
+    __device__ __forceinline__ void of_rows(Sums& dk, Sums& dv, int& j, int& row, int end) const {
+        if (row >= end) return;
         if constexpr (AHEAD > 0) {
             Scores s;
             begin_s(s, j);
@@ -388,7 +413,7 @@ struct Consumer {
 #pragma unroll 1
             for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step<true>(s, dk, dv, j, row);
             step<false>(s, dk, dv, j, row);
-            ++j;
+            row += BLOCK_M, ++j;
         } else {
 #pragma unroll 1
             for (; row < end; row += BLOCK_M, ++j) {
@@ -414,7 +439,6 @@ struct Consumer {
                 release(j);
             }
         }
-        return j;
     }
 };
 
@@ -515,7 +539,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                          const __grid_constant__ TensorMap dv_map, const float* neg_lse,
                          const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
                          int heads_kv, int group, int together, float factor,
-                         float scale HEADS_PARAMETER) {
+                         float scale WINDOW_PARAMETERS HEADS_PARAMETER) {
     const TensorLayout layout HEADS_LAYOUT;
     extern __shared__ __align__(1024) unsigned char smem[];
     if (CLUSTER == 1 && smem_address(smem) != Memory::K) __trap();
@@ -525,8 +549,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     const Work work(blockIdx.x / CLUSTER, (seqlen_k + CLUSTER_N - 1) / CLUSTER_N, heads_kv,
                     together);
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
-    const int key = work.tile * CLUSTER_N + rank * BLOCK_N, diagonal = seqlen_q - seqlen_k;
-    const int first = CAUSAL ? max(0, work.tile * CLUSTER_N + diagonal) / BLOCK_M : 0;
+#if !WINDOW
+    const int low = 0, high = seqlen_k - seqlen_q;
+#endif
+    const int key = work.tile * CLUSTER_N + rank * BLOCK_N, diagonal = -high, reach = -low;
+    const int first = HIDES_LATER ? max(0, work.tile * CLUSTER_N + diagonal) / BLOCK_M : 0;
+    int end = seqlen_q;
+    if (HIDES_EARLIER) end = min(end, min((work.tile + 1) * CLUSTER_N, seqlen_k) + reach);
     const Call call{neg_lse,
                     delta,
                     sums,
@@ -536,8 +565,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     work.head,
                     key,
                     diagonal,
+                    reach,
                     first,
-                    (seqlen_q + BLOCK_M - 1) / BLOCK_M - first,
+                    (end + BLOCK_M - 1) / BLOCK_M - first,
                     layout.of_queries(work.head)};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == CONSUMERS * 128) Memory::init();

@@ -39,14 +39,15 @@ struct Memory {
 // 64 queries of a warpgroup, and tiles of keys from right to left.
 struct Consumer {
     const Memory& at;
-    int lane, wg, own, row;    // own: the warpgroup's first; row: of this thread, and row + 8
-    int tiles, seqlen_k, end;  // keys before `end` + row are seen
+    int lane, wg, own, row;  // own: the warpgroup's first; row: of this thread, and row + 8
+    int before, tiles;  // of keys: tiles before the block's, and its own, which may be 0 or less
+    int seqlen_k, low, end;  // a row sees the keys from row + low on, before row + end
     float factor, neg_lse[2], delta[2];
     unsigned long long q, o, k, v;  // descriptors
     using Scores = float[BLOCK_N / 2];
     using Fragment = unsigned[BLOCK_N / 4];
 
-    __device__ __forceinline__ int key(int j) const { return (tiles - 1 - j) * BLOCK_N; }
+    __device__ __forceinline__ int key(int j) const { return (before + tiles - 1 - j) * BLOCK_N; }
     __device__ __forceinline__ static Position<STAGES> of_k(int j) {
         return Position<STAGES>(TURNS ? 2 * j : j);
     }
@@ -54,24 +55,30 @@ struct Consumer {
         return Position<STAGES>(TURNS ? 2 * j + 1 : j);
     }
     __device__ __forceinline__ int seen_by(int query) const {
-        return CAUSAL ? min(seqlen_k, query + end) : seqlen_k;
+        return HIDES_LATER ? min(seqlen_k, query + end) : seqlen_k;
     }
     __device__ __forceinline__ void arrive(unsigned barrier) const {
         if (lane == 0) mbarrier_arrive(barrier);
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
-        if (key(j) + BLOCK_N <= seen_by(own)) return;
+        if (key(j) + BLOCK_N <= seen_by(own) && !(HIDES_EARLIER && key(j) < own + 63 + low)) return;
         const int limit = seen_by(row), limit_8 = seen_by(row + 8), first = key(j) + lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i)
-            if (first + i / 4 * 8 + i % 2 >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            const int of_i = first + i / 4 * 8 + i % 2;
+            if (of_i >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+            if (HIDES_EARLIER && of_i - (i & 2 ? 8 : 0) < row + low) s[i] = minus_infinity();
+        }
     }
     __device__ __forceinline__ void run(float (&dq)[COLUMNS / 2]) const {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
         // The last query sees most.
         const int seen = (max(0, seen_by(own + 63)) + BLOCK_N - 1) / BLOCK_N;
-        const int unseen = tiles - min(tiles, seen);
+        const int unseen = tiles - min(tiles, seen - before);
+        // The first query sees the first of the keys. At most one tile is left after that, whose
+        // room nobody waits for.
+        const int until = tiles - (HIDES_EARLIER ? max(0, own + low) / BLOCK_N - before : 0);
         int j = 0;
 #pragma unroll 1
         for (; j < unseen; ++j) {
@@ -82,7 +89,7 @@ struct Consumer {
         }
         mbarrier_wait(at.q_full(wg), 0);
 #pragma unroll 1
-        for (; j < tiles; ++j) {
+        for (; j < until; ++j) {
             Scores s, dp;
             Fragment ds;
             const Position<STAGES> now = of_k(j), now_v = of_v(j);
@@ -127,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     const uint4* __restrict__ d_out, const float* __restrict__ lse, float* __restrict__ neg_lse,
     float* __restrict__ delta, int seqlen_q, int seqlen_k, int pitch, int heads, int group,
     int together, float factor,
-    float scale HEADS_PARAMETER STRIDES_PARAMETERS(out) STRIDES_PARAMETERS(d_out)) {
+    float scale WINDOW_PARAMETERS HEADS_PARAMETER STRIDES_PARAMETERS(out)
+        STRIDES_PARAMETERS(d_out)) {
     const TensorLayout of_o LAYOUT_OF(out), of_do LAYOUT_OF(d_out);
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
@@ -135,9 +143,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     const int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
     const Work work(blockIdx.x, tiles_m, heads, together);
     const int query = (CAUSAL ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;
-    const int end = 1 + seqlen_k - seqlen_q;  // query i sees the keys before i + end
-    const int seen = CAUSAL ? min(seqlen_k, query + BLOCK_M - 1 + end) : seqlen_k;
-    const int tiles = (max(0, seen) + BLOCK_N - 1) / BLOCK_N;
+#if WINDOW
+    const int end = 1 + high;
+#else
+    const int low = 0, end = 1 + seqlen_k - seqlen_q;
+#endif
+    const int seen = HIDES_LATER ? min(seqlen_k, query + BLOCK_M - 1 + end) : seqlen_k;
+    const int after = (max(0, seen) + BLOCK_N - 1) / BLOCK_N;
+    const int before = HIDES_EARLIER ? max(0, query + low) / BLOCK_N : 0;
+    const int tiles = after - before;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == WARPGROUPS * 128) at.init();
     __syncthreads();
@@ -159,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
             }
 #pragma unroll 1
             for (int j = 0; j < tiles; ++j) {
-                const int key = (tiles - 1 - j) * BLOCK_N;
+                const int key = (after - 1 - j) * BLOCK_N;
                 mbarrier_wait(at.k_empty(ring.stage), ring.phase ^ 1);
                 load_tile<KTile>(at.k + ring.stage * KTile::BYTES, k, at.k_full(ring.stage), key,
                                  head_kv);
@@ -197,8 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                             wg,
                             query + wg * 64,
                             row,
+                            before,
                             tiles,
                             seqlen_k,
+                            low,
                             end,
                             factor,
                             {l[0], l[1]},

@@ -6,7 +6,7 @@ import pytest
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.candidate import Build
-from attnsweep.core.masks import CAUSAL, FULL
+from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
@@ -22,6 +22,8 @@ PROBLEMS = (
     Problem(2, 4, 4, 777, 2000, 40, "bf16", FULL, op=BACKWARD),
     Problem(1, 8, 2, 1500, 1437, 256, "bf16", CAUSAL, op=BACKWARD),
     Problem(1, 8, 8, 777, 2000, 192, "fp16", FULL, op=BACKWARD),
+    Problem(2, 16, 4, 1500, 1500, 128, "bf16", Interval(255, 0), op=BACKWARD),
+    Problem(1, 8, 2, 2000, 1777, 64, "fp16", Interval(100, 70), op=BACKWARD),
 )
 APART = {"KV_WARPGROUPS": 1, "DKV_WARPGROUPS": 2}
 CONFIGS = (

@@ -22,6 +22,7 @@ from attnsweep.verify.inputs import make_inputs
 from .device import Device, HostBuffer, uploaded
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of, sources
 from .proving import Bench, Call, differentiate, inputs_in
+from .test_window import WINDOWS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_bwd_wgmma"]
@@ -76,6 +77,35 @@ def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
         both = (0, 1) if number % 3 == 2 else (number % 2,)
         result = simulator.check(FAMILY, config, case, schedules=both)
         assert result.ok, (config.label, case.label, str(result))
+
+
+# Configs of both stages, and head_dims, that windows are tried with.
+OF_WINDOWS = (
+    ("RECOMPUTE=0 PDL=1", 64),
+    ("RECOMPUTE=0 BLOCK_M=128", 40),
+    ("RECOMPUTE=1 AHEAD=1 Q_BLOCK_N=96", 64),
+    ("RECOMPUTE=1 KV_WARPGROUPS=1 BLOCKS_PER_SM=2 AHEAD=2 Q_BLOCK_N=64", 128),
+    (f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2 AHEAD=1", 136),
+    (f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64", 200),
+)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize(("words", "head_dim"), OF_WINDOWS)
+def test_right_on_windows_of_every_kind(simulator, words, head_dim):
+    """Also where blocks of queries see no key, and no query sees a block of keys."""
+    shapes = ((1, 4, 2, 200, 330), (1, 2, 2, 300, 130), (1, 1, 1, 450, 450), (1, 2, 1, 64, 192))
+    for number, sides in enumerate((*WINDOWS, (0, 90))):
+        for sizes in shapes[number % 2 :: 2]:
+            dtype = ("bf16", "fp16")[number // 2 % 2]
+            of = Problem(*sizes, head_dim, dtype, Interval(*sides), op=BACKWARD)
+            config = config_for(words, of)
+            result = simulator.check(FAMILY, config, Case(of), schedules=(number % 2,))
+            assert result.ok, (config.label, of.label, str(result))
+    of = Problem(1, 4, 2, 2048, 2048, head_dim, "bf16", Interval(256, 0), op=BACKWARD)
+    for case in small_cases(of)[1::2]:
+        result = simulator.check(FAMILY, config_for(words, of), case)
+        assert result.ok, (words, case.label, str(result))
 
 
 def test_each_query_head_counts_in_the_gradients_of_its_key_head(simulator):
@@ -146,6 +176,61 @@ WRONG_CAUSAL = {
 }
 
 
+# The same where queries see a window, of which blocks and warpgroups pass by tiles on both sides.
+WRONG_WINDOWS = {
+    "a tile is not masked where its last queries are too late": (
+        *("keys", "row + BLOCK_M > own + 1 + call.reach", 1),
+        "row > own + 1 + call.reach",
+    ),
+    "a query too many sees a key": (
+        "keys",
+        "(i & 2 ? most + 8 : most)",
+        1,
+        "(i & 2 ? most + 9 : most + 1)",
+    ),
+    "the other key of a thread is seen as long as the first": (
+        "keys",
+        "? most + 8 :",
+        1,
+        "? most :",
+    ),
+    "a warpgroup ends with its first key": (
+        *("keys", "min(own + 64, call.seqlen_k) + call.reach", 1),
+        "own + 1 + call.reach",
+    ),
+    "a block ends with its first key": (
+        *("keys", "min((work.tile + 1) * CLUSTER_N, seqlen_k)", 1),
+        "min(work.tile * CLUSTER_N + 1, seqlen_k)",
+    ),
+    "a warpgroup leaves tiles that only others see": (
+        *("keys", "for (; row < end; row += BLOCK_M, ++j) pass(j);", 1),
+        "",
+    ),
+    "a tile is not masked where its first keys are too early": (
+        *("queries", "key(j) < own + 63 + low", 1),
+        "key(j) < own + low",
+    ),
+    "a query sees a key too early": ("queries", "< row + low)", 1, "< row + low - 1)"),
+    "the other query of a thread sees what the first does": (
+        *("queries", "of_i - (i & 2 ? 8 : 0) <", 1),
+        "of_i <",
+    ),
+    "a warpgroup ends with the first key of its last query": (
+        *("queries", "max(0, own + low)", 1),
+        "max(0, own + 63 + low)",
+    ),
+    "a block begins with the first key of its last query": (
+        *("queries", "max(0, query + low)", 1),
+        "max(0, query + BLOCK_M - 1 + low)",
+    ),
+    "a warpgroup of queries begins a tile late": (
+        *("queries", "seen - before)", 1),
+        "seen - before - 1)",
+    ),
+    "keys as if the block began at the first": ("queries", "(after - 1 - j)", 1, "(tiles - 1 - j)"),
+}
+
+
 # The same where one warpgroup has dV of its keys, and another dK; of 256 columns.
 WRONG_APART = {
     "P overwritten before the other has read it": (
@@ -212,6 +297,15 @@ WRONG_CLUSTERS = {
         "work(blockIdx.x,",
     ),
 }
+# The same where queries see a window.
+WRONG_WINDOWS_OF_CLUSTERS = {
+    "each ends at its own keys": (
+        "keys",
+        "min((work.tile + 1) * CLUSTER_N, seqlen_k)",
+        1,
+        "min(key + BLOCK_N, seqlen_k)",
+    ),
+}
 WRONG_TURNS = {
     "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", 1, "TURNS ? 2 * j : j"),
     "K and V in stages of their own": ("queries", "if (TURNS) ring.next();", 1, ""),
@@ -242,6 +336,11 @@ PLANTED = [
             Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=CAUSAL)),
         ),
         (
+            WRONG_WINDOWS,
+            "RECOMPUTE=1 Q_BLOCK_N=64",
+            Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30))),
+        ),
+        (
             WRONG_APART,
             f"RECOMPUTE=0 {APART} DQ_ADD=1",
             Case(problem_of(1, 2, 1, 350, 70, head_dim=256)),
@@ -250,6 +349,11 @@ PLANTED = [
             WRONG_CLUSTERS,
             f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
             Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=CAUSAL)),
+        ),
+        (
+            WRONG_WINDOWS_OF_CLUSTERS,
+            f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
+            Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=Interval(50, 0))),
         ),
         (
             WRONG_TURNS,
@@ -294,7 +398,11 @@ def test_right_for_every_head_dim(simulator, dim):
             words += " DQ_ADD=1" * (words.startswith(KINDS[0]) and (dim > 192 or number % 3 == 0))
             words += " Q_STAGES=1" * (words.startswith(KINDS[1]) and dim > 192)
         for turn, (sizes, mask) in enumerate(
-            zip(SHAPES[number % 2 :: 2], (CAUSAL, FULL, CAUSAL), strict=True)
+            zip(
+                (*SHAPES[number % 2 :: 2], SHAPES[number % 2]),
+                (CAUSAL, FULL, CAUSAL, Interval(70, 20)),
+                strict=True,
+            )
         ):
             dtype = ("bf16", "fp16")[(number + turn) % 2]
             case = Case(Problem(*sizes, dim, dtype, mask, op=BACKWARD))
