@@ -148,28 +148,46 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
 
     Its tensors are (batch, heads, seqlen, head_dim), or lie as (batch, seqlen, heads, head_dim).
     """
-    if problem.kind not in ("full", "causal"):
-        raise Unavailable("PyTorch's backward takes no mask but causal")
+    windowed = problem.kind == "window"
+    if windowed and problem.has_empty_rows:
+        raise Unavailable("PyTorch's backward of a window takes no query that sees no key")
+    if windowed and problem.mask.top_left and backend == "FLASH_ATTENTION":
+        raise Unavailable("PyTorch's flash attention aligns windows bottom-right")
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         raise Unavailable("PyTorch's backward has a causal mask aligned top-left alone")
     aten, scale = torch.ops.aten, problem.scale
     seed = torch.empty((), dtype=torch.int64, device="cuda")  # of no dropout
     rest = (problem.seqlen_q, problem.seqlen_k, 0.0, problem.causal)
+    bias = None
+    if windowed and backend == "CUDNN_ATTENTION":  # as a boolean mask reaches it
+        hidden = hidden_keys(torch, problem)[None, None]
+        dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+        bias = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
     def by_cudnn(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
-        given = (do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, *rest)
+        given = (do, q, k, v, o, lse.unsqueeze(-1), seed, seed, bias, None, None, *rest)
         return aten._scaled_dot_product_cudnn_attention_backward.default(*given, scale=scale)
 
     def by_flash(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
         given = (do, q, k, v, o, lse, None, None, *rest, seed, seed)
         return aten._scaled_dot_product_flash_attention_backward.default(*given, scale=scale)
 
+    def by_flash_in_window(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+        """What SDPA calls too, which has no argument for windows."""
+        left, right = (-1 if side is None else side for side in problem.mask.sides)
+        given = (*(x.transpose(1, 2) for x in (do, q, k, v, o)), lse, None, None, *rest, seed, seed)
+        found = aten._flash_attention_backward.default(
+            *given, scale=scale, window_size_left=left, window_size_right=right
+        )
+        return tuple(x.transpose(1, 2) for x in found)
+
     def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
         return tuple(
             x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs
         )
 
-    backward = by_cudnn if backend == "CUDNN_ATTENTION" else by_flash
+    flash = by_flash_in_window if windowed else by_flash
+    backward = by_cudnn if backend == "CUDNN_ATTENTION" else flash
     return [Way(backward), Way(backward, rows_of_heads)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from fake_torch import torch_of
 from samples import TEST_GPU
 
+from attnsweep.baselines import torch_sdpa
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
@@ -249,9 +251,38 @@ def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
     own = ("no seed", "no seed", None, None, None, *rest)
     assert given[6:] == (own if name == "torch_cudnn" else (None, None, *rest, *own[:2]))
     assert [way.convert is None for way in ways] == [True, False]
-    for other in (PROBLEMS[0], PROBLEMS[2]):  # queries and keys of other numbers; a window
+    # Queries and keys of other numbers, and a window that hides all keys of some queries.
+    for other in (PROBLEMS[0], PROBLEMS[2]):
         with pytest.raises(Unavailable, match="PyTorch's backward"):
             BACKENDS[name].ways(torch, other, None)
+
+
+def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask(monkeypatch):
+    torch, asked = pytest.importorskip("torch"), []
+    monkeypatch.setattr(torch_sdpa, "hidden_keys", partial(torch_sdpa.hidden_keys, device="cpu"))
+
+    def backward(*given, **options):
+        asked.append((given, options))
+        return given[1:4]
+
+    on_host = torch_of()
+    on_host.int64, on_host.bfloat16, on_host.zeros_like = "int64", torch.bfloat16, torch.zeros_like
+    on_host.arange = torch.arange
+    names = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
+    called = SimpleNamespace(default=backward)
+    on_host.ops = SimpleNamespace(aten=SimpleNamespace(**dict.fromkeys(names, called)))
+    problem = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, None), op=BACKWARD)
+    tensors = {name: torch.zeros(problem.shape_of(name)) for name in problem.values}
+    for name in ("torch_flash", "torch_cudnn"):
+        found = BACKENDS[name].ways(on_host, problem, None)[0].forward(*tensors.values())
+        assert [each.shape for each in found] == [tensors[n].shape for n in "qkv"]
+    (flash, window), (cudnn, _) = asked
+    assert flash[1].shape == (1, 5, 2, 8)
+    assert window == {"scale": problem.scale, "window_size_left": 3, "window_size_right": -1}
+    assert (torch.isinf(cudnn[8])[0, 0].numpy() == hidden_keys(problem, np.arange(5), 0)).all()
+    of = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, 0, top_left=True), op=BACKWARD)
+    with pytest.raises(Unavailable, match="bottom-right"):
+        BACKENDS["torch_flash"].ways(on_host, of, None)
 
 
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
