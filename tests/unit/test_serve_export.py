@@ -27,6 +27,7 @@ from rich.console import Console
 from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.masks import Interval
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
@@ -276,6 +277,24 @@ def test_backward_winners_are_beside_the_forwards(both_ops):
     (stages,) = tuned[BACKWARD].kernel.stages
     files = sorted(code.function for code in stages.values())
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
+
+
+def test_gradients_of_windows_are_left_out(both_ops, tmp_path):
+    _, of = both_ops
+    run = store_run.open_run(H100_RUN)
+    own = [t for t in run.trials if t.problem == of]
+    windowed = replace(of, op=BACKWARD, mask=Interval(127, 0))
+    values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
+    ours = own[0].with_(problem=windowed, kernel=BACKWARD_FAMILY, config=values)
+    trials = [
+        *own,
+        ours,
+        *(t.with_(problem=windowed) for t in own if t.provider.startswith("torch_")),
+    ]
+    done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
+    (said,) = (line for line in done.left_out if windowed.label in line)
+    assert "leaves the gradients of windows to PyTorch" in said
+    assert done.winners == 1
 
 
 def test_a_winner_with_v_of_another_head_dim_has_code_of_its_own(tmp_path):
