@@ -24,6 +24,7 @@ PROBLEMS = (
     Problem(1, 8, 8, 777, 2000, 192, "fp16", FULL, op=BACKWARD),
     Problem(2, 16, 4, 1500, 1500, 128, "bf16", Interval(255, 0), op=BACKWARD),
     Problem(1, 8, 2, 2000, 1777, 64, "fp16", Interval(100, 70), op=BACKWARD),
+    Problem(1, 8, 2, 1500, 1437, 256, "bf16", Interval(300, 20), op=BACKWARD),
 )
 APART = {"KV_WARPGROUPS": 1, "DKV_WARPGROUPS": 2}
 CONFIGS = (
@@ -61,7 +62,7 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
 
 
 @pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
-@pytest.mark.parametrize("problem", PROBLEMS[:2], ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", [*PROBLEMS[:2], PROBLEMS[8]], ids=lambda p: p.label)
 def test_pytorchs_gradients_are_right_and_timed(problem, name, worker):
     pytest.importorskip("torch")
     worker.open(problem, replay_us=300, seed=1)
