@@ -373,12 +373,21 @@ def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
     assert found["regret"]["p95"] <= 1.92
 
 
-def test_one_query_is_served_only_if_that_is_faster(package):
+def test_one_query_is_served_only_if_that_is_faster():
+    package = all_of("exported")
     assert choose(package, SLOWER_BEFORE).code == "not_faster"
     assert choose(package, replace(SLOWER_BEFORE, heads=64)).code == "tuned"
     assert choose(package, replace(SLOWER_BEFORE, seqlen_k=4096)).code == "near"
     assert choose(package, replace(SLOWER_BEFORE, batch=8, seqlen_k=4096)).code == "not_faster"
     assert choose(package, replace(SLOWER_BEFORE, heads=8, seqlen_k=4096)).code == "far"
+
+
+def test_what_comes_with_attnsweep_packs_the_heads_of_one_query_and_is_faster():
+    package = all_of("shipped")
+    for problem in (SLOWER_BEFORE, replace(SLOWER_BEFORE, batch=8, seqlen_k=4096)):
+        choice = choose(package, problem)
+        assert choice.code == "tuned"
+        assert choice.kernel.values.PACK_GQA
 
 
 def test_the_page_says_what_is_lost_on_few_queries():

@@ -246,12 +246,13 @@ def test_a_winner_that_packs_grouped_heads_of_many_queries_is_left_out(tmp_path,
 
 @pytest.fixture(scope="module")
 def both_ops(tmp_path_factory):
-    """A package of a forward and its backward, and the forward's problem."""
+    """A package of a forward, and of a backward of half of it, and the forward's problem."""
     place = tmp_path_factory.mktemp("both")
     run = store_run.open_run(H100_RUN)
     of = next(t.problem for t in run.trials if t.problem.causal and t.problem.head_dim == 128)
     forward = [t for t in run.trials if t.problem == of]
-    other = replace(of, op=BACKWARD)
+    # Times of the forward's, which light would not allow for the backward of all.
+    other = replace(of, op=BACKWARD, batch=of.batch // 2)
     baselines = [t.with_(problem=other) for t in forward if t.provider.startswith("torch_")]
     (won,) = rank(forward, run.environment).query("winner")["trial"]
     values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
@@ -264,7 +265,7 @@ def both_ops(tmp_path_factory):
 
 def test_backward_winners_are_beside_the_forwards(both_ops):
     done, of = both_ops
-    other = replace(of, op=BACKWARD)
+    other = replace(of, op=BACKWARD, batch=of.batch // 2)
     assert done.winners == 2
     made = read_table(done.directory / done.name).gpus[H100]
     tuned = {winner.problem.op: winner for winner in made.winners}
