@@ -196,22 +196,28 @@ def eager(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     return before_and_after(turns({"sdpa": prefill, "package": prefill}, package))
 
 
+@contextlib.contextmanager
+def compiled_layers(model: Model) -> Iterator[None]:
+    """Compile each block of a model anew, for as long as the context lasts."""
+    torch.compiler.reset()
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            layer._compiled_call_impl = None
+
+
 def compiled(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     """A prefill whose blocks torch.compile has compiled, each with its own attention."""
     times: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
     for who in ("sdpa", "package"):
-        torch.compiler.reset()
-        for layer in model.layers:
-            layer.compile(dynamic=False)
-        try:
-            with attention_of(who, package):
-                times |= turns({who: lambda: model.rows(ids, 1)})
-                with counted(package) as calls:
-                    model.rows(ids, 1)
-        finally:
-            for layer in model.layers:
-                layer._compiled_call_impl = None
+        with compiled_layers(model), attention_of(who, package):
+            times |= turns({who: lambda: model.rows(ids, 1)})
+            with counted(package) as calls:
+                model.rows(ids, 1)
     return before_and_after(times) | {"calls": calls}
 
 

@@ -12,7 +12,7 @@ step is loss and gradients of all parameters, without an optimizer.
   turns; compiled ones (torch.compile of each block) run one after the other.
 - error: of all gradients of one step, relative to those with attention in float64, by the norm of
   the difference; also of PyTorch's flash backend, so that one sees what two implementations in bf16
-  differ by. Of the first sizes of each model, one item.
+  differ by. Measured at each model's first size, on one item of the batch.
 - calls: what the package's counters say of one step.
 - curve: STEPS steps of AdamW of a small Llama on text of a random Markov chain, three times from
   the same weights: the loss of every tenth step by SDPA, by its flash backend, and by the package.
@@ -30,7 +30,7 @@ from typing import Any
 
 import setting
 import torch
-from models import attention_of, before_and_after, counted, say, turns
+from models import attention_of, before_and_after, compiled_layers, counted, say, turns
 from random_models import Model, built
 
 import attnsweep
@@ -56,15 +56,8 @@ def compiled(model: Model, step: Callable[[], float], package: Any) -> dict[str,
     """Steps whose blocks torch.compile has compiled, each way with its own attention."""
     times: dict[str, list[float]] = {}
     for who in ("sdpa", "package"):
-        torch.compiler.reset()
-        for layer in model.layers:
-            layer.compile(dynamic=False)
-        try:
-            with attention_of(who, package):
-                times |= turns({who: step}, rounds=ROUNDS)
-        finally:
-            for layer in model.layers:
-                layer._compiled_call_impl = None
+        with compiled_layers(model), attention_of(who, package):
+            times |= turns({who: step}, rounds=ROUNDS)
     return before_and_after(times)
 
 
