@@ -108,6 +108,11 @@ def number(scale: Any) -> Any:
     return scale if tensor or not hasattr(scale, "__float__") else float(scale)
 
 
+def sized(*tensors: Any) -> bool:
+    """Whether a compiler knows all their sizes."""
+    return all(type(n) is int for each in tensors for n in each.shape)
+
+
 def problem_of(
     query: torch.Tensor,
     key: torch.Tensor,

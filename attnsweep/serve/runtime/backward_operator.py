@@ -11,7 +11,7 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import served
-from .arguments import laid_out, plain, problem_of
+from .arguments import laid_out, plain, problem_of, sized
 from .call_cache import transformed
 from .dispatch import Choice, choose
 from .driver import DriverError, Unaligned, unmapped
@@ -83,7 +83,7 @@ class BackwardOperator:
         if cudnn or not self.serves:
             return cudnn
         gpu = self._planner.gpu(query.device.index or 0)
-        if gpu is None or not all(type(n) is int for each in saved[:3] for n in each.shape):
+        if gpu is None or not sized(*saved[:3]):
             return gpu is not None
         return self._choice(gpu, query, key, value, causal)[0].kernel is not None
 

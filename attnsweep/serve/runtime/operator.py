@@ -14,7 +14,7 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 from attnsweep.core.scores import Scores
 
-from .arguments import autocast, never, number, plain, taken_for
+from .arguments import autocast, never, number, plain, sized, taken_for
 from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
 from .changed_scores import composed
@@ -117,7 +117,7 @@ class Operator:
         """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         gpu = self.planner.gpu(query.device.index or 0)
-        if gpu is not None and _sized(query, key, value):
+        if gpu is not None and sized(query, key, value):
             found = [(CAUSAL if causal else FULL, DENSE)]
             choice, _ = choice_of(gpu, query, key, value, found, grad)
             if choice.kernel is None:
@@ -173,7 +173,7 @@ class Operator:
     ) -> torch.Tensor:
         """As `_impl_attention`, with a mask and changed scores."""
         gpu = self.planner.gpu(query.device.index or 0)
-        if gpu is not None and _sized(query, key, value):
+        if gpu is not None and sized(query, key, value):
             found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
             if choice_of(gpu, query, key, value, found)[0].kernel is None:
                 return _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
@@ -205,7 +205,7 @@ class Operator:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
         gpu, limits = self.planner.gpu(query.device.index or 0), (low, high)
         known = all(n is None or type(n) is int for n in limits)
-        if gpu is not None and known and _sized(query, key, value):
+        if gpu is not None and known and sized(query, key, value):
             scores = Scores(softcap, sinks is not None)
             found = forms(limits, query.shape[2], key.shape[2], lengths is not None, scores)
             if choice_of(gpu, query, key, value, found)[0].kernel is None:
@@ -765,11 +765,6 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
-
-
-def _sized(*tensors: Any) -> bool:
-    """Whether a compiler knows all their sizes."""
-    return all(type(n) is int for each in tensors for n in each.shape)
 
 
 def _kind_of(mask: Any) -> Any:
