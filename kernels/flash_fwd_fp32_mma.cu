@@ -39,8 +39,8 @@ constexpr int VECTOR = OUT_TILES <= 16 ? 4 : 2;
 // Shared memory: Q, then K and V of each stage. Chunks of a row are permuted by an XOR with its
 // number. A lane is row or key g = lane / 4 and column c = lane % 4 of a fragment, and which
 // columns an instruction multiplies is free, so Q and K come 16 bytes a lane: 8 lanes at once read
-// rows 2 i and 2 i + 1, chunks 4 j + c, which bit 2 keeps apart. Of V they read keys 2 c (or 2 c +
-// 1, the order in which P comes), chunks g = 2 i and 2 i + 1: bits 1 and 2 of the key keep these
+// rows 2 i and 2 i + 1, chunks 4 j + c, which bit 2 keeps apart. From V they read keys 2 c (or 2 c
+// + 1, the order in which P comes), chunks g = 2 i and 2 i + 1: bits 1 and 2 of the key keep these
 // apart. So each is one pass over the 32 banks, and so are the narrower reads of the last 8 to 24
 // columns.
 constexpr int PITCH = PANELS * 128;
@@ -159,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     auto load_k = [&](int stage, int tile) { load_tile(stage, k, tile); };
     auto load_v = [&](int stage, int tile) { load_tile(stage + TILE_BYTES, v, tile); };
 
-    // Of row g of Q or K, this lane's four neighbours of 16 columns of a panel, or two of the
-    // last 8.
+    // This lane's part of row g of Q or K: four neighbours among 16 columns of a panel, or two
+    // among the last 8.
     const int lane_row = g * PITCH, lane_chunk = c ^ swizzle(g);
     auto load_columns = [&](float (&x)[4], int from, int column, bool four) {
         const unsigned char* row = smem + from + lane_row;

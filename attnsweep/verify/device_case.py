@@ -82,7 +82,7 @@ class DeviceCase:
     """
 
     content = 0
-    """Of the inputs, since they were drawn anew; 0 is as they were made, or a mix."""
+    """The seed that the inputs were last drawn from; 0 while they are as made, or a mix."""
 
     _negated: npt.NDArray[np.bool_] | None = None
     _ahead: tuple[int, npt.NDArray[np.bool_]] | None = None

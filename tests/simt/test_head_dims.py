@@ -56,7 +56,7 @@ MMA_CONFIGS = (
     "BLOCK_M=128 BLOCK_N=64 NUM_WARPS=4 NUM_STAGES=1 SWIZZLE=0",
 )
 FP32_PROBLEMS = ("(2,4/2,133x161,{}) fp32 full", "(1,2,150x200,{}) fp32 causal")
-# Of flash_fwd_fp32_mma, alike; above 192 columns two warps share rows, and NUM_WARPS is 8.
+# Configs of flash_fwd_fp32_mma. Above 192 columns two warps share rows, and NUM_WARPS is 8.
 FP32_CONFIGS = (
     "BLOCK_M=64 BLOCK_N=32 NUM_STAGES=2",
     "BLOCK_M=128 BLOCK_N=16 NUM_WARPS=4 NUM_STAGES=1 PV_PRODUCTS=2",
