@@ -173,17 +173,19 @@ def test_right_gradients_of_narrow_and_wide_heads_are_within_the_limits(dim):
         assert rounded_as_a_kernel_may(case, 3) == set(), case.label
 
 
-def test_no_tile_of_many_right_heads_comes_near_its_limit():
-    """Many short turns have hundreds of heads, whose last tile has few rows."""
-    problem = Problem(528, 1, 1, 150, 150, 64, "bf16", CAUSAL, op=BACKWARD)
+@pytest.mark.parametrize(("length", "dim"), [(150, 64), (449, 128)])
+def test_no_tile_of_many_right_heads_comes_near_its_limit(length, dim):
+    """Many short turns have hundreds of heads, whose last tile has few rows, or one of one query."""
+    problem = Problem(528, 1, 1, length, length, dim, "bf16", CAUSAL, op=BACKWARD)
     case, few = Case(problem), replace(problem, batch=1)
     most = backward_limits.limits(case, backward_limits.same_maths(case))
-    rows = np.arange(150), np.arange(150)
+    rows = np.arange(length), np.arange(length)
     for seed in range(60):
         inputs = make_inputs(Case(few), seed)
         exact, made = backward.gradients(inputs, few, *rows, (backward.EXACT, backward.ROUNDED[0]))
         for name, limit in most.items():
-            assert measures(made[name], exact[name], "bf16").tile_gain < limit.tile_gain / 2
+            share = measures(made[name], exact[name], "bf16").tile_gain / limit.tile_gain
+            assert share < (1 if length % 64 == 1 else 0.5), (name, seed)
 
 
 def test_wrong_gradients_are_not():

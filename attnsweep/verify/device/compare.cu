@@ -133,7 +133,7 @@ __device__ void compare(const void* o, const double* plain, const double* opposi
     if (threadIdx.x == 0) {
         for (int i = 1; i < warps; ++i) take(own, of_warp[i]);
         int rows = min(TILE, seqlen_q - static_cast<int>(blockIdx.x % tiles) * TILE);
-        own.tile_gain = fabs(own.gains) / rows;
+        own.tile_gain = fabs(own.gains) / sqrt(static_cast<double>(TILE) * rows);
         found[blockIdx.x] = own;
     }
 }
