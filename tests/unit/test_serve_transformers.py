@@ -155,7 +155,7 @@ def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
     own = make(
         tmp_path, FakeDriver(kernel), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",)))
     )
-    forward = _implementation(own.attention, own.masked, None)
+    forward = _implementation(own.attention, own.masked_in_model, None)
     q, k, v = (torch.randn(2, n, 256, 64).bfloat16() for n in (4, 2, 2))
     mask = torch.rand(2, 1, 256, 256) < 0.5
     for _ in range(2):
@@ -218,6 +218,38 @@ def test_a_compiled_model_is_one_graph(package, monkeypatch, exporting):
         assert package.counters()["kernel"] == 2 * (1 if exporting else 2)
         # Without a cache compiled code cannot know that no sequences are packed: a mask it is.
         assert torch.allclose(compiled(ids, use_cache=False).logits.float(), expected, atol=3e-2)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_compiled_model_with_padding_and_grouped_heads(tmp_path, served):
+    """Where no kernel serves it is transformers' own, with k and v repeated."""
+    torch._dynamo.reset()
+    one = replace(shape(2, 4, SEQLEN, heads_kv=2), mask=FULL.as_boolean(("item",)))
+    kernel = MaskedKernel()
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(kernel), *[winner(one)] * served)
+    model, ids = built(llama), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, -7:] = 0
+    expected = logits(model, ids, attention_mask=mask)
+    model.set_attn_implementation(made.register())
+    heads = []
+
+    def seen(graph, _):
+        for node in graph.graph.nodes:
+            if "attention" in str(node.target):
+                heads.append([each.meta["val"].shape[1] for each in node.args[:3]])
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=seen)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        got = compiled(ids, attention_mask=mask).logits.float()
+    keep = mask.bool()
+    assert torch.allclose(got[keep], expected[keep], atol=3e-2, rtol=3e-2)
+    assert made.counters().get("kernel", 0) == 2 * served
+    assert heads == ([] if served else [[4, 4, 4]] * 2)
 
 
 def test_enable_serves_an_unmodified_model(package):

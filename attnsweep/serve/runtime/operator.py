@@ -169,25 +169,44 @@ class Operator:
         return tuple(map(like, by_own, saved[:3], saved[:3]))
 
     def _impl_attention_masked(
-        self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        scale: float,
+        softcap: float,
+        sinks: Any,
+        repeats: bool,
     ) -> torch.Tensor:
-        """As `_impl_attention`, with a mask and changed scores."""
-        gpu = self.planner.gpu(query.device.index or 0)
+        """As `_impl_attention`, with a mask and changed scores.
+
+        repeats: PyTorch's own gets k and v repeated for the query heads, as transformers does it.
+        """
+        gpu, how = self.planner.gpu(query.device.index or 0), (scale, softcap, sinks, repeats)
         if gpu is not None and sized(query, key, value):
             found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
             if choice_of(gpu, query, key, value, found)[0].kernel is None:
-                return _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
-        return self._forward_masked(query, key, value, mask, scale, softcap, sinks)
+                return _masked_by_pytorch(query, key, value, mask, *how)
+        return self._forward_masked(query, key, value, mask, *how)
 
     def _impl_forward_masked(
-        self, query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        scale: float,
+        softcap: float,
+        sinks: Any,
+        repeats: bool,
     ) -> torch.Tensor:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
         options: Any = {"softcap": softcap, "sinks": sinks, "keep": False}
         done = self.masked(query, key, value, mask, scale=scale, **options)
         if done is not None:
             return done
-        out = _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks)
+        out = _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks, repeats)
         return like(out, query, value)
 
     def _impl_attention_intervals(
@@ -271,6 +290,18 @@ class Operator:
             return None
         done = self.run(plan, query, key, value, mask, keep, sinks)
         return None if done is None else done[0]
+
+    def masked_in_model(
+        self, query: Any, key: Any, value: Any, mask: Any, scale: float | None
+    ) -> torch.Tensor | None:
+        """`masked` as a model of transformers calls it, whose own attention repeats k and v."""
+        if not _is_compiling():
+            return self.masked(query, key, value, mask, scale=scale)
+        given = self.cast(query, key, value)
+        if not self._traces_mask(*given, mask, False, 0.0, scale, enable_gqa=True):
+            return None
+        by = scale if scale is not None else query.shape[3] ** -0.5
+        return self._attention_masked(*given, mask, by, 0.0, None, True)
 
     def masked_plan(
         self,
@@ -447,7 +478,8 @@ class Operator:
             if self._traces_mask(query, key, value, mask, False, *how):
                 by = scale if scale is not None else query.shape[3] ** -0.5
                 if limits is None:
-                    return self._attention_masked(query, key, value, mask, by, softcap, sinks)
+                    scores = (by, softcap, sinks)
+                    return self._attention_masked(query, key, value, mask, *scores, False)
                 how = (*limits, by, softcap, sinks)
                 return self._attention_intervals(query, key, value, mask, *how)
         elif choice := never(None, dropout_p):
@@ -493,7 +525,7 @@ class Operator:
             *given, attn_mask, is_causal, dropout_p, scale, enable_gqa
         ):
             by = scale if scale is not None else query.shape[3] ** -0.5
-            return self._attention_masked(query, key, value, attn_mask, by, 0.0, None)
+            return self._attention_masked(*given, attn_mask, by, 0.0, None, False)
         if (
             never(attn_mask, dropout_p)
             or not plain(*given)
@@ -775,12 +807,23 @@ def _kind_of(mask: Any) -> Any:
 
 
 def _masked_by_pytorch(
-    query: Any, key: Any, value: Any, mask: Any, scale: float, softcap: float, sinks: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scale: float,
+    softcap: float,
+    sinks: Any,
+    repeats: bool,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     if softcap or sinks is not None:
         return composed(query, key, value, mask, 0.0, scale, grouped, softcap, sinks)
-    out: torch.Tensor = _sdpa(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    if grouped and repeats:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    enable_gqa = grouped and not repeats
+    out: torch.Tensor = _sdpa(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     return out
 
 

@@ -311,7 +311,7 @@ def register(name: str = _name) -> str:
     After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
     PackageError if the name means something else there, ImportError without transformers.
     """
-    return transformers_hook.register(name, attention, _operator.masked)
+    return transformers_hook.register(name, attention, _operator.masked_in_model)
 
 
 __all__ = [

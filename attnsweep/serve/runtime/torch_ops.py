@@ -12,7 +12,8 @@ from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _MASKED = (
-    "Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float softcap, Tensor? sinks"
+    "Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float softcap, "
+    "Tensor? sinks, bool repeats"
 )
 _INTERVALS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "

@@ -89,13 +89,8 @@ def _implementation(
             out = attention(query, key, value, attention_mask, dropout, **how)
             return out.transpose(1, 2).contiguous(), None
         if attention_mask is not None and not others:
-            # Compiled code is PyTorch's own where no kernel serves, which repeats k and v itself.
-            if not torch.compiler.is_compiling():
-                out = masked(query, key, value, attention_mask, scale=scaling)
-                if out is not None:
-                    return out.transpose(1, 2).contiguous(), None
-            elif query.shape[1] == key.shape[1]:
-                out = attention(query, key, value, attention_mask, scale=scaling)
+            out = masked(query, key, value, attention_mask, scaling)
+            if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         if attention_mask is not None or others:
             given = (module, query, key, value, attention_mask)
