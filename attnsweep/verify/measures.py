@@ -83,6 +83,7 @@ def measures(
     gains = np.einsum("...d,...d->...", difference, expected) / length**2
     edges = np.arange(0, gains.shape[-1], TILE)
     rows = np.diff(edges, append=gains.shape[-1])
+    of_tiles = np.abs(np.add.reduceat(gains, edges, axis=-1)) / np.sqrt(TILE * rows)
     scale = 0.0
     if tilted is not None:
         scale = fitted_scale(difference, tilted - expected)
@@ -91,7 +92,7 @@ def measures(
         element=float((beyond / length).max()) * math.sqrt(expected.shape[-1]),
         rms=float(np.sqrt((off**2).sum() / seen(squares))),
         row_gain=float(np.abs(gains).max()),
-        tile_gain=float((np.abs(np.add.reduceat(gains, edges, axis=-1)) / np.sqrt(TILE * rows)).max()),
+        tile_gain=float(of_tiles.max()),
         gain=abs(float(gains.sum() / seen(squares))),
         scale=abs(scale),
     )

@@ -175,7 +175,7 @@ def test_right_gradients_of_narrow_and_wide_heads_are_within_the_limits(dim):
 
 @pytest.mark.parametrize(("length", "dim"), [(150, 64), (449, 128)])
 def test_no_tile_of_many_right_heads_comes_near_its_limit(length, dim):
-    """Many short turns have hundreds of heads, whose last tile has few rows, or one of one query."""
+    """Many short turns have hundreds of heads. Their last tile has few rows, or one."""
     problem = Problem(528, 1, 1, length, length, dim, "bf16", CAUSAL, op=BACKWARD)
     case, few = Case(problem), replace(problem, batch=1)
     most = backward_limits.limits(case, backward_limits.same_maths(case))
