@@ -9,11 +9,11 @@ from typing import Any
 
 from attnsweep.core.errors import StoreError
 from attnsweep.core.files import write_file
-from attnsweep.store.run import CUBINS, ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
+from attnsweep.store.run import CUBINS, ENVIRONMENT, ROWS, SPACES, SPEC
 
 FILE = "counters.json"
 _WRITABLE = "give a file in a writable directory"
-_PARTS = {TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES, FILE}
+_PARTS = {*ROWS, SPEC, ENVIRONMENT, SPACES, FILE}
 
 
 def refuse_recorded(path: Path) -> None:
@@ -24,7 +24,7 @@ def refuse_recorded(path: Path) -> None:
     folder = path.parent
     run = folder.parent if folder.name == CUBINS else folder
     within = folder.name == CUBINS or path.name in _PARTS or path.suffix == ".ncu-rep"
-    if within and any((run / name).is_file() for name in (TRIALS, PACKED)):
+    if within and any((run / name).is_file() for name in ROWS):
         raise StoreError("is part of a run", where=str(path), hint="choose another name")
 
 

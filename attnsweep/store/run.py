@@ -6,7 +6,7 @@
 Only the parent process writes, through one `Store` that holds the directory's lock. Readers take no
 lock: they see a row once its line is whole, and drop a torn last line.
 
-A run to be kept is packed: it has trials.jsonl.gz instead, and no tables. It can be read, ranked,
+A run to be kept is packed: it has trials.jsonl.xz instead, and no tables. It can be read, ranked,
 shown and checked like any other. A sweep does not resume it: its rows were measured on another
 card, so a sweep in its directory starts without rows.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Callable
@@ -32,7 +33,9 @@ from attnsweep.core.files import write_file
 from attnsweep.core.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
-PACKED = "trials.jsonl.gz"
+PACKED = "trials.jsonl.xz"
+_OLD_PACKED = "trials.jsonl.gz"  # the same file in runs of an older version
+ROWS = (TRIALS, PACKED, _OLD_PACKED)  # of a run with several, the first is read
 SPEC = "spec.yaml"
 ENVIRONMENT = "environment.json"
 SPACES = "spaces.json"
@@ -56,7 +59,9 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
         if path.suffix == ".gz":
             # An empty file was cut, although gzip reads it as an archive of nothing.
             data = gzip.decompress(data or b"\x1f\x8b")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        elif path.suffix == ".xz":
+            data = lzma.decompress(data)
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
     except OSError as error:
@@ -154,7 +159,7 @@ def open_run(path: Path) -> Run:
             where=str(path),
             hint=f"runs below it: {some}" if within else "give one that `attnsweep run` wrote",
         )
-    if not trials_path.name.endswith((".jsonl", ".jsonl.gz")):
+    if not trials_path.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
         beside = trials_of(trials_path.parent).is_file()
         raise StoreError(
             f"not a run: neither a directory nor a {TRIALS}",
@@ -186,8 +191,8 @@ def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run
 
 def trials_of(directory: Path) -> Path:
     """The file with a run's rows: trials.jsonl, or the packed one if only that exists."""
-    plain, packed = directory / TRIALS, directory / PACKED
-    return packed if packed.is_file() and not plain.is_file() else plain
+    paths = (directory / name for name in ROWS)
+    return next((path for path in paths if path.is_file()), directory / TRIALS)
 
 
 T = TypeVar("T")
@@ -232,7 +237,7 @@ def _first(error: ValidationError) -> str:
 
 def find_runs(results_dir: Path) -> list[Path]:
     """Every run directory at or below `results_dir`, sorted by path."""
-    found = {path.parent for name in (TRIALS, PACKED) for path in results_dir.rglob(name)}
+    found = {path.parent for name in ROWS for path in results_dir.rglob(name)}
     return sorted(directory for directory in found if trials_of(directory).is_file())
 
 
@@ -288,12 +293,12 @@ def pack(directory: Path) -> int:
     """
     if trials_of(directory).name == PACKED:
         return (directory / PACKED).stat().st_size
-    trials, _ = read_trials(directory / TRIALS)
+    trials, _ = read_trials(trials_of(directory))
     rows = b"".join(row_bytes(trial.with_(fingerprint=None)) for trial in trials)
-    data = gzip.compress(rows, mtime=0)
+    data = lzma.compress(rows, preset=9 | lzma.PRESET_EXTREME)  # two thirds of gzip's bytes
     try:
         write_file(directory / PACKED, data, durable=True)
-        for name in (TRIALS, *DERIVED):
+        for name in (TRIALS, _OLD_PACKED, *DERIVED):
             (directory / name).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"cannot pack: {error.strerror}", where=str(directory)) from error

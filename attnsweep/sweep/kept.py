@@ -19,7 +19,7 @@ from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Family
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.model import CALLABLE
-from attnsweep.store.run import PACKED, TRIALS, open_run
+from attnsweep.store.run import ROWS, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
 
 
@@ -131,8 +131,9 @@ def _together(row: Trial) -> Mapping[str, Any]:
 
 def retire(store: Store, families: Mapping[str, Family], observer: Observer) -> None:
     """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
-    if (store.directory / PACKED).is_file() and not store.trials:
-        observer.note(f"{PACKED} stays there; this run's rows are in {TRIALS} and are read first")
+    packed = next((name for name in ROWS[1:] if (store.directory / name).is_file()), None)
+    if packed and not store.trials:
+        observer.note(f"{packed} stays there; this run's rows are in {TRIALS} and are read first")
     modes, retired = {param.name for param in MODES}, 0
     for trial in store.trials:
         if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in families:

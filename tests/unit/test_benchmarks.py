@@ -527,7 +527,7 @@ MISSED = ["h100-80gb-hbm3/between_short (4,24,350,128) fp16 causal"]
 
 def test_every_problem_of_every_recorded_run_was_simulated(selection):
     """Those of two candidates apart, of which the sweep has nothing to choose by a race."""
-    names = {"/".join(path.parent.parts[-2:]) for path in ROOT.glob("results/*/*/trials.jsonl.gz")}
+    names = {"/".join(path.parent.parts[-2:]) for path in ROOT.glob("results/*/*/trials.jsonl.xz")}
     assert {each["run"] for each in RECORDED["of"]} == names
     assert len(RECORDED["of"]) == RECORDED["problems"]
     missed = [f"{each['run']} {each['problem']}" for each in RECORDED["of"] if not each["reached"]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import re
 import sys
 from pathlib import Path
@@ -36,8 +36,8 @@ def table(text, header):
 def recorded(run):
     """Raw rows; the last of each candidate counts."""
     rows = {}
-    for line in gzip.decompress(
-        (RESULTS / BOOK.place(run) / "trials.jsonl.gz").read_bytes()
+    for line in lzma.decompress(
+        (RESULTS / BOOK.place(run) / "trials.jsonl.xz").read_bytes()
     ).splitlines():
         row = json.loads(line)
         rows[json.dumps([row["problem"], row["kernel"], row["provider"], row["config"]])] = row

@@ -425,7 +425,7 @@ def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path
     assert "2 trials" in out
     packed = files(target)
     kept = {name: data for name, data in files(recorded).items() if name in packed}
-    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.gz"}
+    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.xz"}
     assert {path.name for path in set(files(recorded)) - set(kept)} == {
         *(".lock", "trials.jsonl", "ranking.csv", "ranking.md")
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 import random
 import shutil
@@ -347,7 +347,7 @@ def slower(tmp_path):
     """The recorded run with our kernels 10 % slower on its second problem."""
     shutil.copytree(RECORDED, tmp_path / "slower")
     path = tmp_path / "slower" / "trials.jsonl"
-    with gzip.open(RECORDED / "trials.jsonl.gz", "rt") as file:
+    with lzma.open(RECORDED / "trials.jsonl.xz", "rt") as file:
         rows = [json.loads(line) for line in file]
     for row in rows:
         problem, time = row["problem"], row["time_us"]
@@ -381,7 +381,7 @@ def test_damage_ends_in_4_and_the_report_calls_it_so(main, tmp_path, attnsweep):
     damaged = tmp_path / "damaged"
     shutil.copytree(RECORDED, damaged)
     best = next(iter(winners(rank(open_run(RECORDED).trials, None))))
-    with gzip.open(RECORDED / "trials.jsonl.gz", "rt") as file:
+    with lzma.open(RECORDED / "trials.jsonl.xz", "rt") as file:
         rows = [json.loads(line) for line in file]
     for row in rows:
         if (row["kernel"], row["config"]) == (best.kernel, best.config) and row["time_us"]:
@@ -426,7 +426,7 @@ def test_a_report_that_cannot_be_written_says_where(main, tmp_path):
 
 # ---- every recorded run as the next baseline of `check`: accepted, or why not ----
 RESULTS = Path(__file__).parent.parent.parent / "results"
-RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.gz"))
+RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.xz"))
 
 
 @pytest.mark.nightly(push=3)

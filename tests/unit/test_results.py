@@ -119,7 +119,7 @@ def test_it_is_the_shipped_spec(run, directory):
 @pytest.mark.nightly(push=3)
 def test_it_is_packed_and_its_tables_can_be_written(run, directory):
     kept = {path.name for path in directory.iterdir()}
-    assert "trials.jsonl.gz" in kept
+    assert "trials.jsonl.xz" in kept
     assert not kept & {"trials.jsonl", *DERIVED}
     assert set(report.files(run)) == {"ranking.csv", "ranking.md"}
 

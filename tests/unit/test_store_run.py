@@ -1,4 +1,5 @@
 import errno
+import gzip
 import json
 import os
 import re
@@ -515,7 +516,7 @@ def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
         (tmp_path / name / "ranking.csv").write_text("derived")
     before = open_run(tmp_path / "one").trials
     sizes = {pack(tmp_path / name) for name in ("one", "two")}
-    packed = [(tmp_path / name / "trials.jsonl.gz").read_bytes() for name in ("one", "two")]
+    packed = [(tmp_path / name / "trials.jsonl.xz").read_bytes() for name in ("one", "two")]
     assert packed[0] == packed[1]
     assert sizes == {len(packed[0])}
     assert open_run(tmp_path / "one").trials == [t.with_(fingerprint=None) for t in before]
@@ -525,12 +526,32 @@ def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
     assert find_runs(tmp_path) == [tmp_path / "one", tmp_path / "two"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not gzip", None], ids=["empty", "foreign", "cut"])
-def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage):
+def as_by_an_older_version(directory):
+    """Pack a run as versions before .xz did."""
+    rows = directory / "trials.jsonl"
+    (directory / "trials.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
+    rows.unlink()
+
+
+def test_a_run_that_an_older_version_packed_is_read_and_packed_anew(tmp_path):
+    with Store.open(tmp_path / "run") as store:
+        store.append(trial(32))
+    before = open_run(tmp_path / "run").trials
+    as_by_an_older_version(tmp_path / "run")
+    assert find_runs(tmp_path) == [tmp_path / "run"]
+    assert open_run(tmp_path / "run" / "trials.jsonl.gz").trials == before
+    pack(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").glob("trials*")] == ["trials.jsonl.xz"]
+    assert open_run(tmp_path / "run").trials == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"not packed", None], ids=["empty", "foreign", "cut"])
+@pytest.mark.parametrize("packing", [pack, as_by_an_older_version])
+def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage, packing):
     with Store.open(tmp_path) as store:
         store.append(trial(32))
-    pack(tmp_path)
-    path = tmp_path / "trials.jsonl.gz"
+    packing(tmp_path)
+    (path,) = tmp_path.glob("trials*")
     path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
     with pytest.raises(StoreError, match=re.escape(str(tmp_path))) as caught:
         open_run(tmp_path)

@@ -424,9 +424,9 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
     pack(directory)
     notes = Notes()
     outcome = go(observer=notes)
-    assert any("trials.jsonl.gz stays there" in note for note in notes.texts)
+    assert any("trials.jsonl.xz stays there" in note for note in notes.texts)
     assert outcome.exit_code == 0
-    assert (directory / "trials.jsonl.gz").is_file()
+    assert (directory / "trials.jsonl.xz").is_file()
     again = Notes()
     go(observer=again)
     assert again.texts == []
