@@ -90,13 +90,16 @@ def pytest_collection_finish() -> None:
 
 
 def _leave_some(config: pytest.Config, items: list[Any]) -> None:
-    """Leave N cases of each test marked nightly(push=N), unless all are asked for."""
+    """Leave N cases of each test marked nightly(push=N), unless all are asked for.
+
+    Tests that name one `of` are drawn together.
+    """
     if everything(config):
         return
     groups: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("nightly"):
-            groups[item.originalname, marker.kwargs["push"]].append(item)
+            groups[marker.kwargs.get("of", item.originalname), marker.kwargs["push"]].append(item)
     left: set[Any] = set()
     for (_, push), each in groups.items():
         left |= {*each} - {*drawn(each, lambda item: item.name, push)}

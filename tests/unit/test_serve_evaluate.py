@@ -101,7 +101,10 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
                 assert label in candidates, (str(item.problem), label)
 
 
-@pytest.mark.nightly(push=1)
+RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
+
+
+@RECORDED
 @pytest.mark.parametrize("name", ["held_out", "held_out_later"])
 def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
@@ -117,7 +120,7 @@ def test_the_held_out_shapes_timed_all_choices(name):
         assert found["expected_gain_error"]["median"] <= 0.04
 
 
-@pytest.mark.nightly(push=1)
+@RECORDED
 @pytest.mark.parametrize(("card", "runs"), CARDS.items(), ids=CARDS)
 def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
     rows = judge_dispatch(runs, [], leave_one_out=True)

@@ -279,6 +279,7 @@ def test_the_rules_meet_both_answers():
     raise AssertionError(f"no problem is answered by {wanted}")
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 @pytest.mark.parametrize("head_dim", FAMILY.head_dims)
 @pytest.mark.parametrize("causal", [False, True])

@@ -250,7 +250,10 @@ def row(by, on, leave_one_out):
     )
 
 
-@pytest.mark.nightly(push=1)
+OF_THE_PAGE = pytest.mark.nightly(push=1, of="what the page says of stand-ins")
+
+
+@OF_THE_PAGE
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize(("by", "on"), [("H100", "H200"), ("H200", "H100")])
 def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
@@ -276,6 +279,7 @@ def test_the_page_says_what_the_conditions_keep_away(monkeypatch):
     assert f"{told} than PyTorch's attention, by {100 * (1 / slower[0] - 1):.1f} % at most" in page
 
 
+@OF_THE_PAGE
 def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
     found = dispatch_summary(judged("H100", "H200", False, LATER))
     kernels = found["of_kernels"]

@@ -38,6 +38,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
 LEFT = "its worker left the cluster"
+# tests/unit/test_sweep_fleet.py and test_sweep_late.py have each of these without Dask.
+LOST = pytest.mark.nightly(push=3, of="what is lost on a cluster")
+LATE = pytest.mark.nightly(push=2, of="workers that come late")
 
 
 @pytest.fixture
@@ -195,7 +198,7 @@ def test_kernels_of_the_user_travel(go, cards, workers):
     assert {t.status for t in outcome.run.trials} == {Status.OK}
 
 
-@pytest.mark.nightly(push=2)
+@LOST
 @pytest.mark.parametrize("fault", ["kill", "off", "stop", "memory"])
 def test_a_lost_child_costs_its_problem_alone(go, cards, workers, fault):
     cards.on(0, fault=fault, after=2, once=True)
@@ -206,6 +209,7 @@ def test_a_lost_child_costs_its_problem_alone(go, cards, workers, fault):
     assert not heard.about("another run")  # that is what is left of the lost child
 
 
+@LOST
 def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, own_workers):
     cards.on(0, holds=1)
     worker = own_workers.workers["card0"]
@@ -214,6 +218,7 @@ def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, own_wor
     assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
 
 
+@LOST
 def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
     """The whole worker hangs, so nobody there can tell its child to stop."""
     cards.on(0, holds=1)
@@ -326,6 +331,7 @@ def test_what_is_no_address_is_refused_at_once(monkeypatch, address, why):
     assert caught.value.hint
 
 
+@LOST
 def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
     cards.facts["all"]["holds"] = 3
     outcome, _ = go(workers, after=6, do=lambda: signal.raise_signal(signal.SIGINT))
@@ -339,6 +345,7 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
     assert sum(measured(cards).values()) <= tried + 12 - stored + 2
 
 
+@LOST
 def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, monkeypatch):
     monkeypatch.setattr(sweep_cards, "AWAY_S", 1.0)
     cards.facts["all"]["holds"] = 3
@@ -379,6 +386,7 @@ with cluster.connected({address!r}) as client:
 """
 
 
+@LOST
 def test_a_killed_asker_frees_the_cards_and_resumes(go, cards, workers, tmp_path):
     cards.facts["all"]["holds"] = 3
     (tmp_path / "test.yaml").write_text(SPEC)
@@ -416,6 +424,7 @@ def test_the_command_line_refuses_what_cannot_be(attnsweep, tmp_path):
 
 
 # ---- workers that join a run late, leave it and come back ----
+@LATE
 def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(go, cards, dask):
     cards.on(0, holds=2)
     when = {
@@ -432,7 +441,7 @@ def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(
     assert heard.lines == {card.number: card.hashed for card in cards.cards}  # as in rows
 
 
-@pytest.mark.nightly(push=1)
+@LATE
 @pytest.mark.parametrize(
     ("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)]
 )
@@ -456,6 +465,7 @@ def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, h
     assert list(heard.lines) == [0]
 
 
+@LATE
 def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(
     go, cards, dask, monkeypatch
 ):
@@ -480,6 +490,7 @@ def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothi
     assert {card for card, _ in cards.calls("open")} == {0}
 
 
+@LATE
 def test_a_scheduler_that_is_started_again_costs_what_was_in_flight(go, cards, dask):
     """Its workers end with it; whatever started them starts them again."""
     before = [dask.worker(number) for number in (0, 1)]
