@@ -97,9 +97,9 @@ def stale(shipped: dict[str, Any]) -> list[str]:
     return [key for key in sorted({*now, *shipped}) if now.get(key) != shipped.get(key)]
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the table and the archives, or compare the table."""
-    if "--check" not in sys.argv[1:]:
+    if "--check" not in arguments:
         with tempfile.TemporaryDirectory() as place:
             # What comes with attnsweep serves 16 bits.
             of_16_bits = {name: discover()[name] for name in (FAMILY, BACKWARD_FAMILY)}
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="ten times the examples of each property, and every corner of every kernel",
+        help="fifteen times the examples of each property, and every corner of every kernel",
     )
 
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if settings is not None:
         # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
-        settings.register_profile("push", deadline=None, max_examples=30)
+        settings.register_profile("push", deadline=None, max_examples=20)
         settings.register_profile("thorough", deadline=None, max_examples=300)
         settings.load_profile("thorough" if config.option.thorough else "push")
 

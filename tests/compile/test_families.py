@@ -90,7 +90,13 @@ def problems(kernel):
                 yield replace(base, head_dim=head_dim, dtype=dtype, causal=causal)
 
 
-@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(name, marks=() if name == "sm_90a" else pytest.mark.nightly(push=20))
+        for name in ARCH_NAMES
+    ],
+)
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
 def test_corners_compile_as_planned(kernel, arch, compilers, request, some):
     """Every corner with --thorough; otherwise a part of them, another one for each problem.

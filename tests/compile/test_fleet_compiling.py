@@ -29,6 +29,8 @@ ARCH = ARCHS["sm_90a"]
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 LONGEST_S = 60.0
 FAULTS = "ATTNSWEEP_TEST_FAULTS"
+# tests/unit/test_sweep_dask_cluster.py has cards that are lost.
+LOST = pytest.mark.nightly(push=3, of="workers that fail to compile")
 SOURCE = """#include "part.cuh"
 #include "common/tile/fragments.cuh"
 extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + attn::to_float(0); }
@@ -267,6 +269,7 @@ def test_another_version_is_left_out_by_name(
     assert not on.began("host1")
 
 
+@LOST
 def test_a_killed_worker_costs_a_stage_again_and_comes_back(started, asker, source):
     on = started("host1")
     on.fault("host1", "kill once")
@@ -279,6 +282,7 @@ def test_a_killed_worker_costs_a_stage_again_and_comes_back(started, asker, sour
     assert len(began) <= 5 + 2  # the stages of its two threads
 
 
+@LOST
 def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, source):
     on = started("host1", "host2")
     for name in ("host1", "host2"):
@@ -295,7 +299,7 @@ def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, s
     assert len(on.began("host1") + on.began("host2")) == 2
 
 
-@pytest.mark.nightly(push=1)
+@LOST
 @pytest.mark.parametrize("fault", ["sleep", "stop"])
 def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fault):
     monkeypatch.setattr(dask_compile, "ANSWER_S", 3.0)
@@ -316,6 +320,7 @@ def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fa
                 process.kill()
 
 
+@LOST
 @pytest.mark.parametrize(
     ("fault", "word"), [("full", "No space left on device"), ("damaged", "arrived damaged")]
 )
@@ -344,6 +349,7 @@ def test_a_worker_that_comes_late_helps(started, asker, source):
     assert future.result(LONGEST_S).path.parent.name in on.compiled("host1")
 
 
+@LOST
 def test_ctrl_c_waits_for_no_worker(started, asker, source):
     on = started("host1")
     on.fault("host1", "sleep")

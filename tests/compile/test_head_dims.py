@@ -27,6 +27,7 @@ VALUE_DIMS = (
 )
 KINDS = ("window(512,0)", "boolean(blocks,30)", "full bias()", "causal softcap(30) sinks")
 KINDS += ("causal packed(4,40)", "full padded(right,40)")
+TIGHT = pytest.mark.nightly(push=2, of="tight configs")
 OTHERS = sorted({*FAMILY.head_dims} - {*FAMILY.usual_head_dims, 248})
 
 
@@ -74,7 +75,7 @@ def spill_nothing(compiler, asked, family=FAMILY):
         assert not compiler_warnings(log), (problem.label, config.label)
 
 
-@pytest.mark.nightly(push=1)
+@TIGHT
 @pytest.mark.parametrize("causal", [False, True])
 def test_tight_configs_spill_nothing(compiler, some, causal):
     asked = []
@@ -85,7 +86,7 @@ def test_tight_configs_spill_nothing(compiler, some, causal):
     spill_nothing(compiler, asked)
 
 
-@pytest.mark.nightly(push=1)
+@TIGHT
 @pytest.mark.parametrize("causal", [False, True])
 def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, causal):
     asked = []
@@ -101,9 +102,9 @@ def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, 
 
 
 def test_the_spec_of_other_value_dims_has_configs_that_spill_nothing(compiler, some):
-    """For each problem of value_dims.yaml, some configs of its space, whose BLOCK_N differ."""
+    """For problems of value_dims.yaml, some configs of its space, whose BLOCK_N differ."""
     asked = []
-    for item in plan(load_spec(shipped_specs()["value_dims"], discover()), ARCH):
+    for item in some(plan(load_spec(shipped_specs()["value_dims"], discover()), ARCH), 8):
         configs = item.spaces[0].configs
         assert len(configs) >= 20, item.problem.label
         asked += [(item.problem, config) for config in some(configs, 1)]
@@ -136,7 +137,7 @@ def tightest_fp32(problem: Problem, products: int) -> list:
     return [*most[:2], *sorted(space, key=spare)[:2]]
 
 
-@pytest.mark.nightly(push=2)
+@TIGHT
 @pytest.mark.parametrize("products", [3, 2])
 @pytest.mark.parametrize("head_dim", [32, 64, 88, 96, 168, 176, 192, 256])
 def test_tight_fp32_configs_spill_nothing(compiler, products, head_dim):

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from fake_gpu import FakeGpu
+from sweeping import use_gpu
 
 from attnsweep.core.files import read_code
 from attnsweep.core.trial import Status
-from attnsweep.regress import live
 from attnsweep.store.run import open_run
-from attnsweep.sweep import session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -27,9 +26,7 @@ TIMES |= {f"SCORE_THREADS=64 MIX_THREADS={mix}": 30.0 for mix in (32, 64)}
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch, tmp_path):
-    gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(live, "Worker", gpu)
+    use_gpu(monkeypatch, FakeGpu(TIMES))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ci.yaml").write_text(SPEC)
 

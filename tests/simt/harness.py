@@ -259,12 +259,16 @@ class Simulator:
         schedules: Sequence[int] = SCHEDULES,
         seed: int = 1,
         timeout_s: float = 120,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Result:
-        """Runs the case under each schedule; a run that fails raises SimtError with its report."""
+        """Runs the case under each schedule; a run that fails raises SimtError with its report.
+
+        inputs: others than those that the case draws.
+        """
         runner = self._runner(asan)
         stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
         problem = case.problem
-        inputs = make_inputs(case, seed)
+        inputs = make_inputs(case, seed) if inputs is None else dict(inputs)
         rows = np.arange(problem.seqlen_q)
         if backward := problem.op == BACKWARD:
             (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))

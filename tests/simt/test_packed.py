@@ -9,6 +9,7 @@ from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.verify import encoding
+from attnsweep.verify.inputs import make_inputs
 
 from .harness import COMPILER, config_of
 from .test_window import CONFIGS
@@ -42,19 +43,15 @@ def test_right_on_hard_cases(simulator, mask):
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
-def test_sequences_that_begin_one_token_later_are_wrong(simulator, monkeypatch, name):
-    case, made = Case(Problem.parse("(1,2,300,64) bf16 full packed(4)")), encoding.mask_of
-
-    def later(problem):
-        lengths = made(problem)
-        own = lengths[name].copy()
-        own[1:-1] += 1
-        return lengths | {name: own}
-
+def test_sequences_that_begin_one_token_later_are_wrong(simulator, name):
+    case = Case(Problem.parse("(1,2,300,64) bf16 full packed(4)"))
+    given = make_inputs(case, 1)
+    later = given[name].copy()
+    later[1:-1] += 1
     config = config_of(FAMILY, CONFIGS["flash_fwd_wgmma"][0])
     assert simulator.check(FAMILY, config, case, schedules=(0,)).ok
-    monkeypatch.setattr("attnsweep.verify.inputs.mask_of", later)
-    assert not simulator.check(FAMILY, config, case, schedules=(0,)).ok
+    given |= {name: later}
+    assert not simulator.check(FAMILY, config, case, schedules=(0,), inputs=given).ok
 
 
 def test_where_sequences_begin_is_what_the_kernel_gets():

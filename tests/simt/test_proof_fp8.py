@@ -69,6 +69,7 @@ def with_scale(name, change):
     return write
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
     with pytest.raises(WrongResult, match="over the limit"):

@@ -165,6 +165,7 @@ def test_a_right_order_passes(call, bench):
     assert max(accuracy.shares.values()) <= 1
 
 
+@pytest.mark.nightly(push=14)
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [

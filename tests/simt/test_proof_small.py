@@ -58,6 +58,7 @@ def odd(simulator):
         yield Bench(device, ODD)
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize(
     ("name", "place", "said"),
     [

@@ -74,13 +74,9 @@ def test_right_on_hard_cases(simulator, label):
 def test_a_bias_of_one_row_is_of_all_queries(simulator, monkeypatch):
     """As a mask of padding is, (batch, 1, 1, seqlen_k), which nobody writes out for each query."""
     problem = Problem.parse("(2,2,130x200,64) bf16 full bias(item)")
-    case, drawn = Case(problem), verify_inputs.beside
-
-    def alike(case, seed):
-        made = drawn(case, seed)
-        return made | {"bias": np.broadcast_to(made["bias"][:, :, :1], made["bias"].shape)}
-
-    monkeypatch.setattr(verify_inputs, "beside", alike)
+    case = Case(problem)
+    given = verify_inputs.make_inputs(case, 1)
+    given["bias"] = np.broadcast_to(given["bias"][:, :, :1], given["bias"].shape)
     stage = FAMILY.stages["fwd"]
 
     def launch(config, problem, arch):
@@ -93,21 +89,18 @@ def test_a_bias_of_one_row_is_of_all_queries(simulator, monkeypatch):
 
     monkeypatch.setitem(FAMILY.stages, "fwd", replace(stage, launch=launch))
     for words in CONFIGS[:2]:
-        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
+        config = config_of(FAMILY, words)
+        result = simulator.check(FAMILY, config, case, schedules=(0,), inputs=given)
         assert result.ok, str(result)
 
 
-def test_a_bias_that_leaves_queries_no_key(simulator, monkeypatch):
-    case, drawn = Case(Problem.parse("(2,2,130x200,64) bf16 full bias(item)")), verify_inputs.beside
-
-    def hides(case, seed):
-        bias = drawn(case, seed)["bias"].copy()
-        bias[:, :, 50:90] = 0xFF80  # minus infinity
-        return {"bias": bias}
-
-    monkeypatch.setattr(verify_inputs, "beside", hides)
+def test_a_bias_that_leaves_queries_no_key(simulator):
+    case = Case(Problem.parse("(2,2,130x200,64) bf16 full bias(item)"))
+    given = verify_inputs.make_inputs(case, 1)
+    given["bias"][:, :, 50:90] = 0xFF80  # minus infinity
     for words in CONFIGS[:5]:
-        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
+        config = config_of(FAMILY, words)
+        result = simulator.check(FAMILY, config, case, schedules=(0,), inputs=given)
         assert result.ok, (words, str(result))
 
 

@@ -180,7 +180,7 @@ def test_contiguous_queries_of_packed_heads(simulator, words):
     check(simulator, words, problem, layouts, lse=True)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_right(simulator, layout, number):

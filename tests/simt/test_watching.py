@@ -68,9 +68,15 @@ def test_a_digest_depends_on_no_order_of_threads(device):
     assert len(seen) == 1
 
 
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Blocks that take several parts."""
+    monkeypatch.setattr(judge_module, "_PARTS", 4)
+
+
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("parts", [1, 3, 11])
-def test_the_parts_of_a_digest_add_up(parts, device, monkeypatch):
-    monkeypatch.setattr(judge_module, "_PARTS", 4)  # blocks that take several parts
+def test_the_parts_of_a_digest_add_up(parts, device):
     data = np.random.default_rng(0).integers(0, 256, (parts, 52), dtype=np.uint8)
     of_parts, _ = digest_of(device, data, parts)
     (whole,), _ = digest_of(device, data)
@@ -167,13 +173,13 @@ def test_poison_fills_every_byte_and_no_other(size, device):
     assert (buffer.all == 0xFF).sum() == size
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "each", "of_v"), [(1, 7, 7), (1, 1, 5), (5, 6, 6), (5, 40, 6), (11, 2, 24)]
 )
-def test_heads_are_negated_each_for_itself(dtype, heads, each, of_v, device, monkeypatch):
+def test_heads_are_negated_each_for_itself(dtype, heads, each, of_v, device):
     """An odd number of elements is one piece, and the guards behind it stay as they are."""
-    monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
     bits = encoding.to_bits(made, dtype)
     other = np.random.default_rng(1).standard_normal((heads, of_v), np.float32)

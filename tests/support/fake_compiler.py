@@ -37,6 +37,8 @@ class FakeCompiler:
     """Architectures of those that were made in a test."""
     errors: ClassVar[dict[str, CompileError]] = {}
     """What compiling a template raises, by its file name; empty at the start of a test."""
+    hangs = False
+    """Whether no stage is ever ready; not at the start of a test."""
 
     def __init__(
         self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
@@ -58,6 +60,8 @@ class FakeCompiler:
         """A future that is done."""
         type(self).submitted += 1
         future: Future[Cubin] = Future()
+        if self.hangs:
+            return future
         if source.name in self.errors:
             future.set_exception(self.errors[source.name])
             return future

@@ -14,7 +14,7 @@ from attnsweep.core.trial import Trial
 from attnsweep.regress import live
 from attnsweep.sweep import check_cards, session, start
 from attnsweep.tools import compile as compile_tool
-from attnsweep.tools import target
+from attnsweep.tools import judge, target
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 
@@ -53,12 +53,19 @@ def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(place, "compiler_for", compiler_for)
     FakeCompiler.made.clear()
     FakeCompiler.errors.clear()
+    FakeCompiler.hangs = False
+
+
+def use_gpu(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
+    """Have commands run on this GPU."""
+    for place in (session, target, live, judge):
+        patch.setattr(place, "Worker", gpu)
+    for place in (start, compile_tool):
+        patch.setattr(place, "installed_arch", lambda: gpu.installed)
 
 
 def use(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
     """Have commands run on this GPU, and compile nothing."""
-    for place in (session, target, live):
-        patch.setattr(place, "Worker", gpu)
-    patch.setattr(start, "installed_arch", lambda: gpu.installed)
+    use_gpu(patch, gpu)
     use_fake_compiler(patch)
     return gpu

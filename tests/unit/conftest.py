@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+import stat
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.files import shipped
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family import discover as discovering
+from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
 from attnsweep.serve import evaluate, export
@@ -82,12 +84,13 @@ def made_once():
 def disk(monkeypatch):
     """A disk that takes no time, as no test loses power. fails: the errno of each sync.
 
-    at: what happens at the n-th one.
+    at: what happens at the n-th one. folder: whether the last one was of a folder.
     """
-    disk = SimpleNamespace(fails=None, at={}, synced=0)
+    disk = SimpleNamespace(fails=None, at={}, synced=0, folder=False)
 
     def sync(fd):
         disk.synced += 1
+        disk.folder = stat.S_ISDIR(os.fstat(fd).st_mode)
         disk.at.get(disk.synced, lambda: None)()
         if disk.fails is not None:
             raise OSError(disk.fails, os.strerror(disk.fails))
@@ -194,6 +197,12 @@ def lookahead(monkeypatch):
             monkeypatch.setattr(candidates, name, count)
 
     return set_
+
+
+@pytest.fixture
+def rules_may_take(monkeypatch):
+    """Sets how many seconds a rule may take."""
+    return partial(monkeypatch.setattr, time_limit, "LIMIT_S")
 
 
 @pytest.fixture

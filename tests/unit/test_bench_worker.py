@@ -28,6 +28,7 @@ def worker():
         yield worker
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(
     ("method", "status", "words"),
     [

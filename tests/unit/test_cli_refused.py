@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,12 @@ FAULT = "attnsweep has a fault: {}\n  report it"
 MEMORY = "Unable to allocate 3.5 TiB for an array"
 
 
+@pytest.fixture
+def comparing(monkeypatch):
+    """Sets how runs are compared."""
+    return partial(monkeypatch.setattr, recordings, "compare")
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
@@ -163,11 +170,11 @@ MEMORY = "Unable to allocate 3.5 TiB for an array"
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
 )  # fmt: skip
-def test_a_fault_of_ours_is_no_verdict(attnsweep, monkeypatch, fault, code, said):
+def test_a_fault_of_ours_is_no_verdict(attnsweep, comparing, fault, code, said):
     def compare(*_, **__):
         raise fault
 
-    monkeypatch.setattr(recordings, "compare", compare)
+    comparing(compare)
     done = attnsweep("check", "--recorded", RUN, RUN, width=1000)
     assert (done.returncode, done.stdout) == (code, "")
     traceback = done.stderr.startswith("Traceback (most recent call last)")
@@ -175,11 +182,11 @@ def test_a_fault_of_ours_is_no_verdict(attnsweep, monkeypatch, fault, code, said
     assert f"error: {said}" in done.stderr
 
 
-def test_an_endless_recursion_is_shown_in_part(attnsweep, monkeypatch):
+def test_an_endless_recursion_is_shown_in_part(attnsweep, comparing):
     def compare(*options, **__):
         return compare(*options)
 
-    monkeypatch.setattr(recordings, "compare", compare)
+    comparing(compare)
     done = attnsweep("check", "--recorded", RUN, RUN)
     assert done.returncode == 70
     assert "error: attnsweep has a fault: RecursionError" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from types import ModuleType
 
@@ -61,30 +60,31 @@ def test_the_new_content_takes_the_place_of_the_old_and_leaves_nothing_else(path
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, step, error):
-    def fail(*_):
+def test_a_failure_leaves_the_old_file_and_nothing_else(path, disk, error):
+    def fail():
         raise error
 
-    monkeypatch.setattr(*((files.os, step) if step == "fsync" else (files.Path, step)), fail)
+    disk.at[1] = fail
     with pytest.raises(error):
         write_file(path, b"new", durable=True)
     assert path.read_bytes() == b"old"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_durable_means_the_content_before_the_rename_and_then_the_folder(path, monkeypatch):
-    fsync, seen = os.fsync, []
+def test_a_new_file_whose_name_cannot_be_taken_is_removed(path):
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_file(path, b"new", durable=True)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
-    def told(handle):
-        folder = stat.S_ISDIR(os.fstat(handle).st_mode)
-        seen.append(("folder" if folder else "content", path.read_bytes()))
-        fsync(handle)
 
-    monkeypatch.setattr(files.os, "fsync", told)
+def test_durable_means_the_content_before_the_rename_and_then_the_folder(path, disk):
+    seen = []
+    disk.at = dict.fromkeys((1, 2, 3), lambda: seen.append((disk.folder, path.read_bytes())))
     write_file(path, b"new", durable=True)
-    assert seen == [("content", b"old"), ("folder", b"new")]
+    assert seen == [(False, b"old"), (True, b"new")]
     write_file(path, b"newer")
     assert len(seen) == 2
 

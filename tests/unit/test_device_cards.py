@@ -115,7 +115,7 @@ def test_a_driver_that_fails_is_no_gpu(nvml, monkeypatch):
     def fail():
         raise Error("driver not loaded")
 
-    monkeypatch.setattr(nvml, "nvmlInit", fail)
+    nvml.nvmlInit = fail
     with pytest.raises(NoGpuError, match="driver not loaded"):
         installed()
     monkeypatch.setitem(sys.modules, "pynvml", None)

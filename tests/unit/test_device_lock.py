@@ -141,9 +141,13 @@ measure: {rounds: 4}
 
 
 @pytest.fixture
-def go(tmp_path, monkeypatch):
-    gpu = FakeGpu({"THREADS=32": 1.0}, environment=TEST_GPU.model_copy(update={"uuid": UUID}))
-    use(monkeypatch, gpu)
+def gpu(monkeypatch):
+    environment = TEST_GPU.model_copy(update={"uuid": UUID})
+    return use(monkeypatch, FakeGpu({"THREADS=32": 1.0}, environment=environment))
+
+
+@pytest.fixture
+def go(tmp_path, gpu):
     path = tmp_path / "test.yaml"
     path.write_text(SPEC)
     kernels = discover()
@@ -175,20 +179,19 @@ def test_a_run_that_waits_is_told_for_whom(go, other):
     assert notes[0].startswith("waiting for NVIDIA Test 1, in use by process")
 
 
-def test_the_card_is_held_while_a_run_measures_and_no_longer(go, monkeypatch):
-    seen = []
-    trial = FakeGpu.trial
+def test_the_card_is_held_while_a_run_measures_and_no_longer(go, gpu):
+    seen, first_times = [], gpu.first_times
 
-    def look(self, candidate):
+    def look(candidate):
         code = f"from attnsweep.device.lock import held\nwith held({UUID!r}, 'card'): pass"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         seen.append("BusyError" in done.stderr)
-        return trial(self, candidate)
+        return first_times(candidate) if candidate else None
 
-    monkeypatch.setattr(FakeGpu, "trial", look)
+    gpu.first_times = look
     go()
     assert seen == [True]
-    look(FakeGpu({"THREADS=32": 1.0}), type("C", (), {"config": {"THREADS": 32}}))
+    look(None)
     assert seen == [True, False]
 
 

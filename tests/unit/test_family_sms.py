@@ -24,7 +24,7 @@ from attnsweep.reports.explain import explain
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools.inspect import _config
 
@@ -176,8 +176,7 @@ TEMPLATE = 'extern "C" __global__ void turns(void* q, void* k, void* v, void* o)
 def go(tmp_path, monkeypatch):
     def run(sms, early=None, value=SMS):
         gpu = Turns(environment=TEST_GPU.model_copy(update={"sm_count": sms}))
-        use(monkeypatch, gpu)
-        monkeypatch.setattr(start, "installed_arch", lambda: early)
+        use(monkeypatch, gpu).installed = early
         path = tmp_path / "turns.yaml"
         path.write_text(SPEC.replace("sms", str(value)))
         (tmp_path / "ab_test.py").write_text(DECLARATION)
@@ -236,9 +235,8 @@ def test_nvml_tells_the_sms_of_the_card(monkeypatch):
 @pytest.mark.parametrize(
     ("here", "sms"), [(replace(HOPPER, sm_count=114), 114), (ARCHS["sm_80"], 132), (None, 132)]
 )
-def test_a_dry_run_plans_for_the_card_that_a_run_would_have(monkeypatch, here, sms):
-    spec = load_spec(Path("h100"))
-    monkeypatch.setattr(compile_tool, "installed_arch", lambda: here)
+def test_a_dry_run_plans_for_the_card_that_a_run_would_have(gpu, here, sms):
+    spec, gpu.installed = load_spec(Path("h100")), here
     assert compile_tool.target_arch(spec, None) == replace(HOPPER, sm_count=sms)
     assert compile_tool.target_arch(spec, "sm_90a") == HOPPER
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -18,7 +17,7 @@ MB = 1_000_000
 
 @pytest.fixture
 def pictures(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     import pictures
 
     return pictures

@@ -167,20 +167,20 @@ def test_what_is_causal_says_alone_is_an_ordinary_call(tmp_path, driver, case):
 
 
 # ---- what is scanned, and when ----
-def test_a_window_is_scanned_once_in_a_stream(operator, kernel, monkeypatch):
+def test_a_window_is_scanned_once_in_a_stream(operator, kernel):
     tensors_, scans = given_of(), []
     for stream, capture in ((1, 0), (1, 0), (1, 5), (1, 5), (1, 6), (1, None), (1, None)):
-        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
-        monkeypatch.setattr(operator._masks, "_capture_of", lambda _, n=capture: n)
+        operator.stream = lambda _, stream=stream: stream
+        operator._masks._capture_of = lambda _, n=capture: n
         assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
         scans.append(kernel.scans)
     assert scans == [1, 1, 2, 2, 3, 4, 5]
 
 
-def test_each_stream_has_its_own_list(operator, kernel, monkeypatch):
+def test_each_stream_has_its_own_list(operator, kernel):
     tensors_ = given_of()
     for stream in (1, 2, 1):
-        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
+        operator.stream = lambda _, stream=stream: stream
         assert right(operator.attention(*tensors_, window=(9, 0)), tensors_, window=(9, 0))
     assert kernel.scans == 3
 

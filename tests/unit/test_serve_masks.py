@@ -244,20 +244,20 @@ def test_under_inference_mode_nothing_is_kept(operator, kernel):
     assert kernel.scans == 2
 
 
-def test_each_stream_scans_for_itself(operator, kernel, monkeypatch):
+def test_each_stream_scans_for_itself(operator, kernel):
     given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
     for stream in (1, 2, 1):
-        monkeypatch.setattr(operator, "stream", lambda _, stream=stream: stream)
+        operator.stream = lambda _, stream=stream: stream
         assert same(operator, given, mask)
     assert kernel.scans == 3
 
 
-def test_a_capture_scans_what_it_replays(operator, kernel, monkeypatch):
+def test_a_capture_scans_what_it_replays(operator, kernel):
     """Twice in a capture one scan; none from before it, of another one, or where none is known."""
     given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
     scans = []
     for capture in (0, 7, 7, 8, 0, None, None):
-        monkeypatch.setattr(operator._masks, "_capture_of", lambda _, n=capture: n)
+        operator._masks._capture_of = lambda _, n=capture: n
         assert same(operator, given, mask)
         scans.append(kernel.scans)
     assert scans == [1, 2, 2, 3, 4, 5, 6]

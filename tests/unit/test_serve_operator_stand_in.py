@@ -28,11 +28,21 @@ def properties(key):
 
 
 @pytest.fixture
-def on(monkeypatch, tmp_path, driver):
+def has(monkeypatch):
+    """Has PyTorch tell of a GPU of this key."""
+
+    def set_(key):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(key))
+
+    return set_
+
+
+@pytest.fixture
+def on(has, tmp_path, driver):
     """Makes an operator on a GPU, of a table with an H100 that has these winners."""
 
     def made(key, *winners, own=()):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(key))
+        has(key)
         known = table(tmp_path, *(winners or (winner(ASKED),)))
         if own:
             of_own = replace(table(tmp_path, *own).gpus[H100], key=key, names=("own",))
@@ -140,10 +150,10 @@ def test_compiled_calls_are_served(on):
     assert operator.counters() == {"kernel": 1}
 
 
-def test_an_exported_package_has_the_rule(monkeypatch, tmp_path, driver):
+def test_an_exported_package_has_the_rule(has, tmp_path, driver):
     """Its runtime is a copy, and its table has the format that it always had."""
     module = imported(tmp_path, "stands_in", driver, winner(ASKED))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(H200))
+    has(H200)
     module._operator.planner.gpus.clear()
     q, k, v = tensors()
     with module.enable():

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 from fake_gpu import RIGHT, FakeGpu
 from samples import H200
+from sweeping import use
 
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
@@ -15,7 +16,6 @@ from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import arch_named, bounds
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Status
-from attnsweep.tools import judge as tool
 from attnsweep.tools.judge import judge, name_of
 
 PROBLEM = Problem(4, 32, 32, 4096, 4096, 128, "bf16")
@@ -30,8 +30,7 @@ def card(monkeypatch):
     """A GPU on which the callable takes twice the bound, and is faster than both baselines."""
     us = {"mine:f": 2.0, "torch_flash": 3.0, "torch_cudnn": 2.5}
     card = FakeGpu({name: times * BOUND_US for name, times in us.items()}, environment=H200)
-    monkeypatch.setattr(tool, "Worker", card)
-    return card
+    return use(monkeypatch, card)
 
 
 def of(card, **how):
@@ -95,13 +94,13 @@ def test_what_cannot_be_imported_is_an_error_and_no_verdict(card):
         judge("mine f", PROBLEM)
 
 
-def test_noise_and_a_problem_that_cannot_be_opened_confirm_nothing(card, monkeypatch):
+def test_noise_and_a_problem_that_cannot_be_opened_confirm_nothing(card):
     times, steady = iter([2.0, 3.0] * 100), card.sample
 
     def sample(name, kind):
         return next(times) * BOUND_US if name == "mine:f" else steady(name, kind)
 
-    monkeypatch.setattr(card, "sample", sample)
+    card.sample = sample
     noisy = of(card)
     assert (noisy.verdict, noisy.exit_code) == ("unconfirmed", 4)
     card.faults["open", PROBLEM.label] = WorkerError(Status.LAUNCH_ERROR, "out of memory")

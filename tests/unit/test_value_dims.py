@@ -240,7 +240,7 @@ def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monke
         slow = 100 * ("BLOCK_N=64" in name) + 50 * ("MAXIMA=2" in name)
         return {"torch_cudnn": 70.0, "torch_flash": 90.0}.get(name, 50.0 + slow)
 
-    monkeypatch.setattr(gpu, "time_us", time_us)
+    gpu.time_us = time_us
     gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
     shape = "1,16,2048,192/128 bf16 causal"
     done = attnsweep("tune", *shape.split())
