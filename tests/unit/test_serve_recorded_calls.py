@@ -35,7 +35,6 @@ from attnsweep.serve.recorder.log import Log
 from attnsweep.specs.load import load_spec, spec_of
 from attnsweep.specs.starter import Target
 from attnsweep.specs.yaml_file import Document
-from attnsweep.tools import target
 
 FAMILIES = discover()
 HOPPER = Target(ARCHS["sm_90a"])
@@ -364,11 +363,8 @@ CALLS = (
 )
 
 
-def test_without_a_gpu_the_command_with_an_architecture_is_said(tmp_path, monkeypatch):
-    def here(families):
-        raise NoGpuError("no NVIDIA driver")
-
-    monkeypatch.setattr(target, "here", here)
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_command_with_an_architecture_is_said(tmp_path):
     out = tmp_path / "model.yaml"
     done = shapes(out, *python("raise SystemExit('it ran')"))
     assert isinstance(done.exception, NoGpuError)

@@ -138,11 +138,21 @@ def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_pa
 SEARCHED = MANY.replace("{strategy: tpe, candidates: 6, seed: 4}", "{strategy: gp}")
 
 
+@pytest.fixture
+def stops(monkeypatch):
+    """Sets after how few candidates a search may stop: stops(LEAST=2, PATIENCE=1)."""
+
+    def set_(**when):
+        for name, value in when.items():
+            monkeypatch.setattr(gp, name, value)
+
+    return set_
+
+
 def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
-    go, model, gpu, monkeypatch, tmp_path
+    go, model, gpu, stops, tmp_path
 ):
-    for name, value in {"FEW": 2, "LEAST": 2, "PATIENCE": 1, "EXPECTED": 0.1}.items():
-        monkeypatch.setattr(gp, name, value)
+    stops(FEW=2, LEAST=2, PATIENCE=1, EXPECTED=0.1)
     gpu.sample, notes = lambda name, kind: 20.0, Notes()
     outcome = go(SEARCHED, observer=notes)
     tried = len(model.tried)
@@ -157,13 +167,13 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
     assert left in (outcome.run.directory / "ranking.md").read_text()
 
     # A replay takes what is recorded, wherever a search would stop today.
-    monkeypatch.setattr(gp, "LEAST", 1)
+    stops(LEAST=1)
     recording = f"name: again\ndevice: replay\nrecording: {outcome.run.directory}\n"
     again = go(recording + SEARCHED).run.trials
     assert {t.key for t in again} == {t.key for t in outcome.run.trials}
     assert all(row.recorded for row in again)
 
-    monkeypatch.setattr(gp, "LEAST", 2)
+    stops(LEAST=2)
     model.tried.clear()
     go(SEARCHED)
     assert model.tried == []

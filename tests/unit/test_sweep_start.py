@@ -10,8 +10,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from fake_gpu import FakeGpu
 from fleets import LABELS, SPEC, is_whole, swept
 from samples import TEST_GPU
+from sweeping import use_gpu
 
 from attnsweep.compile.candidate import Build
 from attnsweep.core.hardware import arch_on
@@ -19,7 +21,6 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import Shard
 from attnsweep.sweep import cards as sweep_cards
-from attnsweep.sweep import start
 from attnsweep.sweep.messages import start_child
 
 pytestmark = pytest.mark.usefixtures("cards")
@@ -109,7 +110,9 @@ def test_what_the_first_problems_need_compiles_first(go, cards, monkeypatch):
         submit(build)
 
     monkeypatch.setattr(Build, "submit", told)
-    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
+    gpu = FakeGpu()
+    gpu.installed = arch_on(TEST_GPU)
+    use_gpu(monkeypatch, gpu)
     go()
     assert submitted[:6] == [LABELS[2], LABELS[3]] * 3
 
