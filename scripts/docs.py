@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,21 @@ def cli() -> str:
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
     text = re.sub(r"\* `--help`: .*\n", "", text)
     text = text.replace("**Options**:\n\n\n", "")
-    return NOTE + re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
+    text = re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
+    # What three commands or more take is said once, before them.
+    counts = Counter(re.findall(r"^\* `-.*\n", text, re.MULTILINE))
+    shared = {line: line.split("`")[1].split(" ")[0] for line in counts if counts[line] >= 3}
+
+    def own(found: re.Match[str]) -> str:
+        lines = found[0].splitlines(keepends=True)
+        also = ", ".join(f"`{shared[line]}`" for line in lines if line in shared)
+        return "".join(line for line in lines if line not in shared) + (
+            also and f"* Also {also}.\n"
+        )
+
+    text = re.sub(r"(?:^\* `-.*\n)+", own, text, flags=re.MULTILINE)
+    first, rest = text.split("\n## ", 1)
+    return f"{NOTE}{first}\n**Of several commands**:\n\n{''.join(shared)}\n## {rest}"
 
 
 def with_blocks(page: str, blocks: dict[str, str]) -> str:
@@ -121,8 +136,9 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     if not found["of"]:
         return ""
     every = found["of"]
+    least = {False: 0.75, True: 1}  # of a kernel, of a baseline
     found["of"] = [
-        each for each in every if not each["baseline"] or max(each["shares"].values()) > 1
+        each for each in every if max(each["shares"].values()) > least[bool(each["baseline"])]
     ]
     found |= {"rows": sum(each["rows"] for each in every), "within": len(every) - len(found["of"])}
     text = ENV.get_template("accuracy.md").render(found=found, table=accuracy.markdown(found))
