@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import product
@@ -51,6 +51,11 @@ def _rows(problem: Problem, seed: int) -> Rows:
 @lru_cache(maxsize=256)
 def same_maths(case: Case) -> Same:
     """The largest errors of the rounded maths in some rows of some draws, of each output."""
+    return [*each_draw(case)][-1]
+
+
+def each_draw(case: Case) -> Iterator[Same]:
+    """Errors as of `same_maths` after each draw of inputs: none falls, and the last are its own."""
     whole = case.problem
     few = replace(case, problem=replace(whole, batch=1, heads=1, heads_kv=1))
     if whole.heads > whole.heads_kv:  # sums over query heads
@@ -72,7 +77,7 @@ def same_maths(case: Case) -> Same:
             one = replace(one, gain=_BY_CHANCE * gain)
             pairs = ((getattr(one, f.name), getattr(found[name], f.name)) for f in fields(one))
             found[name] = Measures(*map(max, pairs))
-    return found
+        yield dict(found)
 
 
 def limits(case: Case, same: Same) -> dict[str, Measures]:
