@@ -295,7 +295,7 @@ def pack(directory: Path) -> int:
         return (directory / PACKED).stat().st_size
     trials, _ = read_trials(trials_of(directory))
     rows = b"".join(row_bytes(trial.with_(fingerprint=None)) for trial in trials)
-    data = lzma.compress(rows, preset=9 | lzma.PRESET_EXTREME)  # two thirds of gzip's bytes
+    data = lzma.compress(rows, preset=7 | lzma.PRESET_EXTREME)  # two thirds of gzip's bytes
     try:
         write_file(directory / PACKED, data, durable=True)
         for name in (TRIALS, _OLD_PACKED, *DERIVED):
