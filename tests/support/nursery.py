@@ -108,6 +108,9 @@ def _path() -> str:
 def serve(asked: socket.socket) -> None:
     """Fork when asked to, and tell how each child ends, until nobody asks any more."""
     import fake_child
+    import numpy.ma  # noqa: F401  a median needs it
+
+    from attnsweep.family import hopper  # noqa: F401  as declarations do
 
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
