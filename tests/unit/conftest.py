@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,6 @@ from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.files import shipped
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family import discover as discovering
-from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
 from attnsweep.serve import evaluate, export
@@ -200,16 +199,20 @@ def lookahead(monkeypatch):
 
 
 @pytest.fixture
-def rules_may_take(monkeypatch):
-    """Sets how many seconds a rule may take."""
-    return partial(monkeypatch.setattr, time_limit, "LIMIT_S")
+def patience(monkeypatch):
+    """Sets how many seconds something waits: patience(dask_cluster, COMING_S=1.0)."""
+
+    def set_(module, **seconds):
+        for name, value in seconds.items():
+            monkeypatch.setattr(module, name, value)
+
+    return set_
 
 
 @pytest.fixture
-def every_step(monkeypatch):
+def every_step(patience):
     """Progress leaves no line out, however soon it comes."""
-    for name in ("_JSON_INTERVAL_S", "_PLAIN_INTERVAL_S"):
-        monkeypatch.setattr(progress, name, -1.0)
+    patience(progress, _JSON_INTERVAL_S=-1.0, _PLAIN_INTERVAL_S=-1.0)
 
 
 @pytest.fixture

@@ -407,22 +407,16 @@ def test_a_known_plan_that_another_thread_found_damaged(operator, known):
     assert operator.counters() == {"damaged": 3}
 
 
-def test_without_pytorchs_guards_every_call_is_planned(operator, planned, monkeypatch):
-    monkeypatch.setattr(call_cache, "_Guards", None)
+def refuse(*_, **options):
+    raise TypeError
+
+
+@pytest.mark.parametrize("guards", [None, refuse], ids=["none", "refuse"])
+def test_without_pytorchs_guards_every_call_is_planned(operator, planned, monkeypatch, guards):
+    monkeypatch.setattr(call_cache, "_Guards", guards)
     given = tensors()
     for _ in range(4):
         assert close(operator.attention(*given), F.scaled_dot_product_attention(*given))
-    assert (len(planned), operator.counters()) == (4, {"kernel": 4})
-
-
-def test_guards_that_refuse_what_they_are_given(operator, planned, monkeypatch):
-    def refuse(*_, **options):
-        raise TypeError
-
-    monkeypatch.setattr(call_cache, "_Guards", refuse)
-    given = tensors()
-    for _ in range(4):
-        operator.attention(*given)
     assert (len(planned), operator.counters()) == (4, {"kernel": 4})
 
 

@@ -44,19 +44,15 @@ LATE = pytest.mark.nightly(push=2, of="workers that come late")
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch):
+def cards(tmp_path, monkeypatch, patience):
     """Fake cards, whose number is their worker's CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
-    quick = (
-        (dask_cluster, "_LOOK_S", 0.1),
-        (dask_worker, "ALIVE_S", 0.5),
-        (sweep_cards, "_END_S", 1.0),
-    )
-    for module, name, seconds in quick:
-        monkeypatch.setattr(module, name, seconds)
+    patience(dask_cluster, _LOOK_S=0.1)
+    patience(dask_worker, ALIVE_S=0.5)
+    patience(sweep_cards, _END_S=1.0)
     return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.02)
 
 
@@ -235,10 +231,10 @@ def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
-    go, cards, workers, monkeypatch, tmp_path, ends
+    go, cards, workers, patience, tmp_path, ends
 ):
     """The other run may be of an asker that was killed, and its worker free within a minute."""
-    monkeypatch.setattr(dask_cluster, "_IN_USE_S", 60.0 if ends else 0.5)
+    patience(dask_cluster, _IN_USE_S=60.0 if ends else 0.5)
     cards.facts["all"]["together"] = 1
     cards.on(1, holds=1)
     over, waits = tmp_path / "over", "worker card0: it works for another run, perhaps"
@@ -284,8 +280,8 @@ def test_other_shipped_kernels_are_left_out(go, workers, monkeypatch):
     assert heard.about("the kernels of its attnsweep are not those of the asker")
 
 
-def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_workers, monkeypatch):
-    monkeypatch.setattr(dask_cluster, "COMING_S", 1.0)
+def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_workers, patience):
+    patience(dask_cluster, COMING_S=1.0)
     said = []
     with dask_cluster.connected(own_workers.scheduler_address) as client:
         assert [card.uuid for card in dask_cluster.cards_of(client, said.append)] == [
@@ -304,8 +300,8 @@ def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_worker
     assert "--resources GPU=1" in waits
 
 
-def test_no_scheduler_is_an_error(monkeypatch):
-    monkeypatch.setattr(dask_cluster, "CONNECT_S", 0.5)
+def test_no_scheduler_is_an_error(patience):
+    patience(dask_cluster, CONNECT_S=0.5)
     with (
         pytest.raises(NoGpuError, match="no scheduler answers"),
         dask_cluster.connected("tcp://127.0.0.1:9"),
@@ -346,8 +342,8 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
 
 
 @LOST
-def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, monkeypatch):
-    monkeypatch.setattr(sweep_cards, "AWAY_S", 1.0)
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, patience):
+    patience(sweep_cards, AWAY_S=1.0)
     cards.facts["all"]["holds"] = 3
     outcome, _ = go(own_workers, after=6, do=lambda: own_workers.sync(own_workers.scheduler.close))
     assert outcome.no_card

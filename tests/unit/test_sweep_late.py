@@ -36,12 +36,12 @@ def again(card, times=1):
 
 
 @pytest.fixture
-def go(tmp_path, cards, monkeypatch):
+def go(tmp_path, cards, patience):
     """Runs a sweep that begins on card 0. present: takes the number of trials so far, and tells the
     cards that are there, or None. until: when cards go on that hold a candidate. A child that dies
     has left with its worker.
     """
-    monkeypatch.setattr(sweep_cards, "_LOOK_S", 0.02)
+    patience(sweep_cards, _LOOK_S=0.02)
     start = cards.start_child
 
     def start_child(card, deliver):
@@ -82,9 +82,9 @@ def go(tmp_path, cards, monkeypatch):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def impatient(patience):
     """A run that soon believes that a card is gone for good."""
-    monkeypatch.setattr(sweep_cards, "AWAY_S", 0.5)
+    patience(sweep_cards, AWAY_S=0.5)
 
 
 def about(heard, words):

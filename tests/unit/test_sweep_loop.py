@@ -24,6 +24,7 @@ from attnsweep.core.files import read_code
 from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
+from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
 from attnsweep.specs.plan import Shard
 from attnsweep.store.run import pack, read_trials
@@ -431,9 +432,9 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
     assert again.texts == []
 
 
-def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, rules_may_take):
+def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, patience):
     """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
-    rules_may_take(0.2)
+    patience(time_limit, LIMIT_S=0.2)
     gpu.installed = arch_on(TEST_GPU)
     kernels = deepcopy(discover())
     naive = kernels["naive"]

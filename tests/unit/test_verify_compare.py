@@ -99,7 +99,9 @@ def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_make
     fixture, monkeypatch
 ):
     def scale_of_rounding(case, seed, rounds_scores):
-        return -3e-4 * rounds_scores
+        return off * rounds_scores
+
+    off = -3e-4
 
     monkeypatch.setattr(limits, "scale_of_rounding", scale_of_rounding)
     for scale, rounds_scores, share in ((4e-4, 1, 0.5), (6e-4, 2, 0.0), (-1e-4, 0, 0.5)):
@@ -108,10 +110,9 @@ def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_make
     with pytest.raises(WrongResult, match=r"scale is off by 3\.00e-04"):
         fixture.accuracy(Errors([finding(scale=0.0)], {}), 1)
     # The timed problem has no other scale to compare with, and is too large to compute it.
-    monkeypatch.setattr(limits, "scale_of_rounding", lambda case, seed, often: 1 / (1 - often))
+    off = 1.0
     timed = finding(scale=0.0) | {"tilt_norm": 0.0}
-    with pytest.raises(WrongResult, match="scale"):  # 1: it was asked for none
-        fixture.accuracy(Errors([timed], {}), 1)
+    assert fixture.accuracy(Errors([timed], {}), 1).shares["scale"] == 0
 
 
 def test_of_several_the_error_of_a_row_is_named(fixture):
