@@ -102,6 +102,7 @@ def cli() -> str:
     # Its list of commands is cut off, and each has a heading.
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
     text = re.sub(r"\* `--help`: .*\n", "", text)
+    text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", text)  # arguments are listed
     text = text.replace("**Options**:\n\n\n", "")
     text = re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
     # What three commands or more take is said once, before them.
