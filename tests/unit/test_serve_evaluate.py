@@ -136,6 +136,7 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
         assert f"{label.replace(' bf16 ', ', bf16 ')}, {100 * (1 / gain - 1):.1f} %" in page
 
 
+@pytest.mark.nightly(push=1)
 def test_the_specs_vary_what_decides_a_time(planned):
     if planned is plan_of("between_short"):
         pytest.skip("a supplement")

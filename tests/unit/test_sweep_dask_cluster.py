@@ -39,8 +39,8 @@ FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
 LEFT = "its worker left the cluster"
 # tests/unit/test_sweep_fleet.py and test_sweep_late.py have each of these without Dask.
-LOST = pytest.mark.nightly(push=3, of="what is lost on a cluster")
-LATE = pytest.mark.nightly(push=2, of="workers that come late")
+LOST = pytest.mark.nightly(push=2, of="what is lost on a cluster")
+LATE = pytest.mark.nightly(push=1, of="workers that come late")
 
 
 @pytest.fixture
