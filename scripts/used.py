@@ -29,7 +29,13 @@ JUDGES = {
     "held_out": (),
     "held_out_later": (),
     "held_out_later, by held_out too": ("held_out",),
-    "held_out_decode, by decode too": ("decode",),
+    "held_out_decode, by decode_models too": ("decode", "decode_models"),
+    "held_out_decode_later, by decode_models too": ("decode", "decode_models"),
+    "held_out_dims, by head_dims too": ("head_dims",),
+    "held_out_value_dims, by value_dims too": ("value_dims",),
+    "held_out_backward, by backward, its dims and short too": (
+        *("backward", "backward_dims", "backward_short"),
+    ),
 }
 """What judges a package of TUNED, and of more runs."""
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
