@@ -2,6 +2,7 @@
 
 The plan is built once, and its workspace allocated, before any call; a call only executes it, so
 that it can be captured. Its FP8 takes the same bytes and scales as our kernels.
+`cudnn_deterministic` is its backward by the algorithm that gives the same bits in each call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way
-from attnsweep.core.problem import Problem
+from attnsweep.baselines.torch_sdpa import rows_of_heads
+from attnsweep.core.problem import BACKWARD, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -26,6 +28,9 @@ _Q, _K, _V, _O = 1, 2, 3, 4
 _SCALES = {"descale_q": 5, "descale_k": 6, "descale_v": 7}
 _SCALES |= {"descale_s": 8, "scale_s": 9, "scale_o": 10}
 _AMAX = (11, 12)
+# In a backward: the log-sum-exp, dO, and the gradients by their names.
+_STATS, _DO = 13, 14
+_GRADIENTS = {"dq": 15, "dk": 16, "dv": 17}
 # Probabilities times this are rounded to e4m3, whose largest number is 448.
 _P_SCALE = 256.0
 
@@ -50,10 +55,12 @@ def build(
     made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
     out, _ = made.graph.sdpa(
         **made.options(),
+        generate_stats=False,
         diagonal_band_right_bound=problem.mask.right,
         **_left_bound(problem),
     )
-    made.plan(out, made.io)
+    made.write(out, "o", _O, made.io)
+    made.plan()
     shape, own, execute = made.shape, made.strides, made.execute
 
     def forward(q: Any, k: Any, v: Any) -> Any:
@@ -62,7 +69,49 @@ def build(
         return out
 
     weakref.finalize(forward, cudnn.destroy_handle, made.handle)
-    return forward, None if layout == "bhsd" else _in_layout
+    return forward, None if layout == "bhsd" else rows_of_heads
+
+
+def build_backward(
+    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, *, deterministic: bool
+) -> Way:
+    """A call of a backward problem: dq, dk and dv from q, k, v, o, lse and do.
+
+    All that they take is in the call. Raises what cuDNN raises if none of its engines does the
+    problem.
+    """
+    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
+    made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
+    batch, heads, rows = problem.shape_of("lse")
+    outs = made.graph.sdpa_backward(
+        **made.options(),
+        o=made.tensor("o", _O),
+        dO=made.tensor("do", _DO),
+        stats=made.graph.tensor(
+            name="stats",
+            dim=[batch, heads, rows, 1],
+            stride=[heads * rows, rows, 1, 1],
+            data_type=cudnn.data_type.FLOAT,
+            uid=_STATS,
+        ),
+        diagonal_band_right_bound=problem.mask.right,
+        **_left_bound(problem),
+        use_deterministic_algorithm=deterministic,
+    )
+    for out, (name, uid) in zip(outs, _GRADIENTS.items(), strict=True):
+        made.write(out, name, uid, made.io)
+    made.plan()
+    shapes = [problem.shape_of(name) for name in _GRADIENTS]
+    own, execute = [(shape, strides(shape, layout)) for shape in shapes], made.execute
+
+    def backward(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+        grads = tuple(torch.empty_strided(*of, dtype=q.dtype, device=q.device) for of in own)
+        given = {_Q: q, _K: k, _V: v, _O: o, _STATS: lse.unsqueeze(-1), _DO: do}
+        execute(given | dict(zip(_GRADIENTS.values(), grads, strict=True)))
+        return grads
+
+    weakref.finalize(backward, cudnn.destroy_handle, made.handle)
+    return Way(backward, None if layout == "bhsd" else rows_of_heads)
 
 
 def build_fp8(
@@ -82,12 +131,13 @@ def build_fp8(
         for name, uid in _SCALES.items()
     }
     out, _, *largest = made.graph.sdpa_fp8(
-        **made.options(), **scales, right_bound=problem.mask.right
+        **made.options(), **scales, generate_stats=False, right_bound=problem.mask.right
     )
     for tensor, uid in zip(largest, _AMAX, strict=True):
         tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
         tensor.set_data_type(fp32)
-    made.plan(out, getattr(cudnn.data_type, output))
+    made.write(out, "o", _O, getattr(cudnn.data_type, output))
+    made.plan()
     shape, own, execute = made.shape, made.strides, made.execute
     narrow = output == "FP8_E4M3"
     dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
@@ -101,7 +151,7 @@ def build_fp8(
         # One scale of each tensor: those of all heads are equal.
         descales = [scale.reshape(-1)[:1].reshape(1, 1, 1, 1).contiguous() for scale in given]
         of_out = 1.0 / descales[2] if narrow else scalar(1.0)
-        tensors = (q, k, v) if layout == "bhsd" else _in_layout(q, k, v)
+        tensors = (q, k, v) if layout == "bhsd" else rows_of_heads(q, k, v)
         return (*tensors, *descales, scalar(1 / _P_SCALE), scalar(_P_SCALE), of_out)
 
     def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
@@ -121,11 +171,6 @@ def _left_bound(problem: Problem) -> dict[str, int]:
     """cuDNN's option of a window, which counts the key on the diagonal too."""
     left = problem.mask.left
     return {} if left is None else {"diagonal_band_left_bound": left + 1}
-
-
-def _in_layout(*inputs: Any) -> tuple[Any, ...]:
-    """Tensors (batch, heads, seqlen, head_dim) that lie as (batch, seqlen, heads, head_dim)."""
-    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
 
 
 class _Graph:
@@ -149,22 +194,20 @@ class _Graph:
         )
 
     def options(self) -> dict[str, Any]:
-        """Arguments of sdpa and of sdpa_fp8."""
+        """Arguments of sdpa, of sdpa_fp8 and of sdpa_backward."""
         problem, alignment = self._problem, self._cudnn.diagonal_alignment
         # The last query sees the last key.
         last = problem.seqlen_q != problem.seqlen_k and not problem.mask.top_left
         return {
             "name": "sdpa",
-            **{
-                name: self._tensor(name, uid) for name, uid in zip("qkv", (_Q, _K, _V), strict=True)
-            },
+            **{name: self.tensor(name, uid) for name, uid in zip("qkv", (_Q, _K, _V), strict=True)},
             "attn_scale": problem.scale,
-            "generate_stats": False,
             "diagonal_alignment": alignment.BOTTOM_RIGHT if last else alignment.TOP_LEFT,
             "compute_data_type": self._cudnn.data_type.FLOAT,
         }
 
-    def _tensor(self, name: str, uid: int) -> Any:
+    def tensor(self, name: str, uid: int) -> Any:
+        """A tensor of the problem as an input, in the layout."""
         shape = self._problem.shape_of(name)
         return self.graph.tensor(
             name=name,
@@ -174,10 +217,14 @@ class _Graph:
             uid=uid,
         )
 
-    def plan(self, out: Any, kind: Any) -> None:
-        """Choose a plan for the graph, whose output is `out` in this type."""
-        out.set_uid(_O).set_output(True).set_dim(list(self.shape)).set_stride(list(self.strides))
-        out.set_data_type(kind)
+    def write(self, out: Any, name: str, uid: int, kind: Any) -> None:
+        """Let `out` be a tensor of the problem, in the layout and in this type."""
+        shape = self._problem.shape_of(name)
+        out.set_uid(uid).set_output(True).set_dim(list(shape))
+        out.set_stride(list(strides(shape, self._layout))).set_data_type(kind)
+
+    def plan(self) -> None:
+        """Choose a plan for the graph."""
         graph, modes = self.graph, self._cudnn.heur_mode
         graph.validate()
         graph.build_operation_graph()
@@ -215,7 +262,9 @@ def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Wa
     return ways
 
 
-def _cudnn(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+def _cudnn(
+    torch: Any, problem: Problem, session: CudaSession, *, deterministic: bool = False
+) -> list[Way]:
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as error:
@@ -223,12 +272,17 @@ def _cudnn(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
     if ours != theirs:
         raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
+    stream = session.stream.ptr
     if problem.scaled:
-        return cudnn_fp8(torch, cudnn, problem, session.stream.ptr)
+        return cudnn_fp8(torch, cudnn, problem, stream)
     ways, failed = [], []
     for layout in LAYOUTS:
         try:
-            ways.append(Way(*build(torch, cudnn, problem, session.stream.ptr, layout)))
+            given = torch, cudnn, problem, stream, layout
+            if problem.op == BACKWARD:
+                ways.append(build_backward(*given, deterministic=deterministic))
+            else:
+                ways.append(Way(*build(*given)))
         except Exception as error:  # cuDNN says here that no engine does this problem
             failed.append(error)
     if not ways:

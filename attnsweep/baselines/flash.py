@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
-from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths
-from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths, rows_of_heads
+from attnsweep.core.problem import BACKWARD, SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -67,6 +67,8 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+        if problem.op == BACKWARD:
+            return _gradients(torch, name, problem)
         there = [module for module in modules if importable(module)]
         if not there:
             raise NotInstalled(f"{name} is not installed")
@@ -148,6 +150,54 @@ def _in_sequences(module: str, problem: Problem, options: dict[str, Any], *, spa
 
     return Way(forward, packed_inputs, spare)
 
+
+def _gradients(torch: Any, name: str, problem: Problem) -> list[Way]:
+    """The backward that its autograd calls, on contiguous tensors, and as (b, s, heads, d)."""
+    modules, fix = _BACKWARD[name]
+    there = [module for module in modules if importable(module)]
+    if not there:
+        raise Unavailable(f"no {name} with a backward is installed: {fix}")
+    left, right = problem.mask.sides if problem.mask.kind == "window" else (None, None)
+    scale, causal = problem.scale, problem.causal
+
+    def by_3(module: str, lse: Any, do: Any, q: Any, k: Any, v: Any, o: Any) -> tuple[Any, ...]:
+        loaded(module)
+        made = tuple(torch.empty_like(x) for x in (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            *(do, q, k, v, o, lse, *made),
+            softmax_scale=scale,
+            is_causal=causal,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+        )
+        return made
+
+    def by_4(module: str, lse: Any, do: Any, q: Any, k: Any, v: Any, o: Any) -> tuple[Any, ...]:
+        window = {"window_size_left": left, "window_size_right": right}
+        call = loaded(module).interface._flash_attn_bwd
+        return tuple(call(q, k, v, o, do, lse, scale, causal, **window)[:3])
+
+    def way(module: str, convert: Callable[..., Any] | None) -> Way:
+        call = by_3 if name == "flash_attn_3" else by_4
+
+        def backward(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+            made = call(module, lse, *(x.transpose(1, 2) for x in (do, q, k, v, o)))
+            return tuple(x.transpose(1, 2) for x in made)
+
+        return Way(backward, convert, spare=module != there[0])
+
+    return [way(module, convert) for module in there for convert in (None, rows_of_heads)]
+
+
+_BACKWARD = {
+    "flash_attn_3": (
+        ("xformers.flash_attn_3._C", "flash_attn_interface"),
+        "pip install --no-deps xformers==0.0.34 nvidia-cuda-runtime-cu12, or build "
+        "FlashAttention's hopper/ directory; tokenspeed-fa3 and fa3-fwd have none",
+    ),
+    "flash_attn_4": (("flash_attn.cute",), "pip install flash-attn-4"),
+}
+"""Where builds of FlashAttention with a backward are, and how to get one."""
 
 FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 """Where builds of FlashAttention-3 keep its function."""

@@ -22,6 +22,7 @@ _LONGEST_S = 90.0
 # What a baseline imports besides PyTorch: the first that is there.
 _IMPORTS = {
     "cudnn": ("cudnn",),
+    "cudnn_deterministic": ("cudnn",),
     "triton_flash": ("triton",),
     "flash_attn_2": ("flash_attn",),
     "flash_attn_3": flash.FLASH_3,

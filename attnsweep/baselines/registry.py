@@ -7,6 +7,7 @@ A baseline that cannot run here gives the reason.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from attnsweep.baselines import callable as own
@@ -60,8 +61,11 @@ BACKENDS = {
             "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
         ),
         Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
-        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
-        Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
+        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, ops=_BOTH, cannot=flex.cannot),
+        Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8), ops=_BOTH),
+        Backend(
+            "cudnn_deterministic", partial(_cudnn, deterministic=True), _CUDNN, ops=("backward",)
+        ),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal"), head_dim_v=False),
         Backend(
             "flash_attn_2",
@@ -78,6 +82,7 @@ BACKENDS = {
             _FLASH_3,
             layouts=("dense", "packed"),
             scores=("softcap",),
+            ops=_BOTH,
             cannot=flash.cannot,
         ),
         Backend(
@@ -93,6 +98,7 @@ BACKENDS = {
             _FLASH_4,
             layouts=("dense", "packed"),
             scores=("softcap",),
+            ops=_BOTH,
             cannot=flash.cannot,
         ),
         Backend(OWN_BF16, own.own_bf16, TORCH, _FP8, masks=("full", "causal")),

@@ -59,6 +59,13 @@ def of_sequences(torch: Any, problem: Problem, device: str) -> tuple[Any, ...]:
     return tuple(torch.from_numpy(each).to(device) for each in found)
 
 
+def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
+    """Tensors (batch, heads, seqlen, head_dim) that lie as (batch, seqlen, heads, head_dim)."""
+    return tuple(
+        x.transpose(1, 2).contiguous().transpose(1, 2) if len(x.shape) == 4 else x for x in inputs
+    )
+
+
 def packed_inputs(*inputs: Any) -> tuple[Any, ...]:
     """(tokens, heads, head_dim), as functions for packed sequences take them."""
     return tuple(x[0].transpose(0, 1).contiguous() for x in inputs)
@@ -180,11 +187,6 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
             *given, scale=scale, window_size_left=left, window_size_right=right
         )
         return tuple(x.transpose(1, 2) for x in found)
-
-    def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
-        return tuple(
-            x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs
-        )
 
     flash = by_flash_in_window if windowed else by_flash
     backward = by_cudnn if backend == "CUDNN_ATTENTION" else flash

@@ -460,6 +460,7 @@ _TITLES = {
     "unfused": "unfused attention",
     "flex": "FlexAttention",
     "cudnn": "cuDNN",
+    "cudnn_deterministic": "cuDNN's deterministic algorithm",
     "triton_flash": "Triton's fused attention",
     "flash_attn_2": "FlashAttention-2",
     "flash_attn_3": "FlashAttention-3",

@@ -47,6 +47,7 @@ BaselineName = Literal[
     "unfused",
     "flex",
     "cudnn",
+    "cudnn_deterministic",
     "triton_flash",
     "flash_attn_2",
     "flash_attn_3",
@@ -61,7 +62,10 @@ FLEX: BaselineName = "flex"
 """It must be asked for, since it compiles for seconds; `tune` asks for it where masks are."""
 VARLEN: BaselineName = "torch_varlen"
 """It does packed sequences alone, and must be asked for; `tune` asks for it where they are."""
-BASELINES = tuple(name for name in KNOWN_BASELINES if name not in (OWN_BF16, FLEX, VARLEN))
+CUDNN_DETERMINISTIC: BaselineName = "cudnn_deterministic"
+"""It does backwards alone, and is slower than `cudnn`: it must be asked for."""
+_ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC)
+BASELINES = tuple(name for name in KNOWN_BASELINES if name not in _ASKED)
 """All other baselines: the default."""
 
 

@@ -1,4 +1,4 @@
-"""Gradients on a card: right in every element and every call, as are PyTorch's."""
+"""Gradients on a card: right in every element and every call, as are those of baselines."""
 
 from __future__ import annotations
 
@@ -61,9 +61,15 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
     assert worker.confirm("ours", 100_000.0) > 100
 
 
-@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
+OF_OTHERS = (
+    *("torch_cudnn", "torch_flash", "cudnn", "cudnn_deterministic"),
+    *("flex", "flash_attn_3", "flash_attn_4"),
+)
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
 @pytest.mark.parametrize("problem", [*PROBLEMS[:2], PROBLEMS[8]], ids=lambda p: p.label)
-def test_pytorchs_gradients_are_right_and_timed(problem, name, worker):
+def test_gradients_of_baselines_are_right_and_timed(problem, name, worker):
     pytest.importorskip("torch")
     worker.open(problem, replay_us=300, seed=1)
     try:

@@ -56,7 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: ModuleType) -> None:
 
 
 class Cudnn(ModuleType):
-    """cuDNN's frontend: the methods that a forward needs, with the names of their arguments.
+    """cuDNN's frontend: the methods that attention needs, with the names of their arguments.
 
     unsupported: strides of q's heads, and types of the output, that no engine does.
     """
@@ -133,6 +133,17 @@ class Graph:
         self.options = dict(locals())
         self.out, self.largest = Output(), (Output(), Output())
         return self.out, None, *self.largest
+
+    def sdpa_backward(
+        self, q: str, k: str, v: str, o: str, dO: str, stats: str, attn_scale: Any = None,
+        diagonal_alignment: str = "top", diagonal_band_left_bound: Any = None,
+        diagonal_band_right_bound: Any = None, use_deterministic_algorithm: bool = False,
+        compute_data_type: Any = None, name: str = "",
+    ) -> tuple[Output, ...]:  # fmt: skip
+        self.options = dict(locals())
+        self.grads = (Output(), Output(), Output())
+        self.out = self.grads[0]
+        return self.grads
 
     def check_support(self) -> None:
         self.steps.append("check_support")

@@ -50,6 +50,9 @@ class Tensor:
     def reshape(self, *shape: int) -> Tensor:
         return Tensor(self.array.reshape(shape), self.dtype)
 
+    def unsqueeze(self, axis: int) -> Tensor:
+        return Tensor(np.expand_dims(self.array, axis), self.dtype)
+
     def __rtruediv__(self, value: Any) -> Tensor:
         return Tensor(value / self.array, self.dtype)
 

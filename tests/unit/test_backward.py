@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_torch import torch_of
+from fake_baselines import Cudnn, Session
+from fake_torch import Tensor, torch_of
 from samples import TEST_GPU
 
-from attnsweep.baselines import torch_sdpa
+from attnsweep.baselines import cudnn, flash, flex, torch_sdpa
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
@@ -215,8 +217,11 @@ def test_wrong_gradients_are_not():
 def test_few_baselines_have_a_backward():
     problem = PROBLEMS[3]
     able = {name for name, backend in BACKENDS.items() if backend.supports(problem) is None}
-    assert able == {"torch_cudnn", "torch_flash"}
-    assert BACKENDS["cudnn"].supports(problem) == "cudnn is timed in no backward"
+    own = {"cudnn", "cudnn_deterministic", "flex", "flash_attn_3", "flash_attn_4"}
+    assert able == {"torch_cudnn", "torch_flash"} | own
+    assert BACKENDS["unfused"].supports(problem) == "unfused is timed in no backward"
+    only = BACKENDS["cudnn_deterministic"].supports(backward.forward_of(problem))
+    assert only == "cudnn_deterministic is timed in no forward"
     assert backend_of("some.module:gradients").supports(problem) is None
 
 
@@ -241,8 +246,7 @@ def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
     problem = Problem(2, 4, 2, 8, 8, 64, "bf16", CAUSAL, op=BACKWARD)
     ways = BACKENDS[name].ways(torch, problem, None)
     inputs = {
-        n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}", dim=lambda: 4)
-        for n in problem.values
+        n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}") for n in problem.values
     }
     assert ways[0].forward(*inputs.values()) == tuple(inputs[n] for n in "qkv")
     ((by, given, scale),) = asked
@@ -285,6 +289,169 @@ def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask(monkeypatch):
     of = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, 0, top_left=True), op=BACKWARD)
     with pytest.raises(Unavailable, match="bottom-right"):
         BACKENDS["torch_flash"].ways(on_host, of, None)
+
+
+OF_A_LIBRARY = Problem(2, 4, 2, 8, 16, 64, "bf16", CAUSAL, op=BACKWARD)
+IN_WINDOW = Problem(2, 4, 2, 8, 8, 64, "bf16", Interval(3, 0), op=BACKWARD)
+
+
+def tensors_of(problem):
+    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    return {
+        t.name: Tensor(np.full(t.shape, number, np.float32), dtypes[t.dtype])
+        for number, t in enumerate(problem.op.inputs(problem))
+    }
+
+
+@pytest.mark.parametrize("name", ["cudnn", "cudnn_deterministic"])
+@pytest.mark.parametrize("problem", [OF_A_LIBRARY, IN_WINDOW], ids=lambda p: p.label)
+def test_cudnns_own_backward_gets_the_problem_in_either_layout(name, problem, monkeypatch):
+    module = Cudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    plain, turned = BACKENDS[name].ways(torch_of(), problem, Session([0.0]))
+    graph, other = module.graphs
+    for each, layout in ((graph, "bhsd"), (other, "bshd")):
+        for tensor, given in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "o"), ("do", "do")):
+            assert tuple(each.tensors[tensor]["dim"]) == problem.shape_of(given)
+            own = cudnn.strides(problem.shape_of(given), layout)
+            assert tuple(each.tensors[tensor]["stride"]) == own
+        rows = problem.seqlen_q
+        assert each.tensors["stats"]["dim"] == [2, 4, rows, 1]
+        assert (each.tensors["stats"]["stride"], each.tensors["stats"]["type"]) == (
+            [4 * rows, rows, 1, 1],
+            "float",
+        )
+        assert each.options["attn_scale"] == 1 / 8
+        assert each.options["use_deterministic_algorithm"] is (name != "cudnn")
+        assert each.options["diagonal_band_right_bound"] == 0
+        left = each.options["diagonal_band_left_bound"]
+        assert left == (4 if problem is IN_WINDOW else None)  # it counts the diagonal
+        aligned = "top" if problem is IN_WINDOW else "bottom"
+        assert each.options["diagonal_alignment"] == aligned
+        assert each.steps[-1] == "build_plans"
+        for out, of in zip(each.grads, problem.outputs, strict=True):
+            assert tuple(out.told["dim"]) == problem.shape_of(of)
+            assert (out.told["data_type"], out.told["output"]) == ("bf16", True)
+    inputs = tensors_of(problem)
+    made = plain.forward(*inputs.values())
+    ((buffers, workspace, _),) = graph.executed
+    by_uid = {graph.tensors[n]["uid"]: n for n in ("q", "k", "v", "o", "do", "stats")}
+    for uid, tensor in by_uid.items():
+        expected = inputs["lse"].unsqueeze(-1) if tensor == "stats" else inputs[tensor]
+        assert buffers[uid].shape == expected.shape
+        assert (buffers[uid].array == expected.array).all()
+    assert [buffers[out.told["uid"]] for out in graph.grads] == [*made]
+    assert len(buffers) == 9
+    assert workspace is not None
+    laid = dict(zip(inputs, turned.convert(*inputs.values()), strict=True))
+    assert laid["lse"] is inputs["lse"]
+    assert laid["do"].array.strides[1] < laid["do"].array.strides[2]
+
+
+def of_flash(monkeypatch, problem, torch=None):
+    """The calls of both FlashAttentions with a backward, which are installed."""
+    asked = {}
+
+    def by_3(*given, **options):
+        asked["flash_attn_3"] = given, options
+        return ("sums",)
+
+    def by_4(*given, **options):
+        asked["flash_attn_4"] = given, options
+        return (*given[:3], "more")
+
+    torch = torch or torch_of()
+    torch.ops = SimpleNamespace(flash_attn_3=SimpleNamespace(bwd=by_3))
+    cute = ModuleType("flash_attn.cute")
+    cute.interface = SimpleNamespace(_flash_attn_bwd=by_4)
+    for module in (ModuleType("xformers.flash_attn_3._C"), cute):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("flash_attn_3", "flash_attn_4"):
+        inputs = tensors_of(problem)
+        plain, turned = BACKENDS[name].ways(torch, problem, None)
+        made = plain.forward(*inputs.values())
+        shapes = [problem.shape_of(out) for out in problem.outputs]
+        assert [each.shape for each in made] == shapes
+        assert turned.convert(*inputs.values())[4] is inputs["lse"]
+    return asked
+
+
+@pytest.mark.parametrize("problem", [OF_A_LIBRARY, IN_WINDOW], ids=lambda p: p.label)
+def test_flash_attentions_backward_gets_rows_of_heads_and_the_mask(problem, monkeypatch):
+    asked = of_flash(monkeypatch, problem)
+    order = {
+        "flash_attn_3": ("do", "q", "k", "v", "o", "lse"),
+        "flash_attn_4": ("q", "k", "v", "o", "do", "lse"),
+    }
+    inputs, windowed = tensors_of(problem), problem is IN_WINDOW
+    for name, (given, _) in asked.items():
+        for got, tensor in zip(given, order[name], strict=False):
+            own = inputs[tensor].array
+            own = own if tensor == "lse" else np.swapaxes(own, 1, 2)
+            assert (got.array == own).all(), (name, tensor)
+            assert got.shape == own.shape
+    of_3, of_4 = asked["flash_attn_3"][1], asked["flash_attn_4"]
+    left = 3 if windowed else -1
+    assert of_3 == {
+        "softmax_scale": 1 / 8,
+        "is_causal": not windowed,
+        "window_size_left": left,
+        "window_size_right": 0 if windowed else -1,
+    }
+    assert of_4[0][6:] == (1 / 8, not windowed)
+    sides = (3, 0) if windowed else (None, None)
+    assert tuple(of_4[1].values()) == sides
+
+
+def test_without_a_build_that_has_a_backward_flash_attention_says_which_has(monkeypatch):
+    monkeypatch.setattr(flash, "importable", lambda module: False)
+    for name, fix in (("flash_attn_3", "xformers==0.0.34"), ("flash_attn_4", "flash-attn-4")):
+        with pytest.raises(Unavailable, match=f"no {name} with a backward .*{fix}"):
+            BACKENDS[name].ways(torch_of(), OF_A_LIBRARY, None)
+
+
+@pytest.mark.parametrize("problem", [OF_A_LIBRARY, IN_WINDOW, PROBLEMS[3]], ids=lambda p: p.label)
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attentions_backward_follows_new_inputs_in_the_memory_that_graphs_hold(
+    problem, monkeypatch
+):
+    torch = pytest.importorskip("torch")
+    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
+    # It forbids a backward on the host, which its plain code has all the same.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None, raising=False)
+    mask = flex_attention.create_block_mask(
+        flex.mask_of(torch, problem, "cpu"),
+        *(None, None, problem.seqlen_q, problem.seqlen_k),
+        device="cpu",
+    )
+    attention = torch.compile(flex_attention.flex_attention, dynamic=False, backend="aot_eager")
+    way = flex.gradients(torch, attention, {"block_mask": mask, "enable_gqa": True})
+    seeded = torch.Generator().manual_seed(0)
+    given = {t: torch.randn(problem.shape_of(t), generator=seeded) for t in problem.values}
+    kept = way.convert(*given.values())
+
+    def right():
+        q, k, v = (given[t].detach().double().requires_grad_() for t in "qkv")
+        group = problem.heads // problem.heads_kv
+        wide = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        seen = ~torch_sdpa.hidden_keys(torch, problem, "cpu")
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out = attend(q, *wide, attn_mask=seen)
+        expected = torch.autograd.grad(out, (q, k, v), given["do"].double())
+        found = way.forward(*kept)
+        return all(
+            torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(found, expected, strict=True)
+        )
+
+    assert right()
+    assert right()  # the graph is kept
+    for tensor in given.values():
+        tensor.mul_(-0.7).add_(0.2)
+    fresh = way.convert(*given.values())
+    assert not right()  # it reads what graphs hold, which is still of the numbers before
+    for into, tensor in zip(kept, fresh, strict=True):
+        into.copy_(tensor)
+    assert right()
 
 
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------

@@ -24,6 +24,7 @@ from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import (
     BASELINES,
+    CUDNN_DETERMINISTIC,
     FLEX,
     KNOWN_BASELINES,
     OWN_BF16,
@@ -222,7 +223,8 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():
-    assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16, FLEX, VARLEN}
+    asked = {OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC}
+    assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES} | asked
     assert all(backend.package.fix for backend in BACKENDS.values())
 
 
