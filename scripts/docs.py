@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import re
 import sys
@@ -25,9 +26,19 @@ from claims import ENV, Sheet
 from performance import csv
 from records import Book
 from typer.testing import CliRunner
-from used import judged, masked, masks, models, steps_served, training, training_models
+from used import (
+    judged,
+    masked,
+    masks,
+    model_steps,
+    models,
+    steps_served,
+    training,
+    training_models,
+)
 
 import attnsweep
+from attnsweep.reports.text import TITLES
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -57,9 +68,9 @@ PAGES = {
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
-TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart", "--top", "3")
+TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart")
 RECORDED = tuple(f"results/h100-80gb-hbm3/{name}" for name in ("flash_short", "h100"))
-QUICKSTART = ("run", "quickstart", "--top", "3")
+QUICKSTART = ("run", "quickstart")
 
 
 def sheets(book: Book) -> dict[str, Sheet]:
@@ -146,34 +157,41 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     return f"\n{text.strip()}\n"
 
 
-def first_screen(printed: str) -> str:
-    """The first problem's rows and the summary of what `run` printed, with … for the rest."""
-    lines = printed.splitlines()
-    said = ("* winner ", "* best of ours")
-    winner = next(at for at, line in enumerate(lines) if line.startswith(said))
-    summary = next(at for at, line in enumerate(lines) if line.startswith("problem "))
-    legend = next(at for at, line in enumerate(lines) if line.startswith("~ "))
-    shown = [*lines[:winner], "…", *lines[summary:legend]]
-    return f"```\n$ attnsweep {' '.join(QUICKSTART)}\n" + "\n".join(shown) + "\n```\n"
+def first_screen(answer: str, found: dict[str, Any]) -> str:
+    """What `tune -q` answers, then ours and the four fastest baselines, from its JSON."""
+    (problem,) = found["problems"]
+    rows = [row for row in problem["ranking"] if row["baseline"] and row["rank"]]
+    rows = [problem["winner"], *sorted(rows, key=lambda row: row["time_us"])[:4]]
+    best = TITLES[problem["winner"]["best_baseline"]]
+    lines = [f"| kernel | µs | TFLOP/s | times as fast as {best} |", "|---|---:|---:|---:|"]
+    for row in rows:
+        name = TITLES[row["provider"]] if row["baseline"] else f"attnsweep's `{row['kernel']}`"
+        ratio = f"{row['ratio_to_best_baseline']:.2f}×"
+        lines.append(f"| {name} | {row['time_us']:.0f} | {row['tflops']:.0f} | {ratio} |")
+    table = "\n".join(lines)
+    return f"```\n$ attnsweep {' '.join(TUNED)} -q\n{answer}```\n\n{table}\n"
 
 
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The README, two how-tos and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
         printed = output_of(attnsweep.app, *QUICKSTART)
-        tuned = output_of(attnsweep.app, *TUNED)
+        tuned = output_of(attnsweep.app, *TUNED, "-q")
+        facts = json.loads(output_of(attnsweep.app, *TUNED, "--json"))
         counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
         # Some problems of the first run are not in the second, so that the exit code is 4.
         checked = output_of(attnsweep.app, "check", "--recorded", *RECORDED, code=4).splitlines()
     readme = {
         "headline": render(
-            "headline", "readme", known | {"masks": masked(), "training": steps_served()}
+            "headline",
+            "readme",
+            known | {"masks": masked(), "training": steps_served(), "steps": model_steps()},
         ),
-        "quickstart": first_screen(printed),
+        "answer": first_screen(tuned, facts),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
     shown = [line for line in tuned.splitlines() if line]
-    tune = f"```console\n$ attnsweep {' '.join(TUNED)}\n…\n{shown[-1]}\n```\n"
+    tune = f"```console\n$ attnsweep {' '.join(TUNED)} -q\n{shown[-1]}\n```\n"
     yield PAGES["tune"], with_blocks("tune", {"tune": tune})
     compare = [f"$ attnsweep check --recorded {' '.join(RECORDED)}", *checked[:4], "…"]
     block = "```console\n" + "\n".join(compare) + "\n```\n"
@@ -181,7 +199,7 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     first, second = (text.splitlines() for text in (printed, counted))
     later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
     tutorial = {
-        "table": "```text\n" + "\n".join(first[:10]) + "\n```\n",
+        "table": "```text\n" + "\n".join(first[:10]) + "\n…\n" + "\n".join(first[-3:]) + "\n```\n",
         "dry run": "```text\n" + "\n".join(second[:later]) + "\n```\n",
     }
     yield PAGES["tutorial"], with_blocks("tutorial", tutorial)

@@ -142,6 +142,13 @@ def steps_served(path: Path = ROOT / CARD / "training.json") -> list[float]:
     return [row[mode]["ratio"][0] for row in served for mode in STEPS]
 
 
+def model_steps(path: Path = ROOT / CARD / "training_models.json") -> dict[str, Any]:
+    """The whole models whose training steps were timed, and by how much each became faster."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    gains = [row[mode]["gain"] for row in rows for mode in STEPS]
+    return {"models": sorted({row["model"] for row in rows}), "gains": gains}
+
+
 def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
     """Training steps of whole models by PyTorch and with the package, and how losses went apart."""
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -103,6 +103,18 @@ GpusOption = Annotated[
         "(default: the first visible card).",
     ),
 ]
+TopOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top", min=1, help="Candidates per table (default: 3, with --full 10).", metavar="NUMBER"
+    ),
+]
+FullOption = Annotated[
+    bool,
+    typer.Option(
+        "--full", help="Print all that is known: bounds, whole configs, stages, failures, legends."
+    ),
+]
 WaitOption = Annotated[
     bool,
     typer.Option("--wait", help="Wait until no other run times on the card, instead of failing."),
@@ -181,11 +193,12 @@ def refuse_idle_of_run(
 ) -> None:
     """Refuse options of `run` and `tune` that would do nothing."""
     if dry_run:
-        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
+        names = ("fresh", "wait", "form", "top", "full", "results")
+        refuse_idle(context, names, "with --dry-run")
     if replays:
         refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
     if json_:
-        refuse_idle(context, ("top",), "with --json, which has every row")
+        refuse_idle(context, ("top", "full"), "with --json, which has every row")
 
 
 def print_plan(planned: Sequence[PlannedProblem], limit: int | None, json_: bool) -> None:
@@ -248,15 +261,22 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def print_run(run_: Run, json_: bool, top: int) -> None:
-    """Print a run's warnings, and its ranked tables or their JSON."""
-    from attnsweep.reports import tables
+def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: bool = False) -> None:
+    """Print a run's warnings, and the run: in short, in full or as JSON.
+
+    every: end in a sentence about each problem, however many there are.
+    """
+    from attnsweep.reports import brief, tables
 
     warn(run_)
+    quiet = terminal.talk is terminal.Talk.QUIET
     if json_:
         print_result([], tables.to_json(run_), True)
+    elif full:
+        tables.print_run(run_, console, top=top or 10)
+        brief.print_brief(run_, console, every=every, quiet=True)
     else:
-        tables.print_run(run_, console, top=top)
+        brief.print_brief(run_, console, top=top, every=every, quiet=quiet)
 
 
 def warn(*runs: Run) -> None:

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_run, refuse_idle, warn
+from attnsweep.cli.app import (
+    FullOption,
+    JsonOption,
+    TopOption,
+    app,
+    examples,
+    no_collection,
+    print_run,
+    refuse_idle,
+    warn,
+)
 from attnsweep.reports.terminal import errors
 
 
@@ -22,7 +32,8 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Where the whole run goes.")],
     json_: JsonOption = False,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 3,
+    top: TopOption = None,
+    full: FullOption = False,
 ) -> None:
     """Make one run of runs of parts of a spec, as `run --shard i/n` writes them.
 
@@ -33,10 +44,10 @@ def merge(
     from attnsweep.tools.merge import merge as merged
 
     if json_:
-        refuse_idle(context, ("top",), "with --json, which has every row")
+        refuse_idle(context, ("top", "full"), "with --json, which has every row")
     with no_collection():
         parts = [open_run(path) for path in runs]
         for part in parts:
             warn(part)
         whole = merged(parts, out, lambda text: errors.print(f"note: {text}", soft_wrap=True))
-        print_run(whole, json_, top)
+        print_run(whole, json_, top, full)

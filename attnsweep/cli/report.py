@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from attnsweep.cli.app import (
+    FullOption,
     JsonOption,
     LatestRunArgument,
     ResultsOption,
+    TopOption,
     app,
     examples,
     latest_or,
@@ -20,8 +24,11 @@ from attnsweep.cli.app import (
     print_run,
     warn,
 )
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.reports.terminal import console, counted
+
+if TYPE_CHECKING:
+    from attnsweep.store.run import Run
 
 
 @app.command(
@@ -29,6 +36,7 @@ from attnsweep.reports.terminal import console, counted
     epilog=examples(
         "attnsweep report",
         "attnsweep report results/h200/flash_short --top 20",
+        "attnsweep report results/h200/flash_short --problem '1,16,1024,64' --full",
         "attnsweep report results/h200/flash_short --html page.html",
         "attnsweep report --csv ranking.csv --markdown -",
     ),
@@ -36,11 +44,18 @@ from attnsweep.reports.terminal import console, counted
 def report_(
     context: typer.Context,
     run_: LatestRunArgument = None,
+    problem: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--problem",
+            metavar="SHAPE",
+            help="Only this problem of the run, '4,32,4096,128 bf16 causal'; may be repeated.",
+        ),
+    ] = None,
     json_: JsonOption = False,
     results: ResultsOption = Path("results"),
-    top: Annotated[
-        int | None, typer.Option("--top", min=1, help="Rows per table (default: 10).")
-    ] = None,
+    top: TopOption = None,
+    full: FullOption = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a self-contained page to FILE."),
@@ -62,8 +77,9 @@ def report_(
         ),
     ] = None,
 ) -> None:
-    """Print the ranked tables of a stored run, or write them to files; needs no GPU and no CUDA.
+    """Print a stored run in short, or write its ranked tables to files; needs no GPU and no CUDA.
 
+    A run of four problems or more has a line for each: --problem, --top or --full have the tables.
     The page holds tables, plots and provenance in one file that needs no network.
     """
     from attnsweep.reports import html as page
@@ -71,7 +87,7 @@ def report_(
     from attnsweep.reports.plots import PlotLibrary
     from attnsweep.store.outputs import check_output
 
-    _refuse_combinations(json_, top, html, csv, markdown, target_us)
+    _refuse_combinations(json_, top, full, html, csv, markdown, target_us)
     plots = None
     for path in (csv, markdown):
         if path is not None and str(path) != "-":
@@ -81,8 +97,9 @@ def report_(
         plots = PlotLibrary()
     with no_collection():
         read = latest_or(context, run_, results)
+        read = only(read, problem) if problem else read
         if html is None and csv is None and markdown is None:
-            print_run(read, json_, top or 10)
+            print_run(read, json_, top, full)
             return
         warn(read)
         facts: dict[str, Any] = {"run": str(read.directory)}
@@ -103,6 +120,21 @@ def report_(
     print_result(said, facts, json_)
 
 
+def only(run: Run, shapes: Sequence[str]) -> Run:
+    """The rows of a run's problems that --problem names. Raises ProblemError for others."""
+    from attnsweep.specs.shapes import read_shapes
+
+    wanted = {problem.label for problem in read_shapes(shapes, option="--problem")}
+    there = dict.fromkeys(trial.problem.label for trial in run.trials)
+    if missing := wanted - there.keys():
+        some = [*there][:6] + ["…"] * (len(there) > 6)
+        what = f"{run.directory} has no {', '.join(sorted(missing))}"
+        raise ProblemError(what, where="--problem", hint=f"it has: {'; '.join(some)}")
+    trials = [trial for trial in run.trials if trial.problem.label in wanted]
+    spaces = [facts for facts in run.spaces if facts.get("problem") in wanted]
+    return replace(run, trials=trials, spaces=spaces, spec_text=None)
+
+
 def write_text(path: Path, text: str) -> bool:
     """Write a file in one step, or print it if its name is -; returns whether it is a file.
 
@@ -120,6 +152,7 @@ def write_text(path: Path, text: str) -> bool:
 def _refuse_combinations(
     json_: bool,
     top: int | None,
+    full: bool,
     html: Path | None,
     csv: Path | None,
     markdown: Path | None,
@@ -133,8 +166,8 @@ def _refuse_combinations(
     printed = [str(path) for path in (csv, markdown) if path is not None].count("-")
     if printed + json_ > 1:
         raise SpecError("only one of --csv -, --markdown - and --json can be printed")
+    rows = "--json, --csv and --markdown have their own rows"
     if html is None and top is not None and (json_ or csv is not None or markdown is not None):
-        raise SpecError(
-            "--top does nothing here: --json, --csv and --markdown have their own rows",
-            hint="leave it out",
-        )
+        raise SpecError(f"--top does nothing here: {rows}", hint="leave it out")
+    if full and (json_ or html is not None or csv is not None or markdown is not None):
+        raise SpecError("--full does nothing here: only what is printed is short without it")

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    FullOption,
     GpusOption,
     JsonOption,
     KernelsOption,
@@ -21,6 +22,7 @@ from attnsweep.cli.app import (
     ResultsOption,
     SetOption,
     SpecArgument,
+    TopOption,
     WaitOption,
     app,
     examples,
@@ -85,7 +87,8 @@ def run(
             autocompletion=completion.archs,
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+    top: TopOption = None,
+    full: FullOption = False,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +185,7 @@ def run(
         if html is not None and outcome.run.trials:
             size = page.write(outcome.run, html, plots=plots)
             errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
-        print_run(outcome.run, json_, top)
+        print_run(outcome.run, json_, top, full)
         return outcome.exit_code
 
     def files() -> Sequence[Path]:

@@ -12,23 +12,26 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    FullOption,
     JsonOption,
     KernelsOption,
     LimitOption,
     ProgressOption,
     ResultsOption,
+    TopOption,
     WaitOption,
     app,
     examples,
     print_end,
     print_plan,
     print_result,
+    print_run,
     refuse_idle_of_run,
     warn,
 )
 from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
-from attnsweep.reports.terminal import Form, console, errors
+from attnsweep.reports.terminal import Form, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
@@ -129,7 +132,8 @@ def tune(
     ] = False,
     results: ResultsOption = Path("results"),
     kernels: KernelsOption = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 5,
+    top: TopOption = None,
+    full: FullOption = False,
     json_: JsonOption = False,
     form: ProgressOption = Form.AUTO,
     wait: WaitOption = False,
@@ -184,7 +188,7 @@ def tune(
             observer=observer,
         )
     print_end(outcome)
-    _show(outcome, top, json_)
+    _show(outcome, top, full, json_)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -244,18 +248,15 @@ def _without_gpu(
     return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 
-def _show(outcome: SweepOutcome, top: int, json_: bool) -> None:
+def _show(outcome: SweepOutcome, top: int | None, full: bool, json_: bool) -> None:
     """The tables, and the sentence about each problem, last."""
-    from attnsweep.choose.ranking import rank
     from attnsweep.reports import tables
-    from attnsweep.reports.text import by_problem, sentence
+    from attnsweep.reports.text import sections_of, sentence
 
     run = outcome.run
-    warn(run)
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
-    said = [sentence(section) for section in sections]
-    if json_:
-        print_result([], tables.to_json(run) | {"sentences": said}, True)
+    if not json_:
+        print_run(run, False, top, full, every=True)
         return
-    tables.print_run(run, console, top=top)
-    print_result([Text(), *(Text(line, "bold") for line in said)], None, False)
+    warn(run)
+    said = [sentence(section) for section in sections_of(run)]
+    print_result([], tables.to_json(run) | {"sentences": said}, True)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
-from attnsweep.core.trial import Environment, Trial
+from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.reports import cards, gains
 from attnsweep.reports.frontier import frontier_points
 from attnsweep.reports.notes import notes
@@ -44,7 +44,7 @@ from attnsweep.store.run import Run
 NONE = "–"
 MARKDOWN_TOP = 20
 # From this width on, the summary of several problems has the intervals of its ratios.
-_WIDE = 100
+WIDE = 100
 LEGEND = (
     "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
     "timed once · × base: time of the fastest baseline known over this one, paired by rounds; ~ of "
@@ -73,21 +73,21 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         for number, line in enumerate(aligned(rows, align, width, shrink=shrink)):
             say(line, "" if number else "bold")
 
-    for line in wrap(f"{run.directory}: {counted(len(run.trials), 'trial')}", width):
+    for line in wrap(f"{run.directory}: {rows_of(run)}", width):
         say(line, "dim")
     for section in sections:
         for text, style in _terminal(section, width, top, more):
             say(text, style)
         say("")
     if len(sections) > 1:
-        say_table(_summary(sections, intervals=width >= _WIDE), "lrrrll", (5, 4, 0))
+        say_table(summary(sections, intervals=width >= WIDE), "lrrrll", (5, 4, 0))
     several = cards.by_card(run.trials, sections)
     if several is not None:
         say("")
         say_table(several.rows(), cards.ALIGN, (4, 2))
         for line in wrap(several.sentence, width):
             say(line)
-    _print_gains(gains.gains(sections, run.spec_text), width, say)
+    print_gains(gains.gains(sections, run.spec_text), width, say)
     if any(section.shown(top) for section in sections):
         for line in wrap(LEGEND, width):
             say(line, "dim")
@@ -111,7 +111,14 @@ def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3)
     return [_json_row(row) for row in section.shown(top)]
 
 
-def _print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str], None]) -> None:
+def rows_of(run: Run) -> str:
+    """`99 candidates, 5 baselines`: the rows of a run."""
+    of = Counter(trial.provider == OURS for trial in run.trials)
+    return f"{counted(of[True], 'candidate')}, {counted(of[False], 'baseline')}"
+
+
+def print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str], None]) -> None:
+    """Say what a program gains, if the run's spec counts its calls."""
     if found is None:
         return
     say("", "")
@@ -256,6 +263,11 @@ _ORDER = [
 ]  # fmt: skip
 
 
+def columns_of(rows: Sequence[Row]) -> list[_Column]:
+    """The columns that have a value of these rows, in order of need."""
+    return [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
+
+
 def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
     """The config cells, with only the differing parameters, and a legend line per family.
 
@@ -292,7 +304,7 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
 
 def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     """The table's lines, header first, no wider than `width`, and the legend of its configs."""
-    present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
+    present = columns_of(rows)
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
     if any(column.name == "light" for column in present):  # the same at another clock
@@ -323,7 +335,7 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
     return aligned(lines, "rll" + "r" * len(kept), width, shrink=(2, 1)), legend
 
 
-def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
+def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
     """Header and one line per problem: the best of ours, its time, × the fastest baseline.
 
     intervals: whether the ratios have theirs, for which a narrow terminal has no room.
@@ -383,7 +395,7 @@ def to_markdown(
     sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
-        out += [*_pipes(_summary(sections, intervals=True), "lrrrll"), ""]
+        out += [*_pipes(summary(sections, intervals=True), "lrrrll"), ""]
     found = gains.gains(sections, spec_text)
     if found is not None:
         first, *rest = map(_escaped, gains.sentences(found))
@@ -418,10 +430,7 @@ def table(
 
     names: whether a config's cell names the parameters; otherwise the legend does.
     """
-    columns = sorted(
-        (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),
-        key=lambda column: _ORDER.index(column.name),
-    )
+    columns = sorted(columns_of(rows), key=lambda column: _ORDER.index(column.name))
     numbers = [column.cells(rows) for column in columns]
     configs, legend = _configs(section, rows, names=names)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]

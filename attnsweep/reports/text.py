@@ -451,7 +451,7 @@ def recorded_lines(section: Section) -> list[str]:
     return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
 
 
-_TITLES = {
+TITLES = {
     "torch_flash": "PyTorch's flash attention",
     "torch_cudnn": "PyTorch's cuDNN attention",
     "torch_efficient": "PyTorch's memory-efficient attention",
@@ -485,7 +485,7 @@ def sentence(section: Section) -> str:
     on, ratio = f" on {label}{_where(row)}", row["ratio_to_best_baseline"]
     if best is None or ratio is None:
         return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
-    baseline = _TITLES.get(best["provider"], best["provider"])
+    baseline = TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
     baseline_us = figure(fastest_round(best["trial"]) if noisy else best["time_us"], 3)
     times, swapped = f"({us} against {baseline_us} {unit}", f"({baseline_us} against {us} {unit}"

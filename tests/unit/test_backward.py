@@ -479,7 +479,7 @@ def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monke
     problem = rows[0].problem
     assert problem.label in attnsweep("report", run).stdout
     rate = f"{problem.flops / 500 / 1e6:.4g}"  # of the fastest
-    assert rate in attnsweep("report", run, width=300).stdout
+    assert rate in attnsweep("report", run, "--full", width=300).stdout
     assert "AHEAD" in attnsweep("explain", run).stdout
     before = gpu.names("trial")
     assert attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward").returncode == 0

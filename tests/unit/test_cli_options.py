@@ -113,9 +113,36 @@ def test_quiet_prints_the_result_alone(attnsweep):
     assert " candidates" in loud.stderr
     for asked in (("--quiet", *one), (*one, "-q")):
         quiet = attnsweep(*asked)
-        assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", loud.stdout)
+        answer = loud.stdout.splitlines()[-1] + "\n"
+        assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", answer)
     assert attnsweep(*one).stderr == loud.stderr, "it stayed quiet"
     assert "no such file" in attnsweep("run", "nowhere", "--quiet").stderr
+
+
+def test_the_quickstart_fits_a_screen_and_its_counts_agree(attnsweep):
+    done = attnsweep("run", "quickstart", width=80)
+    lines = done.stdout.splitlines()
+    wrapped = sum(-(-len(line) // 80) for line in (*done.stderr.splitlines(), *lines))
+    assert wrapped <= 30
+    counts = [int(n) for n in re.findall(r"(\d+) candidates", done.stderr)]
+    assert f"{sum(counts)} candidates, 10 baselines: " in done.stdout
+    assert [line.partition(" is ")[0] for line in lines[-2:]] == ["flash_fwd_wgmma"] * 2
+    full = attnsweep("report", "--full", width=80).stdout
+    assert full.splitlines()[-2:] == lines[-2:]
+    assert "\nbound 4.01 µs by matrix" in full
+
+
+def test_a_report_takes_problems_of_its_run_alone(attnsweep):
+    attnsweep("run", "quickstart", "-q")
+    one = attnsweep("report", "--problem", "4,32,4096,64 bf16")
+    assert one.stdout.count("  #  kernel") == 1
+    assert "110 candidates, 5 baselines: " in one.stdout
+    rows = attnsweep("report", "--problem", "4,32,4096,64 bf16", "--csv", "-").stdout
+    assert len(rows.splitlines()) == 116
+    none = attnsweep("report", "--problem", "4,32,4096,64")
+    assert none.returncode == 2
+    assert "has no (4,32,4096,64) fp16 full" in none.stderr
+    assert "it has: (1,16,1024,64) fp16 full; (4,32,4096,64) bf16 full" in none.stderr
 
 
 def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
@@ -138,6 +165,7 @@ def test_words_after_two_dashes_are_no_options(attnsweep):
     ("asked", "words"),
     [
         ("report RUN --target-us 3", "--target-us does nothing without --html"),
+        ("report RUN --full --csv -", "--full does nothing here"),
         ("report RUN --json --top 3", "--top does nothing here"),
         ("report RUN --csv x.csv --top 3", "--top does nothing here"),
         ("report RUN --csv - --markdown -", "only one of"),

@@ -1,0 +1,106 @@
+"""A run in at most a screen, with the answer last."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from samples import PROBLEM, baseline, candidate, full_run
+
+from attnsweep.core.trial import Status
+from attnsweep.reports.brief import print_brief
+
+
+def printed(run, width=80, **how):
+    out = io.StringIO()
+    print_brief(run, Console(file=out, width=width), **how)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def of_problems(count):
+    """A run of so many problems: ours is 1.01, 1.02, … times as fast."""
+    trials = []
+    for number in range(1, count + 1):
+        problem = replace(PROBLEM, batch=number)
+        ours, theirs = candidate("k", 100.0, BLOCK_M=64), baseline("torch_cudnn", 100.0 + number)
+        trials += [ours.with_(problem=problem), theirs.with_(problem=problem)]
+    return full_run(trials=trials)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_all_but_the_sentence_fits_the_width_and_numbers_stay(width):
+    lines = printed(full_run(), width)
+    assert max(map(cell_len, lines[:-1])) <= width
+    header = next(line for line in lines if "kernel" in line)
+    assert re.split(r"  +", header.strip())[2:] == ["µs", "× base", "95\u00a0%", "config"]
+    assert any(re.match(r"\*1  three_kernel_wgmma +28.10 +2.04 +2.04–2.04", each) for each in lines)
+    assert len(lines) <= 22
+
+
+def test_a_config_says_in_what_it_differs_from_the_first_of_its_family():
+    rows = [
+        candidate("k", 10.0, BLOCK_M=64, BLOCK_N=32, STAGES=2, WARPS=4),
+        candidate("k", 11.0, BLOCK_M=64, BLOCK_N=64, STAGES=2, WARPS=4),
+        candidate("k", 12.0, BLOCK_M=128, BLOCK_N=32, STAGES=2, WARPS=4),
+        candidate("k", 13.0, BLOCK_M=64, BLOCK_N=32, STAGES=3, WARPS=4),
+        baseline("torch_cudnn", 20.0),
+    ]
+    lines = printed(full_run(trials=rows), 120)
+    cells = [re.split(r"  +", line.strip())[5:] for line in lines[2:6]]
+    assert cells == [["BLOCK_N=32 BLOCK_M=64"], ["BLOCK_N=64"], ["BLOCK_M=128"], ["base"]]
+
+
+def test_the_end_is_a_sentence_and_the_rows_are_counted_by_kind():
+    *before, count, last = printed(full_run())
+    assert count.startswith("37 candidates, 3 baselines: results/h200/h100 (--full")
+    assert last.startswith("three_kernel_wgmma is 2.043 ± 0.001 times as fast as")
+    assert printed(full_run(), quiet=True) == [last]
+    assert not any("BLOCK_M /" in line or line.startswith("bound") for line in before)
+
+
+def test_what_failed_and_what_was_not_timed_is_named():
+    text = "\n".join(printed(full_run()))
+    assert "4 wrong: flash_fwd_wgmma: relative error" in text
+    assert "1 compile error: naive: naive.cu(3): error: no [bold] luck" in text
+    assert "not timed: flash_attn_3" in text
+    noisy = baseline("torch_cudnn", 20.0).with_(status=Status.NOISY, detail="noisy")
+    run = full_run(trials=[candidate("k", 10.0), noisy])
+    assert "torch_cudnn stayed noisy: × base takes its fastest round" in "\n".join(
+        printed(run, 120)
+    )
+    wrong = candidate("k", None).with_(status=Status.WRONG, detail="off")
+    assert printed(full_run(trials=[wrong]))[-1].startswith("No candidate is right and timed on")
+
+
+def test_a_run_of_many_problems_has_a_line_for_each():
+    lines = printed(of_problems(12))
+    assert [line.split("×")[0].split()[-1] for line in lines[1:13]] == [
+        f"{1 + n / 100:.2f}" for n in range(1, 13)
+    ]
+    assert lines[-1] == (
+        "The best candidates are 1.06 times as fast as the fastest baselines, a geometric mean of "
+        "12 problems: from 1.01 on (1,16,1024,64) fp16 full to 1.12 on (12,16,1024,64) fp16 full."
+    )
+
+
+def test_a_run_of_fifty_problems_fits_a_screen():
+    lines = printed(of_problems(50))
+    assert len(lines) <= 24
+    assert "… 34 more, between these" in lines
+    assert any(line.startswith("(1,16,") for line in lines)
+    assert any(line.startswith("(50,16,") for line in lines)
+    assert printed(of_problems(50), quiet=True) == lines[-1:]
+    assert len(printed(of_problems(50), every=True, quiet=True)) == 50
+    assert sum("kernel" in line for line in printed(of_problems(50), top=1)) == 50
+
+
+def test_a_problem_without_a_winner_is_listed_first_and_counted():
+    run = of_problems(5)
+    wrong = run.trials[4].with_(status=Status.WRONG, time_us=None, detail="off")
+    lines = printed(full_run(trials=[*run.trials[:4], wrong, *run.trials[5:]]))
+    assert lines[1].startswith("(3,16,")
+    assert lines[-1].endswith("No candidate is right and timed on 1 of 5.")
