@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnsweep.core.errors import NoGpuError, SpaceError, SpecError
@@ -15,7 +15,7 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.space import Space
-from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.load import ProblemEntry, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,33 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
                 continue
             spaces.append(Space.build(kernel, entry.problem, arch, spec.kernels[name]))
         if not any(space.configs for space in spaces):
+            where, why = _blamed(spec, entry, arch)
+            reasons = [f"{n}: {r}" for n, r in refused.items()]
             raise SpaceError(
                 f"no candidate is left for {entry.problem.label} on {arch.name}",
-                hint="\n  ".join([*(f"{n}: {r}" for n, r in refused.items()), *_removals(spaces)]),
+                where=where,
+                hint="\n  ".join([*why, *reasons, *_removals(spaces)]),
             )
         planned.append(PlannedProblem(entry.problem, tuple(spaces), refused))
     return tuple(planned)
+
+
+def _blamed(spec: SweepSpec, entry: ProblemEntry, arch: Arch) -> tuple[str, list[str]]:
+    """The place of the values without which candidates would be left, and how many; or the spec."""
+    path, marks = spec.document.path, spec.document
+    for name in entry.kernels:
+        selection, family = spec.kernels[name], spec.families[spec.family_of(name)]
+        if family.refusal(entry.problem, arch):
+            continue
+        for parameter in selection.values:
+            others = {n: v for n, v in selection.values.items() if n != parameter}
+            space = Space.build(family, entry.problem, arch, replace(selection, values=others))
+            if space.configs:
+                mark = marks.at("kernels", name, parameter) or ()
+                place = mark if isinstance(mark, str) else ":".join([str(path), *map(str, mark)])
+                left = f"{len(space.configs)} candidate{'s' * (len(space.configs) != 1)}"
+                return place, [f"with the family's own values of {parameter}, {left}"]
+    return str(path), []
 
 
 def _unproved(problem: Problem) -> str | None:

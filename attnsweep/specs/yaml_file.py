@@ -153,6 +153,11 @@ def _mark(mark: yaml.Mark) -> tuple[int, int]:
     return mark.line + 1, mark.column + 1
 
 
+def _merges(key: yaml.Node) -> bool:
+    """Whether a key is `<<`, which PyYAML's own loaders merge and YAML 1.2 leaves open."""
+    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and not key.style
+
+
 @dataclass(frozen=True, slots=True)
 class _Issue:
     what: str
@@ -176,6 +181,8 @@ class Document:
         self._issues: list[_Issue] = []
         self._nodes: set[int] = set()
         self._aliased = False
+        # By mapping, its keys and those that it merges: anchors inside anchors cost nothing more.
+        self._flat: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = {}
 
     @classmethod
     def read(cls, path: Path, hint: str) -> Document:
@@ -219,11 +226,15 @@ class Document:
         at = self.values[loc] = _mark(node.start_mark)
         self._aliased |= id(node) in self._nodes
         self._nodes.add(id(node))
-        if id(node) in parents or len(self.values) > _MAX_VALUES:
-            if len(self.values) <= _MAX_VALUES + 1 and self._aliased:
-                self.report("this alias contains itself", "write the values out", at)
-            elif len(self.values) == _MAX_VALUES + 1:
-                self.report(f"too many values: at most {_MAX_VALUES}", "use several specs", at)
+        if id(node) in parents:
+            self.report("this alias contains itself", "write the values out", at)
+            return None
+        if len(self.values) > _MAX_VALUES:
+            if len(self.values) == _MAX_VALUES + 1:
+                by, hint = "", "use several specs"
+                if self._aliased:
+                    by, hint = ", and aliases repeat them", "use fewer aliases inside aliases"
+                self.report(f"too many values: at most {_MAX_VALUES}{by}", hint, at)
             return None
         parents = (*parents, id(node))
         if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
@@ -243,20 +254,44 @@ class Document:
         self, node: yaml.MappingNode, loc: Loc, parents: tuple[int, ...]
     ) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        for key, value in node.value:
+        own = [pair for pair in node.value if not _merges(pair[0])]
+        names = {key.value for key, _ in own if isinstance(key.value, str)}
+        merged = self._merged(node, parents) if len(own) < len(node.value) else {}
+        for key, value in [*own, *(pair for name, pair in merged.items() if name not in names)]:
             at, name = _mark(key.start_mark), key.value
             if not isinstance(name, str):
                 self.report("a key must be text, not a list or a mapping", None, at)
             elif name in out:
                 first = self.keys[(*loc, name)][0]
                 self.report(f"duplicate key {name!r}", f"first in line {first}: drop one", at)
-            elif name == "<<" and not key.style:
-                hint = "write the keys out, or give a whole value an anchor: {a: &x [1, 2], b: *x}"
-                self.report("merge keys (<<) are not supported", hint, at)
             else:
                 self.keys[(*loc, name)] = at
                 out[name] = self._walk(value, (*loc, name), parents)
         return out
+
+    def _merged(
+        self, node: yaml.MappingNode, parents: tuple[int, ...]
+    ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """The keys that `<<` adds to a mapping, with their values: of several, the first's."""
+        found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if not _merges(key):
+                continue
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                at = _mark(each.start_mark)
+                if not isinstance(each, yaml.MappingNode):
+                    hint = "name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}"
+                    self.report("<< takes the keys of a mapping", hint, at)
+                elif id(each) in parents:
+                    self.report("this alias contains itself", "write the values out", at)
+                else:
+                    if id(each) not in self._flat:
+                        below = self._merged(each, (*parents, id(each)))
+                        own = [pair for pair in each.value if not _merges(pair[0])]
+                        plain = {k.value: (k, v) for k, v in own if isinstance(k.value, str)}
+                        self._flat[id(each)] = below | plain
+                    found = self._flat[id(each)] | found
+        return found
 
     def at(self, *loc: str | int) -> Mark | None:
         """Position of a value, or of the nearest value around it that is in the file."""

@@ -7,9 +7,13 @@ import re
 import pytest
 from specs import MINIMAL, PROBLEM, toy, with_problem
 
+from attnsweep.core.errors import SpaceError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.family.discover import discover
 from attnsweep.family.space import Selection
+from attnsweep.specs.load import load_spec
 from attnsweep.specs.model import KNOWN_BASELINES
+from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
 
 
@@ -47,6 +51,11 @@ class TestErrors:
             ),
             ("? [a]\n: 1", "1:3: a key must be text, not a list or a mapping"),
             ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
+            ("a: &x {<<: *x}", "1:4: this alias contains itself\n  write the values out"),
+            (
+                "a: &x {b: 1, b: 2}\nc: {<<: *x}",
+                "1:14: duplicate key 'b'\n  first in line 1: drop one",
+            ),
             (
                 "name: !!python/name:os.system x",
                 "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n"
@@ -84,7 +93,9 @@ class TestErrors:
     def test_a_spec_nested_without_end_is_refused_quickly(self, error_of):
         assert error_of("[" * 5000) == "sweep.yaml: nested too deeply"
         aliases = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 12)]
-        assert "this alias contains itsel" in error_of("x0: &x0 [1]\n" + "".join(aliases))
+        said = error_of("x0: &x0 [1]\n" + "".join(aliases))
+        assert "too many values: at most 100000, and aliases repeat them" in said
+        assert "contains itself" not in said
 
     @pytest.mark.parametrize(
         ("batch", "message"),
@@ -229,9 +240,9 @@ class TestErrors:
                 "measure, limits, require, check, unserved",
             ),
             (
-                "<<: {a: 1}",
-                "1: merge keys (<<) are not supported\n  write the keys out, or give a whole value "
-                "an anchor: {a: &x [1, 2], b: *x}",
+                "<<: 3",
+                "5: << takes the keys of a mapping\n"
+                "  name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}",
             ),
             (
                 "baselines: [unfused, torch_flsh]",
@@ -449,3 +460,21 @@ class TestAgainstFamilies:
     def test_accepted(self, load):
         kernels = "{toy: {BLOCK_M: [32, 1], SPLIT: 0, FAST: [true, false], LAYOUT: row}}"
         assert load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES).used == ("toy",)
+
+
+def test_where_rules_leave_no_candidate_the_values_that_are_to_blame_are_named(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]\n"
+        "kernels:\n  flash_fwd_wgmma:\n    BLOCK_N:\n      63\n    WARPGROUPS: 2\n"
+    )
+    with pytest.raises(SpaceError) as refused:
+        plan(load_spec(path, discover()), ARCHS["sm_90a"])
+    assert refused.value.where == f"{path}:5:7"
+    first, *rest = refused.value.hint.splitlines()
+    assert re.fullmatch(r"with the family's own values of BLOCK_N, [1-9]\d* candidates", first)
+    assert "groups removed" in " ".join(rest)
+    set_ = load_spec(path, discover(), ["kernels.flash_fwd_wgmma.BLOCK_N=65"])
+    with pytest.raises(SpaceError) as refused:
+        plan(set_, ARCHS["sm_90a"])
+    assert refused.value.where == "--set kernels.flash_fwd_wgmma.BLOCK_N=65"

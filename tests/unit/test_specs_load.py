@@ -107,6 +107,24 @@ class TestWhatItBecomes:
         spec = load(f"{MINIMAL}device: replay\nrecording: ../runs/h200\n")
         assert spec.recording == tmp_path.parent / "runs" / "h200"
 
+    def test_merged_keys_are_those_of_the_mapping_but_for_its_own(self, load):
+        spec = load(
+            """
+            problems:
+              - &long {batch: 1, heads: 2, seqlen: 1024, head_dim: 64}
+              - &wide {<<: *long, seqlen: 2048}
+              - {<<: [{batch: 3}, *wide], heads: 4}
+              - {heads: 8, <<: [*wide, {seqlen: 1, causal: true}]}
+            kernels: {a: }
+            """
+        )
+        assert [entry.problem.label for entry in spec.problems] == [
+            "(1,2,1024,64) fp16 full",
+            "(1,2,2048,64) fp16 full",
+            "(3,4,2048,64) fp16 full",
+            "(1,8,2048,64) fp16 causal",
+        ]
+
     def test_aliases_are_expanded(self, load):
         text = (
             "problems: [&p {batch: &n 2, heads: *n, seqlen: 8, head_dim: 64}, *p]\nkernels: {a: }"

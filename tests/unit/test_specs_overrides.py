@@ -150,16 +150,6 @@ def test_the_tag_is_of_values_not_of_their_spelling():
     assert len(others | {one}) == 5
 
 
-def test_merge_keys_are_refused_with_what_works(tmp_path):
-    path = tmp_path / "merged.yaml"
-    path.write_text("problems: [{<<: &a {batch: 1}, heads: 2}]\nkernels: {naive: {}}\n")
-    with pytest.raises(SpecError) as caught:
-        load_spec(path)
-    assert f"{path}:1:13: merge keys (<<) are not supported\n  write the keys out" in str(
-        caught.value
-    )
-
-
 class TestKernelDirectory:
     def spec(self, tmp_path, line):
         path = tmp_path / "own.yaml"

@@ -315,7 +315,8 @@ def test_no_candidate_left_names_the_rules_and_what_they_say(go):
     with pytest.raises(SpaceError) as caught:
         go(short.replace("[32, 64, 128]", "256"))
     assert caught.value.hint == (
-        "naive: its only config is ruled out: no_idle_block removed 1\n"
+        "with the family's own values of THREADS, 1 candidate\n"
+        "  naive: its only config is ruled out: no_idle_block removed 1\n"
         "    no_idle_block: a block has at most the rows of a head, rounded up to a warp"
     )
     with pytest.raises(SpaceError, match="naive: all 2 configs are ruled out: "):
