@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from attnsweep.sweep.session import SweepOutcome
 
 
+# Groups of commands in `attnsweep --help`.
+FIND = "Find the fastest kernel"
+READ = "Read a run"
+GUARD = "Guard and ship"
+CODE = "Look at code"
+MACHINE = "This machine"
+
+
 def examples(*commands: str) -> str:
     """The last lines of a command's --help."""
     # A line of its own for each, and no markup in it, as Typer renders an epilog.
@@ -147,7 +155,11 @@ def _options(
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="In every command, print results and errors only."),
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="In every command, print results and errors only; of a run, the answer alone.",
+        ),
     ] = False,
     verbose: Annotated[
         bool,
@@ -169,7 +181,9 @@ def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: 
         source = context.get_parameter_source(param.name or "")
         if param.name in names and source is not None and source.name == "COMMANDLINE":
             off = context.params[param.name] is False and param.secondary_opts
-            idle.append(max(param.secondary_opts if off else param.opts, key=len))
+            options = param.secondary_opts if off else param.opts
+            argument = param.metavar if param.param_type_name == "argument" else None
+            idle.append(argument or max(options, key=len))
     if idle:
         one = len(idle) == 1
         raise SpecError(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, app, examples, print_result, refuse_idle
+from attnsweep.cli.app import MACHINE, JsonOption, app, examples, print_result, refuse_idle
 from attnsweep.core.errors import SpecError
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import counted
@@ -17,7 +17,7 @@ cache = typer.Typer(
     invoke_without_command=True,
     epilog=examples("attnsweep cache", "attnsweep cache prune --days 7"),
 )
-app.add_typer(cache, name="cache")
+app.add_typer(cache, name="cache", rich_help_panel=MACHINE)
 
 _DAY_S = 86400
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    GUARD,
     GpusOption,
     JsonOption,
     KernelsOption,
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel=GUARD,
     epilog=examples(
         "attnsweep check ci --against baselines/ci --junit check.xml",
         "attnsweep check my.yaml --against results/h200/my --slower 0.01",
         "attnsweep check --recorded baselines/ci results/h200/ci",
-    )
+    ),
 )
 def check(
     context: typer.Context,
@@ -225,7 +227,9 @@ def _verdict_or_error() -> Iterator[None]:
         raise StoreError("no verdict: the reader of the output is gone") from error
 
 
-@app.command(epilog=examples("attnsweep accept results/h200/ci baselines/ci"))
+@app.command(
+    rich_help_panel=GUARD, epilog=examples("attnsweep accept results/h200/ci baselines/ci")
+)
 def accept(
     run_: Annotated[
         Path,

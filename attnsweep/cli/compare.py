@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from attnsweep.cli.app import (
+    READ,
     JsonOption,
     KernelsOption,
     app,
@@ -20,10 +21,11 @@ from attnsweep.reports.terminal import console
 
 
 @app.command(
+    rich_help_panel=READ,
     epilog=examples(
         "attnsweep compare results/h100-80gb-hbm3/batched results/h200/batched",
         "attnsweep compare before/h100/mine after/h100/mine --json",
-    )
+    ),
 )
 def compare(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],

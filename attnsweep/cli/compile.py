@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    CODE,
     JsonOption,
     KernelsOption,
     LimitOption,
@@ -27,6 +28,7 @@ from attnsweep.reports.terminal import Form, console, errors
 
 
 @app.command(
+    rich_help_panel=CODE,
     name="compile",
     epilog=examples(
         "attnsweep compile h100",

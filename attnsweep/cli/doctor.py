@@ -7,11 +7,13 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, app, examples, print_result
+from attnsweep.cli.app import MACHINE, JsonOption, app, examples, print_result
 from attnsweep.reports.terminal import console
 
 
-@app.command(epilog=examples("attnsweep doctor", "attnsweep doctor --json"))
+@app.command(
+    rich_help_panel=MACHINE, epilog=examples("attnsweep doctor", "attnsweep doctor --json")
+)
 def doctor(json_: JsonOption = False) -> None:
     """Show what this machine can do, what is missing, and how to fix it.
 

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli.app import (
+    READ,
     JsonOption,
     KernelsOption,
     LatestRunArgument,
@@ -25,11 +26,12 @@ from attnsweep.reports.terminal import console, errors
 
 
 @app.command(
+    rich_help_panel=READ,
     epilog=examples(
         "attnsweep explain",
         "attnsweep explain results/h200/flash_short",
         "attnsweep explain results/h200/flash_short BLOCK_N=64 --problem 1,16,1024,64",
-    )
+    ),
 )
 def explain(
     context: typer.Context,

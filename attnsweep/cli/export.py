@@ -12,6 +12,7 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    GUARD,
     JsonOption,
     KernelsOption,
     ProgressOption,
@@ -23,6 +24,7 @@ from attnsweep.reports.terminal import Form, counted, errors
 
 
 @app.command(
+    rich_help_panel=GUARD,
     name="export",
     epilog=examples(
         "attnsweep export results/h100-80gb-hbm3/my_model --out my_attention",

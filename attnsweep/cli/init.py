@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import JsonOption, ProblemsOption, app, examples, print_result
+from attnsweep.cli.app import FIND, JsonOption, ProblemsOption, app, examples, print_result
 from attnsweep.cli.tune import write_spec
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.hardware import ARCHS
@@ -21,11 +21,12 @@ DEFAULT = "sweep.yaml"
 
 
 @app.command(
+    rich_help_panel=FIND,
     epilog=examples(
         "attnsweep init",
         "attnsweep init mine.yaml --arch sm_90a --problem '4,32,4096,128 bf16 causal'",
         "attnsweep init - --arch sm_80",
-    )
+    ),
 )
 def init(
     file: Annotated[

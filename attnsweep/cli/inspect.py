@@ -10,17 +10,19 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    CODE,
     JsonOption,
     KernelsOption,
     ResultsOption,
     app,
     examples,
     print_result,
+    refuse_idle,
     warn,
 )
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import ARCHS, arch_named, arch_on
-from attnsweep.reports.terminal import console, errors
+from attnsweep.reports.terminal import aligned, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
@@ -28,11 +30,12 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel=CODE,
     epilog=examples(
         "attnsweep inspect flash_fwd_wgmma",
         "attnsweep inspect flash_fwd_wgmma BLOCK_N=128 --problem 4,16,4096,128",
         "attnsweep inspect results/h200/flash_short --problem '1,16,1024,64 causal'",
-    )
+    ),
 )
 def inspect(
     subject: Annotated[
@@ -124,12 +127,17 @@ def _run(subject: str) -> Run | None:
 
 
 @app.command(
+    rich_help_panel=CODE,
     name="list",
     epilog=examples(
-        "attnsweep list", "attnsweep list flash_fwd_wgmma", "attnsweep list --kernels my_kernels"
+        "attnsweep list",
+        "attnsweep list --specs",
+        "attnsweep list flash_fwd_wgmma",
+        "attnsweep list --kernels my_kernels",
     ),
 )
 def list_(
+    context: typer.Context,
     name: Annotated[
         list[str] | None,
         typer.Argument(
@@ -138,15 +146,26 @@ def list_(
             autocompletion=completion.families,
         ),
     ] = None,
+    specs: Annotated[
+        bool, typer.Option("--specs", help="The specs that come with attnsweep, a line each.")
+    ] = False,
     kernels: KernelsOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """List kernel families with their parameters and rules, and the baselines."""
+    """List kernel families with their parameters and rules, and the baselines; or the specs."""
     from attnsweep.family.discover import discover
     from attnsweep.reports import views
     from attnsweep.specs.model import BASELINES
+    from attnsweep.specs.shipped import about, shipped_specs
     from attnsweep.specs.yaml_file import nearest
 
+    if specs:
+        refuse_idle(context, ("name", "kernels"), "with --specs")
+        told = {spec: about(path) for spec, path in shipped_specs().items()}
+        lines = aligned([*told.items()], "ll", console.width, shrink=(1,))
+        facts = [{"name": spec, "about": text} for spec, text in told.items()]
+        print_result([Text(line) for line in lines], {"specs": facts}, json_)
+        return
     families = discover(kernels)
     for word in name or ():
         if word not in families:

@@ -8,17 +8,26 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import JsonOption, ProgressOption, WaitOption, app, examples, print_result
+from attnsweep.cli.app import (
+    FIND,
+    JsonOption,
+    ProgressOption,
+    WaitOption,
+    app,
+    examples,
+    print_result,
+)
 from attnsweep.core.errors import SpecError
 from attnsweep.reports.terminal import Form, errors
 
 
 @app.command(
+    rich_help_panel=FIND,
     epilog=examples(
         "attnsweep judge my_kernels.py:forward 4,32,4096,128 --causal --dtype bf16",
         "attnsweep judge my_package.attention:forward 1,16,1024,64 2,8,512,128 --json",
         "attnsweep judge my_kernels.py:forward 4,32,4096,128 --against torch_cudnn,flex",
-    )
+    ),
 )
 def judge(
     name: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from attnsweep.cli.app import (
+    READ,
     FullOption,
     JsonOption,
     TopOption,
@@ -22,10 +23,11 @@ from attnsweep.reports.terminal import errors
 
 
 @app.command(
+    rich_help_panel=READ,
     epilog=examples(
         "attnsweep merge h100/mine-1of2 h100/mine-2of2 --out h100/mine",
         "attnsweep merge h100/mine-*of8 --out h100/mine --json",
-    )
+    ),
 )
 def merge(
     context: typer.Context,

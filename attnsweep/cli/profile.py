@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    CODE,
     JsonOption,
     KernelsOption,
     WaitOption,
@@ -22,11 +23,12 @@ from attnsweep.reports.terminal import console, errors
 
 
 @app.command(
+    rich_help_panel=CODE,
     epilog=examples(
         "attnsweep profile results/h200/flash_short",
         "attnsweep profile results/h200/flash_short --top 3 --where BLOCK_N=128",
         "attnsweep profile results/h200/flash_short --problem 1,16,1024,64",
-    )
+    ),
 )
 def profile(
     run_: Annotated[

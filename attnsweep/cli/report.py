@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli.app import (
+    READ,
     FullOption,
     JsonOption,
     LatestRunArgument,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel=READ,
     name="report",
     epilog=examples(
         "attnsweep report",

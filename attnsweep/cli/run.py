@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    FIND,
     FullOption,
     GpusOption,
     JsonOption,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel=FIND,
     epilog=examples(
         "attnsweep run h100",
         "attnsweep run h100 --dry-run",
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
         "attnsweep run h100 --set 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'",
         "attnsweep run h100 --gpus all",
         "attnsweep run my.yaml --kernels my_kernels --results /data/results",
-    )
+    ),
 )
 def run(
     context: typer.Context,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attnsweep.cli.app import app, examples
+from attnsweep.cli.app import MACHINE, app, examples
 from attnsweep.reports.terminal import console
 
 
-@app.command(epilog=examples("attnsweep schema > spec.schema.json"))
+@app.command(rich_help_panel=MACHINE, epilog=examples("attnsweep schema > spec.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of a spec, with which editors complete and check it.
 

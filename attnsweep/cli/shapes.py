@@ -17,18 +17,19 @@ from typing import Annotated
 import typer
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import app, examples
+from attnsweep.cli.app import FIND, app, examples
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import errors
 
 
 @app.command(
+    rich_help_panel=FIND,
     epilog=examples(
         "attnsweep shapes model.yaml -- python generate.py --tokens 128",
         "attnsweep shapes model.yaml --arch sm_90a -- python -m my.training",
         "attnsweep shapes model.yaml --force -- torchrun --nproc-per-node 8 train.py",
-    )
+    ),
 )
 def shapes(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Spec to write.")],

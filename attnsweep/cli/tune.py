@@ -12,6 +12,7 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    FIND,
     FullOption,
     JsonOption,
     KernelsOption,
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel=FIND,
     epilog=examples(
         "attnsweep tune 4,32,4096,128 --causal --dtype bf16",
         "attnsweep tune B=4 H=32 Hkv=8 S=4096 D=128 --save-spec mine.yaml",
         "attnsweep tune 1,16,1024,64 2,32/8,1x4096,128 shapes.csv --budget-s 60",
         "attnsweep tune 1,16,1024,64 --replay quickstart",
         "attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a",
-    )
+    ),
 )
 def tune(
     context: typer.Context,

@@ -155,7 +155,10 @@ class Comparison:
         return rows
 
     def _notes(self) -> list[str]:
-        notes = [f"{f.label}: {f.why}" for f in self.findings if f.why]
+        same: dict[str, list[str]] = {}
+        for f in self.findings:
+            same.setdefault(f.why, []).append(f.label)
+        notes = [f"{'; '.join(labels)}: {why}" for why, labels in same.items() if why]
         counts = Counter(finding.verdict for finding in self.findings)
         said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
         notes.append(f"{', '.join(said) or 'no problem to compare'}; slower means more than "

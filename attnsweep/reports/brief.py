@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from attnsweep.reports import cards, tables
 from attnsweep.reports.gains import gains, sentences
 from attnsweep.reports.terminal import aligned, counted, cut, wrap
 from attnsweep.reports.text import (
+    FAILED,
     Row,
     Section,
     absent_baselines,
@@ -79,13 +81,17 @@ def _lines(
             yield from _problem(section, width, top or TOP)
     else:
         yield from _each(sections, width)
+        rows = [row for section in sections for row in section.rows if row["status"] in FAILED]
+        failed = Counter(row["status"].replace("_", " ") for row in rows if not row["baseline"])
+        if failed:
+            yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
     several = cards.by_card(run.trials, sections)
     if several is not None:
         yield from (
             (line, "") for line in aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))
         )
         yield from ((line, "") for line in wrap(several.sentence, width))
-    more = "--full: all of them" if few else "--full, report --problem SHAPE: tables"
+    more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
     for line in wrap(f"{tables.rows_of(run)}: {run.directory} ({more})", width):
         yield line, "dim"
 

@@ -139,7 +139,22 @@ class Group(TyperGroup):
         found = super().get_command(ctx, cmd_name)
         if found is not None and found.help:
             found.help = re.sub(r"(?<!\n)\n(?!\n)", " ", found.help)
+        for param in found.get_params(ctx) if found is not None else ():
+            _without_type(param)
         return found
+
+    def get_params(self, ctx: Any) -> Any:
+        """Its own options."""
+        found = super().get_params(ctx)
+        for param in found:
+            _without_type(param)
+        return found
+
+
+def _without_type(param: Any) -> None:
+    """Have the help of a flag not say `<bool>`: it takes no value."""
+    if getattr(param, "is_flag", False) and param.metavar is None:
+        param.metavar = ""
 
 
 class Commands(Group):

@@ -27,7 +27,7 @@ from attnsweep.store.run import Run
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
-_FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
+FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def failures(section: Section) -> list[tuple[str, list[str]]]:
     With each, every error of the compiler with its source line and caret.
     """
     out = []
-    groups = causes([row for row in section.rows if row["status"] in _FAILED])
+    groups = causes([row for row in section.rows if row["status"] in FAILED])
     for (status, kernel, _), rows in groups.items():
         config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
         what = f"{len(rows)} {status.replace('_', ' ')}"
@@ -451,7 +451,7 @@ def recorded_lines(section: Section) -> list[str]:
     return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
 
 
-TITLES = {
+_TITLES = {
     "torch_flash": "PyTorch's flash attention",
     "torch_cudnn": "PyTorch's cuDNN attention",
     "torch_efficient": "PyTorch's memory-efficient attention",
@@ -485,7 +485,7 @@ def sentence(section: Section) -> str:
     on, ratio = f" on {label}{_where(row)}", row["ratio_to_best_baseline"]
     if best is None or ratio is None:
         return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
-    baseline = TITLES.get(best["provider"], best["provider"])
+    baseline = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
     baseline_us = figure(fastest_round(best["trial"]) if noisy else best["time_us"], 3)
     times, swapped = f"({us} against {baseline_us} {unit}", f"({baseline_us} against {us} {unit}"

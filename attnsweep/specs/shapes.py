@@ -8,6 +8,7 @@ The grammar, in words apart from each other:
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
                                        window_top_left(512,0), boolean(blocks,30) and
                                        padded(right,40), backward
+    S=1024:65536:*2        each length from the first to the last, times 2; 1024:4096:512 in steps
     shapes.csv                         a row for each shape
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import csv
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,7 +82,8 @@ def read_shapes(
     def written() -> Iterator[Problem]:
         try:
             for shape in _shapes(_words(" ".join(words))):
-                yield shape.problem(dtype, causal, padding, repr(shape.text))
+                for each in shape.expanded(repr(shape.text)):
+                    yield each.problem(dtype, causal, padding, repr(shape.text))
         except ProblemError as error:
             where = f"{option} {error.where or ''}".strip() or None
             raise ProblemError(error.what, where=where, hint=error.hint) from error
@@ -135,7 +138,7 @@ def read_csv(
         where = f"{path}:{line}"
         try:
             shape = _of_row(columns, cells) if named else _of_cells(cells)
-            found.append(shape.problem(dtype, causal, padding, where))
+            found += [each.problem(dtype, causal, padding, where) for each in shape.expanded(where)]
         except _Wrong as error:
             wrong.append(ProblemError(error.what, where=where, hint=error.hint))
         except ProblemError as error:
@@ -168,6 +171,20 @@ class _Shape:
     @property
     def text(self) -> str:
         return " ".join(self.words)
+
+    def expanded(self, where: str) -> list[_Shape]:
+        """The shape with each value of its ranges. Raises ProblemError."""
+        sizes = {of: text for of, text in self.fields.items() if of in _KEYS.values()}
+        try:
+            ranges = {of: _range(of, text) for of, text in sizes.items() if ":" in text}
+        except _Wrong as error:
+            raise ProblemError(error.what, where=where, hint=error.hint) from error
+        if (count := math.prod(map(len, ranges.values()))) > MAX_PROBLEMS:
+            raise ProblemError(f"{count} shapes; a sweep may have {MAX_PROBLEMS}", where=where)
+        return [
+            _Shape(self.words, self.fields | dict(zip(ranges, values, strict=True)))
+            for values in itertools.product(*ranges.values())
+        ]
 
     def problem(self, dtype: str, causal: bool, padding: str | None, where: str) -> Problem:
         """Its Problem. Raises ProblemError."""
@@ -361,6 +378,25 @@ def _sizes(texts: Mapping[str, str]) -> dict[str, int]:
         raise _Wrong(f"{lacks} {'is' if len(missing) == 1 else 'are'} missing", f"as {_EXAMPLES}")
     numbers.setdefault("heads_kv", numbers["heads"])
     return numbers
+
+
+def _range(of: str, text: str) -> list[str]:
+    """The sizes of `1024:65536:*2` or `1024:4096:512`, the last one too if they reach it."""
+    match = re.fullmatch(r"([^:]+):([^:]+):(\*?)([^:*]+)", text)
+    if match is None:
+        hint = "write FIRST:LAST:STEP or FIRST:LAST:*FACTOR, as 1024:65536:*2"
+        raise _Wrong(f"{text!r} is no range of {of}", hint)
+    first, last, step = (_number(of, match[part]) for part in (1, 2, 4))
+    if first > last or (match[3] and step < 2):
+        why = "its first is larger than its last" if first > last else "a factor is 2 or more"
+        raise _Wrong(f"{text!r} is no range of {of}: {why}")
+    if not match[3]:
+        values = range(first, last + 1, step)
+        if len(values) > MAX_PROBLEMS:
+            raise _Wrong(f"{text!r} has {len(values)} values; a sweep may have {MAX_PROBLEMS}")
+        return list(map(str, values))
+    sizes = itertools.takewhile(lambda size: size <= last, (first * step**n for n in range(32)))
+    return list(map(str, sizes))
 
 
 def _number(of: str, text: str) -> int:

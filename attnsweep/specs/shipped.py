@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 from attnsweep.core.errors import SpecError
@@ -12,6 +14,15 @@ from attnsweep.specs.yaml_file import closest
 def shipped_specs() -> dict[str, Path]:
     """Every shipped spec by name, sorted."""
     return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+
+
+def about(path: Path) -> str:
+    """The first sentence of the comment that a spec begins with; empty if it has none."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    own = [line for line in lines if not line.startswith("# yaml-language-server")]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), own)
+    text = " ".join(line.lstrip("# ") for line in comment)
+    return re.split(r"(?<=[^.])\. (?=[A-Z`])", text)[0].rstrip(".")
 
 
 def shipped_hint(word: str = "") -> str:

@@ -145,6 +145,31 @@ def test_a_report_takes_problems_of_its_run_alone(attnsweep):
     assert "it has: (1,16,1024,64) fp16 full; (4,32,4096,64) bf16 full" in none.stderr
 
 
+def test_the_specs_that_ship_are_listed_a_line_each(attnsweep):
+    lines = attnsweep("list", "--specs", width=80).stdout.splitlines()
+    shipped = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert [line.split()[0] for line in lines] == shipped
+    assert all(len(line) <= 80 for line in lines)
+    facts = json.loads(attnsweep("list", "--specs", "--json").stdout)["specs"]
+    assert [fact["name"] for fact in facts] == shipped
+    told = {fact["name"]: fact["about"] for fact in facts}
+    assert told["scores"] == "One H100: calls whose scores a model changes before the softmax"
+    assert all(told.values())
+    assert "NAME does nothing with --specs" in attnsweep("list", "naive", "--specs").stderr
+
+
+def test_help_has_commands_in_groups_and_no_type_for_flags(attnsweep):
+    groups = [line for line in attnsweep("--help").stdout.splitlines() if line[:2] == "╭─"]
+    named = [line.strip("╭─╮ ") for line in groups]
+    assert named == [
+        *("Options", "Find the fastest kernel", "Read a run", "Guard and ship", "Look at code"),
+        "This machine",
+    ]
+    for command in ((), ("run",), ("cache",), ("cache", "prune")):
+        assert "<bool>" not in attnsweep(*command, "--help").stdout
+    assert "--top" in attnsweep("run", "--help").stdout
+
+
 def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
     said = attnsweep("compile", spec, "--verbose", "--arch", "sm_80").stderr.splitlines()
     rows = [line for line in said if line.startswith("  naive")]

@@ -201,6 +201,17 @@ def test_what_cannot_be_told_is_inconclusive_and_says_why(after, verdict, why):
     assert why in found.why
 
 
+def test_a_reason_that_several_problems_have_is_said_once():
+    other = [Problem(batch, 1, 1, 8, 8, 64) for batch in (2, 3)]
+    trials = [*BEFORE.trials, *(row.with_(problem=p) for p in other for row in BEFORE.trials)]
+    found = regress.compare(run(*trials), BEFORE, slower=0.03)
+    why = "the new run does not contain this problem"
+    text = "\n".join(line for line, _ in found.lines(300))
+    assert f"{other[0].label}; {other[1].label}: {why}" in text
+    assert (text.count(why), found.to_markdown().count(why)) == (1, 1)
+    assert [problem["why"] for problem in found.to_json()["problems"]][1:] == [why] * 2
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -393,8 +404,9 @@ def test_damage_ends_in_4_and_the_report_calls_it_so(main, tmp_path, attnsweep):
         which = "old" if pair[0] is damaged else "new"
         assert f"the {which} run is damaged: {best.kernel}" in " ".join(out.split())
         assert "time_us.median is nan" in " ".join(out.split())
-    shown = attnsweep("report", damaged, width=200).stdout
-    assert "damaged: " in shown
+    assert "2 damaged\n" in attnsweep("report", damaged).stdout
+    shown = attnsweep("report", damaged, "--full", width=200).stdout
+    assert "1 damaged: " in shown
     assert "says ok, but time_us.median is nan" in shown
     assert "noisy:" not in shown
 

@@ -104,3 +104,4 @@ def test_a_problem_without_a_winner_is_listed_first_and_counted():
     lines = printed(full_run(trials=[*run.trials[:4], wrong, *run.trials[5:]]))
     assert lines[1].startswith("(3,16,")
     assert lines[-1].endswith("No candidate is right and timed on 1 of 5.")
+    assert "1 wrong" in lines

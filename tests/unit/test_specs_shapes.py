@@ -252,3 +252,49 @@ def test_a_shape_that_the_largest_card_holds_is_planned(attnsweep):
     done = attnsweep("run", "h100", "--dry-run", "--problem", "1,1,100000000,128", width=1000)
     assert done.returncode == 0, done.stderr
     Problem(1, 1, 1, 2**29, 2**29, 64)
+
+
+# -- ranges ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("S=1024:65536:*2", [1024 << n for n in range(7)]),
+        ("S=1000:9000:*3", [1000, 3000, 9000]),
+        ("S=512:1100:256", [512, 768, 1024]),
+        ("S=7:7:1", [7]),
+    ],
+)
+def test_a_range_is_a_shape_for_each_size(text, lengths):
+    assert [p.seqlen_q for p in read_shapes(["B=1", "H=2", "D=64", text])] == lengths
+    size = text.removeprefix("S=")
+    problems = read_shapes([f"1,2,{size},64 bf16 causal"])
+    assert [p.seqlen_k for p in problems] == lengths
+    assert {p.label.partition(") ")[2] for p in problems} == {"bf16 causal"}
+
+
+def test_ranges_of_several_sizes_are_combined_and_a_file_may_have_them(tmp_path):
+    path = tmp_path / "shapes.csv"
+    path.write_text("batch,heads,seqlen,head_dim\n1:2:1,8,128:256:*2,64\n")
+    sizes = [(p.batch, p.seqlen_q) for p in read_shapes([str(path)])]
+    assert sizes == [(1, 128), (1, 256), (2, 128), (2, 256)]
+    assert len(read_shapes(["1,2,64:128:*2x256,64"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("1024:4096", "'1024:4096' is no range of seqlen"),
+        ("4096:1024:*2", "its first is larger than its last"),
+        ("1:8:*1", "a factor is 2 or more"),
+        ("1:8:0", "seqlen must be 1 to"),
+        ("1:k:2", "seqlen must be a whole number, not 'k'"),
+        ("1:2000000000:1", "has 2000000000 values; a sweep may have 1000"),
+    ],
+)
+def test_a_range_that_is_none_is_refused_at_once(text, what):
+    with pytest.raises(ProblemError, match=re.escape(what)):
+        read_shapes([f"1,2,{text},64"])
+    with pytest.raises(ProblemError, match="810000 shapes; a sweep may have 1000"):
+        read_shapes(["1:900:1,2,1:900:1,64"])
