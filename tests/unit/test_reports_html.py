@@ -250,13 +250,62 @@ def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page():
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
 
 
-def test_the_time_is_next_to_the_problem_where_a_narrow_window_shows_it():
+def test_time_and_ratio_are_next_to_the_problem_where_a_narrow_window_shows_them():
     (summary,) = re.findall('<table class="summary">.*?</table>', page.render(full_run()), re.S)
     header = re.findall(r"<th [^>]*>([^<]*)</th>", summary.split("</thead>")[0])
-    assert header[:3] == ["problem", "µs", "best of ours"]
+    assert header[:3] == ["problem", "µs", "against the fastest baseline known"]
     row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
     assert row[1] == "28.10"
-    assert row[2] == "three_kernel_wgmma"
+    assert re.sub("<.*?>|\\s+", " ", row[2]).split() == [
+        *("2.04×", "(2.04", "to", "2.04)", "torch_cudnn"),
+    ]
+    assert row[4] == "three_kernel_wgmma"
+
+
+def test_no_column_of_the_ranking_repeats_another_or_says_nothing():
+    def header(run):
+        (ranking, *_) = re.findall('<table class="ranking">.*?</thead>', page.render(run), re.S)
+        return {*re.findall(r"<th [^>]*>([^<]*)</th>", ranking)}
+
+    assert {"cold µs", "% bound"} <= header(full_run())  # it does not know the clock
+    assert not {"spill B", "warm µs"} & header(full_run())
+    known = header(open_run(SEVERAL))
+    assert "% light" in known
+    assert not {"% bound", "spill B", "warm µs"} & known
+    spilled = full_run(trials=[with_spills(trial) for trial in full_run().trials])
+    assert "spill B" in header(spilled)
+
+
+def with_spills(trial):
+    """The same row, whose code spills 8 bytes."""
+    if trial.resources is None:
+        return trial
+    return trial.with_(resources=trial.resources.model_copy(update={"spill_bytes": 8}))
+
+
+@browser
+def test_on_a_desktop_the_ranking_fits_and_on_a_phone_the_ratio_is_in_sight(pages):
+    phone, desktop = pages["several on a phone"], pages["several"]
+    assert desktop.sideways == []
+    assert "summary" in phone.sideways
+    assert phone.ratio_right < 360
+
+
+@browser
+def test_each_dot_has_a_label_and_letters_are_told(pages):
+    figure = plots(pages["several"].html, 0)["effects"]
+    assert re.search(r'<p class="legend">p: a [^<]* · b [^<]*</p>', figure)
+    assert {*"abcde"} <= {*re.findall(r">(\w)</text>", figure)}
+
+
+@browser
+def test_bounds_in_one_place_share_a_name_and_baselines_have_colours_of_their_own(pages):
+    figure = plots(pages["several"].html, 0)["roofline"]
+    names = re.findall(r">([^<>]*TFLOP/s[^<>]*)</text>", figure)
+    assert "matrix 1071 TFLOP/s · exp2 1071 TFLOP/s, head_dim 64" in names
+    shades = {*re.findall(r'aria-roledescription="point"[^>]*fill="(.*?)"', figure)}
+    assert {f"var(--s{number})" for number in range(1, 6)} <= shades
+    assert "var(--baseline)" not in shades
 
 
 def test_a_baseline_that_is_faster_wins_no_card_for_us():

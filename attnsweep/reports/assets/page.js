@@ -53,9 +53,11 @@ function nothing(box, words) {
 
 const narrow = (box) => box.clientWidth < 560;
 // A legend of series: beside the plot, or below it where there is no room.
-const legend = (box) => (narrow(box) ? { orient: "bottom", columns: 2, symbolSize: 70, labelLimit: 150 } : { orient: "right", symbolSize: 70, labelLimit: 180 });
+const legend = (box) => (narrow(box) ? { orient: "bottom", columns: box.clientWidth < 320 ? 1 : 2, symbolSize: 70, labelLimit: 150 } : { orient: "right", symbolSize: 70, labelLimit: 180 });
 // A legend above the plot, in two columns where one row has no room.
-const above = (box, more) => ({ orient: "top", ...(narrow(box) ? { columns: 2 } : {}), ...more });
+const above = (box, more) => ({ orient: "top", ...(narrow(box) ? { columns: box.clientWidth < 320 ? 1 : 2 } : {}), ...more });
+// Shades of series: ours from one end of the palette, baselines from the other.
+const shades = (ours, theirs) => [...ours.map((_, index) => color(index ? `s${(index - 1) % 6}` : "accent")), ...theirs.map((_, index) => color(`s${5 - (index % 6)}`))];
 // How much longer than its longest bar a plot is, so that the bar's figure is inside.
 const room = (box) => 1 + 56 / Math.max(90, box.clientWidth - 190);
 
@@ -117,17 +119,21 @@ function effects(box, problem) {
   const rows = (problem.effects?.parameters ?? []).filter((parameter) => parameter.values.some((value) => value.ratio !== null));
   if (!rows.length) { box.closest("figure").remove(); return null; }
   const label = (row) => (row.share === null ? row.name : `${row.name}  ${Math.round(100 * row.share)} %`);
+  // Names of variants are too long to stand beside each other: letters stand for them, which a line below tells.
+  const long = new Map(rows.filter((row) => row.values.some((value) => String(value.value).length > 8)).map((row) => [row.name, row.values.map((value) => String(value.value))]));
+  const said = (row, value) => (long.has(row.name) ? String.fromCharCode(97 + long.get(row.name).indexOf(String(value.value))) : String(value.value));
   const values = rows.flatMap((row) => row.values.filter((value) => value.ratio !== null).map((value) => ({
-    ...value, who: label(row), name: row.name, said: String(value.value), of: `${value.faster} of ${value.pairs}`,
+    ...value, who: label(row), name: row.name, full: String(value.value), said: said(row, value), of: `${value.faster} of ${value.pairs}`,
   })));
-  const own = rows.map((row) => ({ who: label(row), ratio: 1, said: String(row.values.find((value) => value.own)?.value ?? "") }));
+  const own = rows.flatMap((row) => row.values.filter((value) => value.own).slice(0, 1).map((value) => ({ who: label(row), ratio: 1, said: said(row, value) })));
+  const key = [...long].map(([name, names]) => `${name}: ${names.map((each, index) => `${String.fromCharCode(97 + index)} ${each}`).join(" · ")}`);
+  box.after(...key.map((textContent) => Object.assign(document.createElement("p"), { className: "legend", textContent })));
   const all = [...values.map((value) => value.ratio), 1];
   const [low, high] = [Math.min(...all) / 1.04, Math.max(...all) * 1.06];
   const y = { field: "who", type: "nominal", sort: rows.map(label), title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6, grid: true } };
   const x = { field: "ratio", type: "quantitative", title: narrow(box) ? "× the best one's time" : "× the time of the best candidate's value", scale: { type: "log", domain: [low, high], nice: false }, axis: { labelExpr: "format(datum.value, '.3~r') + '×'", tickCount: 5 } };
-  const tooltip = [{ field: "name", title: "parameter" }, { field: "said", title: "value" }, { field: "ratio", title: "×", format: ".4~g" }, { field: "of", title: "faster, of pairs" }];
-  // Names of variants are too long to stand beside each other; the dot tells them.
-  const text = (rows, shade, mark) => ({ data: { values: rows.filter((row) => row.said.length < 9) }, mark: { type: "text", fontSize: 10.5, color: color(shade), tooltip: null, ...mark }, encoding: { y, x, text: { field: "said" } } });
+  const tooltip = [{ field: "name", title: "parameter" }, { field: "full", title: "value" }, { field: "ratio", title: "×", format: ".4~g" }, { field: "of", title: "faster, of pairs" }];
+  const text = (rows, shade, mark) => ({ data: { values: rows }, mark: { type: "text", fontSize: 10.5, color: color(shade), tooltip: null, ...mark }, encoding: { y, x, text: { field: "said" } } });
   return draw(box, {
     height: 34 * rows.length, data: { values },
     layer: [
@@ -170,7 +176,7 @@ function search(box, problem) {
   const tooltip = [{ field: "kernel" }, { field: "trial", title: "candidate" }, ...(timed ? [{ field: "s", title: "seconds" }] : []), { field: "us", title: "best so far, µs", format: ".4~g" }];
   const shade = { field: "kernel", type: "nominal", title: null, legend: kernels.length > 1 ? above(box) : null, scale: { domain: kernels, range: kernels.map((_, index) => color(`s${index % 4}`)) } };
   const against = (plot, field, title) => draw(plot, {
-    height: 180, data: { values: problem.search }, encoding: { x: { field, type: "quantitative", title }, y, color: shade },
+    height: 180, data: { values: problem.search }, encoding: { x: { field, type: "quantitative", title, axis: { tickCount: 8 } }, y, color: shade },
     layer: [{ mark: { type: "line", interpolate: "step-after", strokeWidth: 1.6 } }, { mark: { type: "point", filled: true, size: 28 }, encoding: { tooltip } }],
   }, `Best time so far against ${title}, ${problem.label}`);
   return Promise.all([against(box, "trial", "candidates tried"), ...(timed ? [against(bySeconds, "s", "seconds")] : [])]);
@@ -295,7 +301,7 @@ function grid(box, rows, params, across, below) {
   ];
   const place = {
     x: { field: "x", type: "nominal", sort: columns, title: across.name, axis: { labelAngle: 0, domain: false, ticks: false, orient: "top", labelColor: color("ink") } },
-    y: { field: "y", type: "nominal", sort: lines, title: below.name, axis: { domain: false, ticks: false, labelColor: color("ink") } },
+    y: { field: "y", type: "nominal", sort: lines, title: below.name, axis: { domain: false, ticks: false, labelColor: color("ink"), labelLimit: 230, titlePadding: 10 } },
   };
   const timed = { filter: "datum.us !== null" }, untimed = { filter: "datum.us === null" };
   return draw(box, {
@@ -418,7 +424,7 @@ function scaling(box, figureElement) {
     encoding: {
       x: { field: "at", type: "quantitative", title: axis, scale: { type: "log", base: 2, nice: false, padding: 14 }, axis: { values: inOrder(values.map((row) => row.at)), format: "d", grid: false } },
       y: { field: "value", type: "quantitative", title: names[unit], scale: { type: unit === "tflops" ? "linear" : "log" }, axis: { ...ticks, labelExpr: PLAIN } },
-      color: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs], range: [...ours.map((_, index) => color(index ? `s${(index - 1) % 6}` : "accent")), ...theirs.map(() => color("baseline"))] }, legend: legend(box) },
+      color: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs], range: shades(ours, theirs) }, legend: legend(box) },
       strokeDash: { field: "baseline", type: "nominal", legend: null, scale: { domain: [false, true], range: [[1, 0], [5, 4]] } },
       shape: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs] }, legend: legend(box) },
       tooltip: [{ field: "who", title: "kernel" }, { field: "at", title: axis }, { field: "value", title: names[unit], format: ".4~g" }, { field: "us", title: "µs", format: ".4~g" }, { field: "config" }],
@@ -458,13 +464,15 @@ function roofline(box) {
     }
   }
   const lines = [...roofs.values()].flat();
-  const seen = new Set();
-  const labels = [...roofs.values()].map(([from, to]) => {
-    const level = to.tflops.toPrecision(2);
-    const shift = from.unit !== "memory" && seen.has(level) ? 13 : -6;
-    seen.add(level);
-    return { ...(from.unit === "memory" ? from : { ...to, at: right }), shift };
-  });
+  // Lines so near each other that their names would lie on each other share one name.
+  const height = 400, place = (tflops) => (height * Math.log(top / tflops)) / Math.log(top / bottom);
+  const labels = [];
+  for (const [from, to] of [...roofs.values()].sort(([, one], [, other]) => other.tflops - one.tflops)) {
+    if (from.unit === "memory") { labels.push(from); continue; }
+    const near = labels.find((label) => label.unit !== "memory" && Math.abs(place(label.tflops) - place(to.tflops)) < 15);
+    if (near) near.label += ` · ${to.label}`;
+    else labels.push({ ...to, at: right });
+  }
   const ours = [...new Set(points.filter((point) => point.kind !== "baseline").map((point) => point.who))];
   const theirs = [...new Set(points.filter((point) => point.kind === "baseline").map((point) => point.who))];
   const x = (extra = {}) => ({ field: "at", type: "quantitative", scale: { type: "log", domain: [left, right], nice: false }, title: "FLOP per byte", axis: { grid: false, labelExpr: PLAIN, values: marks(left, right) }, ...extra });
@@ -472,19 +480,18 @@ function roofline(box) {
   const note = below.size ? [{ at: left, tflops: bottom, label: `below this: ${[...below].join(", ")}` }] : [];
   const text = (rows, align, dx, dy) => ({ data: { values: rows }, mark: { type: "text", align, dx, dy, color: color("bound"), tooltip: null }, encoding: { x: x(), y, text: { field: "label" } } });
   return draw(box, {
-    height: 400,
+    height,
     layer: [
       { data: { values: lines }, mark: { type: "line", clip: true, strokeWidth: 1.4, strokeDash: [5, 3], color: color("bound") }, encoding: { x: x(), y, detail: { field: "label" } } },
-      text(labels.filter((label) => label.unit !== "memory" && label.shift < 0), "right", -4, -6),
-      text(labels.filter((label) => label.unit !== "memory" && label.shift > 0), "right", -4, 12),
-      text(labels.filter((label) => label.unit === "memory"), "left", 12, 0),
+      text(labels.filter((label) => label.unit !== "memory"), "right", -4, -6),
+      text(labels.filter((label) => label.unit === "memory"), "left", 14, 12),
       { data: { values: note }, mark: { type: "text", align: "left", dx: 8, dy: -8, color: color("soft") }, encoding: { x: x(), y, text: { field: "label" } } },
       {
         data: { values: points.filter((point) => point.tflops >= bottom) },
         mark: { type: "point", filled: true, size: 80, opacity: 0.9 },
         encoding: {
           x: x({ field: "intensity" }), y,
-          color: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs], range: [...ours.map((_, index) => color(index ? `s${(index - 1) % 6}` : "accent")), ...theirs.map(() => color("baseline"))] }, legend: legend(box) },
+          color: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs], range: shades(ours, theirs) }, legend: legend(box) },
           shape: { field: "who", type: "nominal", title: null, scale: { domain: [...ours, ...theirs] }, legend: legend(box) },
           tooltip: [{ field: "who", title: "kernel" }, { field: "problem" }, { field: "tflops", title: "TFLOP/s", format: ".4~g" }, { field: "intensity", title: "FLOP/byte", format: ".3~g" }, { field: "us", title: "µs", format: ".4~g" }, { field: "config" }],
         },
