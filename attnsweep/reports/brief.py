@@ -97,7 +97,13 @@ def _lines(
 
 
 def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
-    """Its best candidates and its baselines, and what must be known of them."""
+    """Its best candidates and its baselines, and what must be known of them.
+
+    Without a winner it is all that is known, which has the reasons.
+    """
+    if section.winner is None:
+        yield from tables.terminal(section, width, top, "--json has them")
+        return
     yield cut(" · ".join(heading(section)[:2]), width), "bold"
     shown = section.shown(top)
     recorded = all(who(row).endswith("†") for row in shown)  # which the heading says
@@ -122,16 +128,13 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
         for row, line in zip(shown, rest, strict=True):
             yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
     said: list[Line] = [((tie_line(section, section.rows) or "").split(";")[0], "")]
-    said += [(line, "yellow") for line in (*baseline_lines(section), *_failed(section))]
+    failed = [line for line, _ in failures(section)]
+    said += [(line, "yellow") for line in (*baseline_lines(section), *failed)]
     if absent := absent_baselines(section):
         names = ", ".join(line.split()[1] for line in absent)
         said.append((f"not timed: {names}", "dim"))
     said += [] if recorded else [(line, "dim") for line in recorded_lines(section)]
     yield from ((cut(line, width), style) for line, style in said if line)
-
-
-def _failed(section: Section) -> list[str]:
-    return [line for line, _ in failures(section)]
 
 
 def _configs(section: Section, rows: Sequence[Row]) -> list[str]:

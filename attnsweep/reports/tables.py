@@ -76,7 +76,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     for line in wrap(f"{run.directory}: {rows_of(run)}", width):
         say(line, "dim")
     for section in sections:
-        for text, style in _terminal(section, width, top, more):
+        for text, style in terminal(section, width, top, more):
             say(text, style)
         say("")
     if len(sections) > 1:
@@ -362,7 +362,7 @@ def _styled(
         yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
 
 
-def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
+def terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
     """The section's lines with their rich styles; each line is no wider than `width`."""
     out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from samples import PROBLEM, baseline, candidate, full_run
+from samples import NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
 from attnsweep.reports.brief import print_brief
@@ -72,8 +72,17 @@ def test_what_failed_and_what_was_not_timed_is_named():
     assert "torch_cudnn stayed noisy: × base takes its fastest round" in "\n".join(
         printed(run, 120)
     )
+
+
+def test_without_a_winner_all_reasons_are_printed():
     wrong = candidate("k", None).with_(status=Status.WRONG, detail="off")
-    assert printed(full_run(trials=[wrong]))[-1].startswith("No candidate is right and timed on")
+    broken = failed("j", Status.COMPILE_ERROR, NVRTC_LOG)
+    pruned = failed("k", Status.PRUNED, "spills 8 bytes, the spec allows 0", M=1)
+    lines = printed(full_run(trials=[wrong, broken, pruned]))
+    assert lines[-1].startswith("No candidate is right and timed on")
+    text = "\n".join(lines)
+    assert "      o[0] = foo(x);" in text
+    assert "1 pruned (spills 1)" in text
 
 
 def test_a_run_of_many_problems_has_a_line_for_each():

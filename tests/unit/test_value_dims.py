@@ -252,7 +252,7 @@ def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monke
     assert run.name == "tune-1-16-2048-192v128-bf16-causal"
     assert {row.problem for row in open_run(run).trials} == {MLA}
     assert MLA.label in attnsweep("report", run).stdout
-    assert f"{MLA.flops / 50 / 1e6:.4g}" in attnsweep("report", run, width=300).stdout
+    assert f"{MLA.flops / 50 / 1e6:.4g}" in attnsweep("report", run, "--full", width=300).stdout
     assert "BLOCK_N" in attnsweep("explain", run).stdout
     assert attnsweep("report", run, "--html", tmp_path / "page.html").returncode == 0
     before = gpu.names("trial")
