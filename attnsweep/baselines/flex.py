@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import Way
+from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.torch_sdpa import of_sequences
 from attnsweep.core import drawn
 from attnsweep.core.problem import BACKWARD, Packed, Problem
@@ -114,6 +114,8 @@ def gradients(torch: Any, attention: Callable[..., Any], options: dict[str, Any]
         # Otherwise the backward writes to what the forward saved, and cannot be called again.
         with config.patch(donated_buffer=False), kept:
             out = attention(*leaves, **options)
+        if not saved:  # then graphs would go on with what was saved of older inputs
+            raise Unavailable("this PyTorch does not say what its compiled forward saves")
         of_copy.setdefault(q.data_ptr(), (out, leaves))
         return (q, do, *saved)
 
