@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from attnsweep.choose.columns import named
+from attnsweep.choose.ranking import rank
+from attnsweep.core.trial import Environment, Trial
 from attnsweep.reports import cards, tables
 from attnsweep.reports.gains import gains, sentences
 from attnsweep.reports.terminal import aligned, counted, cut, wrap
@@ -22,6 +24,7 @@ from attnsweep.reports.text import (
     Section,
     absent_baselines,
     baseline_lines,
+    by_problem,
     failures,
     faster_baseline,
     heading,
@@ -107,26 +110,8 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
     yield cut(" · ".join(heading(section)[:2]), width), "bold"
     shown = section.shown(top)
     recorded = all(who(row).endswith("†") for row in shown)  # which the heading says
-
-    def name(row: Row) -> str:
-        return who(row).removesuffix("†") if recorded else who(row)
-
     if shown:
-        numbers = [c for c in tables.columns_of(shown) if c.name in _COLUMNS]
-        configs = _configs(section, shown)
-        lines = [["#", "kernel", *(c.header for c in numbers), "config"]]
-        places = ["*" * bool(row["winner"]) + place_of(row) for row in shown]
-        cells = zip(
-            places, map(name, shown), *(c.cells(shown) for c in numbers), configs, strict=True
-        )
-        lines += [list(each) for each in cells]
-        (header, *rest) = aligned(
-            lines, "rl" + "r" * len(numbers) + "l", width, shrink=(len(lines[0]) - 1, 1)
-        )
-        yield header, "bold"
-        best = "bold" if faster_baseline(section) else "bold green"
-        for row, line in zip(shown, rest, strict=True):
-            yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
+        yield from _rows(section, shown, width, marked=not recorded)
     said: list[Line] = [((tie_line(section, section.rows) or "").split(";")[0], "")]
     failed = [line for line, _ in failures(section)]
     said += [(line, "yellow") for line in (*baseline_lines(section), *failed)]
@@ -135,6 +120,29 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
         said.append((f"not timed: {names}", "dim"))
     said += [] if recorded else [(line, "dim") for line in recorded_lines(section)]
     yield from ((cut(line, width), style) for line, style in said if line)
+
+
+def _rows(section: Section, shown: Sequence[Row], width: int, *, marked: bool) -> Iterator[Line]:
+    """The table of some rows, header first. marked: whether recorded ones have their mark."""
+    names = [who(row) if marked else who(row).removesuffix("†") for row in shown]
+    numbers = [c for c in tables.columns_of(shown) if c.name in _COLUMNS]
+    places = ["*" * bool(row["winner"]) + place_of(row) for row in shown]
+    columns = [places, names, *(c.cells(shown) for c in numbers), _configs(section, shown)]
+    lines = [["#", "kernel", *(c.header for c in numbers), "config"]]
+    lines += [list(cells) for cells in zip(*columns, strict=True)]
+    align, last = "rl" + "r" * len(numbers) + "l", len(columns) - 1
+    header, *rest = aligned(lines, align, width, shrink=(last, 1))
+    yield header, "bold"
+    best = "bold" if faster_baseline(section) else "bold green"
+    for row, line in zip(shown, rest, strict=True):
+        yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
+
+
+def first_rows(trials: Sequence[Trial], environment: Environment, width: int) -> list[Line]:
+    """The table of one problem's best rows and its baselines; nothing if none is ranked."""
+    (section,) = by_problem(rank(trials, environment), environment)
+    shown = section.shown(TOP)
+    return list(_rows(section, shown, width, marked=True)) if shown else []
 
 
 def _configs(section: Section, rows: Sequence[Row]) -> list[str]:

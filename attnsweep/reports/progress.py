@@ -234,9 +234,9 @@ class _Watched(Observer):
         self.show("finals", done, total)
 
     def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
-        from attnsweep.reports import tables
+        from attnsweep.reports import brief
 
-        for line, style in tables.first_rows(trials, environment, self.console.width - 2):
+        for line, style in brief.first_rows(trials, environment, self.console.width - 2):
             text = Text(f"  {line}" if line else "", style=style)
             self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 

@@ -93,20 +93,8 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(line, "dim")
 
 
-def first_rows(
-    trials: Sequence[Trial], environment: Environment, width: int, top: int = 3
-) -> list[tuple[str, str]]:
-    """The table of one problem's best rows and its baselines: lines with their rich styles."""
-    (section,) = by_problem(rank(trials, environment), environment)
-    shown = section.shown(top)
-    if not shown:
-        return []
-    (header, *lines), _ = _table(section, shown, width)
-    return [(header, "bold"), *_styled(section, shown, lines)]
-
-
 def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3) -> list[Row]:
-    """The same rows as plain data."""
+    """One problem's best rows and its baselines as plain data."""
     (section,) = by_problem(rank(trials, environment), environment)
     return [_json_row(row) for row in section.shown(top)]
 

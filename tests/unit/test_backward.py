@@ -380,7 +380,7 @@ def of_flash(monkeypatch, problem, torch=None):
 def test_flash_attentions_backward_gets_rows_of_heads_and_the_mask(problem, monkeypatch):
     asked = of_flash(monkeypatch, problem)
     order = {
-        "flash_attn_3": ("do", "q", "k", "v", "o", "lse"),
+        "flash_attn_3": ("do", "q", "k", "v", "o", "lse", "q", "k", "v"),  # like dq, dk, dv
         "flash_attn_4": ("q", "k", "v", "o", "do", "lse"),
     }
     inputs, windowed = tensors_of(problem), problem is IN_WINDOW
