@@ -183,10 +183,11 @@ def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
     return "\n".join(lines) + "\n"
 
 
-def masked(path: Path = ROOT / CARD / "masks_served.json") -> dict[str, Any]:
-    """What benchmarks/masks.py wrote of calls with a boolean mask and of padded models."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+def masked(place: Path = ROOT / CARD) -> dict[str, Any]:
+    """What benchmarks/masks.py wrote of calls with a mask, and masked_models.py of models."""
+    files = (place / "masks_served.json", place / "masked_models.json")
+    calls, models = (json.loads(path.read_text(encoding="utf-8")) for path in files)
+    return {**calls, "models": models["models"], "of_models": models}
 
 
 def masks(found: Mapping[str, Any]) -> str:
@@ -196,14 +197,21 @@ def masks(found: Mapping[str, Any]) -> str:
         f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} |"
         for row in (*found["calls"], *found["arguments"])
     ]
-    lines += ["", "| model, eager, padded | layers served | PyTorch, ms | attnsweep, ms | × |"]
-    lines.append("|---|---:|---:|---:|---:|")
     lines += [
-        f"| {row['model']} | {row['served']} | {row['sdpa_ms']:.1f} | {row['ours_ms']:.1f} | "
-        f"{row['ratio']:.2f} |"
+        "",
+        _origin(found),
+        "",
+        "| model | | calls served | PyTorch, ms | attnsweep, ms | × |",
+    ]
+    lines[-1] += " error, PyTorch | attnsweep |"
+    lines.append("|---|---|" + "---:|" * 6)
+    lines += [
+        f"| {row['model']} | {'compiled' if row['compiled'] else 'eager'} | {row['served']} | "
+        f"{row['sdpa_ms']:.1f} | {row['ours_ms']:.1f} | {row['ratio']:.2f} | "
+        f"{_percent(row['sdpa_off'])} | {_percent(row['off'])} |"
         for row in found["models"]
     ]
-    return "\n".join([*lines, "", _origin(found)]) + "\n"
+    return "\n".join([*lines, "", _origin(found["of_models"])]) + "\n"
 
 
 def _change(of: Mapping[str, Any], part: str) -> str:
