@@ -64,6 +64,18 @@ using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 #else
 #define WINDOW_PARAMETERS
 #endif
+// 1: each item of the batch has keys of its own range alone, in key_range: the first, and the one
+// after the last. heads_of_item: of those that the stage's blocks have. It comes with WINDOW, so
+// that one code does every mask.
+#ifndef PADDED
+#define PADDED 0
+#endif
+#if PADDED
+static_assert(WINDOW, "one code does every mask");
+#define RANGE_PARAMETERS , const int *key_range, int heads_of_item
+#else
+#define RANGE_PARAMETERS
+#endif
 
 // Columns of a tile, since wgmma takes 16 at once. Those from HEAD_DIM on are outside the tensors:
 // loads by TMA make them 0, and nothing is stored of them. They lie in panels of 64.
@@ -71,6 +83,13 @@ constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, PANELS = (COLUMNS + 63) / 64;
 constexpr int LANES = HEAD_DIM / 8;  // 16 bytes of a row in global memory
 static_assert(HEAD_DIM % 8 == 0, "TMA takes 16 bytes");
 
+// The keys that a head's item has. All lanes have the same, and the compiler must know it: after a
+// branch that may part them, ptxas reads descriptors through WARPSYNC and R2UR.
+__device__ __forceinline__ KeyRange keys_of_item(const int* key_range, int item, int seqlen_k) {
+    const int first = __shfl_sync(0xffffffffu, key_range[2 * item], 0),
+              end = __shfl_sync(0xffffffffu, key_range[2 * item + 1], 0);
+    return {max(0, first), min(seqlen_k, end)};
+}
 // -log2(e) lse as kernels add it to exponents of 2: what it makes of them has no weight where there
 // is no query, or one that sees no key.
 __device__ __forceinline__ float negated(float lse) {

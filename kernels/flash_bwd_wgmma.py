@@ -4,6 +4,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
 from attnsweep.family.family import Config, Family, Launch, Param
+from attnsweep.family.launch import Arg
 
 kernel = Family(
     "flash_bwd_wgmma",
@@ -32,6 +33,7 @@ kernel = Family(
     head_dims=range(8, 257, 8),
     usual_head_dims=(64, 128, 96, 256, 192, 40, 72),
     masks=("full", "causal", "window"),
+    layouts=("dense", "padded"),
     deterministic="RECOMPUTE",
     empty_rows=True,
     ops=("backward",),
@@ -186,14 +188,18 @@ def maps(p: Problem, rows_q: int, rows_k: int):
     return tuple(hopper.tensor_map(name, *sizes, box=box) for name, (sizes, box) in made.items())
 
 
-def diagonals(p: Problem) -> tuple[int, ...]:
-    """What a launch says of a window; a causal mask follows from the lengths."""
-    return p.diagonals if p.kind == "window" else ()
+def seen(p: Problem, heads: int) -> tuple[Arg, ...]:
+    """What a launch says of a window, and of padding, whose code does every mask.
+
+    A causal mask follows from the lengths. heads: of an item, as many as the stage has.
+    """
+    ranges = ("key_range", heads) if p.kind == "padded" else ()
+    return (*p.diagonals, *ranges) if p.kind in ("window", "padded") else ()
 
 
-def window(p: Problem) -> dict[str, int]:
-    """The define of a launch with diagonals."""
-    return {"WINDOW": 1} if diagonals(p) else {}
+def hides(p: Problem) -> dict[str, int]:
+    """The defines of a launch with diagonals, and with ranges of keys."""
+    return {"window": {"WINDOW": 1}, "padded": {"WINDOW": 1, "PADDED": 1}}.get(p.kind, {})
 
 
 OF_QUERIES = ("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL")
@@ -213,14 +219,14 @@ def queries(c, p, arch):
             hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
             *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
             *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch, heads)),
-            *(p.scale * LOG2E, p.scale, *diagonals(p)),
+            *(p.scale * LOG2E, p.scale, *seen(p, p.heads)),
         ),
         smem_bytes=queries_smem_bytes(c, p),
         defines={
             "PRODUCER_REGISTERS": PRODUCER,
             "CONSUMER_REGISTERS": consumer_registers(arch, c.Q_WARPGROUPS, 1, (PRODUCER,)),
         }
-        | window(p),
+        | hides(p),
     )
 
 
@@ -235,7 +241,7 @@ def keys(c, p, arch):
     registers = consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))
     defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
     defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
-    defines |= {"CLUSTER": c.CLUSTER} | window(p)
+    defines |= {"CLUSTER": c.CLUSTER} | hides(p)
     return Launch(
         function="flash_bwd_wgmma_keys",
         grid=(clusters * c.CLUSTER, 1, 1),
@@ -253,7 +259,7 @@ def keys(c, p, arch):
                 together(p.seqlen_k, block * c.BLOCKS_PER_SM, arch, heads_kv),
                 p.scale * LOG2E,
                 p.scale,
-                *diagonals(p),
+                *seen(p, p.heads_kv),
             ),
         ),
         smem_bytes=smem_bytes(c, p),

@@ -72,12 +72,14 @@ struct Memory {
         mbarrier_init_fence();
     }
 };
+constexpr int NEVER = 1 << 30;  // a key that no query sees
 // first, tiles: of queries of a head that see a key of the block; 0 or less if none does. Query i
-// sees key j if j + diagonal <= i and, with a window, i <= j + reach.
+// sees key j if j + diagonal <= i and, with a window, i <= j + reach. Of seqlen_k keys, PADDED
+// those from first_key on count.
 struct Call {
     const float *neg_lse, *delta;
     float* sums;
-    int seqlen_k, pitch, group, head_kv, key, diagonal, reach, first, tiles;
+    int seqlen_k, first_key, pitch, group, head_kv, key, diagonal, reach, first, tiles;
     TensorLayout::Head of_keys;  // head_kv
     __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
     __device__ __forceinline__ TensorLayout::Head of_queries(int number) const {
@@ -90,6 +92,10 @@ struct Call {
     __device__ __forceinline__ int row(int tile) const { return (first + tile) * BLOCK_M; }
     __device__ __forceinline__ long long at(int number, int tile) const {
         return static_cast<long long>(head(number)) * pitch + row(tile);
+    }
+    // The last of `count` keys from `key` on; NEVER if the item has not all of them.
+    __device__ __forceinline__ int there(int key, int count) const {
+        return key >= first_key && key + count <= seqlen_k ? key + count - 1 : NEVER;
     }
     __device__ __forceinline__ int end_row() const { return (first + tiles) * BLOCK_M; }
 };
@@ -145,7 +151,10 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 struct Consumer {
     const Call& call;
     float factor;
-    int lane, own, key;             // own: the warpgroup's first; key: of this thread, and key + 8
+    int lane, own, key;  // own: the warpgroup's first; key: of this thread, and key + 8
+#if PADDED
+    int key_8, last_key;  // key + 8, and the warpgroup's last: see Call::there
+#endif
     unsigned ds;                    // where this lane's first row of dS goes
     unsigned long long k, v, q, o;  // descriptors
     using Scores = float[BLOCK_M / 2];
@@ -178,17 +187,26 @@ struct Consumer {
     // row: of the tile's first query, column 0.
     __device__ __forceinline__ void mask(Scores& s, int row) const {
         const int key = opaque(this->key);  // so that what follows takes registers here alone
-        if (own + 64 <= call.seqlen_k && !(HIDES_LATER && row < own + 63 + call.diagonal) &&
+#if PADDED
+        const int last = last_key;
+#else
+        const int last = own + 63;
+#endif
+        if ((PADDED || own + 64 <= call.seqlen_k) && !(HIDES_LATER && row < last + call.diagonal) &&
             !(HIDES_EARLIER && row + BLOCK_M > own + 1 + call.reach))
             return;
-        constexpr int NEVER = 1 << 30;
         // The first column that sees each of the two keys; most: the last that sees the first one.
         const int column = lane % 4 * 2, begin = key + call.diagonal - row - column;
+#if PADDED
+        const int other = opaque(key_8) - key, least = begin, least_8 = begin + other;
+#else
+        constexpr int other = 8;
         const int least = key < call.seqlen_k ? (HIDES_LATER ? begin : 0) : NEVER,
                   least_8 = key + 8 < call.seqlen_k ? (HIDES_LATER ? begin + 8 : 0) : NEVER;
+#endif
         const int most = key + call.reach - row - column;
         auto hide_late = [&](int i) {
-            if (HIDES_EARLIER && i / 4 * 8 + i % 2 > (i & 2 ? most + 8 : most))
+            if (HIDES_EARLIER && i / 4 * 8 + i % 2 > (i & 2 ? most + other : most))
                 s[i] = minus_infinity();
         };
         // In one loop for both, 128 queries spill; in two, ptxas serialises products of AHEAD 1.
@@ -389,7 +407,8 @@ struct Consumer {
     __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
         const int end = call.end_row();
         int row = call.first * BLOCK_M;
-        const int seen = own >= call.seqlen_k ? end : HIDES_LATER ? own + call.diagonal : 0;
+        const bool none = own >= call.seqlen_k || (PADDED && own + 64 <= call.first_key);
+        const int seen = none ? end : HIDES_LATER ? own + call.diagonal : 0;
 #pragma unroll 1
         for (; row < end && row + BLOCK_M <= seen; row += BLOCK_M, ++j) pass(j);
         if constexpr (HIDES_EARLIER) {
@@ -539,7 +558,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                          const __grid_constant__ TensorMap dv_map, const float* neg_lse,
                          const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
                          int heads_kv, int group, int together, float factor,
-                         float scale WINDOW_PARAMETERS HEADS_PARAMETER) {
+                         float scale WINDOW_PARAMETERS RANGE_PARAMETERS HEADS_PARAMETER) {
     const TensorLayout layout HEADS_LAYOUT;
     extern __shared__ __align__(1024) unsigned char smem[];
     if (CLUSTER == 1 && smem_address(smem) != Memory::K) __trap();
@@ -554,12 +573,19 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #endif
     const int key = work.tile * CLUSTER_N + rank * BLOCK_N, diagonal = -high, reach = -low;
     const int first = HIDES_LATER ? max(0, work.tile * CLUSTER_N + diagonal) / BLOCK_M : 0;
-    int end = seqlen_q;
+    int end = seqlen_q, first_key = 0;
+#if PADDED
+    const KeyRange own_keys = keys_of_item(key_range, work.head / heads_of_item, seqlen_k);
+    seqlen_k = own_keys.end, first_key = own_keys.first;
+    // No query sees a key of the blocks.
+    if (work.tile * CLUSTER_N >= seqlen_k || (work.tile + 1) * CLUSTER_N <= first_key) end = 0;
+#endif
     if (HIDES_EARLIER) end = min(end, min((work.tile + 1) * CLUSTER_N, seqlen_k) + reach);
     const Call call{neg_lse,
                     delta,
                     sums,
                     seqlen_k,
+                    first_key,
                     pitch,
                     group,
                     work.head,
@@ -594,7 +620,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                             factor,
                             lane,
                             own,
+#if PADDED
+                            call.there(own + warp % 4 * 16 + lane / 4, 1),
+                            call.there(own + warp % 4 * 16 + lane / 4 + 8, 1),
+                            call.there(own, 64),
+#else
                             own + warp % 4 * 16 + lane / 4,
+#endif
                             ds,
                             wgmma_descriptor<128>(Memory::K + wg * 8192, 1024),
                             wgmma_descriptor<128>(Memory::V + wg * 8192, 1024),

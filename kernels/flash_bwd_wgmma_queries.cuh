@@ -42,6 +42,7 @@ struct Consumer {
     int lane, wg, own, row;  // own: the warpgroup's first; row: of this thread, and row + 8
     int before, tiles;  // of keys: tiles before the block's, and its own, which may be 0 or less
     int seqlen_k, low, end;  // a row sees the keys from row + low on, before row + end
+    int first_key;           // PADDED: and not those before it
     float factor, neg_lse[2], delta[2];
     unsigned long long q, o, k, v;  // descriptors
     using Scores = float[BLOCK_N / 2];
@@ -61,13 +62,16 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(barrier);
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
-        if (key(j) + BLOCK_N <= seen_by(own) && !(HIDES_EARLIER && key(j) < own + 63 + low)) return;
+        if (key(j) + BLOCK_N <= seen_by(own) && !(HIDES_EARLIER && key(j) < own + 63 + low) &&
+            !(PADDED && key(j) < first_key))
+            return;
         const int limit = seen_by(row), limit_8 = seen_by(row + 8), first = key(j) + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             const int of_i = first + i / 4 * 8 + i % 2;
             if (of_i >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
             if (HIDES_EARLIER && of_i - (i & 2 ? 8 : 0) < row + low) s[i] = minus_infinity();
+            if (PADDED && of_i < first_key) s[i] = minus_infinity();
         }
     }
     __device__ __forceinline__ void run(float (&dq)[COLUMNS / 2]) const {
@@ -75,10 +79,12 @@ struct Consumer {
         for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
         // The last query sees most.
         const int seen = (max(0, seen_by(own + 63)) + BLOCK_N - 1) / BLOCK_N;
-        const int unseen = tiles - min(tiles, seen - before);
+        int unseen = tiles - min(tiles, seen - before);
+        if (PADDED) unseen = min(tiles, unseen);
         // The first query sees the first of the keys. At most one tile is left after that, whose
         // room nobody waits for.
-        const int until = tiles - (HIDES_EARLIER ? max(0, own + low) / BLOCK_N - before : 0);
+        const int until =
+            tiles - (HIDES_EARLIER ? max(PADDED ? first_key : 0, own + low) / BLOCK_N - before : 0);
         int j = 0;
 #pragma unroll 1
         for (; j < unseen; ++j) {
@@ -134,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     const uint4* __restrict__ d_out, const float* __restrict__ lse, float* __restrict__ neg_lse,
     float* __restrict__ delta, int seqlen_q, int seqlen_k, int pitch, int heads, int group,
     int together, float factor,
-    float scale WINDOW_PARAMETERS HEADS_PARAMETER STRIDES_PARAMETERS(out)
+    float scale WINDOW_PARAMETERS RANGE_PARAMETERS HEADS_PARAMETER STRIDES_PARAMETERS(out)
         STRIDES_PARAMETERS(d_out)) {
     const TensorLayout of_o LAYOUT_OF(out), of_do LAYOUT_OF(d_out);
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -142,7 +148,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
     if (PDL) grid_launch_dependents();
     const int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
     const Work work(blockIdx.x, tiles_m, heads, together);
-    const int query = (CAUSAL ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;
+#if PADDED
+    const KeyRange own_keys = keys_of_item(key_range, work.head / heads_of_item, seqlen_k);
+    seqlen_k = own_keys.end;
+    const int first_key = own_keys.first;
+    const bool longest_last = low <= 1 - seqlen_q;  // as with a causal mask
+#else
+    constexpr int first_key = 0;
+    constexpr bool longest_last = CAUSAL;
+#endif
+    const int query = (longest_last ? tiles_m - 1 - work.tile : work.tile) * BLOCK_M;
 #if WINDOW
     const int end = 1 + high;
 #else
@@ -150,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
 #endif
     const int seen = HIDES_LATER ? min(seqlen_k, query + BLOCK_M - 1 + end) : seqlen_k;
     const int after = (max(0, seen) + BLOCK_N - 1) / BLOCK_N;
-    const int before = HIDES_EARLIER ? max(0, query + low) / BLOCK_N : 0;
+    const int before = HIDES_EARLIER ? max(first_key, query + low) / BLOCK_N : 0;
     const int tiles = after - before;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == WARPGROUPS * 128) at.init();
@@ -216,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                             seqlen_k,
                             low,
                             end,
+                            first_key,
                             factor,
                             {l[0], l[1]},
                             {d[0], d[1]},

@@ -181,7 +181,7 @@ class Problem:
 
     def _check_backward(self) -> None:
         others = [self.mask.label] if self.mask.boolean else []
-        others += [self.layout.kind] if self.layout != DENSE else []
+        others += [self.layout.kind] if self.layout.kind == "packed" else []
         others += self.scores.kinds
         others += ["head_dim_v"] if self.head_dim_v else []
         if DTYPE_BYTES[self.dtype] != 2:
@@ -189,7 +189,7 @@ class Problem:
         if others:
             raise ProblemError(
                 f"{self.label}: a backward has no {others[0]}",
-                hint="a backward is of fp16 or bf16, full, causal or with a window",
+                hint="a backward is of fp16 or bf16: full, causal, with a window, or padded",
             )
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
 from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
@@ -44,7 +45,8 @@ def beside(inputs: Mapping[str, Tensor], problem: Problem, do: npt.NDArray[Any])
 
 def of_keys(problem: Problem) -> Problem:
     """A problem whose queries are as many as this one's keys: to choose keys as queries are."""
-    return replace(problem, seqlen_q=problem.seqlen_k, seqlen_k=problem.seqlen_q, mask=FULL)
+    rows, keys = problem.seqlen_k, problem.seqlen_q
+    return replace(problem, seqlen_q=rows, seqlen_k=keys, mask=FULL, layout=DENSE)
 
 
 def sampled(problem: Problem, seed: int, flops: float | None = None) -> tuple[Rows, Rows]:
@@ -58,8 +60,9 @@ def rows_of(problem: Problem, output: str) -> int:
     if output == "dq":
         return problem.heads * problem.rows_with_keys
     low, high = problem.diagonals
-    seen = min(problem.seqlen_k - 1, problem.seqlen_q - 1 + high) - max(0, low) + 1
-    return problem.batch * problem.heads_kv * max(0, seen)
+    last = problem.seqlen_q - 1 + high
+    seen = (min(end, last + 1) - max(first, low) for first, end in problem.key_ranges)
+    return problem.heads_kv * sum(max(0, count) for count in seen)
 
 
 # Rows of dQ and dK count at least as this share of what one key of weight 1 would make of typical
@@ -73,8 +76,13 @@ def least_lengths(inputs: Mapping[str, Tensor], problem: Problem) -> dict[str, f
 
     def typical(name: str) -> float:
         heads = product(range(problem.batch), range(problem.shape_of(name)[1]))
-        squares = [np.square(values_of(inputs, problem, name, *at)).sum(axis=1) for at in heads]
-        return math.sqrt(float(np.mean(squares, dtype=np.float64)))
+        rows = [values_of(inputs, problem, name, *at) for at in heads]
+        if name in "kv":  # padding may have any size
+            ranges = np.repeat(problem.key_ranges, problem.heads_kv, axis=0)
+            rows = [each[first:end] for each, (first, end) in zip(rows, ranges, strict=True)]
+        squares = [np.square(each).sum(axis=1) for each in rows]
+        count = max(1, sum(map(len, squares)))
+        return math.sqrt(sum(float(each.sum(dtype=np.float64)) for each in squares) / count)
 
     dp = typical("do") * typical("v") / math.sqrt(problem.head_dim)
     # Weights of a query add up to 1, and those of a key to more where there are few keys.

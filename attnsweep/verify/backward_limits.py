@@ -57,14 +57,15 @@ def same_maths(case: Case) -> Same:
 def each_draw(case: Case) -> Iterator[Same]:
     """Errors as of `same_maths` after each draw of inputs: none falls, and the last are its own."""
     whole = case.problem
-    few = replace(case, problem=replace(whole, batch=1, heads=1, heads_kv=1))
-    if whole.heads > whole.heads_kv:  # sums over query heads
-        few = replace(case, problem=replace(whole, batch=1, heads=2, heads_kv=1))
+    items = min(whole.batch, 4) if whole.items_differ else 1
+    group = 1 + (whole.heads > whole.heads_kv)  # sums over query heads
+    few = replace(case, problem=replace(whole, batch=items, heads=group, heads_kv=1))
     problem, found = few.problem, {name: Measures(0, 0) for name in whole.outputs}
     hard = case.inputs != "normal" or whole.seqlen_k < TILE
     # The whole forward of a head of 16,384 takes 6 s.
     draws = 1 + (whole.seqlen_q < _LONG)
-    draws = _DRAWS_HARD if hard else min(_DRAWS, max(draws, ceil_div(_ALL_ROWS, whole.seqlen_q)))
+    drawn = items * whole.seqlen_q
+    draws = _DRAWS_HARD if hard else min(_DRAWS, max(draws, ceil_div(_ALL_ROWS, drawn)))
     for seed in range(draws):
         inputs = make_inputs(few, 1000 + seed, windows=False)
         rows, keys = (_rows(each, seed) for each in (problem, of_keys(problem)))

@@ -199,6 +199,7 @@ class Comparer:
         given = [*(at[name] for name in ("q", "k", "v", "do", "lse")), to]
         sizes = map(np.int32, (group, *lengths, problem.head_dim))
         how = [*sizes, np.float64(problem.scale), *map(np.int32, problem.diagonals)]
+        how += [at.get("key_range", np.uint64(0)), np.int32(problem.heads)]
         smem_bytes = 8 * (2 * _TILE + 2 * _CHUNK) * _PITCH
         parts = ceil_div(problem.head_dim, _TILE)
         for name, length, heads, written in (

@@ -56,13 +56,14 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
 
 def _of_backward(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
-    """q, k, v, and o, lse and do of a forward."""
+    """q, k, v, what hides keys, and o, lse and do of a forward."""
     of_forward = replace(case, problem=backward.forward_of(case.problem))
     given = _qkv(of_forward, seed, windows)
     rng, shape = np.random.default_rng((seed, 7)), case.problem.shape_of("do")
     do = rng.standard_normal(shape, dtype=np.float32)
     if case.inputs == "exact":
         do = rng.integers(-1, 2, shape).astype(np.float32)
+    given = {**given, **beside(of_forward, seed)}
     return {**given, **backward.beside(given, case.problem, do)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from attnsweep.compile.launches import LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import CAUSAL, FULL, Interval
-from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.family.discover import discover
 from attnsweep.verify import measures
 from attnsweep.verify.backward import gradients
@@ -79,8 +81,8 @@ def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
         assert result.ok, (config.label, case.label, str(result))
 
 
-# Configs of both stages, and head_dims, that windows are tried with.
-OF_WINDOWS = (
+# Configs of both stages, and head_dims, that windows and padding are tried with.
+OF_MASKS = (
     ("RECOMPUTE=0 PDL=1", 64),
     ("RECOMPUTE=0 BLOCK_M=128", 40),
     ("RECOMPUTE=1 AHEAD=1 Q_BLOCK_N=96", 64),
@@ -91,7 +93,7 @@ OF_WINDOWS = (
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize(("words", "head_dim"), OF_WINDOWS)
+@pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
 def test_right_on_windows_of_every_kind(simulator, words, head_dim):
     """Also where blocks of queries see no key, and no query sees a block of keys."""
     shapes = ((1, 4, 2, 200, 330), (1, 2, 2, 300, 130), (1, 1, 1, 450, 450), (1, 2, 1, 64, 192))
@@ -105,6 +107,24 @@ def test_right_on_windows_of_every_kind(simulator, words, head_dim):
     of = Problem(1, 4, 2, 2048, 2048, head_dim, "bf16", Interval(256, 0), op=BACKWARD)
     for case in small_cases(of)[1::2]:
         result = simulator.check(FAMILY, config_for(words, of), case)
+        assert result.ok, (words, case.label, str(result))
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
+def test_right_on_padding_on_either_side(simulator, words, head_dim):
+    """Also where an item has no key, and where padding leaves some queries none."""
+    shapes = ((4, 4, 2, 200, 330), (5, 2, 2, 300, 130), (4, 1, 1, 450, 450), (3, 2, 1, 64, 192))
+    masks = (FULL, CAUSAL, Interval(100, 0), Interval(60, 30))
+    for number, (mask, side, least) in enumerate(product(masks, ("right", "left"), (0, 40))):
+        own = head_dim, ("bf16", "fp16")[number % 2], mask, Padded(side, least, number)
+        of = Problem(*shapes[number % 3], *own, op=BACKWARD)
+        result = simulator.check(FAMILY, config_for(words, of), Case(of), schedules=(number % 2,))
+        assert result.ok, (words, of.label, str(result))
+    padded = Padded("right", 40)
+    of = Problem(1, 4, 2, 2048, 2048, head_dim, "bf16", CAUSAL, padded, op=BACKWARD)
+    for case in small_cases(of):
+        result = simulator.check(FAMILY, config_for(words, of), case, schedules=(0,))
         assert result.ok, (words, case.label, str(result))
 
 
@@ -158,7 +178,7 @@ WRONG = {
 # The same where queries see keys up to their own.
 WRONG_CAUSAL = {
     "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", 1, "row + 1 <= seen"),
-    "a tile is masked too late": ("keys", "own + 63 + call.diagonal", 1, "own + call.diagonal"),
+    "a tile is masked too late": ("keys", "last = own + 63;", 1, "last = own;"),
     "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
     "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
     "keys that the last query sees are passed by": (
@@ -184,13 +204,13 @@ WRONG_WINDOWS = {
     ),
     "a query too many sees a key": (
         "keys",
-        "(i & 2 ? most + 8 : most)",
+        "(i & 2 ? most + other : most)",
         1,
         "(i & 2 ? most + 9 : most + 1)",
     ),
     "the other key of a thread is seen as long as the first": (
         "keys",
-        "? most + 8 :",
+        "? most + other :",
         1,
         "? most :",
     ),
@@ -216,11 +236,11 @@ WRONG_WINDOWS = {
         "of_i <",
     ),
     "a warpgroup ends with the first key of its last query": (
-        *("queries", "max(0, own + low)", 1),
+        *("queries", "max(PADDED ? first_key : 0, own + low)", 1),
         "max(0, own + 63 + low)",
     ),
     "a block begins with the first key of its last query": (
-        *("queries", "max(0, query + low)", 1),
+        *("queries", "max(first_key, query + low)", 1),
         "max(0, query + BLOCK_M - 1 + low)",
     ),
     "a warpgroup of queries begins a tile late": (
@@ -228,6 +248,63 @@ WRONG_WINDOWS = {
         "seen - before - 1)",
     ),
     "keys as if the block began at the first": ("queries", "(after - 1 - j)", 1, "(tiles - 1 - j)"),
+}
+
+
+# The same where items of the batch have fewer keys than the tensors: padding is on the right.
+WRONG_LENGTHS = {
+    "keys of the first item": ("keys", "work.head / heads_of_item,", 1, "0,"),
+    "queries of the first item": ("queries", "work.head / heads_of_item,", 1, "0,"),
+    "the item after its own": (
+        *("keys", "work.head / heads_of_item,", 1),
+        "(work.head + 1) / heads_of_item,",
+    ),
+    "a key too many in dK": ("keys", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
+    "a key too few in dK": ("keys", "min(seqlen_k, end)", 1, "end - 1"),
+    "a key too many in dQ": ("queries", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
+    "the last tile of keys is left out of dQ": (
+        "queries",
+        "+ BLOCK_N - 1) / BLOCK_N;",
+        2,
+        ") / BLOCK_N;",
+    ),
+    "the gradients of padding are not written": (
+        "keys",
+        "<= first_key) end = 0;",
+        1,
+        "<= first_key) return;",
+    ),
+    "a block with some keys of the item computes nothing": (
+        *("keys", "work.tile * CLUSTER_N >= seqlen_k", 1),
+        "(work.tile + 1) * CLUSTER_N >= seqlen_k",
+    ),
+    "a tile with padding is not masked": ("keys", "last = last_key;", 1, "last = own + 63;"),
+    "the other key of a thread is there if the first is": (
+        *("keys", "opaque(key_8) - key", 1),
+        "8",
+    ),
+    "the length of all": ("keys", "seqlen_k = own_keys.end, first_key", 1, "first_key"),
+}
+# The same with padding on the left, which leaves some queries no key.
+WRONG_FIRST_KEYS = {
+    "a key too many in dK": ("keys", "max(0, first)", 1, "max(0, first - 1)"),
+    "a key too few in dQ": ("queries", "max(0, first)", 1, "first + 1"),
+    "padding is seen": ("queries", "if (PADDED && of_i < first_key)", 1, "if (false)"),
+    "a tile with padding is not masked": ("queries", "!(PADDED && key(j) < first_key)", 1, "true"),
+    "queries without a key wait for some": (
+        "queries",
+        "if (PADDED) unseen =",
+        1,
+        "if (false) unseen =",
+    ),
+    "a warpgroup with some keys of the item passes them by": (
+        *("keys", "own + 64 <= call.first_key", 1),
+        "own <= call.first_key",
+    ),
+    "a block with some keys of the item computes nothing": (
+        *("keys", "(work.tile + 1) * CLUSTER_N <= first_key", 1),
+        "work.tile * CLUSTER_N <= first_key",
+    ),
 }
 
 
@@ -316,8 +393,8 @@ WRONG_TURNS = {
 }
 
 
-def problem_of(*sizes, head_dim, dtype="bf16", mask=FULL):
-    return Problem(*sizes, head_dim, dtype, mask, op=BACKWARD)
+def problem_of(*sizes, head_dim, dtype="bf16", mask=FULL, layout=DENSE):
+    return Problem(*sizes, head_dim, dtype, mask, layout, op=BACKWARD)
 
 
 # What is changed, the config that is right without, and a case that shows it. Where log-sum-exps
@@ -339,6 +416,17 @@ PLANTED = [
             WRONG_WINDOWS,
             "RECOMPUTE=1 Q_BLOCK_N=64",
             Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30))),
+        ),
+        *(
+            (
+                table,
+                "RECOMPUTE=1 Q_BLOCK_N=64",
+                Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout)),
+            )
+            for table, layout in (
+                (WRONG_LENGTHS, Padded("right", 30)),
+                (WRONG_FIRST_KEYS, Padded("left", 30)),
+            )
         ),
         (
             WRONG_APART,
@@ -370,7 +458,8 @@ PLANTED = [
 def test_wrong_kernels_are_found(simulator, wrong, words, case):
     stage, before, times, after = wrong
     texts = dict(sources(FAMILY))
-    (file,) = [n for n, text in texts.items() if before in text and n.startswith("flash_bwd_")]
+    found = [n for n, text in texts.items() if before in text and n.startswith("flash_bwd_")]
+    (file,) = [name for name in found if stage in name] or found
     assert texts[file].count(before) == times
     texts[file] = texts[file].replace(before, after)
     config = config_for(words, case.problem)
@@ -397,15 +486,17 @@ def test_right_for_every_head_dim(simulator, dim):
             words += f" {APART} AHEAD={number % 2} CLUSTER={1 + number // 2 % 2}"
             words += " DQ_ADD=1" * (words.startswith(KINDS[0]) and (dim > 192 or number % 3 == 0))
             words += " Q_STAGES=1" * (words.startswith(KINDS[1]) and dim > 192)
-        for turn, (sizes, mask) in enumerate(
+        padded = Padded(("right", "left")[number // 2 % 2], 30)
+        for turn, (sizes, mask, layout) in enumerate(
             zip(
-                (*SHAPES[number % 2 :: 2], SHAPES[number % 2]),
-                (CAUSAL, FULL, CAUSAL, Interval(70, 20)),
+                (*SHAPES[number % 2 :: 2], SHAPES[number % 2], SHAPES[0]),
+                (CAUSAL, FULL, CAUSAL, Interval(70, 20), (CAUSAL, FULL)[number % 2]),
+                (*[DENSE] * 4, padded),
                 strict=True,
             )
         ):
             dtype = ("bf16", "fp16")[(number + turn) % 2]
-            case = Case(Problem(*sizes, dim, dtype, mask, op=BACKWARD))
+            case = Case(Problem(*sizes, dim, dtype, mask, layout, op=BACKWARD))
             config = config_of(FAMILY, words)
             assert FAMILY.refused_by(config, case.problem, ARCH) in (None, "no_idle_tile")
             result = simulator.check(FAMILY, config, case, schedules=(turn % 2,))
@@ -417,6 +508,8 @@ REFERENCES = (
     Problem(1, 2, 2, 200, 70, 128, "fp16", CAUSAL, op=BACKWARD),  # queries that see no key
     Problem(1, 3, 1, 130, 70, 24, "fp16", Interval(20, 3), op=BACKWARD),
     Problem(1, 2, 1, 1, 65, 130, "bf16", FULL, op=BACKWARD),  # columns in three parts
+    Problem(3, 4, 2, 70, 150, 64, "bf16", CAUSAL, Padded("left", 0), op=BACKWARD),
+    Problem(3, 2, 1, 130, 150, 24, "fp16", Interval(20, 3), Padded("right", 10), op=BACKWARD),
 )
 
 

@@ -21,7 +21,7 @@ from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.masks import CAUSAL, FULL, Interval
-from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.specs.shapes import read_shapes
 from attnsweep.store.run import open_run
 from attnsweep.verify import backward, backward_limits
@@ -35,6 +35,8 @@ PROBLEMS = (
     Problem(1, 2, 2, 130, 70, 64, "fp16", CAUSAL, op=BACKWARD),  # queries that see no key
     Problem(1, 3, 1, 130, 70, 24, "fp16", Interval(20, 3), op=BACKWARD),
     Problem(1, 2, 1, 9, 65, 128, "bf16", FULL, op=BACKWARD),
+    Problem(3, 4, 2, 40, 90, 64, "bf16", CAUSAL, Padded("left", 0), op=BACKWARD),
+    Problem(2, 2, 1, 70, 130, 64, "fp16", Interval(20, 3), Padded("right", 30), op=BACKWARD),
 )
 
 
@@ -75,7 +77,7 @@ def test_its_tensors_are_those_of_a_backward():
         ("1,2,64,64 e4m3 full backward", "a backward has no e4m3"),
         ("1,2,64,64 fp32 full backward", "a backward has no fp32"),
         ("1,2,64,64 bf16 full softcap(30) backward", "a backward has no softcap"),
-        ("2,2,64,64 bf16 full padded(right,40) backward", "a backward has no padded"),
+        ("1,2,64,64 bf16 full packed(2) backward", "a backward has no packed"),
         ("1,2,64,64 bf16 boolean(causal) backward", "a backward has no boolean"),
     ],
 )
@@ -94,7 +96,8 @@ def plain_gradients(inputs, problem):
     group = problem.heads // problem.heads_kv
     k, v = (x.repeat(group, axis=1) for x in (k, v))
     scores = q @ k.swapaxes(2, 3) * problem.scale
-    scores[:, :, hidden_keys(problem, np.arange(problem.seqlen_q), 0)] = -np.inf
+    for item in range(problem.batch):
+        scores[item, :, hidden_keys(problem, np.arange(problem.seqlen_q), item)] = -np.inf
     largest = np.maximum(scores.max(axis=-1, keepdims=True), -1e300)
     p = np.exp(scores - largest)
     p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
@@ -161,6 +164,24 @@ def test_right_gradients_are_within_the_limits(dtype, mask):
     problem = Problem(1, 4, 2, 700, 700, 64, dtype, mask, op=BACKWARD)
     for case in (Case(problem), *small_cases(problem)):
         assert rounded_as_a_kernel_may(case, 3) == set(), case.label
+
+
+@pytest.mark.parametrize(("side", "mask"), [("right", FULL), ("left", CAUSAL)])
+def test_gradients_of_padding_are_zero_within_the_limits(side, mask):
+    padded = Padded(side, 30)
+    problem = Problem(3, 4, 2, 500, 600, 64, "bf16", mask, padded, op=BACKWARD)
+    assert rounded_as_a_kernel_may(Case(problem), 3) == set()
+    for case in small_cases(problem)[2::4]:
+        assert rounded_as_a_kernel_may(case, 3) == set(), case.label
+    (first, end), *_ = problem.key_ranges
+    hidden = end if side == "right" else first - 1
+
+    def leaked(name, values):
+        if name != "dq":
+            values[0, :, hidden] = 0.02 * values[0, :, (first + end) // 2]
+        return values
+
+    assert rounded_as_a_kernel_may(Case(problem), 3, leaked) >= {"dk row", "dv row"}
 
 
 @pytest.mark.nightly(push=1)

@@ -77,12 +77,13 @@ __device__ void accumulate(const double* w, const typename T::Bits* from, int fi
 }
 
 // 64 columns of dQ of 64 queries of a head; or, KEYS, of dK and dV of 64 keys, over all `group`
-// query heads. of_ds: dQ or dK; of_p: dV.
+// query heads. of_ds: dQ or dK; of_p: dV. ranges: of each item, whose query heads `heads` are.
 template <class T, bool KEYS>
 __device__ void gradients(const void* q_all, const void* k_all, const void* v_all,
                           const void* d_o_all, const float* lse_all, const double* delta_all,
                           double* of_ds, double* of_p, int group, int seqlen_q, int seqlen_k,
-                          int head_dim, double scale, int low, int high) {
+                          int head_dim, double scale, int low, int high, const int* ranges,
+                          int heads) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p_tile = shared, *ds_tile = p_tile + TILE * PITCH, *chunk = ds_tile + TILE * PITCH;
@@ -100,9 +101,12 @@ __device__ void gradients(const void* q_all, const void* k_all, const void* v_al
         const Bits* v = static_cast<const Bits*>(v_all) + head_k * seqlen_k * head_dim;
         const float* lse = lse_all + head_q * seqlen_q;
         const double* delta = delta_all + head_q * seqlen_q;
+        const int* range = ranges ? ranges + 2 * (head_q / heads) : nullptr;
+        int first_key = range ? range[0] : 0, end_key = range ? range[1] : seqlen_k;
         for (int other = 0; other < others; other += TILE) {
             int query = KEYS ? other : first, key = KEYS ? first : other;
             if (key + TILE - 1 - query < low || key - (query + TILE - 1) > high) continue;
+            if (key + TILE <= first_key || key >= end_key) continue;
             double s[4][4], dp[4][4];
             double* more = chunk + CHUNK * PITCH;
             multiply<T>(KEYS ? k : q, KEYS ? q : k, first, other, rows, others, head_dim, chunk,
@@ -115,8 +119,8 @@ __device__ void gradients(const void* q_all, const void* k_all, const void* v_al
                 for (int j = 0; j < 4; ++j) {
                     int own = first + y + 16 * i, with = other + x + 16 * j;
                     int row = KEYS ? with : own, column = KEYS ? own : with;
-                    bool seen =
-                        own < rows && with < others && column - row >= low && column - row <= high;
+                    bool seen = own < rows && with < others && column - row >= low &&
+                                column - row <= high && column >= first_key && column < end_key;
                     double p = seen ? exp(s[i][j] * scale - lse[row]) : 0.;
                     int at = (x + 16 * j) * PITCH + y + 16 * i;
                     p_tile[at] = p, ds_tile[at] = seen ? p * (dp[i][j] - delta[row]) : 0.;

@@ -184,16 +184,18 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     backward_queries(const void* q, const void* k, const void* v, const void* d_o, const float* lse,
                      const double* delta, double* dq, double* unused, int group, int seqlen_q,
-                     int seqlen_k, int head_dim, double scale, int low, int high) {
+                     int seqlen_k, int head_dim, double scale, int low, int high, const int* ranges,
+                     int heads) {
     gradients<In, false>(q, k, v, d_o, lse, delta, dq, unused, group, seqlen_q, seqlen_k, head_dim,
-                         scale, low, high);
+                         scale, low, high, ranges, heads);
 }
 extern "C" __global__ void __launch_bounds__(256)
     backward_keys(const void* q, const void* k, const void* v, const void* d_o, const float* lse,
                   const double* delta, double* dk, double* dv, int group, int seqlen_q,
-                  int seqlen_k, int head_dim, double scale, int low, int high) {
+                  int seqlen_k, int head_dim, double scale, int low, int high, const int* ranges,
+                  int heads) {
     gradients<In, true>(q, k, v, d_o, lse, delta, dk, dv, group, seqlen_q, seqlen_k, head_dim,
-                        scale, low, high);
+                        scale, low, high, ranges, heads);
 }
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
