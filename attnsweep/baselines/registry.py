@@ -55,6 +55,7 @@ BACKENDS = {
             _FP32,
             **_MASKED,
             scores=("bias",),
+            ops=_BOTH,
         ),
         Backend("torch_varlen", _varlen, TORCH, layouts=("packed",), head_dim_v=False),
         Backend(

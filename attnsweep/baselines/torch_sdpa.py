@@ -155,21 +155,21 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
 
     Its tensors are (batch, heads, seqlen, head_dim), or lie as (batch, seqlen, heads, head_dim).
     """
-    windowed = problem.kind == "window"
-    if windowed and problem.has_empty_rows:
-        raise Unavailable("PyTorch's backward of a window takes no query that sees no key")
-    if windowed and problem.mask.top_left and backend == "FLASH_ATTENTION":
+    masked = problem.kind not in ("full", "causal")
+    if masked and problem.has_empty_rows:
+        raise Unavailable("PyTorch's backward of a mask takes no query that sees no key")
+    if problem.kind == "padded" and backend == "FLASH_ATTENTION":
+        raise Unavailable("PyTorch's flash attention has no mask for padding")
+    if masked and problem.mask.top_left and backend == "FLASH_ATTENTION":
         raise Unavailable("PyTorch's flash attention aligns windows bottom-right")
-    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+    if problem.kind == "causal" and problem.seqlen_q != problem.seqlen_k:
         raise Unavailable("PyTorch's backward has a causal mask aligned top-left alone")
+    bias = _as_numbers(torch, problem) if masked and backend != "FLASH_ATTENTION" else None
+    if backend == "EFFICIENT_ATTENTION":
+        return _efficient_gradients(torch, problem, bias)
     aten, scale = torch.ops.aten, problem.scale
     seed = torch.empty((), dtype=torch.int64, device="cuda")  # of no dropout
-    rest = (problem.seqlen_q, problem.seqlen_k, 0.0, problem.causal)
-    bias = None
-    if windowed and backend == "CUDNN_ATTENTION":  # as a boolean mask reaches it
-        hidden = hidden_keys(torch, problem)[None, None]
-        dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
-        bias = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    rest = (problem.seqlen_q, problem.seqlen_k, 0.0, problem.kind == "causal")
 
     def by_cudnn(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
         given = (do, q, k, v, o, lse.unsqueeze(-1), seed, seed, bias, None, None, *rest)
@@ -188,9 +188,54 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
         )
         return tuple(x.transpose(1, 2) for x in found)
 
-    flash = by_flash_in_window if windowed else by_flash
+    flash = by_flash_in_window if masked else by_flash
     backward = by_cudnn if backend == "CUDNN_ATTENTION" else flash
-    return [Way(backward), Way(backward, rows_of_heads)]
+    return [Way(backward), Way(backward, _rows_of_heads)]
+
+
+def _as_numbers(torch: Any, problem: Problem) -> Any:
+    """A mask as a boolean one reaches a backward: 0 and minus infinity, of q's dtype."""
+    hidden = hidden_keys(torch, problem)
+    hidden = hidden if hidden.dim() == 4 else hidden[None, None]
+    dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
+    return tuple(
+        x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs
+    )
+
+
+def _efficient_gradients(torch: Any, problem: Problem, bias: Any) -> list[Way]:
+    """Of k and v that are repeated for all query heads, as its forward takes them.
+
+    Rows of its bias begin at multiples of 16 elements, and those of a head's lse of 32.
+    """
+    pad, group = torch.nn.functional.pad, problem.heads // problem.heads_kv
+    no_seed = torch.empty((), dtype=torch.int64, device="cuda")
+    rest = (no_seed, no_seed, 0.0, [True, True, True, False], problem.kind == "causal")
+    if bias is not None:
+        whole = pad(bias, (0, -problem.seqlen_k % 16))[..., : problem.seqlen_k]
+        bias = whole.expand(problem.batch, problem.heads, *whole.shape[2:])
+
+    def as_taken(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> tuple[Any, ...]:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        return q, k, v, o, pad(lse, (0, -problem.seqlen_q % 32), value=float("inf")), do
+
+    def of_groups(x: Any) -> Any:
+        return x if group == 1 else x.unflatten(1, (problem.heads_kv, group)).sum(dim=2)
+
+    def backward(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
+            *(do, q, k, v, bias, o, lse), *rest, scale=problem.scale
+        )
+        return dq, of_groups(dk), of_groups(dv)
+
+    def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
+        return _rows_of_heads(*as_taken(*inputs))
+
+    return [Way(backward, as_taken), Way(backward, rows_of_heads)]
 
 
 def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

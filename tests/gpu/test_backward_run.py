@@ -7,7 +7,7 @@ import pytest
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.candidate import Build
 from attnsweep.core.masks import CAUSAL, FULL, Interval
-from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 
@@ -25,6 +25,9 @@ PROBLEMS = (
     Problem(2, 16, 4, 1500, 1500, 128, "bf16", Interval(255, 0), op=BACKWARD),
     Problem(1, 8, 2, 2000, 1777, 64, "fp16", Interval(100, 70), op=BACKWARD),
     Problem(1, 8, 2, 1500, 1437, 256, "bf16", Interval(300, 20), op=BACKWARD),
+    Problem(4, 16, 4, 1000, 1000, 128, "bf16", CAUSAL, Padded("right", 40), op=BACKWARD),
+    Problem(3, 8, 8, 500, 777, 64, "fp16", FULL, Padded("left", 0), op=BACKWARD),
+    Problem(3, 8, 2, 1000, 937, 256, "bf16", Interval(300, 20), Padded("right", 0), op=BACKWARD),
 )
 APART = {"KV_WARPGROUPS": 1, "DKV_WARPGROUPS": 2}
 CONFIGS = (
@@ -62,13 +65,15 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
 
 
 OF_OTHERS = (
-    *("torch_cudnn", "torch_flash", "cudnn", "cudnn_deterministic"),
+    *("torch_cudnn", "torch_flash", "torch_efficient", "cudnn", "cudnn_deterministic"),
     *("flex", "flash_attn_3", "flash_attn_4"),
 )
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-@pytest.mark.parametrize("problem", [*PROBLEMS[:2], PROBLEMS[8]], ids=lambda p: p.label)
+@pytest.mark.parametrize(
+    "problem", [*PROBLEMS[:2], PROBLEMS[8], PROBLEMS[11]], ids=lambda p: p.label
+)
 def test_gradients_of_baselines_are_right_and_timed(problem, name, worker):
     pytest.importorskip("torch")
     worker.open(problem, replay_us=300, seed=1)

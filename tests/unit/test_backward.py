@@ -239,7 +239,7 @@ def test_few_baselines_have_a_backward():
     problem = PROBLEMS[3]
     able = {name for name, backend in BACKENDS.items() if backend.supports(problem) is None}
     own = {"cudnn", "cudnn_deterministic", "flex", "flash_attn_3", "flash_attn_4"}
-    assert able == {"torch_cudnn", "torch_flash"} | own
+    assert able == {"torch_cudnn", "torch_efficient", "torch_flash"} | own
     assert BACKENDS["unfused"].supports(problem) == "unfused is timed in no backward"
     only = BACKENDS["cudnn_deterministic"].supports(backward.forward_of(problem))
     assert only == "cudnn_deterministic is timed in no forward"
@@ -473,6 +473,56 @@ def test_flex_attentions_backward_follows_new_inputs_in_the_memory_that_graphs_h
     for into, tensor in zip(kept, fresh, strict=True):
         into.copy_(tensor)
     assert right()
+
+
+PADDED = (
+    Problem(3, 4, 2, 9, 20, 16, "bf16", FULL, Padded("right", 30), op=BACKWARD),
+    Problem(2, 2, 2, 40, 40, 8, "fp16", CAUSAL, Padded("right", 30), op=BACKWARD),
+    Problem(1, 4, 2, 20, 20, 8, "bf16", CAUSAL, op=BACKWARD),
+)
+
+
+@pytest.mark.parametrize("problem", PADDED, ids=lambda p: p.label)
+def test_pytorchs_efficient_backward_gets_keys_of_each_query_head_and_a_mask(problem, monkeypatch):
+    """Called as it wants its rows to begin, it has the gradients of all query heads of a group."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch_sdpa, "hidden_keys", partial(torch_sdpa.hidden_keys, device="cpu"))
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(()))
+
+    def called(do, q, k, v, bias, o, lse, *rest, scale):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert lse.shape[-1] % 32 == 0
+        assert torch.isinf(lse[..., q.shape[2] :]).all()
+        assert rest[3:] == ([True, True, True, False], problem.kind == "causal")
+        if bias is not None:
+            assert bias.shape == (*q.shape[:3], k.shape[2])
+            assert bias.stride(2) % 16 == 0
+        mask = 0.0 if bias is None else bias.float()
+        if problem.kind == "causal":
+            mask = torch.full(q.shape[2:3] + k.shape[2:3], -torch.inf).triu(1)
+        p = torch.exp(q @ k.mT * scale + mask - lse[..., : q.shape[2], None])
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+        return ds @ k, ds.mT @ q, p.mT @ do, None
+
+    aten = SimpleNamespace(
+        _scaled_dot_product_efficient_attention_backward=SimpleNamespace(default=called)
+    )
+    monkeypatch.setattr(torch, "ops", SimpleNamespace(aten=aten))
+    inputs = make_inputs(Case(problem), 1)
+    given = [
+        torch.from_numpy(x if n == "lse" else from_bits(x, problem.dtype))
+        for n, x in ((n, inputs[n]) for n in problem.values)
+    ]
+    every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    (exact,) = backward.gradients(inputs, problem, *every)
+    for way in BACKENDS["torch_efficient"].ways(torch, problem, None):
+        found = way.forward(*way.convert(*given))
+        for name, one in zip(problem.outputs, found, strict=True):
+            assert np.allclose(one.numpy(), exact[name], rtol=1e-3, atol=1e-3), name
+    with pytest.raises(Unavailable, match="no mask for padding"):
+        BACKENDS["torch_flash"].ways(torch, PADDED[0], None)
+    with pytest.raises(Unavailable, match="no query that sees no key"):
+        BACKENDS["torch_efficient"].ways(torch, PROBLEMS[4], None)
 
 
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
