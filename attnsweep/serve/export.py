@@ -25,7 +25,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
-from attnsweep.core.ops import BACKWARD, FORWARD
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.chunks import changed_since
@@ -351,8 +351,6 @@ def _median(trial: Trial) -> float:
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None:
         return f"no correct candidate of {family}, the family that a package can call"
-    if best.problem.op == BACKWARD and best.problem.kind == "window":
-        return "a package leaves the gradients of windows to PyTorch"
     if baseline is None:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)

@@ -103,7 +103,7 @@ class MaskedKernel(Kernel):
 
     def _attend(self, launch: dict[str, Any]) -> None:
         q, k, v, o = map(tensor_of, launch["values"][:4])
-        _, _, heads, group, _, rows, keys, factor, *rest = launch["values"][4:-4]
+        lse, _, heads, group, _, rows, keys, factor, *rest = launch["values"][4:-4]
         assert (heads, rows, keys) == (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
         k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
         scores = q.float() @ k.mT * (factor / math.log2(math.e))
@@ -126,6 +126,8 @@ class MaskedKernel(Kernel):
         elif "causal" in compiled:
             seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
             scores = scores.masked_fill(~seen, -math.inf)
+        if lse:
+            _floats(lse, heads * rows)[:] = scores.logsumexp(-1).ravel()
         if "sinks" in compiled:
             assert of_item == q.shape[1]
             sink = _floats(sinks, of_item).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
@@ -185,6 +187,7 @@ class BackwardKernel(Kernel):
         own, of_row = (_floats(each, heads * pitch).view(heads, pitch) for each in (neg_lse, delta))
         own[:], of_row[:] = -math.inf, 0
         own[:, :rows] = _floats(lse, heads * rows).view(heads, rows) * -math.log2(math.e)
+        own[own == math.inf] = -math.inf  # of a query that sees no key
         of_row[:, :rows] = (out.float() * d_out.float()).sum(-1).view(heads, rows)
 
     def _weights(self, q: Any, k: Any, neg_lse: int, pitch: int, factor: float) -> Any:
@@ -194,7 +197,11 @@ class BackwardKernel(Kernel):
         if self.causal:
             seen = torch.ones(rows, k.shape[2], dtype=torch.bool).tril(k.shape[2] - rows)
             scores = scores.masked_fill(~seen, -math.inf)
-        return torch.exp2(scores + own)
+        return torch.exp2(self.hidden(scores) + own)
+
+    def hidden(self, scores: Any) -> Any:
+        """Scores of which those that a window or padding hides are minus infinity."""
+        return scores
 
     def _products(self, given: Any, neg_lse: int, delta: int, *numbers: Any) -> Any:
         """P, dS, and q, k, dO in float32, keys repeated for each query head."""
@@ -238,6 +245,41 @@ class BackwardKernel(Kernel):
         sizes = (heads // of_batch, of_batch, rows, 64)
         made = _floats(sums, heads * pitch * 64).view(heads, pitch, 64)[:, :rows] * scale
         _raw(dq, sizes, apart).copy_(made.view(sizes))
+
+
+class MaskedBackwardKernel(BackwardKernel, MaskedKernel):
+    """The same of calls with a window, or with ranges of keys. backwards: launches of `keys`."""
+
+    def __init__(self) -> None:
+        MaskedKernel.__init__(self)
+        self.gone, self.backwards, self._seen_keys = 1.0, 0, (0, 0, 0)
+
+    def __call__(self, launch: dict[str, Any]) -> None:
+        """Write the outputs of a stage."""
+        stage = launch["function"][1].removeprefix("flash_bwd_wgmma_")
+        if begin := {"queries": 18, "keys": 17}.get(stage):
+            self.backwards += stage == "keys"
+            count = 4 if b" padded " in launch["code"] else 2
+            values = launch["values"]
+            low, high, *ranges = values[begin : begin + count]
+            self._seen_keys = (low, high, ranges[0] if ranges else 0)
+            values = [*values[:begin], *values[begin + count :]]
+            if ranges:  # of as many heads of an item as the stage has
+                assert ranges[1] == values[begin]
+            launch = {**launch, "values": values}
+        super().__call__(launch)
+
+    def hidden(self, scores: Any) -> Any:
+        """See BackwardKernel."""
+        low, high, ranges = self._seen_keys
+        batch, _, rows, keys = scores.shape
+        at = torch.arange(keys)
+        after = at - torch.arange(rows)[:, None]
+        gone = ((after < low) | (after > high)).expand(batch, 1, rows, keys)
+        if ranges:
+            own = torch.from_numpy(_ints(ranges, 2 * batch)).view(batch, 2, 1, 1, 1)
+            gone = gone | (at < own[:, 0]) | (at >= own[:, 1])
+        return scores.masked_fill(gone, -math.inf)
 
 
 def _raw(address: int, sizes: tuple[int, ...], apart: Any) -> Any:

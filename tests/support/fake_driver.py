@@ -151,7 +151,17 @@ class FakeDriver:
         code = self.modules[function[0]]
         masked = re.search(rb" (boolean|window|padded|packed) ", code)
         scored = re.search(rb" (softcap|sinks|bias) ", code)
-        if function[1].endswith("_combine"):
+        of_window = "ii" if masked else ""
+        of_window += "pi" if b" padded " in code else ""
+        if function[1] == "flash_bwd_wgmma_delta":
+            kinds = "pppppp" + "ii" + "i" + "iii" * 2
+        elif function[1] == "flash_bwd_wgmma_queries":
+            kinds = "mmmmm" + "ppppp" + "iiiiii" + "ff" + of_window + "i" + "iii" * 2
+        elif function[1] == "flash_bwd_wgmma_keys":
+            kinds = "mmmmmm" + "ppp" + "iiiiii" + "ff" + of_window + "i"
+        elif function[1] == "flash_bwd_wgmma_convert":
+            kinds = "pp" + "ii" + "f" + "i" + "iii"
+        elif function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):
             kinds = "ppppppp" + "iiiiii" + "iiiii"
@@ -162,14 +172,6 @@ class FakeDriver:
             kinds += "pppp" + "iii" if masked else ""
             kinds += "mfp" + "iiii" if scored else ""
             kinds += "iiii"
-        elif function[1] == "flash_bwd_wgmma_delta":
-            kinds = "pppppp" + "ii" + "i" + "iii" * 2
-        elif function[1] == "flash_bwd_wgmma_queries":
-            kinds = "mmmmm" + "ppppp" + "iiiiii" + "ff" + "i" + "iii" * 2
-        elif function[1] == "flash_bwd_wgmma_keys":
-            kinds = "mmmmmm" + "ppp" + "iiiiii" + "ff" + "i"
-        elif function[1] == "flash_bwd_wgmma_convert":
-            kinds = "pp" + "ii" + "f" + "i" + "iii"
         elif function[1] == "flash_fwd_fp8_wgmma":
             kinds = "mmmm" + "pppp" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)

@@ -27,13 +27,14 @@ from rich.console import Console
 from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.layouts import Padded
 from attnsweep.core.masks import Interval
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
 from attnsweep.serve import export_code
 from attnsweep.serve.export_code import BACKWARD_FAMILY, config_of
-from attnsweep.serve.runtime.dispatch import choose
+from attnsweep.serve.runtime.dispatch import choose, exactly
 from attnsweep.serve.runtime.driver import Device
 from attnsweep.serve.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
 from attnsweep.store import run as store_run
@@ -280,22 +281,30 @@ def test_backward_winners_are_beside_the_forwards(both_ops):
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
-def test_gradients_of_windows_are_left_out(both_ops, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"mask": Interval(127, 0)}, {"batch": 3, "layout": Padded("right", 40)}],
+    ids=["window", "lengths"],
+)
+def test_gradients_of_windows_and_lengths_have_code_of_their_own(both_ops, tmp_path, changes):
     _, of = both_ops
     run = store_run.open_run(H100_RUN)
     own = [t for t in run.trials if t.problem == of]
-    windowed = replace(of, op=BACKWARD, mask=Interval(127, 0))
+    fastest = next(t for t in rank(own, run.environment)["trial"] if t.kernel == export_code.FAMILY)
+    other = replace(of, op=BACKWARD, **changes)
     values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
-    ours = own[0].with_(problem=windowed, kernel=BACKWARD_FAMILY, config=values)
     trials = [
         *own,
-        ours,
-        *(t.with_(problem=windowed) for t in own if t.provider.startswith("torch_")),
+        fastest.with_(problem=other, kernel=BACKWARD_FAMILY, config=values),
+        *(t.with_(problem=other) for t in own if t.provider.startswith("torch_")),
     ]
     done = export(tmp_path, [changed(run, tmp_path / "run", trials)])
-    (said,) = (line for line in done.left_out if windowed.label in line)
-    assert "leaves the gradients of windows to PyTorch" in said
-    assert done.winners == 1
+    assert not any(other.label in line for line in done.left_out)
+    made = read_table(done.directory / done.name).gpus[H100]
+    (tuned,) = (winner for winner in made.winners if winner.problem == other)
+    assert tuned.kernel.mask == other.variant
+    assert exactly(made, other).kernel == tuned.kernel
+    assert exactly(made, replace(other, batch=7)).code == "not_tuned"
 
 
 def test_a_winner_with_v_of_another_head_dim_has_code_of_its_own(tmp_path):

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from attnsweep.core.errors import ProblemError
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import served
 from .arguments import laid_out, plain, problem_of, sized
 from .call_cache import transformed
-from .dispatch import Choice, choose
+from .dispatch import Choice, choose, exactly
 from .driver import DriverError, Unaligned, unmapped
+from .intervals import Diagonals, forms
 from .planner import Planner
 from .plans import FORKED, MOST_PLANS, Plan
 from .served import WGMMA_BACKWARD
@@ -23,6 +25,7 @@ from .table import PackageError
 Saved = tuple[torch.Tensor, ...]
 """query, key, value, out and the log-sum-exp of a forward, float32 and contiguous."""
 _ORDERED = Choice(None, "deterministic", "deterministic algorithms are asked for")
+_NO_INTERVAL = Choice(None, "mask", "no kernel has gradients of these diagonals")
 _OTHER_HEAD_DIM = Choice(None, "head_dim", "v has another head_dim than q")
 _NAMES = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv")
 _empty_like, _modes = torch.empty_like, torch._C._len_torch_dispatch_stack
@@ -47,12 +50,19 @@ class BackwardOperator:
         self._plans.clear()
 
     def gradients(
-        self, grad: torch.Tensor, saved: Saved, causal: bool, scale: float
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        causal: bool,
+        scale: float,
+        limits: Diagonals | None = None,
+        ranges: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
         """dq, dk and dv in the layouts of q, k and v; None if no kernel serves the call.
 
-        grad: of the output, with any strides. Where gradients are recorded of these, or a dispatch
-        mode or a transform must see an operator, PyTorch's own serves.
+        grad: of the output, with any strides. limits, ranges: diagonals, between which queries see
+        keys, of those of each item, int32 (batch, 2). Where gradients are recorded of these, or a
+        dispatch mode or a transform must see an operator, PyTorch's own serves.
         """
         query, key, value, *_ = saved
         seen = torch.is_grad_enabled() or _modes() or transformed()
@@ -65,8 +75,8 @@ class BackwardOperator:
             return None
         if not fits:
             grad = grad.clone(memory_format=torch.contiguous_format)
-        plan = self._plan(grad, saved, causal, scale)
-        made = self._run(plan, grad, saved) if plan.calls else None
+        plan = self._plan(grad, saved, causal, scale, limits, ranges is not None)
+        made = self._run(plan, grad, saved, ranges) if plan.calls else None
         kind = "kernel_backward" if made is not None else "pytorch_backward"
         self._operator.counts[kind] = self._operator.counts.get(kind, 0) + 1
         return made
@@ -87,29 +97,73 @@ class BackwardOperator:
             return gpu is not None
         return self._choice(gpu, query, key, value, causal)[0].kernel is not None
 
-    def choice(self, query: Any, key: Any, value: Any, causal: bool) -> Choice | None:
+    def choice(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        limits: Diagonals | None = None,
+        padded: bool = False,
+    ) -> Choice | None:
         """What serves the gradients of a call; None if the table has no kernel for any."""
         gpu = self._planner.gpu(query.device.index or 0) if self.serves else None
-        return None if gpu is None else self._choice(gpu, query, key, value, causal)[0]
+        return (
+            None if gpu is None else self._choice(gpu, query, key, value, causal, limits, padded)[0]
+        )
+
+    def serves_intervals(
+        self, query: Any, key: Any, value: Any, limits: Diagonals | None, padded: bool
+    ) -> bool:
+        """Whether a kernel has the gradients of a call with a window, an offset or lengths."""
+        if limits is None or not self.serves:
+            return False
+        if self._planner.unserved(query, key, value, False, None, True):
+            return False
+        found = self.choice(query, key, value, False, limits, padded)
+        return found is not None and found.kernel is not None
 
     def _choice(
-        self, gpu: Any, query: Any, key: Any, value: Any, causal: bool
+        self,
+        gpu: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        limits: Diagonals | None = None,
+        padded: bool = False,
     ) -> tuple[Choice, Any]:
-        forward = problem_of(query, key, value, CAUSAL if causal else FULL)
+        form: tuple[Any, ...] = (CAUSAL if causal else FULL,)
+        if limits is not None:
+            form, *_ = forms(limits, query.shape[2], key.shape[2], padded)
+            if form[0].boolean:
+                return _NO_INTERVAL, None
+        try:
+            forward = problem_of(query, key, value, *form)
+        except ProblemError as error:
+            return Choice(None, "far", error.what), None
         if forward.head_dim_v:
             return _OTHER_HEAD_DIM, None
         problem = replace(forward, op=BACKWARD)
-        choice = choose(gpu, problem)
+        choice = choose(gpu, problem) if limits is None else exactly(gpu, problem)
         kernel, is_deterministic = choice.kernel, WGMMA_BACKWARD.kernel.is_deterministic
         if kernel is not None and _is_deterministic() and not is_deterministic(kernel.values):
             choice = _ORDERED
         return choice, problem
 
-    def _plan(self, grad: torch.Tensor, saved: Saved, causal: bool, scale: float) -> Plan:
+    def _plan(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        causal: bool,
+        scale: float,
+        limits: Diagonals | None,
+        padded: bool,
+    ) -> Plan:
         tensors = (*saved[:4], grad)
         what = (
             *((each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors),
-            *(causal, scale, _is_deterministic()),
+            *(causal, scale, limits, padded, _is_deterministic()),
         )
         plan = self._plans.get(what)
         if plan is None:
@@ -117,10 +171,12 @@ class BackwardOperator:
                 return FORKED
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[what] = self._made(tensors, causal, scale)
+            plan = self._plans[what] = self._made(tensors, causal, scale, limits, padded)
         return plan
 
-    def _made(self, given: Saved, causal: bool, scale: float) -> Plan:
+    def _made(
+        self, given: Saved, causal: bool, scale: float, limits: Diagonals | None, padded: bool
+    ) -> Plan:
         query, key, value, out, grad = given
         unserved = self._planner.unserved(query, key, value, causal, scale, True)
         if unserved is not None:
@@ -136,7 +192,7 @@ class BackwardOperator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        choice, problem = self._choice(gpu, query, key, value, causal)
+        choice, problem = self._choice(gpu, query, key, value, causal, limits, padded)
         if choice.kernel is None:
             return Plan(choice)
         config, (stages,) = choice.kernel.values, choice.kernel.stages
@@ -152,14 +208,16 @@ class BackwardOperator:
             tensors,
             query.get_device(),
             floats=tuple(spaces.values()),
-            names=(*_NAMES, *spaces),
+            names=(*_NAMES, *spaces, *(("key_range",) if padded else ())),
         )
 
-    def _run(self, plan: Plan, grad: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...] | None:
+    def _run(
+        self, plan: Plan, grad: torch.Tensor, saved: Saved, ranges: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...] | None:
         operator, index = self._operator, plan.index
         if index >= 0 and index != operator.current_device():
             with torch.cuda.device(index):
-                return self._run(plan, grad, saved)
+                return self._run(plan, grad, saved, ranges)
         query, key, value, out, lse = saved
         try:
             spaces = _spaces(query, plan.floats)
@@ -168,6 +226,8 @@ class BackwardOperator:
         made = (_empty_like(query), _empty_like(key), _empty_like(value))
         tensors = (query, key, value, out, grad, lse, *made, *spaces)
         addresses = tuple([each.data_ptr() for each in tensors])
+        if ranges is not None:
+            addresses += (ranges.data_ptr(),)
         if addresses[3] & 15:
             return None
         try:

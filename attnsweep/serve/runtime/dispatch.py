@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
@@ -86,6 +86,21 @@ def choose(gpu: TunedGpu, problem: Problem, *, gradients: bool = False) -> Choic
         f"{choice.reason}; a step with gradients this short takes as long as the host's part of it"
     )
     return Choice(None, "short_training", why, choice.gain, choice.sdpa_us)
+
+
+def exactly(gpu: TunedGpu, problem: Problem) -> Choice:
+    """The kernel that won on the very shape, of padding whatever its lengths, or why there is none.
+
+    Nothing is predicted: the recorded gradients of windows and lengths are too few to say how well.
+    """
+    alike = _kind_of(gpu, problem).winners.items()
+    found = [w for p, w in alike if replace(p, layout=problem.layout) == problem]
+    if not found:
+        return Choice(None, "not_tuned", f"{problem.label} was not tuned")
+    if found[0].gain_low < 1:
+        return Choice(None, "not_faster", "PyTorch's own attention is as fast", found[0].gain)
+    why = "this shape was tuned"
+    return Choice(found[0].kernel, "tuned", why, found[0].gain, found[0].sdpa_us)
 
 
 def _forward(gpu: TunedGpu, problem: Problem) -> Choice:

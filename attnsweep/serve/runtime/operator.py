@@ -14,6 +14,7 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 from attnsweep.core.scores import Scores
 
+from . import interval_gradients
 from .arguments import autocast, never, number, plain, sized, taken_for
 from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
@@ -28,6 +29,7 @@ from .gradients import (
     with_gradient,
     with_lse,
 )
+from .interval_gradients import IntervalGradient, key_ranges, log_sum_exp
 from .intervals import Diagonals, by_pytorch, forms, scanned, understood
 from .mask_lists import MaskList, MaskLists
 from .packed import CuSeqlens
@@ -92,8 +94,14 @@ class Operator:
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
         own = {name: getattr(self, f"_impl_{name}") for name in OPERATORS}
-        gradient = of_operator(self, lambda: ops.backward.default)
-        self.library = register(wanted, devices, own, gradient)
+        ops: Any
+        gradients = {
+            "forward_lse": of_operator(self, lambda: ops.backward.default),
+            "forward_intervals_lse": interval_gradients.of_operator(
+                lambda: ops.backward_intervals.default
+            ),
+        }
+        self.library = register(wanted, devices, own, gradients)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
@@ -102,6 +110,7 @@ class Operator:
         self._forward_masked = ops.forward_masked.default
         self._attention_intervals = ops.attention_intervals.default
         self._forward_intervals = ops.forward_intervals.default
+        self._forward_intervals_lse = ops.forward_intervals_lse.default
 
     def _after_fork(self) -> None:
         self.forked = bool(self._devices)
@@ -223,13 +232,20 @@ class Operator:
     ) -> torch.Tensor:
         """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
         gpu, limits = self.planner.gpu(query.device.index or 0), (low, high)
-        known = all(n is None or type(n) is int for n in limits)
-        if gpu is not None and known and sized(query, key, value):
+        known = all(n is None or type(n) is int for n in limits) and sized(query, key, value)
+        grad = torch.is_grad_enabled() and requires_grad(query, key, value, lengths, sinks)
+        kernel = None
+        if gpu is not None and known:
             scores = Scores(softcap, sinks is not None)
             found = forms(limits, query.shape[2], key.shape[2], lengths is not None, scores)
-            if choice_of(gpu, query, key, value, found)[0].kernel is None:
-                how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
-                return by_pytorch(limits, query, key, value, *how)
+            kernel = choice_of(gpu, query, key, value, found, grad)[0].kernel
+        padded = lengths is not None
+        if grad and kernel and self.backward.serves_intervals(query, key, value, limits, padded):
+            ranges = None if lengths is None else key_ranges(query, key, lengths)
+            return self._forward_intervals_lse(query, key, value, ranges, low, high, scale)[0]
+        if grad or (gpu is not None and known and kernel is None):
+            how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
+            return by_pytorch(limits, query, key, value, *how)
         how = (lengths, low, high, scale, softcap, sinks)
         return self._forward_intervals(query, key, value, *how)
 
@@ -253,7 +269,52 @@ class Operator:
         how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
         return like(by_pytorch((low, high), query, key, value, *how), query, value)
 
+    def _impl_forward_intervals_lse(
+        self, query: Any, key: Any, value: Any, ranges: Any, low: Any, high: Any, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a call whose gradients a kernel has."""
+        limits = (low, high)
+        plan = self.masked_plan(
+            *(query, key, value, ranges, False, scale, True, limits, 0.0, None), lse=True
+        )
+        done = self.run(plan, query, key, value, ranges, False) if plan.calls else None
+        if done is not None:
+            return done[0], done[1]
+        how = (ranges, 0.0, scale, query.shape[1] != key.shape[1])
+        out = like(by_pytorch(limits, query, key, value, *how), query, value)
+        return out, log_sum_exp(limits, query, key, ranges, scale)
+
+    def _impl_backward_intervals(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        ranges: torch.Tensor | None,
+        low: Any,
+        high: Any,
+        scale: float,
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of `forward_intervals_lse`."""
+        saved = (query, key, value, out, lse)
+        made = interval_gradients.gradients(self.backward, grad, saved, ranges, (low, high), scale)
+        return tuple(map(like, made, saved[:3], saved[:3]))
+
     # ---- one call ----
+    def ranges(self, plan: Plan, query: Any, key: Any, lengths: Any, keep: bool) -> torch.Tensor:
+        """What a backward reads of lengths: made in this stream, now or before."""
+        if not keep:
+            return key_ranges(query, key, lengths)
+        stream = self.stream(plan.index)
+        # The backward stands for what is made of lengths, as a plan does for a list of tiles.
+        found = self._masks.find((lengths,), self.backward, stream)
+        if found is None or found.memory[0].shape[0] != query.shape[0]:
+            found = MaskList((), (key_ranges(query, key, lengths),))
+            self._masks.keep((lengths,), self.backward, stream, found)
+        return found.memory[0]
+
     def masked(
         self,
         query: torch.Tensor,
@@ -288,6 +349,10 @@ class Operator:
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
+        if plan.lse:
+            given = (query, key, value, mask, self, plan, keep)
+            with_grad: torch.Tensor = IntervalGradient.apply(*given)
+            return with_grad
         done = self.run(plan, query, key, value, mask, keep, sinks)
         return None if done is None else done[0]
 
@@ -315,8 +380,13 @@ class Operator:
         limits: Diagonals | None,
         softcap: float,
         sinks: torch.Tensor | None,
+        *,
+        lse: bool = False,
     ) -> Plan:
-        """The plan of a call of `masked`."""
+        """The plan of a call of `masked`. lse: whether it must have the log-sum-exp.
+
+        It also has it where gradients are recorded and a kernel has them.
+        """
         if transformed():
             return TRANSFORMED
         if (
@@ -336,13 +406,17 @@ class Operator:
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 _kind_of(mask),
                 *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
-                _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
+                grad := _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
+                lse,
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            how = (False, scale, enable_gqa, False, mask, is_causal, limits, softcap, sinks)
+            if grad and not softcap and sinks is None and not isinstance(mask, CuSeqlens):
+                own = mask is not None
+                lse = self.backward.serves_intervals(query, key, value, limits, own)
+            how = (False, scale, enable_gqa, lse, mask, is_causal, limits, softcap, sinks)
             plan = self._remembered(what, query, key, value, *how)
         return plan
 
@@ -558,6 +632,8 @@ class Operator:
         if self.planner.unserved(query, key, value, False, scale, enable_gqa):
             return False
         grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        if limits is not None and self.backward.serves and not softcap and sinks is None:
+            grad = False  # `_impl_attention_intervals` knows all sizes
         if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
             return False
         return self.planner.is_known(query.device.index or 0)
@@ -595,6 +671,11 @@ class Operator:
             given = (mask, is_causal, scale, enable_gqa, limits, cap, sinks)
             plan = self.masked_plan(query, key, value, *given)
             choice = plan.choice
+            if plan.lse and limits is not None:
+                padded = mask is not None
+                own = self.backward.choice(query, key, value, False, limits, padded)
+                backward = own.kernel.config if own and own.kernel else None
+                return replace(self.explained(choice, query), backward=backward)
         elif choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)

@@ -124,7 +124,9 @@ class Planner:
         """mask and what follows: as of `Operator.masked`, where a call has them."""
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is None and (mask is not None or limits is not None):
-            gradients = _is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+            # With lse a kernel has them.
+            gradients = not lse and _is_grad_enabled()
+            gradients = gradients and requires_grad(query, key, value, mask, sinks)
             changes = (limits, softcap, sinks)
             unserved = why_unserved(mask, query, key, causal_too, *changes, gradients)
         if unserved is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import interval_gradients
 from .arguments import output_of
 from .gradients import save_for_backward
 
@@ -23,6 +24,14 @@ _BACKWARD = (
     "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
     "float scale, bool cudnn"
 )
+_GIVEN_INTERVALS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_range, SymInt? low, SymInt? high, "
+    "float scale"
+)
+_BACKWARD_INTERVALS = (
+    "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "Tensor? key_range, SymInt? low, SymInt? high, float scale"
+)
 OPERATORS = {
     "attention": f"({_GIVEN}) -> Tensor",
     "attention_masked": f"({_MASKED}) -> Tensor",
@@ -31,7 +40,9 @@ OPERATORS = {
     "forward_lse": f"({_GIVEN}) -> (Tensor, Tensor)",
     "forward_masked": f"({_MASKED}) -> Tensor",
     "forward_intervals": f"({_INTERVALS}) -> Tensor",
+    "forward_intervals_lse": f"({_GIVEN_INTERVALS}) -> (Tensor, Tensor)",
     "backward": f"({_BACKWARD}) -> (Tensor, Tensor, Tensor)",
+    "backward_intervals": f"({_BACKWARD_INTERVALS}) -> (Tensor, Tensor, Tensor)",
 }
 """The operators and their schemas.
 
@@ -50,19 +61,27 @@ _FORWARD_FP8 = (
 )
 
 
+_SAVED = {
+    "forward_lse": save_for_backward,
+    "forward_intervals_lse": interval_gradients.save_for_backward,
+}
+
+
 def register(
     namespace: str,
     devices: Sequence[str],
     own: Mapping[str, Callable[..., Any]],
-    gradient: Callable[..., tuple[Any, ...]],
+    gradients: Mapping[str, Callable[..., tuple[Any, ...]]],
 ) -> Any:
     """Define OPERATORS; returns the library, with which they live.
 
     A package that is imported again gets another namespace: `ns` of the library is the one.
-    devices: types, as `cuda`. own: what each operator computes. gradient: of forward_lse.
+    devices: types, as `cuda`. own: what each operator computes. gradients: of those that
+    have one.
     """
     library, tags = _defined(namespace), _tags()
-    fakes = {"forward_lse": _fake_forward_lse, "backward": _fake_backward}
+    fakes: dict[str, Any] = dict.fromkeys(_SAVED, _fake_forward_lse)
+    fakes |= dict.fromkeys(("backward", "backward_intervals"), _fake_backward)
     for name, schema in OPERATORS.items():
         library.define(name + schema, tags=tags)
         if name.startswith("attention"):
@@ -72,9 +91,9 @@ def register(
             library.impl(name, own[name], kind.upper())
         fake = fakes.get(name, _fake_forward)
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        f"{library.ns}::forward_lse", gradient, setup_context=save_for_backward, lib=library
-    )
+    for name, gradient in gradients.items():
+        saved: Any = {"setup_context": _SAVED[name], "lib": library}
+        torch.library.register_autograd(f"{library.ns}::{name}", gradient, **saved)
     return library
 
 
@@ -131,7 +150,7 @@ def _fake_forward(
 
 
 def _fake_forward_lse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     return output_of(query, value), lse

@@ -1,0 +1,242 @@
+"""Gradients of calls with a window, an offset or key lengths, over a fake driver on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attending import MaskedBackwardKernel, seen  # noqa: E402
+from fake_driver import FakeDriver  # noqa: E402
+from operators import close, make, tensors, traced  # noqa: E402
+from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
+
+from attnsweep.core.layouts import Padded  # noqa: E402
+from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
+from attnsweep.core.ops import BACKWARD  # noqa: E402
+from attnsweep.serve.runtime import backward_operator  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH, HEADS, HEADS_KV, ROWS = 2, 4, 2, 128
+ONE = shape(BATCH, HEADS, ROWS, heads_kv=HEADS_KV)
+LENGTHS = torch.tensor([50, 128])
+WINDOW = replace(ONE, mask=Interval(30, 0))
+FULL_LENGTHS = replace(ONE, layout=Padded("right", 40))
+CAUSAL_LENGTHS = replace(ONE, mask=CAUSAL, layout=Padded("right", 40))
+OF_ROWS = replace(ONE, mask=Interval(5, 0), layout=Padded("right", 40))
+CASES = {
+    "window": {"window": (30, 0)},
+    "causal and a window": {"window": (30, None), "is_causal": True},
+    "lengths": {"key_lengths": LENGTHS},
+    "of both sides": {"key_lengths": torch.tensor([[50, 100], [7, 8]])},
+    "beyond": {"key_lengths": torch.tensor([[-7, 2**40], [100, 50]])},
+    "no key of one": {"key_lengths": torch.tensor([0, 128], dtype=torch.int32)},
+    "causal lengths": {"key_lengths": LENGTHS, "is_causal": True},
+    "a window of lengths": {"key_lengths": LENGTHS, "window": (5, 0)},
+}
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(MaskedBackwardKernel())
+
+
+def made_of(tmp_path, driver, *shapes, kernel=PLAIN_BACKWARD, low=None):
+    shapes = shapes or (WINDOW, FULL_LENGTHS, CAUSAL_LENGTHS, OF_ROWS)
+    backward = [winner(replace(of, op=BACKWARD), kernel, 4.0, low) for of in shapes]
+    return make(tmp_path, driver, *(winner(of, gain=4.0) for of in shapes), *backward)
+
+
+@pytest.fixture
+def operator(tmp_path, driver):
+    return made_of(tmp_path, driver)
+
+
+def given_of(layout="bhsd"):
+    return tensors(BATCH, HEADS, ROWS, HEADS_KV, layout=layout)
+
+
+def gradients_of(attention, given, **how):
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = attention(*leaves, enable_gqa=True, **how)
+    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(out.dtype)
+    return torch.autograd.grad(out, leaves, direction)
+
+
+def right(got, given, scale=None, **limits):
+    """Whether gradients are those of float64, and 0 where nothing is seen."""
+    q, k, v = leaves = [t.detach().double().requires_grad_() for t in given]
+    group = q.shape[1] // k.shape[1]
+    mask = seen(q, k, **limits)
+    empty = ~mask.any(-1, keepdim=True)
+    scores = q @ k.repeat_interleave(group, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    weights = torch.softmax(scores.masked_fill(~(mask | empty), -torch.inf), -1)
+    out = (weights @ v.repeat_interleave(group, 1)).masked_fill(empty, 0)
+    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(given[0].dtype)
+    wanted = torch.autograd.grad(out, leaves, direction.double())
+    unseen = ~mask.any(2)[:, 0, :, None]
+    none = [each.masked_select(unseen[:, None].expand_as(each)) for each in got[1:]]
+    off = [(a.double() - b).norm() / b.norm() for a, b in zip(got, wanted, strict=True)]
+    return max(off) < 2e-2 and not any(each.any() for each in none)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", [PLAIN_BACKWARD, RECOMPUTED])
+@pytest.mark.parametrize("layout", ["bhsd", "packed"])
+def test_gradients_by_the_kernels(tmp_path, driver, case, kernel, layout):
+    operator = made_of(tmp_path, driver, kernel=kernel)
+    given, limits = given_of(layout), CASES[case]
+    for count in (1, 2):
+        got = gradients_of(operator.attention, given, scale=0.3, **limits)
+        assert right(got, given, 0.3, **limits)
+        assert operator.counters() == {"kernel": count, "kernel_backward": count}
+    told = operator.explain(*(t.requires_grad_() for t in given), enable_gqa=True, **limits)
+    assert told.backward == kernel.config
+    assert "gradients by" in str(told)
+
+
+def test_what_did_not_win_is_pytorchs(tmp_path, driver):
+    """A window of another size, other numbers of heads, a table without gradients of lengths."""
+    operator = made_of(tmp_path, driver, WINDOW)
+    given = given_of()
+    for limits in ({"window": (31, 0)}, {"key_lengths": LENGTHS}, {"causal_offset": -3}):
+        assert right(gradients_of(operator.attention, given, **limits), given, **limits)
+        with torch.enable_grad():
+            told = operator.explain(*(t.detach().requires_grad_() for t in given), **limits)
+        assert (told.kernel, told.backward) == (None, None)
+    assert driver.launches == []
+    slow = made_of(tmp_path, driver, WINDOW, low=0.98)
+    assert right(gradients_of(slow.attention, given, window=(30, 0)), given, window=(30, 0))
+    assert slow.counters() == {"mask": 1}
+
+
+def test_other_lengths_of_a_tuned_shape_are_served(operator):
+    """What won with some lengths serves all: the host does not know them."""
+    given = given_of()
+    for lengths in ([1, 2], [128, 128], [77, 3]):
+        limits = {"key_lengths": torch.tensor(lengths)}
+        assert right(gradients_of(operator.attention, given, **limits), given, **limits)
+    assert operator.counters() == {"kernel": 3, "kernel_backward": 3}
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_lengths_that_change_after_the_forward_do_not_matter(operator, cache):
+    lengths, given = LENGTHS.clone(), given_of()
+    leaves = [t.detach().requires_grad_() for t in given]
+    how = {"enable_gqa": True, "key_lengths": lengths, "cache": cache}
+    first = operator.attention(*leaves, **how)
+    lengths -= 20
+    second = operator.attention(*leaves, **how)
+    direction = torch.randn(first.shape, generator=torch.manual_seed(7)).to(first.dtype)
+    for out, before in ((first, LENGTHS), (second, LENGTHS - 20)):
+        got = torch.autograd.grad(out, leaves, direction)
+        assert right(got, given, key_lengths=before)
+    assert operator.counters() == {"kernel": 2, "kernel_backward": 2}
+
+
+FAILURES = ("driver", "memory", "deterministic", "no code")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_where_the_backward_cannot_run_pytorch_computes_all_again(
+    operator, driver, monkeypatch, failure
+):
+    given, limits = given_of(), {"key_lengths": LENGTHS, "window": (5, 0)}
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = operator.attention(*leaves, enable_gqa=True, **limits)
+    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(out.dtype)
+    if failure == "driver":
+        driver.refuses.add("cuLaunchKernelEx")
+    elif failure == "memory":
+
+        def none(query, floats):
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(backward_operator, "_spaces", none)
+    elif failure == "no code":
+        (gpu,) = operator.table.gpus.values()
+        for each in gpu.winners:
+            if each.problem.op == BACKWARD:
+                del each.kernel.stages[0]["keys"]
+    torch.use_deterministic_algorithms(failure == "deterministic")
+    try:
+        got = torch.autograd.grad(out, leaves, direction)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert right(got, given, **limits)
+
+    assert operator.counters()["pytorch_backward"] == 1
+
+
+def test_a_forward_that_cannot_run_is_pytorchs_with_its_gradients(operator, driver):
+    driver.refuses.add("cuLaunchKernelEx")
+    given, limits = given_of(), {"key_lengths": torch.tensor([0, 60])}
+    assert right(gradients_of(operator.attention, given, **limits), given, **limits)
+    assert "kernel_backward" not in operator.counters()
+
+
+def test_gradients_of_gradients_and_batches_of_them(operator):
+    """By PyTorch's attention, computed again: a kernel's gradients would count as constants.
+
+    What it cannot do on the CPU, it refuses.
+    """
+    given = [t.float().to(torch.bfloat16).requires_grad_() for t in given_of()]
+    out = operator.attention(*given, enable_gqa=True, window=(30, 0))
+    ones = torch.ones_like(out)
+    dq, *_ = torch.autograd.grad(out, given, ones, create_graph=True)
+    assert "kernel_backward" not in operator.counters()
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(dq.float().sum(), given, retain_graph=True)
+    once = torch.autograd.grad(out, given, ones, retain_graph=True)
+    both = torch.autograd.grad(out, given, torch.stack([ones, 2 * ones]), is_grads_batched=True)
+    assert all(close(b[1], 2 * a) for a, b in zip(once, both, strict=True))
+
+
+@pytest.mark.parametrize("case", ["window", "lengths", "of both sides", "causal lengths"])
+def test_compiled_code_calls_the_kernels(operator, case):
+    given, limits = given_of(), CASES[case]
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+    options = {"enable_gqa": True, **limits}
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
+    assert f"{operator.namespace}.backward_intervals" in graphs[-1]
+    assert right(got, given, **limits)
+    assert operator.counters() == {"kernel": 1, "kernel_backward": 1}
+
+
+def test_compiled_code_has_pytorchs_where_nothing_won(operator):
+    given, limits = given_of(), {"window": (31, 0)}
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+    options = {"enable_gqa": True, **limits}
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
+    assert operator.namespace not in "".join(graphs)
+    assert right(got, given, **limits)
+    assert operator.counters() == {}
+
+
+def test_compiled_code_whose_launches_fail_has_right_gradients(operator, driver):
+    given, limits = given_of(), {"key_lengths": torch.tensor([0, 60])}
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+    driver.refuses.add("cuLaunchKernelEx")
+    options = {"enable_gqa": True, **limits}
+    _, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
+    assert right(got, given, **limits)
+    assert not {"kernel", "kernel_backward"} & operator.counters().keys()
+
+
+def test_a_compiled_forward_that_fails_gives_the_backward_right_statistics(
+    tmp_path, driver, operator
+):
+    """The kernel of the backward may run yet: after a tensor that begins anywhere, say."""
+    ranges = torch.tensor([[0, 0], [7, 60]], dtype=torch.int32)
+    call = (*given_of(), ranges, -5, 0, 0.3)
+    expected = getattr(torch.ops, operator.namespace).forward_intervals_lse(*call)
+    assert operator.counters() == {"kernel": 1}
+    other = made_of(tmp_path / "other", driver)
+    driver.refuses.add("cuLaunchKernelEx")
+    found = getattr(torch.ops, other.namespace).forward_intervals_lse(*call)
+    assert "kernel" not in other.counters()
+    assert close(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], atol=1e-4)
+    assert torch.isinf(found[1][0]).all()
