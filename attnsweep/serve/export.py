@@ -72,6 +72,8 @@ _HELD, _HELD_OF_A_KIND = 3, 60
 # Of a kind with another mask, of v's own head_dim or of gradients. The rule loses nothing by it
 # (benchmarks/dispatch.py --leave-one-out of the H100's masks, packed, scores and backward).
 _HELD_OF_OTHERS = 16
+# Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
+_WINNERS_ALONE = ("window backward", "padded backward")
 
 
 @dataclass(frozen=True)
@@ -415,6 +417,8 @@ def held_for(
 
     times_us: on the shape. shapes: number of tuned shapes of its head_dim and variant.
     """
+    if variant in _WINNERS_ALONE:
+        return []
     of_kind = _HELD_OF_A_KIND if variant in ("full", "causal") else _HELD_OF_OTHERS
     fastest = sorted((us, label) for label, us in times_us.items() if label in won)
     return [label for _, label in fastest[: max(_HELD, -(-of_kind // shapes))]]

@@ -112,6 +112,13 @@ def test_what_did_not_win_is_pytorchs(tmp_path, driver):
     assert slow.counters() == {"mask": 1}
 
 
+def test_the_other_dtype_needs_code_of_its_own(operator):
+    given = [t.half() for t in given_of()]
+    got = gradients_of(operator.attention, given, window=(30, 0))
+    assert right(got, given, window=(30, 0))
+    assert "kernel_backward" not in operator.counters()
+
+
 def test_other_lengths_of_a_tuned_shape_are_served(operator):
     """What won with some lengths serves all: the host does not know them."""
     given = given_of()

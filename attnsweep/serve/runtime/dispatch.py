@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
@@ -92,15 +93,19 @@ def exactly(gpu: TunedGpu, problem: Problem) -> Choice:
     """The kernel that won on the very shape, of padding whatever its lengths, or why there is none.
 
     Nothing is predicted: the recorded gradients of windows and lengths are too few to say how well.
+    Times in fp16 and bf16 are taken as equal.
     """
-    alike = _kind_of(gpu, problem).winners.items()
-    found = [w for p, w in alike if replace(p, layout=problem.layout) == problem]
-    if not found:
-        return Choice(None, "not_tuned", f"{problem.label} was not tuned")
-    if found[0].gain_low < 1:
-        return Choice(None, "not_faster", "PyTorch's own attention is as fast", found[0].gain)
-    why = "this shape was tuned"
-    return Choice(found[0].kernel, "tuned", why, found[0].gain, found[0].sdpa_us)
+    kind = _kind_of(gpu, problem)
+    asked: Any = {"layout": problem.layout, "dtype": problem.dtype}
+    won = [w for p, w in kind.winners.items() if replace(p, **asked) == problem]
+    for winner in sorted(won, key=lambda each: each.problem.dtype != problem.dtype):
+        if winner.gain_low < 1:
+            return Choice(None, "not_faster", "PyTorch's own attention is as fast", winner.gain)
+        for kernel, _ in kind.kernels:
+            if kernel.config == winner.kernel.config:
+                why = "this shape was tuned"
+                return Choice(kernel, "tuned", why, winner.gain, winner.sdpa_us)
+    return Choice(None, "not_tuned", f"{problem.label} was not tuned")
 
 
 def _forward(gpu: TunedGpu, problem: Problem) -> Choice:
