@@ -13,10 +13,13 @@ import recorded
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from attending import seen  # noqa: E402
 from operators import traced  # noqa: E402
 
 from attnsweep.choose.ranking import rank  # noqa: E402
 from attnsweep.core.hardware import arch_named  # noqa: E402
+from attnsweep.core.layouts import Padded  # noqa: E402
+from attnsweep.core.masks import Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.problem import CAUSAL, FULL, Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
@@ -35,6 +38,24 @@ SHAPES = {
     Problem(1, 8, 2, 700, 700, 64, "bf16", CAUSAL): {"BLOCK_M": 128},
     Problem(3, 4, 4, 333, 333, 64, "bf16", FULL): {"RECOMPUTE": 1},
 }
+# What queries see beside it, as arguments of `attention`, of problems of such kinds. The lengths of
+# a problem are others.
+PADDED = Padded("right", 40)
+INTERVALS = {
+    Problem(2, 8, 2, 900, 900, 128, "bf16", Interval(200, 0)): ({"window": (200, 0)}, {}),
+    Problem(3, 8, 8, 512, 512, 128, "bf16", FULL, PADDED): (
+        {"key_lengths": [[0, 512], [100, 333], [0, 0]]},
+        {"RECOMPUTE": 1},
+    ),
+    Problem(3, 8, 2, 700, 700, 64, "bf16", CAUSAL, PADDED): (
+        {"key_lengths": [1, 700, 350], "is_causal": True},
+        {"BLOCK_M": 128},
+    ),
+    Problem(2, 4, 4, 600, 600, 64, "bf16", Interval(100, 0), PADDED): (
+        {"key_lengths": [600, 77], "window": (100, 0)},
+        {"RECOMPUTE": 1, "PDL": 1},
+    ),
+}
 
 
 def rows_of(run, shape, changes):
@@ -43,7 +64,8 @@ def rows_of(run, shape, changes):
     alike = [
         t
         for t in run.trials
-        if (t.problem.head_dim, t.problem.causal) == (shape.head_dim, shape.causal)
+        if t.problem.head_dim == shape.head_dim
+        and t.problem.causal == (shape.causal and shape.kind == "causal")
     ]
     forward, arch = discover()[FAMILY], arch_named(run.environment.arch)
     won = next(
@@ -70,7 +92,9 @@ def operator(tmp_path_factory):
         pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
     place = tmp_path_factory.mktemp("gradients")
     run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
-    trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
+    of_intervals = {shape: changes for shape, (_, changes) in INTERVALS.items()}
+    every = SHAPES | of_intervals
+    trials = [row for shape, changes in every.items() for row in rows_of(run, shape, changes)]
     made = recorded.changed(run, place / "run", trials)
     sys.path.insert(0, str(recorded.exported_for(key, [made], place, NAME)))
     table = read_table(Path(importlib.import_module(NAME).__file__).parent)
@@ -179,3 +203,81 @@ def test_a_step_in_a_cuda_graph(operator):
         graph.replay()
     torch.cuda.synchronize()
     check(got, leaves, direction, options)
+
+
+# ---- windows and lengths ----
+def said(limits):
+    """Arguments of `attention`, with lengths on the GPU."""
+    lengths = limits.get("key_lengths")
+    made = {} if lengths is None else {"key_lengths": torch.tensor(lengths, device="cuda")}
+    return {"enable_gqa": True, **limits, **made}
+
+
+def check_intervals(got, given, direction, limits):
+    """Near float64, and 0 where nothing is seen."""
+    q, k, v = leaves = [t.detach().double().requires_grad_() for t in given]
+    group = q.shape[1] // k.shape[1]
+    mask = seen(q, k, **{name: x for name, x in limits.items() if name != "enable_gqa"})
+    empty = ~mask.any(-1, keepdim=True)
+    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(
+        ~(mask | empty), -torch.inf
+    )
+    out = (torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)).masked_fill(empty, 0)
+    exact = torch.autograd.grad(out, leaves, direction.double())
+    for mine, right in zip(got, exact, strict=True):
+        assert error(mine, right) <= 8e-3  # of bf16: P, dS and O are rounded
+    unseen = ~mask.any(2)[:, 0, :, None]
+    for mine in got[1:]:
+        assert not mine.masked_select(unseen[:, None].expand_as(mine)).any()
+    assert not got[0].masked_select(empty.expand_as(got[0])).any()
+
+
+@pytest.mark.parametrize("shape", INTERVALS, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("layout", ["packed", "heads_first"])
+def test_windows_and_lengths(operator, shape, layout):
+    given, limits = tensors(shape, layout), said(INTERVALS[shape][0])
+    leaves = [t.detach().requires_grad_() for t in given]
+    before = operator.counters().get("kernel_backward", 0)
+    out = operator.attention(*leaves, **limits)
+    direction = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, direction)
+    assert operator.counters().get("kernel_backward", 0) == before + 1
+    assert operator.explain(*leaves, **limits).backward
+    check_intervals(got, given, direction, limits)
+
+
+@pytest.mark.parametrize("shape", INTERVALS, ids=lambda shape: shape.label)
+def test_windows_and_lengths_compiled(operator, shape):
+    given, limits = tensors(shape, "packed"), said(INTERVALS[shape][0])
+    direction = torch.randn_like(given[0])
+    graphs, got = traced(lambda *of: operator.attention(*of, **limits), given, direction)
+    assert f"{operator.namespace}.backward_intervals" in graphs[-1]
+    check_intervals(got, given, direction, limits)
+
+
+def test_lengths_in_a_cuda_graph(operator):
+    """Replayed on other lengths and inputs than it was captured with."""
+    shape = next(shape for shape in INTERVALS if shape.causal)
+    limits = said(INTERVALS[shape][0])
+    leaves = [t.requires_grad_() for t in tensors(shape, "heads_first")]
+    direction = torch.randn_like(leaves[0])
+
+    def step():
+        return torch.autograd.grad(operator.attention(*leaves, **limits), leaves, direction)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    limits["key_lengths"].copy_(torch.tensor([350, 2, 699]))
+    with torch.no_grad():
+        for each in leaves:
+            each.copy_(torch.randn_like(each))
+    graph.replay()
+    torch.cuda.synchronize()
+    check_intervals(got, leaves, direction, limits)

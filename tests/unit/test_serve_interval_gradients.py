@@ -143,6 +143,21 @@ def test_lengths_that_change_after_the_forward_do_not_matter(operator, cache):
     assert operator.counters() == {"kernel": 2, "kernel_backward": 2}
 
 
+def test_deterministic_algorithms_have_a_kernel_that_is(tmp_path, driver, operator):
+    given, limits = given_of(), {"window": (30, 0)}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert right(gradients_of(operator.attention, given, **limits), given, **limits)
+        assert operator.counters() == {"mask": 1}
+        made = made_of(tmp_path / "other", driver, kernel=RECOMPUTED)
+        assert right(gradients_of(made.attention, given, **limits), given, **limits)
+        assert made.counters() == {"kernel": 1, "kernel_backward": 1}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert right(gradients_of(operator.attention, given, **limits), given, **limits)
+    assert operator.counters() == {"mask": 1, "kernel": 1, "kernel_backward": 1}
+
+
 FAILURES = ("driver", "memory", "deterministic", "no code")
 
 
@@ -220,6 +235,18 @@ def test_compiled_code_has_pytorchs_where_nothing_won(operator):
     assert operator.namespace not in "".join(graphs)
     assert right(got, given, **limits)
     assert operator.counters() == {}
+
+
+def test_compiled_code_of_sizes_that_vary_is_right(operator):
+    """They are known too late to look for a winner, and PyTorch's own has a mask in the graph."""
+
+    def attention(q, k, v):
+        return operator.attention(q, k, v, window=(30, 0), enable_gqa=True)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (128, 96, 160):
+        given = tensors(BATCH, HEADS, rows, HEADS_KV)
+        assert right(gradients_of(lambda *of, **_: compiled(*of), given), given, window=(30, 0))
 
 
 def test_compiled_code_whose_launches_fail_has_right_gradients(operator, driver):

@@ -43,6 +43,7 @@ from .torch_ops import OPERATORS, register
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _modes = torch._C._len_torch_dispatch_stack
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like, _FLOAT, _TENSOR = torch.empty_like, torch.float32, torch.Tensor
 # Elements of q times keys, below which PyTorch gets a call that records gradients before anything
@@ -244,10 +245,10 @@ class Operator:
             ranges = None if lengths is None else key_ranges(query, key, lengths)
             return self._forward_intervals_lse(query, key, value, ranges, low, high, scale)[0]
         if grad or (gpu is not None and known and kernel is None):
-            how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
+            how = (lengths, 0.0, scale, bool(query.shape[1] != key.shape[1]), softcap, sinks)
             return by_pytorch(limits, query, key, value, *how)
-        how = (lengths, low, high, scale, softcap, sinks)
-        return self._forward_intervals(query, key, value, *how)
+        call = (query, key, value, lengths, low, high, scale, softcap, sinks)
+        return self._forward_intervals(*call)
 
     def _impl_forward_intervals(
         self,
@@ -407,7 +408,7 @@ class Operator:
                 _kind_of(mask),
                 *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
                 grad := _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
-                lse,
+                *(lse, grad and _is_deterministic()),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
