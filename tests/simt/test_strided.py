@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from attnsweep.core.cases import Case
-from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.core.layouts import DENSE
+from attnsweep.core.masks import CAUSAL
+from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.launch import Arg, Launch, TensorMap
@@ -89,7 +91,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     inputs = make_inputs(case, 1)
     memory, views, strides = {}, {}, {}
     for tensor in (*inputs, *problem.outputs):
-        if tensor == "lse":
+        if tensor in ("lse", "key_range"):
             memory[tensor] = inputs[tensor]
             continue
         shape = problem.shape_of(tensor)
@@ -228,7 +230,9 @@ def test_v_of_another_head_dim(simulator, words, of_v):
     ],
 )
 @pytest.mark.parametrize("do", ["heads_first", "rows_outermost"])
-def test_gradients_of_the_usual_layouts_of_models(simulator, words, head_dim, do):
-    problem = Problem(2, 4, 2, 100, 130, head_dim, "bf16", causal=True, op=BACKWARD)
+@pytest.mark.parametrize("layout", [DENSE, Padded("right", 30)], ids=lambda each: each.kind)
+def test_gradients_of_the_usual_layouts_of_models(simulator, words, head_dim, do, layout):
+    own = (head_dim, "bf16", CAUSAL, layout)
+    problem = Problem(3 if layout != DENSE else 2, 4, 2, 100, 130, *own, op=BACKWARD)
     layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": "rows_first", "do": do}
     check(simulator, words, problem, layouts, lse=False)
