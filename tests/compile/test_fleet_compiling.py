@@ -229,6 +229,7 @@ INCLUDES = {
 }
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("form", INCLUDES)
 def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, form):
     values = defines(1)
