@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import Unavailable, Way
+from attnsweep.baselines.backend import Way
 from attnsweep.baselines.torch_sdpa import of_sequences
 from attnsweep.core import drawn
-from attnsweep.core.problem import BACKWARD, Packed, Problem
+from attnsweep.core.problem import Packed, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def cannot(problem: Problem) -> str | None:
     """What it is not timed for, or does not do."""
-    if problem.kind == "full" and not problem.scores.kinds and problem.op != BACKWARD:
+    if problem.kind == "full" and not problem.scores.kinds:
         return "is for masks and other scores, and this problem has none"
     return "needs a head_dim of 16 or more" if min(problem.head_dims) < 16 else None
 
@@ -67,8 +67,6 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     torch.compiler.reset()  # it compiles one function for eight problems at most
     attention = torch.compile(flex_attention.flex_attention, dynamic=False)
     options = {"block_mask": mask, "enable_gqa": p.heads != p.heads_kv}
-    if p.op == BACKWARD:
-        return [gradients(torch, attention, options)]
     options["return_lse"] = how.sinks
 
     def forward(q: Any, k: Any, v: Any, *beside: Any) -> Any:
@@ -90,37 +88,3 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         return out * torch.sigmoid(lse - beside[-1][:, None])[..., None].to(out.dtype)
 
     return [Way(forward)]
-
-
-def gradients(torch: Any, attention: Callable[..., Any], options: dict[str, Any]) -> Way:
-    """The backward that autograd finds for it, after a forward that is not timed.
-
-    That forward is its own: the o and lse that the call reads are those that it made of q, k and
-    v, and not the problem's. Where q, k and v change, what it saved is made again in place, since
-    graphs hold its addresses.
-    """
-    from torch._functorch import config
-
-    of_copy: dict[int, tuple[Any, list[Any]]] = {}
-
-    def save(q: Any, k: Any, v: Any, _o: Any, _lse: Any, do: Any) -> tuple[Any, ...]:
-        leaves, saved = [x.detach().requires_grad_() for x in (q, k, v)], []
-
-        def keep(x: Any) -> Any:
-            saved.append(x.detach())
-            return saved[-1]
-
-        kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-        # Otherwise the backward writes to what the forward saved, and cannot be called again.
-        with config.patch(donated_buffer=False), kept:
-            out = attention(*leaves, **options)
-        if not saved:  # then graphs would go on with what was saved of older inputs
-            raise Unavailable("this PyTorch does not say what its compiled forward saves")
-        of_copy.setdefault(q.data_ptr(), (out, leaves))
-        return (q, do, *saved)
-
-    def backward(q: Any, do: Any, *_saved: Any) -> Any:
-        out, leaves = of_copy[q.data_ptr()]
-        return torch.autograd.grad(out, leaves, do, retain_graph=True)
-
-    return Way(backward, save)

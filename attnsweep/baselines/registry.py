@@ -62,7 +62,7 @@ BACKENDS = {
             "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
         ),
         Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
-        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, ops=_BOTH, cannot=flex.cannot),
+        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
         Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8), ops=_BOTH),
         Backend(
             "cudnn_deterministic", partial(_cudnn, deterministic=True), _CUDNN, ops=("backward",)

@@ -66,7 +66,7 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
 
 OF_OTHERS = (
     *("torch_cudnn", "torch_flash", "torch_efficient", "cudnn", "cudnn_deterministic"),
-    *("flex", "flash_attn_3", "flash_attn_4"),
+    *("flash_attn_3", "flash_attn_4"),
 )
 
 

@@ -15,7 +15,7 @@ from fake_baselines import Cudnn, Session
 from fake_torch import Tensor, torch_of
 from samples import TEST_GPU
 
-from attnsweep.baselines import cudnn, flash, flex, torch_sdpa
+from attnsweep.baselines import cudnn, flash, torch_sdpa
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
@@ -238,7 +238,7 @@ def test_wrong_gradients_are_not():
 def test_few_baselines_have_a_backward():
     problem = PROBLEMS[3]
     able = {name for name, backend in BACKENDS.items() if backend.supports(problem) is None}
-    own = {"cudnn", "cudnn_deterministic", "flex", "flash_attn_3", "flash_attn_4"}
+    own = {"cudnn", "cudnn_deterministic", "flash_attn_3", "flash_attn_4"}
     assert able == {"torch_cudnn", "torch_efficient", "torch_flash"} | own
     assert BACKENDS["unfused"].supports(problem) == "unfused is timed in no backward"
     only = BACKENDS["cudnn_deterministic"].supports(backward.forward_of(problem))
@@ -429,50 +429,6 @@ def test_without_a_build_that_has_a_backward_flash_attention_says_which_has(monk
     for name, fix in (("flash_attn_3", "xformers==0.0.34"), ("flash_attn_4", "flash-attn-4")):
         with pytest.raises(Unavailable, match=f"no {name} with a backward .*{fix}"):
             BACKENDS[name].ways(torch_of(), OF_A_LIBRARY, None)
-
-
-@pytest.mark.parametrize("problem", [OF_A_LIBRARY, IN_WINDOW, PROBLEMS[3]], ids=lambda p: p.label)
-@pytest.mark.filterwarnings("ignore")
-def test_flex_attentions_backward_follows_new_inputs_in_the_memory_that_graphs_hold(
-    problem, monkeypatch
-):
-    torch = pytest.importorskip("torch")
-    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    # It forbids a backward on the host, which its plain code has all the same.
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None, raising=False)
-    mask = flex_attention.create_block_mask(
-        flex.mask_of(torch, problem, "cpu"),
-        *(None, None, problem.seqlen_q, problem.seqlen_k),
-        device="cpu",
-    )
-    attention = torch.compile(flex_attention.flex_attention, dynamic=False, backend="aot_eager")
-    way = flex.gradients(torch, attention, {"block_mask": mask, "enable_gqa": True})
-    seeded = torch.Generator().manual_seed(0)
-    given = {t: torch.randn(problem.shape_of(t), generator=seeded) for t in problem.values}
-    kept = way.convert(*given.values())
-
-    def right():
-        q, k, v = (given[t].detach().double().requires_grad_() for t in "qkv")
-        group = problem.heads // problem.heads_kv
-        wide = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        seen = ~torch_sdpa.hidden_keys(torch, problem, "cpu")
-        attend = torch.nn.functional.scaled_dot_product_attention
-        out = attend(q, *wide, attn_mask=seen)
-        expected = torch.autograd.grad(out, (q, k, v), given["do"].double())
-        found = way.forward(*kept)
-        return all(
-            torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(found, expected, strict=True)
-        )
-
-    assert right()
-    assert right()  # the graph is kept
-    for tensor in given.values():
-        tensor.mul_(-0.7).add_(0.2)
-    fresh = way.convert(*given.values())
-    assert not right()  # it reads what graphs hold, which is still of the numbers before
-    for into, tensor in zip(kept, fresh, strict=True):
-        into.copy_(tensor)
-    assert right()
 
 
 PADDED = (

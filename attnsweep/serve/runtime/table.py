@@ -26,7 +26,7 @@ FORMAT = 4
 TABLE = "table.json"
 CUBINS = "cubins"
 """The directory of a package's cubins, or of archives with several of them each."""
-# The most bytes of an archive, unpacked: 20 times what attnsweep ships.
+# The most bytes of an archive, unpacked: 3 times what attnsweep ships.
 _MOST_BYTES = 2**24
 # Archives that are kept unpacked: cubins of one model's calls are mostly next to each other.
 _KEPT = 4
