@@ -10,7 +10,7 @@ is what the ranking sees; first times alone are not enough.
   that differs in its mask or its dtype it keeps it).
 - `gp, other shapes` also without the history of problems of the same shape.
 - `gp, no history` knows nothing.
-- `random` and `tpe` are the other strategies of attnsweep that take a number of trials.
+- `random` draws without repeats.
 - `kernel_tuner …` are strategies of Kernel Tuner, in its own simulation mode and with its defaults,
   if it is installed: pip install kernel-tuner scipy scikit-learn. It is told which configs exist.
   (Of Kernel Tuner 1.5.0, greedy_ils did not end in four minutes on a space of 410, and diff_evo
@@ -68,7 +68,7 @@ HISTORY = ("gp", "gp, other shapes", "gp, no history")
 EVERYWHERE = (*HISTORY, "random")
 # On spaces of LARGE or more `gp` and `random` get all seeds. Others get a quarter of them, and
 # those that take seconds a seed a tenth.
-SLOW = ("tpe", "kernel_tuner bayes_opt")
+SLOW = ("kernel_tuner bayes_opt",)
 KERNEL_TUNER = ("genetic_algorithm", "simulated_annealing", "bayes_opt")
 CURVES = (
     ("h200/flash_short", "(1,8,512,64) fp16 causal"),
@@ -215,7 +215,7 @@ def strategies_of(recorded: Recorded) -> tuple[str, ...]:
     if len(recorded.space.configs) < LARGE:
         return EVERYWHERE
     theirs = KERNEL_TUNER if kernel_tuner_version() else ()
-    return (*EVERYWHERE, "tpe", *(f"kernel_tuner {name}" for name in theirs))
+    return (*EVERYWHERE, *(f"kernel_tuner {name}" for name in theirs))
 
 
 def first_good(configs: Sequence[Config], finals: Mapping[Config, float]) -> int | None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from attnsweep.choose.strategies.gp import gp
 from attnsweep.choose.strategies.simple import Strategy, exhaustive, random
 from attnsweep.choose.strategies.staged import staged
-from attnsweep.choose.strategies.tpe import tpe
 from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import Trial
 from attnsweep.family.family import Config
@@ -30,7 +29,6 @@ STRATEGIES: dict[str, Strategy] = {
     "gp": gp,
     "random": random,
     "staged": staged,
-    "tpe": tpe,
 }
 
 

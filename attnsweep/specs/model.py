@@ -23,6 +23,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -463,15 +464,15 @@ def _boolean(mask: Interval, values: list[str | int], *, alone: bool) -> Boolean
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "gp", "random", "staged", "tpe"] = Field(
+    strategy: Literal["exhaustive", "gp", "random", "staged"] = Field(
         default="exhaustive",
         description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
         "stops by itself. random: a sample without repeats. staged: each stage alone, then "
-        "combinations of the best. tpe: model-based (attnsweep[search]).",
+        "combinations of the best.",
     )
     candidates: Size | None = Field(
         default=None,
-        description="Most candidates per kernel and problem; random and tpe need it or budget_s.",
+        description="Most candidates per kernel and problem; random needs it or budget_s.",
     )
     budget_s: Size | None = Field(
         default=None,
@@ -479,7 +480,7 @@ class SearchSpec(_Model):
         "follow.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Seed of strategies gp, random and tpe."
+        default=0, description="Seed of strategies gp and random."
     )
     skip_by_bound: StrictBool = Field(
         default=True,
@@ -487,13 +488,20 @@ class SearchSpec(_Model):
         "long for a finalist.",
     )
 
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _no_longer_tpe(cls, strategy: Any) -> Any:
+        if strategy == "tpe":
+            raise wrong("search: strategy tpe is no more", "write gp, which needs fewer trials")
+        return strategy
+
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:
-        if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
+        if self.strategy == "random" and self.candidates is None and not self.budget_s:
             raise wrong(
-                f"search: strategy {self.strategy} needs candidates",
+                "search: strategy random needs candidates",
                 "set the number per kernel and problem, or budget_s: "
-                f"{{strategy: {self.strategy}, candidates: 100}}",
+                "{strategy: random, candidates: 100}",
             )
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import get_args
 
 import pytest
@@ -13,11 +12,10 @@ from attnsweep.choose import search
 from attnsweep.choose.search import STRATEGIES, Search, strategy
 from attnsweep.choose.strategies import staged
 from attnsweep.choose.strategies.gp import LEAST
-from attnsweep.core.errors import SpecError, ToolchainError
-from attnsweep.core.files import install_command
+from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Measurement, Status, Trial
+from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.specs.model import SearchSpec
@@ -46,12 +44,6 @@ def asked(name, space, **settings):
         at_work.tell(trial_of(config))
     assert at_work.ask() is None  # and stays so
     return out
-
-
-@pytest.fixture
-def optuna_for_tpe(request):
-    if request.node.callspec.params["name"] == "tpe":
-        pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
 
 
 @given(st.integers(1, 30), caps)
@@ -84,7 +76,6 @@ def test_random_reaches_every_candidate():
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.usefixtures("optuna_for_tpe")
 def test_an_empty_space_has_nothing_to_ask(name):
     space = space_of(1)
     empty = Space(space.kernel, space.problem, (), 1, {"rule": 1})
@@ -92,7 +83,6 @@ def test_an_empty_space_has_nothing_to_ask(name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.usefixtures("optuna_for_tpe")
 def test_asks_may_run_ahead_of_tells(name):
     at_work = Search(name, space_of(LEAST + 2), candidates=LEAST + 2)
     ahead = [at_work.ask() for _ in range(LEAST)]
@@ -120,55 +110,6 @@ def test_a_strategy_hears_of_every_trial_once_at_the_next_ask(monkeypatch):
     assert [[trial.config for trial in told] for told in heard] == [[], [second, first], []]
 
 
-def square_space(side=15, forbidden=lambda a, b: (a + b) % 3 == 0):
-    params = (Param("A", tuple(range(side)), ""), Param("B", tuple(range(side)), ""))
-    kernel = Family("square", summary="", params=params)
-    kernel.rule("not all")(lambda c, p, a: not forbidden(c.A, c.B))
-    kernel.stage("fwd")(lambda *_: Launch("square", (1, 1, 1), 32, ()))
-    return Space.build(kernel, PROBLEM, ARCHS["sm_90a"])
-
-
-def searched(name, space, seed, candidates):
-    """Configs asked for, where time grows with the distance from a corner; some fail."""
-    at_work, out = Search(name, space, candidates=candidates, seed=seed), []
-    while (config := at_work.ask()) is not None:
-        out.append(config)
-        us = 10.0 + (config["A"] - 11) ** 2 + (config["B"] - 3) ** 2
-        time = Measurement(median=us, low=us, high=us, samples=1)
-        failed = {"status": Status.WRONG} if config["B"] == 7 else {"time_us": time}
-        at_work.tell(trial_of(config).with_(**failed))
-    return out
-
-
-def test_tpe_finds_the_valley_sooner_than_chance_and_the_same_for_a_seed():
-    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
-    space = square_space()
-
-    def regret(name, seed):
-        asked = searched(name, space, seed, 60)
-        assert len(asked) == len(set(asked)) == 60
-        assert set(asked) <= set(space.configs)
-        return min((c["A"] - 11) ** 2 + (c["B"] - 3) ** 2 for c in asked)
-
-    seeds = range(6)
-    assert sum(regret("tpe", seed) for seed in seeds) < sum(regret("random", s) for s in seeds)
-    assert searched("tpe", space, 1, 50) == searched("tpe", space, 1, 50)
-    assert searched("tpe", space, 1, 50) != searched("tpe", space, 2, 50)
-
-
-def test_tpe_reaches_every_candidate():
-    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
-    space = square_space(7)
-    assert set(searched("tpe", space, 0, None)) == set(space.configs)
-
-
-def test_without_optuna_tpe_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ToolchainError, match="needs Optuna") as caught:
-        Search("tpe", space_of(3)).ask()
-    assert caught.value.hint == install_command("search")
-
-
 def test_the_spec_offers_the_strategies_there_are():
     assert set(get_args(SearchSpec.model_fields["strategy"].annotation)) == set(STRATEGIES)
 
@@ -176,7 +117,7 @@ def test_the_spec_offers_the_strategies_there_are():
 def test_an_unknown_strategy_names_the_known():
     with pytest.raises(SpecError, match="unknown strategy 'bayes'") as caught:
         strategy("bayes")
-    assert caught.value.hint == "there are: exhaustive, gp, random, staged, tpe"
+    assert caught.value.hint == "there are: exhaustive, gp, random, staged"
 
 
 def pipeline_space(sizes, forbidden=frozenset()):

@@ -265,13 +265,17 @@ class TestErrors:
                 "{strategy: random, candidates: 100}",
             ),
             (
+                "search: {strategy: tpe, candidates: 9}",
+                "20: search: strategy tpe is no more\n  write gp, which needs fewer trials",
+            ),
+            (
                 "search: random",
                 "9: search must be a mapping, not random\n  Which candidates are tried.",
             ),
             (
                 "search: {strategy: randm, seed: -1}",
                 "20: strategy cannot be randm\n"
-                "  did you mean 'random'? there are: exhaustive, gp, random, staged, tpe\n"
+                "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
                 "sweep.yaml:3:33: seed must be at least 0, not -1",
             ),
             (
