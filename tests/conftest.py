@@ -176,6 +176,18 @@ def attnsweep(
     return run
 
 
+@pytest.fixture
+def constants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets how long or how much something is, or its version: constants(module, COMING_S=1.0)."""
+
+    def set_(module: object, **values: object) -> None:
+        for name, value in values.items():
+            assert hasattr(module, name)
+            monkeypatch.setattr(module, name, value)
+
+    return set_
+
+
 @pytest.fixture(scope="session")
 def drawn_by() -> str:
     """What random tests are seeded by."""

@@ -302,8 +302,8 @@ def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, s
 
 @LOST
 @pytest.mark.parametrize("fault", ["sleep", "stop"])
-def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fault):
-    monkeypatch.setattr(dask_compile, "ANSWER_S", 3.0)
+def test_a_worker_that_hangs_is_left_out(started, asker, source, constants, fault):
+    constants(dask_compile, ANSWER_S=3.0)
     on = started("host1", "host2")
     on.fault("host1", fault)
     asking = asker(on)

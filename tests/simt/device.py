@@ -100,6 +100,8 @@ class Device:
     def __init__(self, simulator: Simulator, schedule: int = 0) -> None:
         self._simulator, self.schedule = simulator, schedule
         self.gpu = SimpleNamespace(arch="sm_90a", sm_count=2)
+        self.launched: list[str] = []
+        """Names of the kernels that ran."""
 
     def judge(self, dtype: str) -> Comparer:
         """A judge whose kernels run here, with buffers as those of `take_place`."""
@@ -125,6 +127,7 @@ class Device:
         ) -> None:
             assert shared_mem <= max(smem_bytes, 48 * 1024), "more than the function was allowed"
             runtime = _runtime(self._simulator)
+            self.launched.append(name)
             _launch(runtime, path, name, grid, block, args, shared_mem, self.schedule)
 
         return launch

@@ -176,8 +176,8 @@ def copies_of(bench, count):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("wrong", [None, 0, 4])
-def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, bench, monkeypatch):
-    monkeypatch.setattr(Comparer, "SLOTS", 2)
+def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, bench, constants):
+    constants(Comparer, SLOTS=2)
     _, proven = bench.prove(attend, deterministic=deterministic)
     copies = bench.call.copies = copies_of(bench, 4)
     bench.proof.timed.draw()

@@ -130,16 +130,10 @@ def test_log_sum_exps_of_small_cases_are_compared(odd):
         odd.prove(write, **how)
 
 
-def test_small_cases_take_four_launches_more_however_many_they_are(odd, monkeypatch):
+def test_small_cases_take_four_launches_more_however_many_they_are(device):
     """Each took 12 of its own."""
-    launched = []
-    judge, launch = odd.proof._judge, odd.proof._judge._launch
-
-    def counted(name, *args):
-        launched.append(name)
-        launch(name, *args)
-
-    monkeypatch.setattr(judge, "_launch", counted)
+    odd, launched = Bench(device, ODD), device.launched
+    launched.clear()
     odd.prove(attend)
     without = len(launched)
     odd.prove(attend, small=True)

@@ -12,7 +12,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
 from attnsweep.verify import encoding
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify.compare import Comparer, row_bytes
+from attnsweep.verify.compare import row_bytes
 from attnsweep.verify.reference import exact_rows
 
 from .device import HostBuffer, uploaded
@@ -63,7 +63,7 @@ def test_rows_are_attention_on_the_inputs_as_they_are(problem, device):
         assert found["row"] == pytest.approx(errors.max(), rel=1e-6, abs=1e-12)
 
 
-def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device, monkeypatch):
+def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device):
     problem = Problem(2, 4, 2, 9, 20, 16, "bf16")
     inputs = verify_inputs.make_inputs(Case(problem), 1)
     ((exact, _),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
@@ -72,7 +72,7 @@ def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device, monkeypatch):
     bits[40] ^= 0x8000
     judge, at = device.judge("bf16"), {n: uploaded(b) for n, b in inputs.items()}
     at["o"] = uploaded(bits)
-    monkeypatch.setattr(Comparer, "ROWS", 50)
+    judge.ROWS = 50
     seen = set()
     for seed in range(1, 9):
         judge.clear()

@@ -69,9 +69,9 @@ def test_a_digest_depends_on_no_order_of_threads(device):
 
 
 @pytest.fixture
-def few_blocks(monkeypatch):
+def few_blocks(constants):
     """Blocks that take several parts."""
-    monkeypatch.setattr(judge_module, "_PARTS", 4)
+    constants(judge_module, _PARTS=4)
 
 
 @pytest.mark.usefixtures("few_blocks")

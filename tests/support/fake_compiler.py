@@ -58,6 +58,8 @@ class FakeCompiler:
     """Architectures of those that were made in a test."""
     errors: ClassVar[dict[str, CompileError]] = {}
     """What compiling a template raises, by its file name; empty at the start of a test."""
+    edited: Mapping[str, str] | None = None
+    """Defines of which the source is another one since; none at the start of a test."""
     hangs = False
     """Whether no stage is ever ready; not at the start of a test."""
 
@@ -72,6 +74,8 @@ class FakeCompiler:
     def key(self, source: Path, defines: Mapping[str, str]) -> str:
         """Content address, as `Compiler.key` without NVRTC's version."""
         parts = [self.arch.name, sorted(defines.items()), _known(self._closures, source)[0]]
+        if self.edited is not None and self.edited.items() <= defines.items():
+            parts.append("edited")
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:

@@ -53,7 +53,7 @@ def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(place, "compiler_for", compiler_for)
     FakeCompiler.made.clear()
     FakeCompiler.errors.clear()
-    FakeCompiler.hangs = False
+    FakeCompiler.hangs, FakeCompiler.edited = False, None
 
 
 def use_gpu(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:

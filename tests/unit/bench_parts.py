@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
 
 class FakeBuffer:
+    copied: ClassVar = []
+    """A word for each copy; a test clears it."""
+
     def __init__(self, nbytes, guard=0):
         self.nbytes = nbytes
 
@@ -32,7 +36,7 @@ class FakeBuffer:
         return self
 
     def copy_from(self, other):
-        pass
+        self.copied.append("copy")
 
 
 class FakeSession:

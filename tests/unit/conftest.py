@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,14 +127,35 @@ def planned(operator):
 
 
 @pytest.fixture
-def remember(monkeypatch):
+def pytorchs():
+    """The backend of attention that PyTorch would call on the host, 3 for cuDNN or 1 for flash.
+
+    asked: how often it was asked. PyTorch's own attention there would call it as well.
+    """
+    torch = pytest.importorskip("torch")
+    found = SimpleNamespace(backend=3, asked=0)
+
+    def choice(*_, **__):
+        found.asked += 1
+        return found.backend
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_sdp_choice", choice, "CPU")
+    yield found
+    library._destroy()
+
+
+@pytest.fixture
+def remember(constants):
     """Sets how much operators and their launches keep: remember(plans=3, ready=3, of_a_kind=2)."""
 
-    def set_(**most):
-        of_plans = [f"{owner}.MOST_" for owner in ("operator", "backward_operator", "fp8_operator")]
-        for name, count in most.items():
-            for owner in of_plans if name == "plans" else ("driver._MOST_",):
-                monkeypatch.setattr(f"attnsweep.serve.runtime.{owner}{name.upper()}", count)
+    def set_(plans=None, **most):
+        of_plans = ("operator", "backward_operator", "fp8_operator") if plans else ()
+        for owner, of in (
+            *((name, {"MOST_PLANS": plans}) for name in of_plans),
+            ("driver", {f"_MOST_{name.upper()}": n for name, n in most.items()}),
+        ):
+            constants(import_module(f"attnsweep.serve.runtime.{owner}"), **of)
 
     return set_
 
@@ -188,31 +210,15 @@ def found(monkeypatch):
 
 
 @pytest.fixture
-def lookahead(monkeypatch):
+def lookahead(constants):
     """Sets how many candidates are asked for ahead of their turn."""
-
-    def set_(count):
-        for name in ("_LOOKAHEAD", "_LOOKAHEAD_IN_TIME"):
-            monkeypatch.setattr(candidates, name, count)
-
-    return set_
+    return lambda count: constants(candidates, _LOOKAHEAD=count, _LOOKAHEAD_IN_TIME=count)
 
 
 @pytest.fixture
-def patience(monkeypatch):
-    """Sets how many seconds something waits: patience(dask_cluster, COMING_S=1.0)."""
-
-    def set_(module, **seconds):
-        for name, value in seconds.items():
-            monkeypatch.setattr(module, name, value)
-
-    return set_
-
-
-@pytest.fixture
-def every_step(patience):
+def every_step(constants):
     """Progress leaves no line out, however soon it comes."""
-    patience(progress, _JSON_INTERVAL_S=-1.0, _PLAIN_INTERVAL_S=-1.0)
+    constants(progress, _JSON_INTERVAL_S=-1.0, _PLAIN_INTERVAL_S=-1.0)
 
 
 @pytest.fixture

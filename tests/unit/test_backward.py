@@ -6,7 +6,6 @@ import json
 import pickle
 import sys
 from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -284,24 +283,28 @@ def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
             BACKENDS[name].ways(torch, other, None)
 
 
-def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask(monkeypatch):
+def on_host(torch, **own):
+    """PyTorch whose new tensors are on the host, whatever device is named; own: other parts."""
+    made = {name: getattr(torch, name) for name in ("arange", "tensor", "empty")}
+    here = {name: lambda *a, of=f, **o: of(*a, **o | {"device": "cpu"}) for name, f in made.items()}
+    return SimpleNamespace(**vars(torch) | here | own)
+
+
+def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask():
     torch, asked = pytest.importorskip("torch"), []
-    monkeypatch.setattr(torch_sdpa, "hidden_keys", partial(torch_sdpa.hidden_keys, device="cpu"))
 
     def backward(*given, **options):
         asked.append((given, options))
         return given[1:4]
 
-    on_host = torch_of()
-    on_host.int64, on_host.bfloat16, on_host.zeros_like = "int64", torch.bfloat16, torch.zeros_like
-    on_host.arange = torch.arange
     names = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
     called = SimpleNamespace(default=backward)
-    on_host.ops = SimpleNamespace(aten=SimpleNamespace(**dict.fromkeys(names, called)))
+    aten = SimpleNamespace(**dict.fromkeys(names, called))
+    host = on_host(torch, ops=SimpleNamespace(aten=aten))
     problem = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, None), op=BACKWARD)
     tensors = {name: torch.zeros(problem.shape_of(name)) for name in problem.values}
     for name in ("torch_flash", "torch_cudnn"):
-        found = BACKENDS[name].ways(on_host, problem, None)[0].forward(*tensors.values())
+        found = BACKENDS[name].ways(host, problem, None)[0].forward(*tensors.values())
         assert [each.shape for each in found] == [tensors[n].shape for n in "qkv"]
     (flash, window), (cudnn, _) = asked
     assert flash[1].shape == (1, 5, 2, 8)
@@ -309,7 +312,7 @@ def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask(monkeypatch):
     assert (torch.isinf(cudnn[8])[0, 0].numpy() == hidden_keys(problem, np.arange(5), 0)).all()
     of = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, 0, top_left=True), op=BACKWARD)
     with pytest.raises(Unavailable, match="bottom-right"):
-        BACKENDS["torch_flash"].ways(on_host, of, None)
+        BACKENDS["torch_flash"].ways(host, of, None)
 
 
 OF_A_LIBRARY = Problem(2, 4, 2, 8, 16, 64, "bf16", CAUSAL, op=BACKWARD)
@@ -439,11 +442,9 @@ PADDED = (
 
 
 @pytest.mark.parametrize("problem", PADDED, ids=lambda p: p.label)
-def test_pytorchs_efficient_backward_gets_keys_of_each_query_head_and_a_mask(problem, monkeypatch):
+def test_pytorchs_efficient_backward_gets_keys_of_each_query_head_and_a_mask(problem):
     """Called as it wants its rows to begin, it has the gradients of all query heads of a group."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch_sdpa, "hidden_keys", partial(torch_sdpa.hidden_keys, device="cpu"))
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(()))
 
     def called(do, q, k, v, bias, o, lse, *rest, scale):
         assert q.shape[1] == k.shape[1] == v.shape[1]
@@ -463,7 +464,7 @@ def test_pytorchs_efficient_backward_gets_keys_of_each_query_head_and_a_mask(pro
     aten = SimpleNamespace(
         _scaled_dot_product_efficient_attention_backward=SimpleNamespace(default=called)
     )
-    monkeypatch.setattr(torch, "ops", SimpleNamespace(aten=aten))
+    host = on_host(torch, ops=SimpleNamespace(aten=aten))
     inputs = make_inputs(Case(problem), 1)
     given = [
         torch.from_numpy(x if n == "lse" else from_bits(x, problem.dtype))
@@ -471,7 +472,7 @@ def test_pytorchs_efficient_backward_gets_keys_of_each_query_head_and_a_mask(pro
     ]
     every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
     (exact,) = backward.gradients(inputs, problem, *every)
-    for way in BACKENDS["torch_efficient"].ways(torch, problem, None):
+    for way in BACKENDS["torch_efficient"].ways(host, problem, None):
         found = way.forward(*way.convert(*given))
         for name, one in zip(problem.outputs, found, strict=True):
             assert np.allclose(one.numpy(), exact[name], rtol=1e-3, atol=1e-3), name
@@ -493,7 +494,7 @@ def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monke
         slow = 100 * ("AHEAD=0" in name) + 50 * ("RECOMPUTE=0" in name)
         return {"torch_cudnn": 700.0, "torch_flash": 900.0}.get(name, 500.0 + slow)
 
-    monkeypatch.setattr(gpu, "time_us", time_us)
+    gpu.time_us = time_us
     gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
     done = attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward")
     assert done.returncode == 0, done.stderr

@@ -77,8 +77,8 @@ def test_a_wrong_package_is_seen_everywhere(models):
 
 
 @pytest.mark.parametrize(("causal", "grouped"), [(False, False), (True, False), (True, True)])
-def test_attention_in_float64_is_pytorchs(models, causal, grouped, monkeypatch):
-    monkeypatch.setattr(models, "ELEMENTS", 1)  # the fewest rows at a time
+def test_attention_in_float64_is_pytorchs(models, causal, grouped, constants):
+    constants(models, ELEMENTS=1)  # the fewest rows at a time
     q = torch.randn(2, 4, 200, 32, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2 if grouped else 4, 200, 32, dtype=torch.float64)
     options = {"is_causal": causal, "enable_gqa": grouped}

@@ -173,8 +173,8 @@ def test_history_with_other_parameters_and_a_value_that_it_lacks_is_used_as_far_
     assert valley(asked[0]) == 10.0
 
 
-def test_a_large_space_is_searched_in_a_pool_that_history_helps_to_fill(monkeypatch):
-    monkeypatch.setattr(module, "POOL", 40)
+def test_a_large_space_is_searched_in_a_pool_that_history_helps_to_fill(constants):
+    constants(module, POOL=40)
     space = space_of(12, 10, 3)
     history = [
         History("toy", OTHER, "x/y", space.configs[::2], tuple(map(valley, space.configs[::2])))

@@ -264,8 +264,8 @@ def test_a_fifo_is_no_spec(attnsweep, tmp_path):
     assert "spec.yaml: is not a regular file" in done.stderr
 
 
-def test_many_problems_are_not_blamed_on_an_alias(attnsweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(yaml_file, "_MAX_VALUES", 1000)
+def test_many_problems_are_not_blamed_on_an_alias(attnsweep, tmp_path, constants):
+    constants(yaml_file, _MAX_VALUES=1000)
     line = "  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64, dtype: fp16}\n"
     path = tmp_path / "many.yaml"
     path.write_text("problems:\n" + line * 200 + "kernels: {naive: {}}\n")

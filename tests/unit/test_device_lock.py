@@ -64,8 +64,8 @@ def test_a_second_process_is_told_who_holds_the_card(other):
     assert caught.value.exit_code == 3
 
 
-def test_waiting_says_so_and_goes_on_when_the_card_is_free(other, patience):
-    patience(lock, _POLL_S=0.01)
+def test_waiting_says_so_and_goes_on_when_the_card_is_free(other, constants):
+    constants(lock, _POLL_S=0.01)
     said, free = [], threading.Event()
 
     def end():

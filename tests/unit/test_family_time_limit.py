@@ -40,8 +40,8 @@ def endless(config: Config, problem: object, arch: object) -> bool:
 LOOP_LINE = endless.__code__.co_firstlineno + 1
 
 
-def test_an_endless_rule_is_ended_once_and_named_with_its_line_and_config(patience) -> None:
-    patience(time_limit, LIMIT_S=0.2)
+def test_an_endless_rule_is_ended_once_and_named_with_its_line_and_config(constants) -> None:
+    constants(time_limit, LIMIT_S=0.2)
     asked = []
 
     def rule(config: Config, problem: object, arch: object) -> bool:
@@ -61,10 +61,10 @@ def test_an_endless_rule_is_ended_once_and_named_with_its_line_and_config(patien
     assert asked.count("A=2 B=1") == 1
 
 
-def test_ctrl_c_in_a_slow_rule_names_it_too(patience) -> None:
+def test_ctrl_c_in_a_slow_rule_names_it_too(constants) -> None:
     kernel = family()
     kernel.rule("never ends")(endless)
-    patience(time_limit, LIMIT_S=60.0)
+    constants(time_limit, LIMIT_S=60.0)
     timer = threading.Timer(0.8, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt, match=r"in rule endless of toy\n  config A=2 B=1, prob"):

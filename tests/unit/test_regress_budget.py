@@ -162,9 +162,9 @@ def test_a_budget_too_small_for_one_comparison_decides_nothing(check, card, budg
     assert card.names("pair") == []
 
 
-def test_where_time_is_short_some_are_decided_rather_than_none(check, card, monkeypatch):
+def test_where_time_is_short_some_are_decided_rather_than_none(check, card, constants):
     """Twenty seconds are two processes of a few problems, not one process of all."""
-    monkeypatch.setattr(gate, "_TOGETHER", 3)
+    constants(gate, _TOGETHER=3)
     card.ratios = (1.05,) * 80
     code, data = check("--budget-s", "20")
     assert (code, verdicts(data)[:3]) == (1, ["regression"] * 3)

@@ -358,34 +358,32 @@ def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
     assert calls[0][1:] == calls[1][1:] == ((256, 256, 0.0, False), pytest.approx(0.125))
 
 
-def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator, monkeypatch):
-    asked, answer = [], [3]
-    choice = gradients._choice
-    assert choice(*tensors(), None, 0.0, False, scale=0.125, enable_gqa=False) in (0, 1)
-    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: asked.append(how) or answer[0])
+def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(
+    operator, pytorchs, constants
+):
     given = leaves_of(tensors())
 
     def by_cudnn():
         return gradients._cudnn_gradients in operator.attention(*given).grad_fn.by
 
     assert [by_cudnn() for _ in range(4)] == [True] * 4
-    assert len(asked) == 1
-    answer[0] = 1
+    assert pytorchs.asked == 1
+    pytorchs.backend = 1
     with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
         assert not by_cudnn()
-    assert len(asked) == 2
-    answer[0] = 3
+    assert pytorchs.asked == 2
+    pytorchs.backend = 3
     assert by_cudnn()
     torch.use_deterministic_algorithms(True)
-    answer[0] = 1
+    pytorchs.backend = 1
     try:
         assert not by_cudnn()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(asked) == 4
-    monkeypatch.setattr(gradients, "_SETTINGS", [*gradients._SETTINGS, object])
+    assert pytorchs.asked == 4
+    constants(gradients, _SETTINGS=[*gradients._SETTINGS, object])
     by_cudnn(), by_cudnn()
-    assert len(asked) == 6, "a setting that this PyTorch cannot tell"
+    assert pytorchs.asked == 6, "a setting that this PyTorch cannot tell"
 
 
 def test_a_kernel_that_fails_is_forgotten(operator, driver, known):
@@ -439,9 +437,9 @@ def test_kinds_of_one_size_take_turns(operator, driver, planned):
     assert operator.counters() == {"kernel": 64 * 6 + 600}
 
 
-def test_what_is_known_is_bounded(operator, driver, planned, monkeypatch):
+def test_what_is_known_is_bounded(operator, driver, planned, constants):
     driver.on_launch = None
-    monkeypatch.setattr(call_cache, "_MOST", 5)
+    constants(call_cache, _MOST=5)
     kinds = [tensors(seqlen=250 + n) for n in range(12)]
     for given in kinds * 3:
         operator.attention(*given)

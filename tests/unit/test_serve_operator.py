@@ -20,7 +20,6 @@ from operators import close, make, shifted, tensors  # noqa: E402
 from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
-from attnsweep.serve.runtime import gradients  # noqa: E402
 from attnsweep.serve.runtime import operator as of_package  # noqa: E402
 from attnsweep.serve.runtime.served import WGMMA  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS  # noqa: E402
@@ -323,9 +322,9 @@ def test_modules_are_loaded_once_and_maps_reused(operator, driver):
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
-def test_gradients_by_pytorchs_backward(operator, driver, name, monkeypatch):
+def test_gradients_by_pytorchs_backward(operator, driver, name, pytorchs):
     """By the backend that PyTorch would have called."""
-    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: 3 if name == "cudnn" else 1)
+    pytorchs.backend = 3 if name == "cudnn" else 1
     driver.on_launch.causal = True
     seen = {}
 

@@ -271,8 +271,8 @@ def test_a_forked_child_counts_for_itself(tmp_path):
     assert sorted((kind["op"], n) for kind, n in got.calls) == [("x", 25), ("y", 3)]
 
 
-def test_kinds_beyond_the_slots_are_counted_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder_log, "SLOTS", 4)
+def test_kinds_beyond_the_slots_are_counted_together(tmp_path, constants):
+    constants(recorder_log, SLOTS=4)
     log = Log(tmp_path)
     for n in range(6):
         log.add(log.slot({"op": str(n)}))

@@ -203,10 +203,10 @@ def test_damage_to_one_archive_leaves_the_others(copied):
     assert made.code(code)[:4] == b"\x7fELF"
 
 
-def test_archives_that_would_fill_the_memory(copied, monkeypatch):
+def test_archives_that_would_fill_the_memory(copied, constants):
     """A file of 150 KiB can hold a gigabyte of zeros."""
     made, code, archive = copied
-    monkeypatch.setattr(tables, "_MOST_BYTES", 2**20)
+    constants(tables, _MOST_BYTES=2**20)
     archive.write_bytes(lzma.compress(bytes(2**24)))
     with pytest.raises(PackageError, match="more than 1048576 bytes"):
         made.code(code)

@@ -22,15 +22,15 @@ import fleets
 import psutil
 import pytest
 from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
 from fleets import LABELS, SPEC, is_whole, measured
+from sweeping import use_fake_compiler
 
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.trial import Status, cards_of
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.store.run import read_trials
 from attnsweep.sweep import cards as sweep_cards
-from attnsweep.sweep import dask_cluster, dask_worker, start
+from attnsweep.sweep import dask_cluster, dask_worker
 
 distributed = pytest.importorskip("distributed")
 clusters = pytest.importorskip("clusters")
@@ -44,15 +44,13 @@ LATE = pytest.mark.nightly(push=1, of="workers that come late")
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch, patience):
+def cards(tmp_path, monkeypatch, constants):
     """Fake cards, whose number is their worker's CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    patience(dask_cluster, _LOOK_S=0.1)
-    patience(dask_worker, ALIVE_S=0.5)
-    patience(sweep_cards, _END_S=1.0)
+    use_fake_compiler(monkeypatch)
+    constants(dask_cluster, _LOOK_S=0.1)
+    constants(dask_worker, ALIVE_S=0.5)
+    constants(sweep_cards, _END_S=1.0)
     return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.02)
 
 
@@ -231,10 +229,10 @@ def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
-    go, cards, workers, patience, tmp_path, ends
+    go, cards, workers, constants, tmp_path, ends
 ):
     """The other run may be of an asker that was killed, and its worker free within a minute."""
-    patience(dask_cluster, _IN_USE_S=60.0 if ends else 0.5)
+    constants(dask_cluster, _IN_USE_S=60.0 if ends else 0.5)
     cards.facts["all"]["together"] = 1
     cards.on(1, holds=1)
     over, waits = tmp_path / "over", "worker card0: it works for another run, perhaps"
@@ -264,8 +262,8 @@ def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
     assert {card for card, _ in cards.calls("open")} == ({0, 1} if ends else {1})
 
 
-def test_another_version_is_left_out_by_name(go, workers, monkeypatch):
-    monkeypatch.setattr(dask_cluster, "__version__", "9.9")
+def test_another_version_is_left_out_by_name(go, workers, constants):
+    constants(dask_cluster, __version__="9.9")
     with pytest.raises(NoGpuError) as caught:
         go(workers)
     assert "worker card" in caught.value.hint
@@ -280,8 +278,8 @@ def test_other_shipped_kernels_are_left_out(go, workers, monkeypatch):
     assert heard.about("the kernels of its attnsweep are not those of the asker")
 
 
-def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_workers, patience):
-    patience(dask_cluster, COMING_S=1.0)
+def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_workers, constants):
+    constants(dask_cluster, COMING_S=1.0)
     said = []
     with dask_cluster.connected(own_workers.scheduler_address) as client:
         assert [card.uuid for card in dask_cluster.cards_of(client, said.append)] == [
@@ -300,8 +298,8 @@ def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_worker
     assert "--resources GPU=1" in waits
 
 
-def test_no_scheduler_is_an_error(patience):
-    patience(dask_cluster, CONNECT_S=0.5)
+def test_no_scheduler_is_an_error(constants):
+    constants(dask_cluster, CONNECT_S=0.5)
     with (
         pytest.raises(NoGpuError, match="no scheduler answers"),
         dask_cluster.connected("tcp://127.0.0.1:9"),
@@ -342,8 +340,8 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
 
 
 @LOST
-def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, patience):
-    patience(sweep_cards, AWAY_S=1.0)
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, constants):
+    constants(sweep_cards, AWAY_S=1.0)
     cards.facts["all"]["holds"] = 3
     outcome, _ = go(own_workers, after=6, do=lambda: own_workers.sync(own_workers.scheduler.close))
     assert outcome.no_card
@@ -463,7 +461,7 @@ def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, h
 
 @LATE
 def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(
-    go, cards, dask, monkeypatch
+    go, cards, dask, constants
 ):
     cards.on(1, environment={"gpu": "NVIDIA Other"})
     cards.on(0, holds=2)
@@ -472,7 +470,7 @@ def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothi
     version = "not 9.9; the card is left out"
 
     def come():
-        monkeypatch.setattr(dask_cluster, "__version__", "9.9")
+        constants(dask_cluster, __version__="9.9")
         dask.worker(1)
 
     when = {kind: come, version: cards.go_on}

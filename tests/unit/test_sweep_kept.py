@@ -80,7 +80,7 @@ def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
     assert kept_of(rows=[row], **changed)[0].rows([build]) == {}
 
 
-def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, monkeypatch):
+def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, constants):
     kept, _ = kept_of()
     name, launch = next(iter(build.launches.items()))
     grid = replace(launch, grid=(1, 2, 3))
@@ -92,7 +92,7 @@ def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build,
     ]
     first = kept.fingerprint(build)
     found = {kept.fingerprint(other) for other in others}
-    monkeypatch.setattr(sweep_kept, "PROTOCOL", trial.PROTOCOL + 1)
+    constants(sweep_kept, PROTOCOL=trial.PROTOCOL + 1)
     found |= {first, kept.fingerprint(build)}
     assert len(found) == len(others) + 2
 

@@ -36,12 +36,12 @@ def again(card, times=1):
 
 
 @pytest.fixture
-def go(tmp_path, cards, patience):
+def go(tmp_path, cards, constants):
     """Runs a sweep that begins on card 0. present: takes the number of trials so far, and tells the
     cards that are there, or None. until: when cards go on that hold a candidate. A child that dies
     has left with its worker.
     """
-    patience(sweep_cards, _LOOK_S=0.02)
+    constants(sweep_cards, _LOOK_S=0.02)
     start = cards.start_child
 
     def start_child(card, deliver):
@@ -82,9 +82,9 @@ def go(tmp_path, cards, patience):
 
 
 @pytest.fixture
-def impatient(patience):
+def impatient(constants):
     """A run that soon believes that a card is gone for good."""
-    patience(sweep_cards, AWAY_S=0.5)
+    constants(sweep_cards, AWAY_S=0.5)
 
 
 def about(heard, words):

@@ -433,9 +433,9 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
     assert again.texts == []
 
 
-def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, patience):
+def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, constants):
     """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
-    patience(time_limit, LIMIT_S=0.2)
+    constants(time_limit, LIMIT_S=0.2)
     gpu.installed = arch_on(TEST_GPU)
     kernels = deepcopy(discover())
     naive = kernels["naive"]

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -86,14 +87,9 @@ def test_bars_never_show_more_candidates_than_there_are(go, bars):
 
 
 @pytest.fixture
-def stops(monkeypatch):
+def stops(constants):
     """Sets after how few candidates a search may stop: stops(LEAST=2, PATIENCE=1)."""
-
-    def set_(**when):
-        for name, value in when.items():
-            monkeypatch.setattr(gp, name, value)
-
-    return set_
+    return partial(constants, gp)
 
 
 @pytest.fixture
