@@ -136,10 +136,10 @@ class Race:
         """The entrant alive with the least median. Raises ValueError if none is alive."""
         return min(self.alive, key=lambda name: _middle(self.rounds[name]))
 
-    def _leaders(self, count: int = 3) -> list[str]:
-        """The living references with the least medians; a comparison with a few is enough."""
+    def _leaders(self) -> list[str]:
+        """The three living references with the least medians: a comparison with a few is enough."""
         alive = [name for name in self.references if name not in self.out]
-        return sorted(alive, key=lambda name: _middle(self.rounds[name]))[:count]
+        return sorted(alive, key=lambda name: _middle(self.rounds[name]))[:3]
 
     def _slower(self, name: str, leader: str) -> bool:
         pairs = list(zip(self.rounds[name], self.rounds[leader], strict=True))

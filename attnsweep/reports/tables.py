@@ -93,10 +93,10 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(line, "dim")
 
 
-def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3) -> list[Row]:
-    """One problem's best rows and its baselines as plain data."""
+def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[Row]:
+    """One problem's three best rows and its baselines as plain data."""
     (section,) = by_problem(rank(trials, environment), environment)
-    return [_json_row(row) for row in section.shown(top)]
+    return [_json_row(row) for row in section.shown(3)]
 
 
 def rows_of(run: Run) -> str:
@@ -373,7 +373,6 @@ def to_markdown(
     environment: Environment | None,
     spaces: Sequence[Mapping[str, Any]] = (),
     *,
-    top: int = MARKDOWN_TOP,
     spec_text: str | None = None,
 ) -> str:
     """The same tables in Markdown; recorded rows are marked there too.
@@ -397,7 +396,7 @@ def to_markdown(
         out += [f"## {label}", "", " · ".join(facts), ""]
         for line in (bound_line(section), conditions_line(section)):
             out += [line, ""] if line else []
-        shown = section.shown(top)
+        shown = section.shown(MARKDOWN_TOP)
         legend: list[str] = []
         if shown:
             rows, align, legend = table(section, shown)

@@ -98,10 +98,6 @@ class Assignment:
         """Whether every task is done or given up."""
         return not self._pending and not self._open
 
-    def task_of(self, worker: str) -> int | None:
-        """What a worker has now."""
-        return self._open.get(worker)
-
     # -- what happens -----------------------------------------------------------------------
 
     def join(self, worker: str, begun: Collection[int] = (), heir_of: str | None = None) -> None:

@@ -156,7 +156,6 @@ def inspect(
     arch: Arch,
     *,
     card: Environment | None = None,
-    cache_dir: Path | None = None,
 ) -> Inspection:
     """Compile one config for `arch` and inspect it.
 
@@ -173,7 +172,7 @@ def inspect(
             hint="choose another with --problem or --arch",
         )
     config = _config(kernel, given, problem, arch)
-    compiler = Compiler(arch, cache_dir)
+    compiler = Compiler(arch)
     try:
         build = Build.of(kernel, config, problem, compiler)
         build.submit()

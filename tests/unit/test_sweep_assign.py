@@ -231,25 +231,27 @@ def test_whatever_happens_every_task_is_with_one_worker_done_or_given_up(data):
     owners = st.sampled_from((*workers, "elsewhere", None))
     bound = {task: owner for task in range(len(costs)) if (owner := data.draw(owners))}
     assignment = fleet(costs, *workers, bound=bound)
+    held = {}
     while not assignment.over and assignment.workers:
         for worker in list(assignment.workers):
-            if assignment.task_of(worker) is None:
+            if worker not in held:
                 pending = list(assignment.pending)
-                task = assignment.assign(worker)
-                assert task is None or task.number in pending
+                if task := assignment.assign(worker):
+                    assert task.number in pending
+                    held[worker] = task.number
                 if data.draw(st.booleans()):
                     assignment.ahead(worker)
-        busy = [worker for worker in assignment.workers if assignment.task_of(worker) is not None]
+        busy = [worker for worker in assignment.workers if worker in held]
         assert busy, "nobody has a task, and some are left"
         match data.draw(st.sampled_from(("finish", "finish", "lose", "gone"))):
             case "finish":
-                assignment.finish(data.draw(st.sampled_from(busy)))
+                at = data.draw(st.sampled_from(busy))
+                assignment.finish(at)
             case how:
                 at = data.draw(st.sampled_from(list(assignment.workers)))
                 assignment.lose(at, gone=how == "gone")
-        held = [assignment.task_of(worker) for worker in assignment.workers]
-        held = [task for task in held if task is not None]
-        everywhere = [*assignment.done, *assignment.given_up, *assignment.pending, *held]
+        held.pop(at, None)
+        everywhere = [*assignment.done, *assignment.given_up, *assignment.pending, *held.values()]
         assert sorted(everywhere) == list(range(len(costs)))
 
 
@@ -303,7 +305,7 @@ class Fleet:
 
     def run(self):
         """Returns the makespan in seconds."""
-        events, begun, idle = [], {}, []
+        events, begun, number_of, idle = [], {}, {}, []
         order = 0
 
         def ask(name, now):
@@ -313,7 +315,7 @@ class Fleet:
                 idle.append(name)
                 return
             self.timed(self.assignment.ahead, name)
-            begun[name] = now
+            begun[name], number_of[name] = now, task.number
             ends = now + self.problems[task.number][0]
             dies = self.dies_s.get(name, float("inf"))
             order += 1
@@ -325,7 +327,7 @@ class Fleet:
         now = 0.0
         while events:
             now, _, name, died = heapq.heappop(events)
-            number = self.assignment.task_of(name)
+            number = number_of[name]
             if died:
                 self.lost_s += now - begun[name]
                 self.timed(self.assignment.lose, name, gone=True)

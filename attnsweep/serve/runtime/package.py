@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import flash_attn, transformers_hook
+from . import transformers_hook
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, open_package
 from .plans import Explanation
@@ -117,6 +117,29 @@ def attention_varlen(
     return _varlen.attention(*given, **options, sinks=sinks, dropout_p=dropout_p, cache=cache)
 
 
+def _refuse_others(
+    tensors: tuple[torch.Tensor, ...],
+    alibi_slopes: Any,
+    deterministic: bool,
+    return_attn_probs: bool,
+    block_table: Any = None,
+) -> None:
+    """Raise NotImplementedError for what flash_attn's functions take and we do not compute."""
+    unknown = {
+        "alibi_slopes": alibi_slopes is not None,
+        "return_attn_probs": return_attn_probs,
+        "block_table": block_table is not None,
+    }
+    for name, given in unknown.items():
+        if given:
+            raise NotImplementedError(f"{name} is not computed here: call flash_attn itself")
+    if deterministic and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise NotImplementedError(
+            "the gradients are those of PyTorch's own attention: leave deterministic out, and call "
+            "torch.use_deterministic_algorithms(True)"
+        )
+
+
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -136,7 +159,7 @@ def flash_attn_func(
     window_size are aligned bottom-right. Raises NotImplementedError for alibi_slopes and
     return_attn_probs, and for deterministic where gradients are recorded.
     """
-    flash_attn.check((q, k, v), alibi_slopes, deterministic, return_attn_probs)
+    _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "enable_gqa": True}
     how |= {"softcap": softcap or None}
     if causal and window_size[0] == -1 and q.shape[1] == k.shape[1]:
@@ -169,7 +192,7 @@ def flash_attn_varlen_func(
 
     Raises NotImplementedError as `flash_attn_func`, and for block_table.
     """
-    flash_attn.check((q, k, v), alibi_slopes, deterministic, return_attn_probs, block_table)
+    _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs, block_table)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal}
     how |= {"window": window_size, "softcap": softcap, "sinks": None, "cache": True}
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

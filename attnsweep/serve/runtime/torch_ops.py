@@ -132,13 +132,16 @@ def _tags() -> tuple[torch.Tag, ...]:
     return tuple(tags)
 
 
-def _defined(namespace: str, most: int = 99) -> Any:
-    for number in range(1, most + 1):
+_MOST_IMPORTS = 99
+
+
+def _defined(namespace: str) -> Any:
+    for number in range(1, _MOST_IMPORTS + 1):
         name = namespace if number == 1 else f"{namespace}_again{number}"
         try:
             return torch.library.Library(name, "DEF")
         except RuntimeError:  # PyTorch has it, from an earlier import
-            if number == most:
+            if number == _MOST_IMPORTS:
                 raise
     return None
 
