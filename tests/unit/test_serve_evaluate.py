@@ -222,6 +222,7 @@ def test_each_recorded_shape_from_the_others(left_out):
     assert found["slower_than_sdpa_by_3_percent"] == 0
 
 
+@RECORDED
 def test_each_recorded_shape_of_between_from_all_others():
     """As the constants were fitted, so this shows no more than that they still are.
 
