@@ -59,6 +59,8 @@ def unused_parameters(spaces: Iterable[Space], arch: Arch) -> Iterator[str]:
             names = {param.name} | {
                 f"{param.name}_{value.upper()}" for value in param.values if isinstance(value, str)
             }
+            if any(isinstance(value, str) and value[:1] == "-" for value in param.values):
+                continue  # compiler options
             swept = len({config[param.name] for config in space.configs})
             if swept > 1 and not names & words and param.name not in {*asked.read, kernel.lse}:
                 yield (
@@ -70,7 +72,10 @@ def unused_parameters(spaces: Iterable[Space], arch: Arch) -> Iterator[str]:
 
 def _words(kernel: Family) -> set[str]:
     """Every identifier of a family's template and its headers, outside of comments."""
-    texts = (text.decode(errors="replace") for text in source_closure(kernel.source).values())
+    texts = (
+        text.decode(errors="replace")
+        for text in source_closure(kernel.source, kernel.include_places).values()
+    )
     return {word for text in texts for word in _WORD.findall(_COMMENT.sub(" ", text))}
 
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +32,11 @@ from attnsweep.core.hardware import Arch
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+_HEADERS_OF = {
+    r"(cute|cutlass)/": "nvidia-cutlass",
+    r"(cuda|nv|cub|thrust)/": "nvidia-cuda-cccl",
+    r"(cu\w+|mma|sm_\w+|crt/\w+|cooperative_groups.*)\.h(pp)?$": "nvidia-cuda-runtime",
+}
 
 
 def default_cache_dir() -> Path:
@@ -117,22 +122,44 @@ def check_toolchain(arch: Arch) -> None:
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
-    """Where NVRTC looks for headers: next to the template, then in the shipped kernels/."""
+    """Where NVRTC looks first for headers: next to the template, then in the shipped kernels/."""
     return source.parent, shipped("kernels")
 
 
-def source_closure(source: Path) -> dict[str, bytes]:
+@cache
+def installed_headers() -> tuple[Path, ...]:
+    """Where it looks last: CUDA's headers, CCCL's and CUTLASS's, of packages and of the toolkit."""
+    major = nvrtc_version()[0]
+    wheels = [f"nvidia/cu{major}/include", f"nvidia/cu{major}/include/cccl"]
+    if major == 12:
+        wheels += ["nvidia/cuda_runtime/include", "nvidia/cuda_cccl/include"]
+    wheels += ["cutlass_library/source/include", f"cupy/_core/include/cupy/_cuda/cuda-{major}.*"]
+    wheels += ["cupy/_core/include/cupy/_cccl/libcudacxx"]
+    found = [path for part in wheels for place in sys.path for path in Path(place).glob(part)]
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    found += [Path(toolkit, "include"), Path(toolkit, "include/cccl")]
+    return tuple(dict.fromkeys(path.resolve() for path in found if path.is_dir()))
+
+
+def _places(source: Path, defines: Mapping[str, str]) -> tuple[Path, ...]:
+    """All of them in NVRTC's order, with a family's own, which are the defines that begin by -I."""
+    own = (Path(name[2:]) for name in defines if name.startswith("-I"))
+    return *include_dirs(source), *own, *installed_headers()
+
+
+def source_closure(source: Path, more: Sequence[Path] = ()) -> dict[str, bytes]:
     """The template and every file that it includes, by name: all text that the code depends on.
 
-    Names are looked up as NVRTC does, next to the including file and then in include_dirs. NVRTC
-    itself reports a file that is in none of them, with file and line.
+    Names are looked up as NVRTC does, next to the including file, then in include_dirs and in
+    `more`. NVRTC itself reports a file that is in none of them, with file and line.
     """
-    roots = include_dirs(source)
+    roots = [*include_dirs(source), *more]
     found: dict[str, bytes] = {}
     queue = [source]
     while queue:
         path = queue.pop()
-        root = next((root for root in roots if path.is_relative_to(root)), None)
+        holding = [root for root in roots if path.is_relative_to(root)]
+        root = max(holding, key=lambda root: len(root.parts), default=None)
         name = str(path.relative_to(root)) if root else str(path)
         if name in found:
             continue
@@ -165,30 +192,35 @@ class Compiler:
         self.cache_dir = cache_dir or default_cache_dir()
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}
-        self._closures: dict[Path, dict[str, bytes]] = {}
+        self._closures: dict[tuple[Path, ...], dict[str, bytes]] = {}
         self._lock = threading.Lock()
         self._waiting: deque[Stage] = deque()
         self._asked = threading.Condition(self._lock)
         self._after = after
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
-        """NVRTC options, complete but for the include directory, whose contents are hashed."""
+        """NVRTC options, complete but for the include directories, whose contents are hashed.
+
+        A define whose name begins with a hyphen is an option as it is.
+        """
         flags = [f"-arch={self.arch.name}", "-std=c++17", "-default-device"]
         flags += ["--ptxas-options=-v", "-diag-suppress=177"]
         if nvrtc_version() >= (13, 0):
             flags.append("--no-cache")  # NVRTC's own cache would return an empty log
-        return flags + [f"-D{name}={value}" for name, value in sorted(defines.items())]
+        flags += [f"-D{n}={value}" for n, value in sorted(defines.items()) if n[0] != "-"]
+        return flags + [name for name in defines if name[0] == "-" and name[:2] != "-I"]
 
-    def closure(self, source: Path) -> dict[str, bytes]:
+    def closure(self, source: Path, defines: Mapping[str, str]) -> dict[str, bytes]:
         """The texts that a key stands for, read once: see source_closure."""
+        places = _places(source, defines)
         with self._lock:
-            closure = self._closures.get(source) or source_closure(source)
-            self._closures[source] = closure
+            closure = self._closures.get((source, *places)) or source_closure(source, places[2:])
+            self._closures[source, *places] = closure
         return closure
 
     def key(self, source: Path, defines: Mapping[str, str]) -> str:
         """Content address of one stage: equal keys give equal machine code."""
-        closure = self.closure(source)
+        closure = self.closure(source, defines)
         digest = hashlib.sha256()
         parts: list[bytes] = [repr(nvrtc_version()).encode()]
         parts += [flag.encode() for flag in self.flags(defines)]
@@ -283,7 +315,7 @@ class Compiler:
         cached = _read_entry(entry)
         if cached is None:
             if make is None:
-                places = (f"-I{place}" for place in include_dirs(source))
+                places = (f"-I{place}" for place in _places(source, defines))
                 cubin, log = _compile(source, [*self.flags(defines), *places])
             else:
                 cubin, log = make()
@@ -358,13 +390,23 @@ def _compile(source: Path, flags: list[str]) -> tuple[bytes, str]:
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         if int(status):
             first = next((line for line in log.splitlines() if "error" in line), status.name)
-            raise CompileError(first.strip(), log=log)
+            raise CompileError(first.strip() + _where_it_is(first), log=log)
         size = _call(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin")
         cubin = bytearray(size)
         _call(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
         return bytes(cubin), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _where_it_is(error: str) -> str:
+    """How to get a header that NVRTC does not find; nothing for another error."""
+    if (missing := re.search(r'cannot open source file "([^"]+)"', error)) is None:
+        return ""
+    for names, package in _HEADERS_OF.items():
+        if re.match(names, missing[1]):
+            return f"; pip install {package}"
+    return "; name its directory in the family's include_dirs"
 
 
 def _text(size_of: Any, read: Any, program: Any) -> str:

@@ -122,6 +122,7 @@ class Stage:
 
     strided: what STRIDED code, which serves models, gets after its arguments: sizes of the problem
     by name, and of each tensor the elements from batch to batch, head to head and row to row.
+    options: the family's compiler options, and -I with each of its include directories.
     """
 
     name: str
@@ -129,24 +130,32 @@ class Stage:
     constants: tuple[str, ...]
     launch: LaunchBuilder
     strided: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
-        """The -D options of this stage: STAGE_<NAME>=1, parameters, problem constants, extras."""
+        """The -D options of this stage: STAGE_<NAME>=1, parameters, problem constants, extras.
+
+        A name that begins with a hyphen is a compiler option as it is.
+        """
         out = {f"STAGE_{self.name.upper()}": "1"}
         for name in self.params:
             value = config[name]
-            if isinstance(value, str):
+            if isinstance(value, str) and value.startswith("-"):
+                out[value] = ""
+            elif isinstance(value, str):
                 out[f"{name}_{value.upper()}"] = "1"
             else:
                 out[name] = _text(value)
         out |= {name: str(PROBLEM_CONSTANTS[name](problem)) for name in self.constants}
-        return out | {name: str(value) for name, value in launch.defines.items()}
+        out |= {name: str(value) for name, value in launch.defines.items()}
+        return out | dict.fromkeys(self.options, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
     """One tunable parameter of a family, with the values that a sweep tries by default.
 
+    A text value X of parameter P defines P_X; one that begins with a hyphen is a compiler option.
     absent: of a parameter that the family got later: the value at which it does what it did
     without, so that configs recorded before are still its own. None: they are not.
     """
@@ -196,7 +205,8 @@ class Family:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
     to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
     compile and check; without, its first, second and last. ops: what its calls compute: forward,
-    backward.
+    backward. include_dirs: where its headers lie, beside its own directory. compile_options: of
+    NVRTC, for each of its stages.
     """
 
     name: str
@@ -215,6 +225,8 @@ class Family:
     usual_head_dims: tuple[int, ...] = ()
     head_dims_v: tuple[int, ...] | range = ()
     ops: tuple[str, ...] = ("forward",)
+    include_dirs: tuple[str | Path, ...] = ()
+    compile_options: tuple[str, ...] = ()
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""
@@ -233,6 +245,11 @@ class Family:
         )
         self._refuse(fault, self.declared_at)
         self.source = Path(self.declared_at.rpartition(":")[0]).with_name(f"{self.name}.cu")
+
+    @property
+    def include_places(self) -> tuple[Path, ...]:
+        """Its include directories, those with relative names next to the declaration."""
+        return tuple((self.source.parent / place).resolve() for place in self.include_dirs)
 
     def _refuse(self, fault: Fault | None, where: str) -> None:
         """Raise KernelError for a fault."""
@@ -328,7 +345,8 @@ class Family:
             self._undecorated.pop(where, None)
             arguments = ("config", "problem", "arch")
             self._refuse(validate.of_function(f"stage {name}", launch, arguments), where)
-            self.stages[name] = Stage(name, own, constants, launch, strided)
+            options = (*self.compile_options, *(f"-I{place}" for place in self.include_places))
+            self.stages[name] = Stage(name, own, constants, launch, strided, options)
             return launch
 
         return add

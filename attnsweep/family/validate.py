@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attnsweep.core.hardware import ARCHS
@@ -34,6 +35,7 @@ _KEYWORDS = """
     using virtual void volatile wchar_t while and or not xor
 """
 _RESERVED = frozenset(_KEYWORDS.split())
+_OWN_OPTION = re.compile(r"-(-gpu-architecture|arch|I|-include-path|D|U|-device-c$|rdc=t|dlto|dc$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,31 @@ def of_kernel(kernel: Any) -> Fault | None:
     if not isinstance(kernel.ops, tuple) or not kernel.ops or not {*kernel.ops} <= {*OPS}:
         what = f"ops are a tuple of {', '.join(OPS)}, not {kernel.ops!r}"
         return Fault(what, 'write a tuple of one as ("forward",)')
+    if (fault := _of_options("compile_options", kernel.compile_options)) is not None:
+        return fault
+    dirs = kernel.include_dirs
+    if not isinstance(dirs, tuple) or not all(isinstance(one, str | Path) for one in dirs):
+        what = f"include_dirs are a tuple of directories, not {dirs!r}"
+        return Fault(what, 'write a tuple of one as ("../cutlass/include",)')
     switches = kernel.params if isinstance(kernel.params, tuple) else ()
     named = [getattr(param, "name", None) for param in switches]
     if not isinstance(kernel.deterministic, bool) and kernel.deterministic not in named:
         what = f"deterministic is not {kernel.deterministic!r}"
         return Fault(what, "write True or False, or the name of one of its switches")
+    return None
+
+
+def _of_options(name: str, options: object) -> Fault | None:
+    """The fault of what shall be options of NVRTC, or None; those of attnsweep stay its own."""
+    if not isinstance(options, tuple | list) or not all(isinstance(one, str) for one in options):
+        what = f"{name} are a tuple of NVRTC's options, not {options!r}"
+        return Fault(what, 'write a tuple of one as ("-use_fast_math",)')
+    for one in options:
+        if not re.fullmatch(r"-[^\s=]+(=\S+)?", one):
+            return Fault(f"{name}: {one!r} is not one option", "write it without spaces, after a -")
+        if _OWN_OPTION.match(one):
+            fix = "write min_arch, include_dirs or Launch.defines instead"
+            return Fault(f"{name}: attnsweep gives {one} itself", fix)
     return None
 
 
@@ -143,9 +165,13 @@ def of_params(params: object, kind: type, constants: Collection[str], taken: typ
             what = f"{name}: values are whole numbers, bools or text, not {values!r}"
             return Fault(what, "the preprocessor knows no others; count in smaller units")
         texts = [value for value in values if isinstance(value, str)]
+        options = [text for text in texts if text.startswith("-")]
+        if (fault := _of_options(name, options)) is not None:
+            return fault
+        texts = [text for text in texts if text not in options]
         if not all(re.fullmatch("[A-Za-z0-9_]+", text) for text in texts):
             what = f"{name}: text values are defined as {name}_VALUE, not {values!r}"
-            return Fault(what, "use letters, digits and _ alone")
+            return Fault(what, "use letters, digits and _ alone, or an option as -use_fast_math")
         defined += [name, *dict.fromkeys(f"{name}_{text.upper()}" for text in texts)]
     for name in defined:
         if defined.count(name) > 1:

@@ -256,7 +256,7 @@ class _Helpers:
 
     def _compile(self, worker: _Worker, stage: Stage) -> tuple[bytes, str]:
         """Machine code and log of a stage. Raises CompileError, _Failed or _Here."""
-        texts = self._compiler.closure(stage.source)
+        texts = self._compiler.closure(stage.source, stage.defines)
         unfit = any(Path(name).is_absolute() or _COMPUTED.search(t) for name, t in texts.items())
         if unfit or stage.source in self._elsewhere:
             raise _Here

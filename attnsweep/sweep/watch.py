@@ -30,8 +30,8 @@ def files_of(spec: Path, kernels: Iterable[Family]) -> list[Path]:
     found = {spec: None}
     for kernel in kernels:
         found[kernel.source.with_suffix(".py")] = None
-        for place in (kernel.source.parent, shipped("kernels")):
-            for name in source_closure(kernel.source):
+        for place in (kernel.source.parent, shipped("kernels"), *kernel.include_places):
+            for name in source_closure(kernel.source, kernel.include_places):
                 if (place / name).is_file():
                     found[place / name] = None
     return [path.resolve() for path in found]

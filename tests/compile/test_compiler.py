@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
-from attnsweep.compile.nvrtc import Compiler, source_closure
+from attnsweep.compile.nvrtc import Compiler, installed_headers, nvrtc_version, source_closure
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.family.discover import discover
 
 KERNEL = 'extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }\n'
 SOURCE = '#include "part.cuh"\n' + KERNEL
@@ -89,6 +91,71 @@ def test_the_shipped_headers_are_there_for_every_family(tmp_path):
     defines = {"IS_BF16": "0", "VALUE": "1.0f", "PART": "to_float(0)"}
     assert compiler(tmp_path).compile(tmp_path / "f.cu", defines).digest
     assert "common/element.cuh" in source_closure(tmp_path / "f.cu")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A place where packages with headers are installed; the toolkit is not."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "site"), *sys.path])
+    installed_headers.cache_clear()
+    yield tmp_path / "site"
+    installed_headers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "place", ["nvidia/cu{}/include", "nvidia/cu{}/include/cccl", "cutlass_library/source/include"]
+)
+def test_headers_of_installed_packages_are_found_and_part_of_the_address(packages, place, tmp_path):
+    header = packages / place.format(nvrtc_version()[0]) / "deep" / "part.h"
+    header.parent.mkdir(parents=True)
+    (header.parent / "value.h").write_text("#define VALUE 1.0f\n")
+    header.write_text("#include <deep/value.h>\n#define PART 1.0f\n")
+    (tmp_path / "f.cu").write_text("#include <deep/part.h>\n" + KERNEL)
+    first = compiler(tmp_path).compile(tmp_path / "f.cu", {})
+    (header.parent / "value.h").write_text("#define VALUE 2.0f\n")
+    assert compiler(tmp_path).compile(tmp_path / "f.cu", {}).digest != first.digest
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("cute/tensor.hpp", "pip install nvidia-cutlass"),
+        ("cuda/barrier", "pip install nvidia-cuda-cccl"),
+        ("cuda_fp16.h", "pip install nvidia-cuda-runtime"),
+        ("mine.h", "include_dirs"),
+    ],
+)
+def test_a_missing_header_says_where_it_is(packages, header, said, tmp_path):
+    (tmp_path / "f.cu").write_text(f"#include <{header}>\n" + KERNEL)
+    with pytest.raises(CompileError, match=said):
+        compiler(tmp_path).compile(tmp_path / "f.cu", {})
+
+
+def test_include_dirs_and_options_of_a_family_are_part_of_the_address(tmp_path):
+    own = tmp_path / "own" / "part.h"
+    own.parent.mkdir()
+    own.write_text("#define PART 1.0f\n")
+    (tmp_path / "f.cu").write_text("#include <part.h>\n" + KERNEL.replace("+", "/"))
+    defines = {"VALUE": "out[1]", f"-I{own.parent}": ""}
+    first = compiler(tmp_path).compile(tmp_path / "f.cu", defines)
+    own.write_text("#define PART out[2]\n")
+    second = compiler(tmp_path).compile(tmp_path / "f.cu", defines)
+    fast = compiler(tmp_path).compile(tmp_path / "f.cu", {**defines, "-use_fast_math": ""})
+    assert len({first.digest, second.digest, fast.digest}) == 3
+    with pytest.raises(CompileError, match="-no_such_option"):
+        compiler(tmp_path).compile(tmp_path / "f.cu", {**defines, "-no_such_option": ""})
+
+
+def test_shipped_families_have_the_addresses_of_before(tmp_path):
+    """Recorded rows are known by them: no header of a package and no option is part of them."""
+    made = compiler(tmp_path)
+    for family in discover().values():
+        assert made.closure(family.source, {}) == source_closure(family.source)
+        assert not any(stage.options for stage in family.stages.values())
+    flags = ["-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v"]
+    flags += ["-diag-suppress=177", *(["--no-cache"] if nvrtc_version() >= (13, 0) else [])]
+    assert made.flags({"B": "2", "A": "1"}) == [*flags, "-DA=1", "-DB=2"]
 
 
 def test_defines_and_architecture_are_part_of_the_address(source, tmp_path):

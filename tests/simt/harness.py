@@ -206,7 +206,7 @@ class Simulator:
                     *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
                     *(("-g1", "-O0", *SANITIZE) if asan else ()),
                     *("-I", str(HERE), "-I", str(to.parent)),
-                    *(f"-D{name}={value}" for name, value in defines.items()),
+                    *(f"-D{name}={value}" for name, value in defines.items() if name[0] != "-"),
                     *(str(wrapper), "-o", str(to)),
                 ]
             )

@@ -245,6 +245,8 @@ LOADED = {
     "param's values": (params("(Param('A', 64, ''),)"), 2, "must be a tuple, not 64", "(64,)"),
     "param's no values": (params("(Param('A', (), ''),)"), 2, "A: it has no values", "(64,)"),
     "param's float": (params("(Param('A', (0.5,), ''),)"), 2, "whole numbers, bools", "units"),
+    "param's option": (params("(Param('A', ('-a b',), ''),)"), 2, "not one option", "spaces"),
+    "param's arch": (params("(Param('A', ('-arch=sm_80',), ''),)"), 2, "itself", "min_arch"),
     "param's text": (params("(Param('A', ('a b',), ''),)"), 2, "text values", "letters, digits"),
     "min_arch": (kernel("min_arch=['sm_80']"), 2, "min_arch is one of", 'min_arch="sm_80"'),
     "dtypes": (kernel("dtypes=(['fp16'],)"), 2, "dtypes are a tuple", 'dtypes=("fp16",)'),
