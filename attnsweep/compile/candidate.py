@@ -169,7 +169,9 @@ class Build:
 
     def candidate(self) -> Candidate:
         """All that the worker needs to run it. Every stage must be compiled."""
-        cases = verify_cases.small_cases(self.problem)
+        cases, serves = verify_cases.small_cases(self.problem), self.kernel.serves
+        if own := bool(self.kernel.supports):
+            cases = verify_cases.served_cases(cases, self.problem, serves)
         timed = self.launches_for(self.problem)
         return Candidate(
             self.kernel.name,
@@ -180,11 +182,15 @@ class Build:
             self._emptied(timed),
             self.kernel.is_deterministic(self.config),
             self._turns(),
+            cases if own else None,
         )
 
     def _turns(self) -> LaunchPlan | None:
         """The stages on many short turns, or None where one launch of each cannot take them."""
         case = verify_cases.short_turns(self.problem, self.arch.sm_count)
+        if case is not None and self.kernel.supports:
+            served = verify_cases.served_cases([case], self.problem, self.kernel.serves)
+            case = next(iter(served), None)
         if case is None:
             return None
         problem = case.problem

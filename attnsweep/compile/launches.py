@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.family import Launch
 
@@ -59,6 +60,9 @@ class Candidate:
     turns: LaunchPlan | None = None
     """On many short turns, which are proved after the rounds; None if one launch cannot take them.
     See inputs.short_turns."""
+    cases: tuple[Case, ...] | None = None
+    """The cases of `checks`, of a family that does not serve all of the problem's; None: they are
+    the problem's."""
 
 
 @dataclass(frozen=True, slots=True)

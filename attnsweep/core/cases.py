@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from attnsweep.core.boolean import Boolean
+from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Packed, Padded
 from attnsweep.core.masks import CAUSAL, Interval
 from attnsweep.core.ops import BACKWARD
@@ -39,6 +43,8 @@ _MASKS: tuple[Boolean | Interval, ...] = (
 )
 # Elements of an output at most: 256 MB in float64.
 _MOST_ELEMENTS = 2**25
+# Pairs of a query and a key of a case that was made larger for a family.
+_MOST_PAIRS = 2**23
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,42 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         _padded(case, number, percent)
         for number, (case, percent) in enumerate(zip((*cases, *more), least, strict=True))
     )
+
+
+def served_cases(
+    cases: Iterable[Case], problem: Problem, serves: Callable[[Problem], bool]
+) -> tuple[Case, ...]:
+    """Each of these cases of `problem` as a family can take it: the smallest shape near it.
+
+    The nearest have as many heads as key heads or as the problem, its batch, and lengths that are
+    multiples of 8 to 512 or equal. A case that has none is left out.
+    """
+    nearest = (
+        next(filter(lambda c: serves(c.problem), _near(case, problem)), None) for case in cases
+    )
+    return tuple(dict.fromkeys(case for case in nearest if case is not None))
+
+
+def _near(case: Case, whole: Problem) -> Iterator[Case]:
+    """The case, then like ones with other sizes, the smallest first; none with more keys."""
+    yield case
+    own, group = case.problem, whole.heads // whole.heads_kv
+    heads = [(own.heads, own.heads_kv), (own.heads, own.heads), (group, 1), (2 * group, 2)]
+    heads.append((whole.heads, whole.heads_kv))
+    longest = max(own.seqlen_q, own.seqlen_k)
+    most = max(_MOST_PAIRS, 4 * own.batch * own.heads * own.seqlen_q * own.seqlen_k)
+    lengths = [(own.seqlen_q, own.seqlen_k), (longest, longest), (whole.seqlen_q, whole.seqlen_k)]
+    for unit in (8, 16, 32, 64, 128, 256, 512):
+        q, k = (ceil_div(n, unit) * unit for n in (own.seqlen_q, own.seqlen_k))
+        lengths += [(q, k), (max(q, k), max(q, k))]
+    sizes = product(dict.fromkeys((own.batch, whole.batch)), dict.fromkeys(heads), lengths)
+    for batch, (h, kv), (q, k) in sorted(
+        sizes, key=lambda s: (s[0] * s[1][0] * s[2][0] * s[2][1], s)
+    ):
+        if k <= whole.seqlen_k and batch * h * q * k <= most:
+            with suppress(ProblemError):
+                sized = {"batch": batch, "heads": h, "heads_kv": kv, "seqlen_q": q, "seqlen_k": k}
+                yield replace(case, problem=replace(own, **sized))
 
 
 def _packed(case: Case, number: int) -> Case:

@@ -128,6 +128,12 @@ def is_used(config: Config, problem: Problem) -> bool:
     return _number(config, "STREAMS") <= len(chunks)
 
 
+def is_served(kernel: Family, config: Config, problem: Problem) -> bool:
+    """Whether the family serves every chunk that the config asks for."""
+    pieces = schedule_of(kernel, config, problem).pieces if kernel.supports else ()
+    return all(kernel.serves(piece.problem) for piece in pieces)
+
+
 def schedule_of(
     kernel: Family, config: Config, problem: Problem, workspace_limit: int | None = None
 ) -> ChunkPlan:
@@ -145,8 +151,9 @@ def schedule_of(
 
     def fits(schedule: ChunkPlan) -> bool:
         used = sum(schedule.workspaces.values())
-        # Items with keys of their own are one call.
-        return not _splits(problem) or workspace_limit is None or used <= workspace_limit
+        # Items with keys of their own are one call, and a family may not serve a chunk.
+        whole = bool(kernel.supports) or not _splits(problem)
+        return whole or workspace_limit is None or used <= workspace_limit
 
     if not _number(config, "CHUNK_HEADS") and not _number(config, "CHUNK_ROWS"):
         group = problem.heads // problem.heads_kv

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,8 +205,9 @@ class Family:
     name of the switch with which the family writes the log-sum-exp of every row (float32, natural)
     to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
     compile and check; without, its first, second and last. ops: what its calls compute: forward,
-    backward. include_dirs: where its headers lie, beside its own directory. compile_options: of
-    NVRTC, for each of its stages.
+    backward. supports: what else a problem must be, as pairs of a sentence and a function of it;
+    its cases are made to be so. include_dirs: where its headers lie, beside its own directory.
+    compile_options: of NVRTC, for each of its stages.
     """
 
     name: str
@@ -225,6 +226,7 @@ class Family:
     usual_head_dims: tuple[int, ...] = ()
     head_dims_v: tuple[int, ...] | range = ()
     ops: tuple[str, ...] = ("forward",)
+    supports: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
     include_dirs: tuple[str | Path, ...] = ()
     compile_options: tuple[str, ...] = ()
     source: Path = field(init=False)
@@ -412,7 +414,16 @@ class Family:
                 return f"cannot do {kind}"
         if problem.has_empty_rows and not self.empty_rows:
             return f"cannot do queries that see no key, which {problem.label} has"
-        return None
+        return next((f"serves only {said}" for said in self._unserved(problem)), None)
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether a problem is as `supports` says."""
+        return not any(self._unserved(problem))
+
+    def _unserved(self, problem: Problem) -> Iterator[str]:
+        for said, rule in self.supports:
+            if not self._ask(f"supports {said!r}", rule, problem):
+                yield said
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
@@ -504,8 +515,7 @@ class Family:
         try:
             return function(*args)
         except (KeyboardInterrupt, time_limit.TooLong) as error:
-            where = _place(function, self.declared_at, error)
-            asked = f"config {args[0].label}, problem {args[1].label}"
+            where, asked = _place(function, self.declared_at, error), _asked(args)
             if isinstance(error, time_limit.TooLong):
                 raise KernelError(
                     f"{what} of {self.name} did not return within {time_limit.LIMIT_S:g} s",
@@ -519,8 +529,14 @@ class Family:
             raise KernelError(
                 f"{what} of {self.name} raised {_named(error)}",
                 where=_place(function, self.declared_at, error),
-                hint=f"config {args[0].label}, problem {args[1].label}",
+                hint=_asked(args),
             ) from error
+
+
+def _asked(args: Sequence[object]) -> str:
+    """What a function of the declaration was asked about, in words."""
+    kinds = (("config", Config), ("problem", Problem))
+    return ", ".join(f"{n} {a.label}" for a in args for n, kind in kinds if isinstance(a, kind))
 
 
 def _caller() -> str:

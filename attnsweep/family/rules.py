@@ -16,7 +16,7 @@ from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit
-from attnsweep.family.chunks import is_used
+from attnsweep.family.chunks import is_served, is_used
 from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Family
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def refused(
     def passes(rule: str, config: Config) -> bool:
         time_limit.begin()
         if rule == CHUNKS:
-            return is_used(config, problem)
+            return is_used(config, problem) and is_served(kernel, config, problem)
         return kernel.passes(rule, config, problem, arch)
 
     rules = (*([CHUNKS] if chunks else []), *kernel.rules, BLOCK_LIMITS)

@@ -105,6 +105,14 @@ def of_kernel(kernel: Any) -> Fault | None:
     if not isinstance(dirs, tuple) or not all(isinstance(one, str | Path) for one in dirs):
         what = f"include_dirs are a tuple of directories, not {dirs!r}"
         return Fault(what, 'write a tuple of one as ("../cutlass/include",)')
+    served = kernel.supports
+    pairs = isinstance(served, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in served)
+    if not pairs or not all(isinstance(said, str) and said for said, _ in served):
+        what = f"supports are a tuple of pairs of a sentence and a function, not {served!r}"
+        return Fault(what, 'write (("one length", lambda p: p.seqlen_q == p.seqlen_k),)')
+    for said, rule in served:
+        if (fault := of_function(f"supports {said!r}", rule, ("problem",))) is not None:
+            return fault
     switches = kernel.params if isinstance(kernel.params, tuple) else ()
     named = [getattr(param, "name", None) for param in switches]
     if not isinstance(kernel.deterministic, bool) and kernel.deterministic not in named:

@@ -33,6 +33,7 @@ from attnsweep.reports.text import (
     recorded_lines,
     sections_of,
     sentence,
+    served_lines,
     tie_line,
     who,
 )
@@ -88,6 +89,8 @@ def _lines(
         failed = Counter(row["status"].replace("_", " ") for row in rows if not row["baseline"])
         if failed:
             yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
+        served = dict.fromkeys(line for section in sections for line in served_lines(section))
+        yield from ((cut(line, width), "yellow") for line in served)
     several = cards.by_card(run.trials, sections)
     if several is not None:
         yield from (
@@ -114,7 +117,8 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
         yield from _rows(section, shown, width, marked=not recorded)
     said: list[Line] = [((tie_line(section, section.rows) or "").split(";")[0], "")]
     failed = [line for line, _ in failures(section)]
-    said += [(line, "yellow") for line in (*baseline_lines(section), *failed)]
+    warned = (*served_lines(section), *baseline_lines(section), *failed)
+    said += [(line, "yellow") for line in warned]
     if absent := absent_baselines(section):
         names = ", ".join(line.split()[1] for line in absent)
         said.append((f"not timed: {names}", "dim"))

@@ -18,6 +18,7 @@ from attnsweep.reports.text import (
     failures,
     first_line,
     recorded_lines,
+    served_lines,
     tie_line,
     winner_lines,
 )
@@ -40,6 +41,7 @@ def notes(
         *((line, "dim") for line in legend),
         *((line, "") for line in frontier_lines(section)),
         (rest_line(section, shown, more), ""),
+        *((line, "yellow") for line in served_lines(section)),
         *((line, "") for line in searched_lines(section)),
         (judged_line(section.rows), ""),
     ]

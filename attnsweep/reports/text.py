@@ -273,6 +273,13 @@ def faster_baseline(section: Section) -> str | None:
     return f"{who(best)} is faster ({1 / ratio:.2f}×)"
 
 
+def served_lines(section: Section) -> list[str]:
+    """What each family that ran serves only, if it does not serve all problems of its kind."""
+    ran = {row["kernel"] for row in section.rows if not row["baseline"]}
+    found = {f["kernel"]: f["serves"] for f in section.spaces if f.get("serves")}
+    return [f"{name} serves only {'; '.join(s)}" for name, s in found.items() if name in ran]
+
+
 def winner_lines(section: Section) -> list[str]:
     """The winner in full, then the stages of the best pipeline of each family."""
     row = section.winner
@@ -483,6 +490,7 @@ def sentence(section: Section) -> str:
     ours, us = str(row["kernel"]), figure(row["time_us"], 3)
     unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
     on, ratio = f" on {label}{_where(row)}", row["ratio_to_best_baseline"]
+    on += "".join(f"; {line}" for line in served_lines(section) if line.startswith(f"{ours} "))
     if best is None or ratio is None:
         return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
     baseline = _TITLES.get(best["provider"], best["provider"])

@@ -153,6 +153,7 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
             for param in kernel.params
         ]
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
+        rows += [("  serves only", "rule", text) for text, _ in kernel.supports]
         out += _parameters(rows, width)
         out.append(Text())
     if not baselines:

@@ -125,7 +125,8 @@ class _ProblemSweep:
         """Leave a long problem the best candidates of a shorter one."""
         candidates, stored = self._candidates, self._store.rows_of(self._problem)
         chooser = Scout(candidates, self._spec, self._gpu, self._kept)
-        choose = has_shorter(self._problem) and not chooser.done(stored)
+        served = all(space.kernel.serves(chooser.problem) for space in candidates.spaces)
+        choose = served and has_shorter(self._problem) and not chooser.done(stored)
         before = 0 if choose else len(self._kept.rows(candidates.builds))
         self._observer.opening(self._problem, len(candidates.builds), before)
         if choose:

@@ -121,6 +121,8 @@ class Verifier:
         if then is not None:
             pool.begin(then, seed)
             self._begin(then, rounds_scores)  # a baseline needs its limits soon
+        self._served: dict[tuple[Case, ...], Small] = {}
+        """Of families that do not serve all small cases."""
         self._poisons = False
         self._cold: tuple[int, Any] | None = None
         """The content of the cold copies' inputs, and their regions."""
@@ -173,14 +175,25 @@ class Verifier:
         call: its launches on the timed problem. bind: binds other launches to buffers, and adds
         their workspaces. Returns its worst accuracy. Raises WrongResult.
         """
-        bound = []
+        bound, cases = [], self._small_of(candidate)
         if small:
-            for fixture, launches in zip(self._small.fixtures, candidate.checks, strict=True):
+            for fixture, launches in zip(cases.fixtures, candidate.checks, strict=True):
                 bound.append((fixture, launches, bind(launches, [fixture.buffers])))
         timed = self.timed, candidate.timed, call
-        accuracies, found, proven = self._checked(candidate, bound, timed, workspaces)
+        accuracies, found, proven = self._checked(candidate, bound, timed, workspaces, cases)
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
         return self._named(worst, found[-3][0], found[-1][0]), proven
+
+    def _small_of(self, candidate: Candidate) -> Small:
+        """The problem's small cases, or those of a family that does not serve all of them."""
+        if candidate.cases is None:
+            return self._small
+        if candidate.cases not in self._served:
+            with step("inputs and float64 outputs"):
+                how = self._seed, self._session, self._judge
+                made = [DeviceCase(case, *how) for case in candidate.cases]
+                self._served[candidate.cases] = Small(made, self._judge)
+        return self._served[candidate.cases]
 
     def _checked(
         self,
@@ -188,11 +201,12 @@ class Verifier:
         small: Sequence[_Bound],
         two_sided: _Bound,
         workspaces: Mapping[tuple[str, int], Buffer],
+        cases: Small | None = None,
     ) -> tuple[list[Accuracy], list[list[dict[str, float]]], Proven]:
         """Check a candidate on the small cases or none, on a case, and on its opposite.
 
-        Returns the accuracies, the findings behind them and those of DeviceCase.compare_format, and
-        its outputs on the last case. Raises WrongResult.
+        cases: of `small`. Returns the accuracies, the findings behind them and those of
+        DeviceCase.compare_format, and its outputs on the last case. Raises WrongResult.
         """
         judge, (last, launches, pipeline) = self._judge, two_sided
         parts, lse = last.parts, None
@@ -203,12 +217,12 @@ class Verifier:
             self._digests.fill(0)
             last.go_to(PLAIN)
             called = []
-            if small:
-                self._small.renew()
+            if small and cases:
+                cases.renew()
                 for number, bound in enumerate(small):
                     called.append(self._call(bound, workspaces, len(small) + number, slots))
-                self._small.compare()
-                self._small.look(0)
+                cases.compare()
+                cases.look(0)
             for side in (PLAIN, OPPOSITE):
                 last.go_to(side)
                 outputs = [last.buffers[name] for name in last.outputs]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.cases import Case, served_cases, small_cases
 from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kernel = load_kernel(path) if path.suffix == ".py" else _shipped(chosen.kernel)
         config = config_of(kernel, " ".join(chosen.config))
         cases = _cases(chosen)
+        if kernel.supports and not chosen.problem:
+            cases = served_cases(cases, cases[2].problem, kernel.serves)
     except (SimtError, AttnsweepError) as error:
         print(error)
         return 2

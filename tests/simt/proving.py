@@ -91,7 +91,8 @@ class Bench:
 
         timed = launches(self.problem)
         self.call = bind(timed, [self.proof.timed.buffers])
-        checks = tuple(launches(case.problem) for case in cases.small_cases(self.problem))
+        checked = facts.get("cases") or cases.small_cases(self.problem)
+        checks = tuple(launches(case.problem) for case in checked)
         candidate = Candidate("k", {}, timed, checks, 0, **facts)
         return self.proof.of_candidate(candidate, self.call, bind, own, small=small)
 

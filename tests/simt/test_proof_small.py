@@ -6,6 +6,7 @@ As test_proof.py, whose calls are judged on the timed problem.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -48,6 +49,33 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
 
         with pytest.raises(WrongResult, match=re.escape(f"({wrong.label})")):
             bench.prove(write, small=True)
+
+
+def test_a_family_is_proved_on_the_cases_that_it_serves(device):
+    """It is right on them alone; one that is wrong on some of them is refused by its case."""
+    whole, bench = replace(PROBLEM, seqlen_q=64, seqlen_k=64), None
+
+    def serves(problem):
+        return problem.heads == problem.heads_kv and problem.seqlen_q == problem.seqlen_k
+
+    def square(problem, buffers, number=0):
+        attend(problem, buffers)
+        if not serves(problem):
+            buffers["o"].fill(0)
+
+    def wrong_above_one(problem, buffers, number=0):
+        attend(problem, buffers)
+        if 1 < problem.seqlen_q < 64:
+            buffers["o"].fill(0)
+
+    whole = replace(whole, heads_kv=4)
+    cases = verify_cases.served_cases(verify_cases.small_cases(whole), whole, serves)
+    bench = Bench(device, whole)
+    bench.prove(square, small=True, cases=cases)
+    with pytest.raises(WrongResult):
+        bench.prove(square, small=True)
+    with pytest.raises(WrongResult, match="1,1,17,16"):
+        bench.prove(wrong_above_one, small=True, cases=cases)
 
 
 @pytest.fixture(scope="module")

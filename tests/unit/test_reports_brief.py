@@ -13,6 +13,7 @@ from samples import NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
 from attnsweep.reports.brief import print_brief
+from attnsweep.reports.tables import print_run
 
 
 def printed(run, width=80, **how):
@@ -39,6 +40,19 @@ def test_all_but_the_sentence_fits_the_width_and_numbers_stay(width):
     assert re.split(r"  +", header.strip())[2:] == ["µs", "× base", "95\u00a0%", "config"]
     assert any(re.match(r"\*1  three_kernel_wgmma +28.10 +2.04 +2.04–2.04", each) for each in lines)
     assert len(lines) <= 22
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_what_a_family_serves_only_stands_in_its_results(count):
+    run = of_problems(count)
+    facts = [{"kernel": "k", "candidates": 1, "serves": ["one length", "no groups"]}]
+    spaces = [{"problem": t.problem.label, **f} for t in run.trials for f in facts]
+    run = replace(run, spaces=spaces)
+    assert "k serves only one length; no groups" in printed(run)
+    assert ("k serves only one length; no groups" in printed(run, quiet=True)[-1]) == (count == 1)
+    out = io.StringIO()
+    print_run(run, Console(file=out, width=100))
+    assert out.getvalue().count("k serves only one length; no groups") == count
 
 
 def test_a_config_says_in_what_it_differs_from_the_first_of_its_family():
