@@ -17,6 +17,7 @@ from .api import (
     report,
     run,
     schema,
+    tune,
     winners,
     write_page,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "select",
     "shapes",
     "shipped_history",
+    "tune",
     "winners",
     "write_page",
 ]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
     from attnsweep.core.observer import Observer
+    from attnsweep.core.problem import Problem
     from attnsweep.core.trial import Environment, Trial
-    from attnsweep.family.family import Family
+    from attnsweep.family.family import Config, Family, Rule
     from attnsweep.regress.ab_test import AbTestResult as Compared
     from attnsweep.regress.verdicts import Comparison
     from attnsweep.serve.evaluate import Judged
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from attnsweep.specs.plan import PlannedProblem
     from attnsweep.store.run import Run
     from attnsweep.sweep.session import SweepOutcome
+    from attnsweep.tools.inline import Given
 
 
 def families(directory: str | Path | None = None) -> dict[str, Family]:
@@ -65,8 +67,87 @@ def plan(
     return plan_on(_bound(spec, kernels), _target(spec, arch))
 
 
+def tune(
+    source: str | Path,
+    problem: str | Problem | Iterable[str | Problem] = (),
+    *,
+    causal: bool = False,
+    dtype: str = "fp16",
+    params: Mapping[str, Sequence[int | str]] | None = None,
+    args: Sequence[Given] | None = None,
+    grid: Sequence[Given] | Callable[[Config, Problem], Any] = (),
+    threads: Given = 128,
+    smem_bytes: Given = 0,
+    rules: Mapping[str, Rule] | None = None,
+    kernels: Sequence[str] = (),
+    budget_s: int | None = None,
+    limit: int | None = None,
+    replay: str | Path | None = None,
+    results: str | Path = "results",
+    fresh: bool = False,
+    wait: bool = False,
+    cache_dir: str | Path | None = None,
+    observer: Observer | None = None,
+    **declared: Any,
+) -> SweepOutcome:
+    """Find the fastest config of a kernel of one's own, or the fastest shipped kernel, for shapes.
+
+    source: the kernel, `extern "C" __global__`, as text or as a .cu file; without `problem` the
+    shape itself, as `attnsweep tune` takes it. causal, dtype: of shapes that do not say their own.
+    params: the values of each macro. args: names of tensors (`q`), of sizes of the problem
+    (`seqlen_k`, `scale`) or of params, numbers, or functions of config and problem; default: the
+    names of the kernel's parameters. grid, threads, smem_bytes: the same, for the launch. rules: a
+    sentence to a function of config, problem and arch, which is False for configs to leave out.
+    declared: what else Family takes, such as `supports` or `compile_options`. kernels: shipped
+    families. replay: a recorded run, which needs no GPU. Others: see `run`. The run is stored in
+    `results`, and the same call continues there.
+    """
+    from attnsweep.choose.search import DEFAULT_STRATEGY
+    from attnsweep.core.problem import Problem
+    from attnsweep.specs.load import spec_of
+    from attnsweep.specs.shapes import read_shapes
+    from attnsweep.specs.starter import Request, run_name, starter
+    from attnsweep.specs.yaml_file import Document
+    from attnsweep.tools import inline, target
+
+    shipped = not problem
+    asked = source if shipped else problem
+    each = [asked] if isinstance(asked, str | Path | Problem) else [*asked]
+    shapes = [str(getattr(one, "label", one)) for one in each]
+    problems = read_shapes(shapes, dtype=dtype, causal=causal)
+    known = families()
+    if not shipped:
+        own = inline.family_of(
+            source,
+            problems,
+            params=params or {},
+            args=args,
+            grid=grid,
+            threads=threads,
+            smem_bytes=smem_bytes,
+            rules=rules or {},
+            **declared,
+        )
+        known, kernels = {**known, own.name: own}, (own.name, *kernels)
+    recorded = None if replay is None else target.recorded(Path(replay), problems)
+    card = recorded or target.here(known, problems)
+    search = {"strategy": DEFAULT_STRATEGY} | ({} if budget_s is None else {"budget_s": budget_s})
+    request = Request(problems, run_name(problems, kernels), kernels, None, search)
+    document = Document.parse(Path(f"{request.name}.yaml"), starter(request, card, known))
+    return run(
+        spec_of(document, known),
+        known,
+        results=results,
+        fresh=fresh,
+        limit=limit,
+        wait=wait,
+        cache_dir=cache_dir,
+        observer=observer,
+    )
+
+
 def run(
-    spec: SweepSpec,
+    spec: SweepSpec | str | Path,
     kernels: Mapping[str, Family] | None = None,
     *,
     results: str | Path = "results",
@@ -79,15 +160,17 @@ def run(
 ) -> SweepOutcome:
     """Sweep: compile, check, time and rank every candidate; stored below `results`.
 
-    The same spec again resumes. fresh: set older rows aside. limit: at most this many candidates
-    per family and problem. gpus: `all`, or numbers or UUIDs of cards as `0,2`, each of which takes
-    whole problems; by default one card takes all. wait: for another run on a card, which otherwise
-    is an error. Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
+    spec: as `load_spec` reads it, or its file or name: "quickstart" needs no GPU. The same spec
+    again resumes. fresh: set older rows aside. limit: at most this many candidates per family and
+    problem. gpus: `all`, or numbers or UUIDs of cards as `0,2`, each of which takes whole problems;
+    by default one card takes all. wait: for another run on a card, which otherwise is an error.
+    Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
     """
     from attnsweep.device.cards import chosen, installed
     from attnsweep.sweep import session
     from attnsweep.sweep.fleet import Fleet
 
+    spec = load_spec(spec, kernels) if isinstance(spec, str | Path) else spec
     return session.run(
         _bound(spec, kernels),
         None if gpus is None else Fleet(chosen(gpus, installed())),

@@ -539,10 +539,14 @@ def _asked(args: Sequence[object]) -> str:
     return ", ".join(f"{n} {a.label}" for a in args for n, kind in kinds if isinstance(a, kind))
 
 
+# Modules that declare for their caller.
+_BETWEEN = (__name__, "attnsweep.tools.inline", "attnsweep.api")
+
+
 def _caller() -> str:
     """file:line of the declaration's code that called into this module."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

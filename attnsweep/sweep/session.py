@@ -17,6 +17,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, cards_of
 from attnsweep.device.lock import held
 from attnsweep.reports import tables
+from attnsweep.reports.text import sections_of, sentence
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import Shard, candidate_counts, input_seed, plan_facts, run_name
 from attnsweep.store.run import Run
@@ -37,6 +38,11 @@ class SweepOutcome:
     """Labels of problems that no card has measured to the end."""
     no_card: bool = False
     """Whether that is because every card was lost."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """Of each problem, which kernel is the fastest, and by how much."""
+        return [sentence(section) for section in sections_of(self.run)]
 
     @property
     def exit_code(self) -> int:
