@@ -78,7 +78,8 @@ def shapes(
         hint = f"{error.hint}\n  {hint}" if error.hint else hint
         raise NoGpuError(error.what, hint=hint) from error
     with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
-        code = run_recorded(command, Path(folder), every_call)
+        install(Path(folder), f"begin(folder, {every_call})")
+        code = run_program(command, Path(folder))
         recorded = read(Path(folder))
     found = write(out, recorded, target, top)
     for line in lines_of(found, recorded):
@@ -90,14 +91,13 @@ def shapes(
     raise typer.Exit(code or (0 if found.problems else 1))
 
 
-def run_recorded(command: Sequence[str], folder: Path, every_call: bool = False) -> int:
-    """Run a command whose Python processes record into a folder; returns its exit code.
+def run_program(command: Sequence[str], *places: Path) -> int:
+    """Run a command with these folders first on PYTHONPATH; returns its exit code.
 
     A command that a signal ended has 128 and the signal's number. Ctrl-C and SIGTERM reach the
     command; this process waits until it ends. Raises SpecError if it cannot be started.
     """
-    install(folder, every_call)
-    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    paths = [*map(str, places), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         child = subprocess.Popen([*command], env=environment)
@@ -125,8 +125,11 @@ def run_recorded(command: Sequence[str], folder: Path, every_call: bool = False)
     return 128 - code if code < 0 else code
 
 
-def install(folder: Path, every_call: bool = False) -> None:
-    """Have each Python that finds this folder on PYTHONPATH record into it."""
+def install(folder: Path, act: str = "begin(folder, False)") -> None:
+    """Have each Python that finds this folder on PYTHONPATH act so from its start.
+
+    act: a call of a function of serve/recorder/start.py, which leaves its files in the folder.
+    """
     from attnsweep.serve import recorder
 
     name = "attnsweep_recorder"
@@ -134,5 +137,5 @@ def install(folder: Path, every_call: bool = False) -> None:
     shutil.copytree(Path(recorder.__file__).parent, folder / name, ignore=unneeded)
     # Python imports sitecustomize when it starts, whatever launches it.
     begin = f"import pathlib\nimport {name}.start as start\n"
-    begin += f"start.begin(pathlib.Path({str(folder)!r}), {every_call})\n"
+    begin += f"folder = pathlib.Path({str(folder)!r})\nstart.{act}\n"
     (folder / "sitecustomize.py").write_text(begin, encoding="utf-8")

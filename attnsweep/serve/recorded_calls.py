@@ -141,10 +141,10 @@ def sort(
         else:
             others[_label(kind), problem] += 0 if kind.get("traced") else calls
 
-    def cost_us(forward: Problem) -> float:
-        return sum(_cost_us(each) * found[each].calls for each in both[forward])
+    def cost_of(forward: Problem) -> float:
+        return sum(cost_us(each) * found[each].calls for each in both[forward])
 
-    costly = sorted(both, key=lambda p: (-cost_us(p), p.label))
+    costly = sorted(both, key=lambda p: (-cost_of(p), p.label))
     for problem in costly[top:]:
         reason = f"left out: not one of the {top} costliest shapes"
         others[problem.label, reason] += found[problem].calls
@@ -441,5 +441,6 @@ def _counted(calls: int) -> str:
     return f"{calls:,} ×" if calls else "? ×"
 
 
-def _cost_us(problem: Problem) -> float:
+def cost_us(problem: Problem) -> float:
+    """About what a call takes, to compare problems."""
     return max(problem.flops / _FLOPS_PER_US, problem.min_bytes / _BYTES_PER_US) + _LAUNCH_US

@@ -63,10 +63,14 @@ class Log:
         with suppress(OSError):  # the program goes on, whatever becomes of this
             (self._folder / name).write_text(text, encoding="utf-8")
 
+    def leave(self, ending: str, text: str) -> None:
+        """Leave a file of this process with such an ending."""
+        self.note(f"{self._stem.name}{ending}", text)
+
     def fail(self) -> None:
         """Write down the error that is being handled, and record no more."""
         self.failed = True
-        self.note(f"{self._stem.name}{ERRORS}", traceback.format_exc(limit=-3))
+        self.leave(ERRORS, traceback.format_exc(limit=-3))
 
     def _open(self) -> None:
         with open(f"{self._stem}{COUNTS}", "w+b") as file:

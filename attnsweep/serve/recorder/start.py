@@ -1,20 +1,52 @@
-"""Records a program from its start: `attnsweep shapes` has its Python import this first."""
+"""Acts on a program from its start, since its Python imports this first.
+
+`attnsweep shapes` records its calls, `attnsweep exec` enables a package of kernels.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from .log import Log
 
+SERVED = ".served"
+"""Ending of the file in which a process leaves how many calls went where."""
+
 
 def begin(folder: Path, every_call: bool) -> None:
-    """Record this process once it imports PyTorch, and run the sitecustomize of its own."""
-    sys.meta_path.insert(0, _AfterPyTorch(folder, every_call))
+    """Record this process once it imports PyTorch."""
+
+    def record(log: Log) -> None:
+        from .recorder import Recording
+
+        Recording(log, every_call)
+
+    _begin(folder, record)
+
+
+def enable(folder: Path, name: str) -> None:
+    """Enable this package of kernels once the process imports PyTorch, and count its calls."""
+
+    def switch_on(log: Log) -> None:
+        package = importlib.import_module(name)
+        package.enable()
+        counters = getattr(package, "attention_counters", None) or package.counters
+        atexit.register(lambda: log.leave(SERVED, json.dumps(counters())))
+
+    _begin(folder, switch_on)
+
+
+def _begin(folder: Path, act: Callable[[Log], None]) -> None:
+    """Act once PyTorch is imported, and run the sitecustomize of the program's own."""
+    sys.meta_path.insert(0, _AfterPyTorch(folder, act))
     sys.path[:] = [place for place in sys.path if place != str(folder)]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
@@ -23,10 +55,10 @@ def begin(folder: Path, every_call: bool) -> None:
 
 
 class _AfterPyTorch:
-    """Starts the recording right after PyTorch was imported, before any module holds its names."""
+    """Acts right after PyTorch was imported, before any module holds its names."""
 
-    def __init__(self, folder: Path, every_call: bool) -> None:
-        self._folder, self._every_call = folder, every_call
+    def __init__(self, folder: Path, act: Callable[[Log], None]) -> None:
+        self._folder, self._act = folder, act
 
     def find_spec(self, name: str, *_: Any) -> Any:
         if name != "torch":
@@ -42,8 +74,6 @@ class _AfterPyTorch:
         execute(module)
         log = Log(self._folder)
         try:
-            from .recorder import Recording
-
-            Recording(log, self._every_call)
+            self._act(log)
         except Exception:
             log.fail()

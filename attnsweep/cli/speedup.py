@@ -1,0 +1,263 @@
+"""`attnsweep speedup` and `exec`: a program before and after, and a program with a package on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnsweep.cli.app import FIND, GUARD, ProgressOption, WaitOption, app, examples, print_end
+from attnsweep.cli.shapes import install, run_program
+from attnsweep.core.errors import AttnsweepError, SpecError
+from attnsweep.reports.terminal import Form, console, errors
+
+if TYPE_CHECKING:
+    from attnsweep.specs.load import ProblemEntry, SweepSpec
+
+CommandArgument = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND", help="Program to run.", show_default=False)
+]
+# Problems that take this share of the attention's time are swept, each for so long at least.
+_SHARE, _LEAST_S = 0.95, 20
+# Pairs of runs of the program; fewer if they take longer than the budget, but two.
+_PAIRS, _LEAST_PAIRS = 6, 2
+_FILES = "attnsweep-speedup.json"
+
+
+@app.command(
+    rich_help_panel=GUARD,
+    name="exec",
+    epilog=examples(
+        "attnsweep exec my_attention -- python generate.py --tokens 128",
+        "attnsweep exec attnsweep -- torchrun --nproc-per-node 8 train.py",
+    ),
+)
+def exec_(
+    package: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE",
+            help="Directory of an exported package, or the name of an installed one; `attnsweep` "
+            "has the winners that come with it.",
+        ),
+    ],
+    command: CommandArgument,
+) -> None:
+    """Run a PyTorch program unchanged, with a package in the place of PyTorch's attention.
+
+    The package is enabled in every Python process that the command starts, right after PyTorch is
+    imported, and nowhere else. The exit code is the program's; 1 if it is 0 but the package could
+    not be enabled.
+    """
+    with tempfile.TemporaryDirectory(prefix="attnsweep-exec-") as folder:
+        code, calls, failed = run_served(command, package, Path(folder))
+    for error in failed:
+        errors.print(f"{package} was not enabled: {error}", markup=False, soft_wrap=True)
+    errors.print(f"{package}: {_calls_text(calls)}", markup=False, soft_wrap=True)
+    raise typer.Exit(code or (1 if failed else 0))
+
+
+@app.command(
+    rich_help_panel=FIND,
+    epilog=examples(
+        "attnsweep speedup out -- python generate.py --tokens 128",
+        "attnsweep speedup out --budget-s 1800 -- python -m my.training",
+    ),
+)
+def speedup(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of all that it makes.")],
+    command: CommandArgument,
+    budget_s: Annotated[
+        int, typer.Option("--budget-s", min=_LEAST_S, help="Seconds for candidates of all shapes.")
+    ] = 600,
+    form: ProgressOption = Form.AUTO,
+    wait: WaitOption = False,
+) -> None:
+    """Make a PyTorch program faster, and say by how much.
+
+    Records the program's attention calls, sweeps the shapes that take 95 % of their time, exports
+    the winners to OUT/package, and runs the program without and with that package in turns. The
+    same command again continues where it ended. Nothing stays enabled: `attnsweep exec OUT/package
+    -- COMMAND` runs the program so.
+    """
+    _begin(out, command)
+    spec = _recorded(out / "model.yaml", command)
+    _export(out, _costliest(spec, budget_s), form, wait)
+    digest = hashlib.sha256(next(out.glob("package/*/table.json")).read_bytes()).hexdigest()[:16]
+    pairs = list(_timed(out, command, digest, budget_s))
+    console.print(said_of(shlex.join(command), pairs), markup=False, soft_wrap=True)
+    again = shlex.join(["attnsweep", "exec", str(out / "package"), "--", *command])
+    errors.print(f"it is used by: {again}", markup=False, soft_wrap=True)
+
+
+def run_served(
+    command: Sequence[str], package: str, folder: Path
+) -> tuple[int, Counter[str], list[str]]:
+    """Run a command with a package on: its exit code, calls by what served them, and failures.
+
+    Raises SpecError if there is no such package.
+    """
+    from attnsweep.serve.recorder.log import ERRORS
+    from attnsweep.serve.recorder.start import SERVED
+
+    place, name = Path(package), package
+    if place.is_dir():
+        tables = sorted(place.glob("*/table.json"))
+        if not tables:
+            hint = "give what attnsweep export wrote to --out"
+            raise SpecError("is no exported package", where=package, hint=hint)
+        name = tables[0].parent.name
+    elif not all(part.isidentifier() for part in package.split(".")):
+        raise SpecError("no such directory, and no name of a package", where=package)
+    install(folder, f"enable(folder, {name!r})")
+    code = run_program(command, folder, *([place.resolve()] if place.is_dir() else []))
+    calls: Counter[str] = Counter()
+    for path in folder.glob(f"*{SERVED}"):
+        calls.update(json.loads(path.read_text()))
+    failed = {path.read_text().strip().splitlines()[-1] for path in folder.glob(f"*{ERRORS}")}
+    return code, calls, sorted(failed)
+
+
+def said_of(program: str, pairs: Sequence[dict[str, Any]]) -> str:
+    """`python x.py: 12.3 → 11.1 s, 1.11 times as fast (95 % interval 1.09–1.13, 6 pairs …)`."""
+    from attnsweep.choose.stats import ratio_interval
+
+    before, after = ([pair[name] for pair in pairs] for name in ("before_s", "after_s"))
+    low, high = ratio_interval(before, after)
+    ratio = statistics.median(a / b for a, b in zip(before, after, strict=True))
+    what = "95 % interval" if len(pairs) >= _PAIRS else "range"
+    how = f"{what} {low:.3f}–{high:.3f}, {len(pairs)} pairs of runs"
+    took = f"{statistics.median(before):.4g} → {statistics.median(after):.4g} s"
+    said = f"{ratio:.3f} times as fast" if not low <= 1 <= high else "no difference is shown"
+    return f"{program}: {took}, {said} ({how}); {_calls_text(Counter(pairs[-1]['calls']))}"
+
+
+def _calls_text(calls: Counter[str]) -> str:
+    """Of how many calls how many went to kernels, and why the others did not."""
+    ours = sum(n for name, n in calls.items() if name.startswith("kernel"))
+    others = [
+        f"{n:,} {name}" for name, n in calls.most_common() if not name.startswith("kernel") and n
+    ]
+    rest = f" ({', '.join(others)})" if others else ""
+    return f"{ours:,} of {calls.total():,} attention calls went to its kernels{rest}"
+
+
+def _begin(out: Path, command: Sequence[str]) -> None:
+    """Make the directory, or find it of the same command. Raises SpecError."""
+    own = out / _FILES
+    if out.exists() and not own.is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError(
+            "is no directory of attnsweep speedup", where=str(out), hint="name a new one"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    if own.is_file() and json.loads(own.read_text())["command"] != [*command]:
+        before = shlex.join(json.loads(own.read_text())["command"])
+        raise SpecError(f"is of another command: {before}", where=str(out), hint="name a new one")
+    own.write_text(json.dumps({"command": [*command]}) + "\n")
+
+
+def _recorded(path: Path, command: Sequence[str]) -> SweepSpec:
+    """The spec of the program's calls, which is recorded if it is not there."""
+    from attnsweep.family.discover import discover
+    from attnsweep.serve.recorded_calls import lines_of, read, write
+    from attnsweep.specs.load import load_spec
+    from attnsweep.tools import target as cards
+
+    if not path.is_file():
+        target = cards.here(discover())
+        with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
+            install(Path(folder))
+            if code := run_program(command, Path(folder)):
+                raise _Failed(f"the program ended with exit code {code}", code)
+            recorded = read(Path(folder))
+        found = write(path, recorded, target)
+        for line in lines_of(found, recorded):
+            errors.print(line, markup=False, soft_wrap=True)
+        if not found.problems:
+            raise _Failed("no call can be served", 1)
+    return load_spec(path, discover)
+
+
+class _Failed(AttnsweepError):
+    """The program failed, or has nothing to make faster."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(what)
+        self.exit_code = code
+
+
+def _costliest(spec: SweepSpec, budget_s: int) -> SweepSpec:
+    """The spec of the problems that take most of the time, as many as the budget has time for."""
+    from attnsweep.serve.recorded_calls import cost_us
+
+    def cost(entry: ProblemEntry) -> float:
+        return cost_us(entry.problem) * (entry.calls or 1)
+
+    ordered = sorted(spec.problems, key=cost, reverse=True)[: budget_s // _LEAST_S]
+    whole, so_far, chosen = sum(map(cost, spec.problems)), 0.0, []
+    for entry in ordered:
+        if so_far < _SHARE * whole:
+            chosen.append(entry)
+        so_far += cost(entry)
+    search = spec.search.model_copy(update={"budget_s": budget_s // len(chosen)})
+    pytorchs = tuple(name for name in spec.baselines if name.startswith("torch_"))
+    return replace(spec, problems=tuple(chosen), search=search, baselines=pytorchs)
+
+
+def _export(out: Path, spec: SweepSpec, form: Form, wait: bool) -> None:
+    """Sweep what is not swept, and write the package of the winners."""
+    from attnsweep.reports import progress
+    from attnsweep.serve.export import export
+    from attnsweep.sweep import session
+
+    with progress.watch(errors, form) as observer:
+        done = session.run(spec, results=out / "results", wait=wait, observer=observer)
+    print_end(done)
+    if done.interrupted or done.no_card:
+        raise typer.Exit(done.exit_code)
+    with progress.counting(errors, "compile", "kernel", form) as compiled:
+        export(
+            [done.run.directory], out / "package", spec.families, name="tuned", compiled=compiled
+        )
+
+
+def _timed(
+    out: Path, command: Sequence[str], digest: str, budget_s: int
+) -> Iterator[dict[str, Any]]:
+    """Pairs of runs without and with the package, in turns; those that are known come first."""
+    path, begin = out / "times.jsonl", time.monotonic()
+    lines = path.read_text().splitlines() if path.is_file() else []
+    known = [pair for pair in map(json.loads, lines) if pair["package"] == digest][:_PAIRS]
+    yield from known
+    for number in range(len(known), _PAIRS):
+        if number >= _LEAST_PAIRS and time.monotonic() - begin > budget_s:
+            return
+        pair: dict[str, Any] = {"package": digest}
+        order = ("after_s", "before_s") if number % 2 else ("before_s", "after_s")
+        for run, which in enumerate(order, 2 * number + 1):
+            errors.print(f"run {run} of {2 * _PAIRS}", markup=False)
+            with tempfile.TemporaryDirectory(prefix="attnsweep-exec-") as folder:
+                failed: list[str] = []
+                started = time.perf_counter()
+                if which == "before_s":
+                    code = run_program(command)
+                else:
+                    ran = run_served(command, str(out / "package"), Path(folder))
+                    code, pair["calls"], failed = ran
+                pair[which] = time.perf_counter() - started
+            if code or failed:
+                what = f"the program ended with exit code {code}" if code else failed[0]
+                raise _Failed(f"{which.removesuffix('_s')}: {what}", code or 1)
+        with path.open("a") as file:
+            file.write(json.dumps(pair) + "\n")
+        yield pair
