@@ -1,0 +1,424 @@
+"""Builds a family's stages with g++ and runs them on the CPU as fibers.
+
+tests/simt/README.md says what it sees, and what it cannot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from attnsweep.compile.nvrtc import default_cache_dir, source_closure
+from attnsweep.core.cases import Case
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.core.ops import BACKWARD
+from attnsweep.core.problem import Value
+from attnsweep.family.family import Config, Family, Launch, TensorMap
+from attnsweep.verify import backward_limits
+from attnsweep.verify.backward import gradients, least_lengths
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.limits import HALF_ULP, each_draw, limits
+from attnsweep.verify.measures import apart, row_error
+from attnsweep.verify.rounded import log_sum_exp, reference
+
+_IN_WHEEL = shipped("simt")
+HERE = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_WHEEL.parent / "tests" / "simt" / "cuda"
+COMPILER = shutil.which("g++")
+# The arch that every family runs on.
+ARCH = ARCHS["sm_90a"]
+FLAGS = ("-std=c++17", "-fmax-errors=5")
+# Registers that nothing wrote are no zeros; kernels look at bits through pointers of other types.
+TEMPLATE_FLAGS = ("-Og", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
+POISON = 0xFF
+# Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
+LSE_LIMIT = 1.5e-4
+SCHEDULES = (0, 1)
+
+
+class SimtError(Exception):
+    """A run ended with a report, which this is."""
+
+
+class BuildError(SimtError):
+    """A template that g++ or the harness refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one case: the largest error under any schedule, or the first too large."""
+
+    case: Case
+    error: float
+    limit: float
+    """As much of it as shows that the error is no larger: half an ulp is the least it can be."""
+    lse_error: float = 0.0
+    """Of the log-sum-exp, by its size if that is above 1; 0 if the config writes none."""
+    output: str = "o"
+    """The one whose error is too large."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no error is over its limit."""
+        return self.error <= self.limit and self.lse_error <= LSE_LIMIT
+
+    def __str__(self) -> str:
+        lse = f", of lse {self.lse_error:.2e}" if self.lse_error else ""
+        return f"error of {self.output} {self.error:.2e}, limit {self.limit:.2e}{lse}"
+
+
+def config_of(kernel: Family, words: str) -> Config:
+    """Every Param of the family: as `words` say, else its first value."""
+    values: dict[str, Value] = {param.name: param.values[0] for param in kernel.params}
+    for word in words.split():
+        name, _, text = word.partition("=")
+        if name not in values:
+            raise SimtError(f"{kernel.name} has no parameter {name}: it has {', '.join(values)}")
+        values[name] = int(text) if text.lstrip("-").isdigit() else text
+    return Config(values)
+
+
+_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
+_TWINS = frozenset(str(path.relative_to(HERE)) for path in HERE.rglob("*.cuh"))
+
+
+def sources(kernel: Family) -> dict[str, str]:
+    """The template and the headers it includes that have no twin here: name to text."""
+    closure = source_closure(kernel.source)
+    return {name: text.decode() for name, text in closure.items() if name not in _TWINS}
+
+
+def translate(source: str, name: str) -> str:
+    """A source as g++ takes it: dynamic shared memory is a pointer."""
+    text = _SHARED.sub(r"\1* \2 = static_cast<\1*>(simt::dynamic_smem());", source)
+    code = re.sub(r"//.*", "", text)
+    for word, advice in (
+        (r"\basm\b", "PTX belongs into kernels/common/ptx/, and needs a twin here"),
+        (r"__shared__", "static __shared__ has no twin: use dynamic shared memory"),
+    ):
+        found = re.search(word, code)
+        if found:
+            line = code.count("\n", 0, found.start()) + 1
+            raise BuildError(f"{name}:{line}: {advice}")
+    return f'#line 1 "{name}"\n{text}'
+
+
+@cache
+def _toolchain() -> str:
+    """What every program depends on beside its sources: g++, its flags, the runtime and twins."""
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True).stdout
+    files = sorted(path for path in HERE.rglob("*") if path.is_file())
+    texts = [(str(path.relative_to(HERE)), path.read_text()) for path in files]
+    return repr((version, FLAGS, TEMPLATE_FLAGS, SANITIZE, texts))
+
+
+class Simulator:
+    """Builds each program once, keeps it by its content, and runs it; `jobs` at the same time."""
+
+    def __init__(self, jobs: int = 2) -> None:
+        self._place = TemporaryDirectory(prefix="attnsweep-simt-")
+        self.root = Path(self._place.name)
+        self.kept = default_cache_dir() / "simt"
+        self.kept.mkdir(parents=True, exist_ok=True)
+        self._pool, self._callers = ThreadPoolExecutor(jobs), ThreadPoolExecutor(jobs)
+        self._lock = threading.Lock()
+        self._built: dict[str, Future[Path]] = {}
+        self._runs = 0
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Future[Any]]:
+        """The function's result for each item; `jobs` at once, beside the builds they wait for."""
+        return [self._callers.submit(function, item) for item in items]
+
+    def close(self) -> None:
+        """Stops, and removes all files."""
+        self._callers.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
+        self._place.cleanup()
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _made(self, what: object, build: Callable[[Path], None], suffix: str) -> Future[Path]:
+        """The file that `build` writes, which `what` and the toolchain determine."""
+        digest = hashlib.sha256(repr((what, _toolchain())).encode()).hexdigest()[:24]
+        made = self.kept / f"{digest}{suffix}"
+
+        def obtain() -> Path:
+            with FileLock(f"{made}.lock"):  # processes of one session want the same
+                if not made.is_file():
+                    with TemporaryDirectory(dir=self.kept) as place:
+                        build(Path(place) / "made")
+                        (Path(place) / "made").replace(made)
+            return made
+
+        with self._lock:
+            if digest not in self._built:
+                self._built[digest] = self._pool.submit(obtain)
+            return self._built[digest]
+
+    def _runner(self, asan: bool) -> Future[Path]:
+        """The program that runs stages: simt's runtime."""
+        flags = [*FLAGS, "-g1", "-Wall", "-Werror", "-rdynamic", "-pthread"]
+        # g++ takes longer to optimize it for the sanitizer than it then runs.
+        flags += ["-O0", "-fsanitize=address"] if asan else ["-O3"]
+        runtime = sorted(HERE.glob("*.cpp"))
+        return self._made(
+            ("runner", flags), lambda to: _compile_as_one(runtime, to, [*flags, "-ldl"]), ""
+        )
+
+    def _stage(
+        self,
+        kernel: Family,
+        texts: Mapping[str, str],
+        function: str,
+        defines: Mapping[str, str],
+        asan: bool,
+    ) -> Future[Path]:
+        """A stage as a library for the runner."""
+        translated = {name: translate(text, name) for name, text in texts.items()}
+
+        def build(to: Path) -> None:
+            for name, text in translated.items():
+                (to.parent / name).parent.mkdir(parents=True, exist_ok=True)
+                (to.parent / name).write_text(text)
+            wrapper = to.parent / "wrapper.cpp"
+            wrapper.write_text(
+                f'#include "simt.hpp"\n#include "{kernel.source.name}"\n'
+                f'extern "C" void simt_stage(void* const* args)'
+                f" {{ simt::invoke(&{function}, args); }}\n"
+                f'extern "C" const char* simt_stage_signature()'
+                f" {{ return simt::signature(&{function}); }}\n"
+            )
+            _compile(
+                [
+                    *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
+                    *(("-g1", "-O0", *SANITIZE) if asan else ()),
+                    *("-I", str(HERE), "-I", str(to.parent)),
+                    *(f"-D{name}={value}" for name, value in defines.items() if name[0] != "-"),
+                    *(str(wrapper), "-o", str(to)),
+                ]
+            )
+
+        return self._made((translated, function, dict(defines), asan), build, ".so")
+
+    def build(
+        self,
+        kernel: Family,
+        config: Config,
+        case: Case,
+        *,
+        arch: Arch = ARCH,
+        changed: Mapping[str, Mapping[str, str]] | None = None,
+        asan: bool = False,
+    ) -> dict[str, tuple[Launch, Future[Path]]]:
+        """Starts the builds of all stages; `changed`: other sources for some stages."""
+        texts = sources(kernel)
+        problem = case.problem
+        launches = kernel.launches(config, problem, arch)
+        for name, launch in launches.items():
+            if launch.smem_bytes > arch.smem_per_block:
+                raise BuildError(
+                    f"{name} asks for {launch.smem_bytes} bytes of shared memory, and a block of "
+                    f"{arch.name} has at most {arch.smem_per_block}"
+                )
+        return {
+            name: (
+                launch,
+                self._stage(
+                    kernel,
+                    (changed or {}).get(name, texts),
+                    launch.function,
+                    kernel.stages[name].defines(config, problem, launch),
+                    asan,
+                ),
+            )
+            for name, launch in launches.items()
+        }
+
+    def check(
+        self,
+        kernel: Family,
+        config: Config,
+        case: Case,
+        *,
+        arch: Arch = ARCH,
+        changed: Mapping[str, Mapping[str, str]] | None = None,
+        asan: bool = False,
+        schedules: Sequence[int] = SCHEDULES,
+        seed: int = 1,
+        timeout_s: float = 120,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """Runs the case under each schedule; a run that fails raises SimtError with its report.
+
+        inputs: others than those that the case draws.
+        """
+        runner = self._runner(asan)
+        stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
+        problem = case.problem
+        inputs = make_inputs(case, seed) if inputs is None else dict(inputs)
+        rows = np.arange(problem.seqlen_q)
+        if backward := problem.op == BACKWARD:
+            (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
+            least = least_lengths(inputs, problem)
+        else:
+            expected, least = {"o": reference(inputs, problem, rows)}, {"o": 0.0}
+        # By its name and this parameter: a workspace of other configs is not read.
+        lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
+        sizes = kernel.workspaces(config, problem)
+        worst, limit, worst_lse = 0.0, HALF_ULP[problem.out_dtype], 0.0
+        first = None
+        for schedule in schedules:
+            with self._lock:
+                self._runs += 1
+                place = self.root / f"run{self._runs}"
+            place.mkdir()
+            for name, array in inputs.items():
+                np.asarray(array).tofile(place / name)
+            for name in expected:
+                np.full(problem.bytes_of(name), POISON, np.uint8).tofile(place / name)
+            for name, nbytes in sizes.items():
+                np.full(nbytes, POISON, np.uint8).tofile(place / name)
+            kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(expected, "output")
+            kinds |= dict.fromkeys(sizes, "workspace")
+            for name, (launch, made) in stages.items():
+                request = _request(launch, kinds, place, schedule)
+                (place / f"{name}.request").write_text(request)
+                _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
+            kind = np.uint32 if problem.dtype == "fp32" else np.uint16
+            got = {
+                name: np.fromfile(place / name, kind).reshape(problem.shape_of(name))
+                for name in expected
+            }
+            if lse is not None:
+                written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
+                size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
+                lse_error = float(np.max(apart(written, lse) / size))
+                if not lse_error <= LSE_LIMIT:
+                    return Result(case, worst, limit, lse_error)
+                worst_lse = max(worst_lse, lse_error)
+            shutil.rmtree(place)
+            errors = {}
+            for name, exact in expected.items():
+                values = from_bits(got[name], problem.out_dtype).astype(np.float64)
+                errors[name] = row_error(values, exact, least[name])
+            name, error, limit = _judged(errors, limit, case, kernel.rounds_scores)
+            if not error <= limit:
+                return Result(case, error, limit, output=name)
+            worst = error if backward else max(worst, error)
+            first = got if first is None else first
+            differing = sum(np.count_nonzero(got[name] != first[name]) for name in got)
+            if kernel.is_deterministic(config) and differing:
+                raise SimtError(f"a race: {differing} outputs differ between schedules")
+        return Result(case, worst, limit, worst_lse)
+
+
+def _judged(
+    errors: Mapping[str, float], limit: float, case: Case, rounds_scores: int
+) -> tuple[str, float, float]:
+    """The output whose error is the worst, that error, and as much of its limit as it needs.
+
+    limit: as much of it as is known.
+    """
+    name, *_ = errors
+    if case.problem.op == BACKWARD:  # each output has its own limit, and the worst is shown
+        for of_each in _of_one_draw_and_of_all(case):
+            most = backward_limits.limits(case, of_each)
+            shares = {name: error / most[name].row for name, error in errors.items()}
+            name = max(shares, key=lambda of: (shares[of] != shares[of], shares[of]))
+            limit = most[name].row
+            if errors[name] <= limit:
+                break
+    # Only if it must: it takes longer than a small run.
+    elif not errors[name] <= limit:
+        for same in each_draw(case, rounds_scores):  # as many as it takes
+            limit = limits(case, rounds_scores, same).row
+            if errors[name] <= limit:
+                break
+    return name, errors[name], limit
+
+
+def _of_one_draw_and_of_all(case: Case) -> Iterator[backward_limits.Same]:
+    """What limits come from: those of one draw are no larger, and take a fraction of the time."""
+    yield next(backward_limits.each_draw(case))
+    yield backward_limits.same_maths(case)
+
+
+def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: int) -> str:
+    lines = [
+        f"kernel {launch.function}",
+        f"grid {' '.join(map(str, launch.grid))}",
+        f"threads {launch.threads}",
+        f"smem {launch.smem_bytes}",
+        f"schedule {schedule}",
+        f"programmatic {int(launch.programmatic)}",
+        f"cluster {launch.defines.get('CLUSTER', 1)}",  # blocks, which __cluster_dims__ declares
+    ]
+    for name, kind in kinds.items():
+        path = place / name
+        lines.append(f"buffer {name} {kind} {path.stat().st_size} {path}")
+    for arg in launch.args:
+        if isinstance(arg, TensorMap):
+            shape = " ".join(map(str, (*arg.dims, *arg.strides, *arg.box)))
+            lines.append(f"map {arg.buffer} {len(arg.dims)} {arg.swizzle_bytes} {shape}")
+        elif isinstance(arg, str):
+            lines.append(f"pointer {arg}")
+        elif isinstance(arg, float):
+            lines.append(f"float {float(np.float32(arg)).hex()}")
+        else:
+            lines.append(f"int {arg}")
+    return "\n".join(lines) + "\n"
+
+
+def _compile(arguments: Sequence[str]) -> None:
+    if COMPILER is None:
+        raise BuildError("g++ is not installed")
+    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"g++ refuses it:\n{done.stderr[:6000]}")
+
+
+def _compile_as_one(files: Sequence[Path], to: Path, flags: Sequence[str]) -> None:
+    """Several files in one: what they all include is parsed once, which takes half of the time."""
+    whole = to.with_suffix(".cpp")
+    whole.write_text("".join(f'#include "{path}"\n' for path in files))
+    _compile([str(whole), *flags, "-o", str(to)])
+
+
+def _run(program: tuple[Path, Path], request: Path, timeout_s: float) -> None:
+    options = "detect_leaks=0:exitcode=2:detect_stack_use_after_return=0"
+    try:
+        # On kernels that randomize addresses widely, a sanitizer may find its own place taken.
+        for _ in range(20):
+            done = subprocess.run(
+                [*program, request],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env={"ASAN_OPTIONS": options},
+            )
+            if "Shadow memory range interleaves" not in done.stderr:
+                break
+    except subprocess.TimeoutExpired as error:
+        raise SimtError(f"{request.stem}: still running after {timeout_s:.0f} s") from error
+    if done.returncode:
+        report = done.stderr.strip() or f"ended with status {done.returncode} and no report"
+        raise SimtError(f"{request.stem}: {report[:6000]}")
