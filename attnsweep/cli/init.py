@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -13,9 +14,12 @@ from rich.text import Text
 from attnsweep.cli import completion
 from attnsweep.cli.app import FIND, JsonOption, ProblemsOption, app, examples, print_result
 from attnsweep.cli.tune import write_spec
-from attnsweep.core.errors import NoGpuError
+from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import console, errors
+
+if TYPE_CHECKING:
+    from attnsweep.core.problem import Problem
 
 DEFAULT = "sweep.yaml"
 
@@ -25,7 +29,7 @@ DEFAULT = "sweep.yaml"
     epilog=examples(
         "attnsweep init",
         "attnsweep init mine.yaml --arch sm_90a --problem '4,32,4096,128 bf16 causal'",
-        "attnsweep init - --arch sm_80",
+        "attnsweep init --kernel mine --from attention.cu",
     ),
 )
 def init(
@@ -41,17 +45,38 @@ def init(
         ),
     ] = None,
     problem: ProblemsOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            "--kernel",
+            metavar="NAME",
+            help="Write a kernel of your own: NAME/NAME.cu, its declaration and its spec.",
+        ),
+    ] = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE.cu", help="With --kernel: begin with this template of yours."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Write a commented spec for this GPU, to edit and to run."""
+    """Write a commented spec for this GPU, or a kernel of your own, to edit and to run."""
     from attnsweep.family.discover import discover
     from attnsweep.specs.shapes import read_shapes
     from attnsweep.specs.starter import Request, example, starter, with_more
     from attnsweep.tools import target as cards
 
-    families = discover()
     problems = read_shapes(problem, option="--problem") if problem else []
+    if kernel is not None:
+        if str(file) != DEFAULT:
+            raise SpecError("--kernel writes NAME/, and no FILE", where=str(file))
+        _write_kernel(kernel, from_, arch, problems, force, json_)
+        return
+    if from_ is not None:
+        raise SpecError("--from needs --kernel NAME, the kernel that it becomes")
+    families = discover()
     try:
         target = cards.here(families, problems) if arch is None else cards.named(arch, families)
     except NoGpuError as error:
@@ -74,3 +99,37 @@ def init(
     write_spec(file, text, force)
     said = f"{file}: a sweep for {target.gpu or target.arch.name}; next: attnsweep run {file}"
     print_result([Text(said)], {"spec": str(file), "arch": target.arch.name}, json_)
+
+
+def _write_kernel(
+    name: str,
+    source: Path | None,
+    arch: str | None,
+    problems: Sequence[Problem],
+    force: bool,
+    json_: bool,
+) -> None:
+    """Write a template, its declaration and its spec. Raises SpecError or KernelError."""
+    from attnsweep.specs.starter import spec_of_kernel
+    from attnsweep.tools.scaffold import declaration, template
+
+    if not name.isidentifier():
+        raise SpecError(f"a kernel's name is a C identifier, not {name!r}", where="--kernel")
+    text = template(name, source)
+    texts = {
+        ".cu": text,
+        ".py": declaration(name, None if source is None else text),
+        ".yaml": spec_of_kernel(name, problems, arch),
+    }
+    for ending in texts:
+        if (path := Path(name, name + ending)).exists() and not force:
+            raise SpecError("is there already", where=str(path), hint="--force replaces it")
+    Path(name).mkdir(exist_ok=True)
+    for ending, made in texts.items():
+        write_spec(Path(name, name + ending), made, force)
+    spec = f"{name}/{name}.yaml"
+    lines = [
+        f"{name}/: {name}.cu, the template; {name}.py, its declaration; {name}.yaml, a sweep of it",
+        f"next: attnsweep verify {name}, attnsweep compile {spec}, attnsweep run {spec}",
+    ]
+    print_result([Text(line) for line in lines], {"spec": spec, "kernel": name}, json_)

@@ -181,6 +181,16 @@ def example(target: Target, name: str) -> str:
     return with_more(f"{head}\n{body.rstrip()}\n")
 
 
+def spec_of_kernel(name: str, problems: Sequence[Problem], arch: str | None) -> str:
+    """The text of a spec for a family of the user's own, next to its declaration."""
+    entries = [_entry(problem) for problem in problems or [Problem(1, 16, 16, 1024, 1024, 64)]]
+    lines = [f"# A sweep of {name}, written by attnsweep.", f"name: {name.lower()}"]
+    lines += [f"arch: {arch}"] * (arch is not None)
+    lines += ["kernel_dir: .", "problems:", *(f"  - {_flow(entry)}" for entry in entries)]
+    lines += [f"kernels: {{{name}: {{}}}}", "baselines: [torch_flash, torch_cudnn]"]
+    return with_more("\n".join(lines) + "\n")
+
+
 def with_more(text: str) -> str:
     """A spec, and as comments the sections that it leaves out."""
     there = {line.partition(":")[0] for line in text.splitlines()}

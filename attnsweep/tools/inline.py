@@ -48,12 +48,7 @@ def family_of(
         raise KernelError(
             f"cannot be read: {error.strerror}", where=str(path), hint=hint
         ) from error
-    found = _KERNEL.findall(_NOISE.sub(" ", text))
-    if len(found) != 1:
-        what = f"{len(found)} kernels in the source; it needs one"
-        raise KernelError(what, hint='declare it as extern "C" __global__ void name(...)')
-    name, parameters = found[0]
-    names = [re.split(r"\W+", each.strip())[-1] for each in parameters.split(",") if each.strip()]
+    name, names = kernel_in(text)
 
     def each(fact: Callable[[Problem], Any]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(map(fact, problems)))
@@ -82,6 +77,19 @@ def family_of(
     kernel.stage("tuned")(partial(_launch, name, given, grid, threads, smem_bytes))
     kernel.finish()
     return kernel
+
+
+def kernel_in(source: str) -> tuple[str, list[str]]:
+    """The name of the one kernel in CUDA text, and what its parameters are called.
+
+    Raises KernelError.
+    """
+    found = _KERNEL.findall(_NOISE.sub(" ", source))
+    if len(found) != 1:
+        what = f"{len(found)} kernels in the source; it needs one"
+        raise KernelError(what, hint='declare it as extern "C" __global__ void name(...)')
+    name, parameters = found[0]
+    return name, [re.split(r"\W+", p.strip())[-1] for p in parameters.split(",") if p.strip()]
 
 
 _MAY_BE_EMPTY = ("padded", "packed", "boolean")
