@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
+from attnsweep.core.callables import Asked
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def source_digest(name: str) -> str | None:
     Rows of a changed file are measured again. What that file imports is not in the digest.
     """
     importlib.invalidate_caches()
-    module, _, _ = name.rpartition(":")
+    module, _, _ = Asked.of(name).call.rpartition(":")
     with suppress(ImportError, AttributeError, ValueError, OSError), _from_here():
         if module.endswith(".py"):
             return hashlib.sha256(Path(module).read_bytes()).hexdigest()
@@ -57,43 +58,108 @@ CANNOT_IMPORT = "cannot import"
 def ways_of(name: str) -> Builder:
     """Call `module:function` as f(q, k, v, problem=problem), or f(q, k, v) if it takes no problem.
 
-    q, k, v: contiguous CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype; k and
-    v with its heads_kv, and v with head_dim_v if the problem has one. It returns o as such a
-    tensor, with v's columns, or (o, lse), of which lse is not judged. For a backward problem it is
-    called with q, k, v, o, lse, do and returns (dq, dk, dv).
+    q, k, v: CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype, contiguous; k and
+    v with its heads_kv, and v with head_dim_v if the problem has one; or views of these as
+    (batch, seqlen, heads, head_dim), if asked for. It returns o as such a tensor, with v's columns,
+    or (o, lse), or writes to the tensors that its parameters `out` and `lse` get. lse: natural
+    log-sum-exps of (batch, heads, seqlen) in float32. In FP8, q_scale, k_scale and v_scale are
+    keywords. For a backward problem it is called with q, k, v, o, lse, do and returns (dq, dk, dv).
 
-    Beside the function, its module may have `supports(problem)`, which returns True or a reason,
-    and `prepare(problem)`, which may compile and tune. Neither is timed.
+    Beside the function, its module, or the function itself, may have `supports(problem)`, which
+    returns True or a reason, and `prepare(problem)`, which may compile and tune. Neither is timed.
     """
+    asked = Asked.of(name)
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        module, function = _imported(name)
-        try:
-            answer = module.supports(problem) if hasattr(module, "supports") else True
-            if answer is True and hasattr(module, "prepare"):
-                module.prepare(problem)
-        except (Exception, SystemExit) as error:
-            raise Unavailable(f"{name}: supports or prepare {_raised(error)}") from error
+        module, function = _imported(asked.call)
+
+        def own(name: str) -> Any:
+            return getattr(function, name, None) or getattr(module, name, None)
+
+        with _watched(f"{name}: supports or prepare"):
+            answer = supports(problem) if (supports := own("supports")) else True
+            if answer is True and (prepare := own("prepare")):
+                prepare(problem)
         if answer is not True:
-            raise Unavailable(f"{name} does not support it: {answer}")
-        options = {"problem": problem} if _takes_problem(function) else {}
-
-        def forward(*inputs: Any) -> Any:
-            try:
-                return function(*inputs, **options)
-            except Unavailable:
-                raise
-            except (Exception, SystemExit) as error:
-                raise Unavailable(f"{name} {_raised(error)}") from error
-
-        return [Way(forward)]
+            raise Unavailable(f"{name} does not support it: {str(answer)[:300]}")
+        return [Way(_Call(torch, problem, name, function))]
 
     return build
 
 
+class _Call:
+    """Calls a callable on a problem's inputs, and returns its outputs as (batch, heads, …)."""
+
+    def __init__(
+        self, torch: Any, problem: Problem, name: str, function: Callable[..., Any]
+    ) -> None:
+        self._torch, self._problem, self._name, self._function = torch, problem, name, function
+        self._turned = Asked.of(name).layout == "bshd"
+        self._options = {"problem": problem} if _takes(function, "problem") else {}
+        forward = problem.op.name == "forward"
+        self._into = [
+            one for one in ("out", "lse") if forward and _takes(function, one, named=True)
+        ]
+
+    def __call__(self, *inputs: Any) -> Any:
+        given = dict(zip(self._problem.values, inputs, strict=True))
+        scales = {one: given.pop(one) for one in self._problem.scales}
+        own = [self._turn(one) for one in given.values()]
+        into = {one: self._empty(one, inputs[0].device) for one in self._into}
+        with _watched(self._name):
+            made = self._function(*own, **self._options, **scales, **into)
+        if into:
+            made = self._written(made, into)
+        return tuple(map(self._turn, made)) if type(made) is tuple else self._turn(made)
+
+    def _turn(self, tensor: Any) -> Any:
+        """(batch, heads, …) as (batch, seqlen, heads, …), or back, if that is asked for."""
+        if self._turned and type(tensor) is self._torch.Tensor and tensor.dim() == 4:
+            return tensor.transpose(1, 2)
+        return tensor
+
+    def _empty(self, name: str, device: Any) -> Any:
+        """Memory for an output."""
+        torch, problem = self._torch, self._problem
+        if name == "lse":
+            of_rows = problem.shape_of("o")[:3]
+            return torch.empty(of_rows, dtype=torch.float32, device=device)
+        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        batch, heads, rows, columns = problem.shape_of("o")
+        sizes = (batch, rows, heads, columns) if self._turned else (batch, heads, rows, columns)
+        return torch.empty(sizes, dtype=types[problem.out_dtype], device=device)
+
+    def _written(self, made: Any, into: Mapping[str, Any]) -> Any:
+        """The outputs of a call that got tensors to write to, some of which it may return too."""
+        of_call = dict(zip(("out", "lse"), made if type(made) is tuple else (made,), strict=False))
+        for name, given in into.items():
+            if of_call.setdefault(name, given) is None:
+                of_call[name] = given
+            if of_call[name] is not given:
+                raise Unavailable(f"{self._name} has a parameter {name}, and returned another one")
+        return tuple(of_call.values()) if "lse" in of_call else of_call["out"]
+
+
+@contextmanager
+def _watched(what: str) -> Iterator[None]:
+    """Make what a callable raises a reason; a process that it forks ends here."""
+    own = os.getpid()
+    try:
+        yield
+    except Unavailable:
+        raise
+    except BaseException as error:  # KeyboardInterrupt too: Ctrl-C is another process's
+        raise Unavailable(f"{what} {_raised(error)}") from error
+    finally:
+        if os.getpid() != own:
+            os._exit(0)
+
+
 def _raised(error: BaseException) -> str:
     """What a callable raised, and in which line of its own."""
-    lines = str(error).strip().splitlines() or [""]
+    lines = [""]
+    with suppress(BaseException):  # its text is the callable's, too
+        lines = str(error).strip().splitlines() or [""]
     frame = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return f"raised {type(error).__name__}: {lines[0][:300]} ({at})"
@@ -106,7 +172,7 @@ def _imported(name: str) -> tuple[Any, Callable[..., Any]]:
         with _from_here():
             module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         function: Callable[..., Any] = getattr(module, attribute)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+    except BaseException as error:  # a module may raise anything while it is imported
         why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
         raise Unavailable(why) from error
     what = type(function).__name__
@@ -178,17 +244,20 @@ def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Seque
     return ""
 
 
-def memory_of(tensor: Any) -> int:
-    """Where a tensor's memory begins."""
-    return int(tensor.untyped_storage().data_ptr())
+def memory_of(tensor: Any) -> object:
+    """Where a tensor's memory begins; of anything else, itself."""
+    with suppress(Exception):  # a layout without storage, or no tensor
+        return int(tensor.untyped_storage().data_ptr())
+    return id(tensor)
 
 
-def _takes_problem(function: Callable[..., Any]) -> bool:
+def _takes(function: Callable[..., Any], name: str, *, named: bool = False) -> bool:
+    """Whether a function has a parameter, or, unless it must be `named`, takes any keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C has no signature
         return False
-    return any(p.name == "problem" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.name == name or (p.kind is p.VAR_KEYWORD and not named) for p in parameters)
 
 
 def own_bf16(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

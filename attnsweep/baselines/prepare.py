@@ -13,6 +13,7 @@ from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_fl
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.baselines.torch_sdpa import _import_torch
 from attnsweep.baselines.triton_precompile import TritonPrecompile
+from attnsweep.core.callables import Asked
 from attnsweep.core.length import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import step
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 # The fastest few are timed again, because the first time is of three replays only.
 _FINALISTS = 3
+# Outputs that are kept of a callable's calls, where they are larger than the L2.
+_KEPT_BYTES = 1 << 30
 
 
 class BoundBaseline:
@@ -57,7 +60,10 @@ class BoundBaseline:
         self.rounds_scores = rounds_scores
         self.issued: str | None = None
         """Why no graph holds its calls; None if one does."""
+        self.room = 2
+        """Calls of a graph whose outputs are kept."""
         self._made: dict[int, list[tuple[Any, ...]]] = {}
+        self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
         self.refresh()
 
     def refresh(self, copies: int | None = None) -> None:
@@ -88,19 +94,22 @@ class BoundBaseline:
     ) -> Callable[[], None]:
         """A function that replays a graph of back-to-back calls; a baseline has no stages.
 
-        The outputs of the last call on each copy are kept for `collect`, and those of one more at
-        random, which no call can know.
+        The outputs of the last call on each copy are kept for `collect`, and those of others at
+        random, as many as `room` has: no call can know which.
         """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
-        chosen = secrets.randbelow(max(1, calls - 1))
+        chosen = {*_chosen(calls, self.room)}
 
         def issue() -> dict[int, list[tuple[Any, ...]]]:
             made: dict[int, list[tuple[Any, ...]]] = {}
+            number: dict[int, int] = {}
             for call in range(calls):
                 copy = call % len(self._inputs) if rotate else 0
-                kept = made.get(copy, []) if call > chosen and not rotate else []
-                made[copy] = [*kept[:1], self._call(copy)]
+                kept = made.get(copy, [])
+                out = self._call(copy)
+                made[copy] = [*(kept if number.get(copy) in chosen else kept[:-1]), out]
+                number[copy] = call
             return made
 
         def replay_issued() -> None:
@@ -120,41 +129,99 @@ class BoundBaseline:
 
         return replay
 
-    def try_graph(self) -> None:
-        """Issue calls one by one from now on if a graph cannot hold one."""
+    def try_graph(self, asked: bool | None) -> None:
+        """Issue calls one by one from now on if a graph cannot hold one, or must not.
+
+        asked: whether one must; None if either will do. Raises Unavailable.
+        """
+        if asked is False:
+            self.issued = "graph: false was asked for"
+            return
         try:
             self.capture(1)
         except Exception as error:
             self._stream.synchronize()
             self.issued = f"no CUDA graph holds its calls: {why_not('', error, [])}"
+            if asked:
+                raise Unavailable(self.issued) from error
 
-    def collect(self, copy: int, into: Sequence[Any]) -> None:
+    def keep(self, nbytes: int, session: CudaSession) -> None:
+        """Keep more outputs of a graph, for all to be judged; nbytes: of those of one call.
+
+        Those that L2 holds may take a quarter of it, so that calls take as long as if they wrote
+        to the same memory; larger ones are not in L2 either way.
+        """
+        l2, most = session.gpu.l2_bytes, min(_KEPT_BYTES, session.free_bytes // 8)
+        self.room = max(self.room, (most if nbytes > l2 else min(most, l2 // 4)) // nbytes)
+
+    @property
+    def gives_lse(self) -> bool:
+        """Whether the last call of a forward returned a log-sum-exp beside its output."""
+        return self._held and any(len(kept[-1]) == 2 for kept in self._made.values())
+
+    def kept(self, copy: int) -> list[tuple[int, int]]:
+        """Where the outputs o of calls on a copy are that are kept, and their bytes.
+
+        None of them if one is no single block of memory. Raises Unavailable.
+        """
+        if not self._held or self._way.finish is not None:
+            return []
+        if self._blocks[0] is not self._made:
+            self._blocks = self._made, {}
+        if copy not in self._blocks[1]:
+            outs, given = [made[0] for made in self._made[copy]], self._inputs[copy]
+            whole = True
+            for out in outs:
+                if why := breach(self._torch, out, outs[-1].shape, outs[-1], given):
+                    raise Unavailable(why)
+                steps = zip(out.shape, out.stride(), strict=True)
+                whole &= out.numel() == 1 + sum((size - 1) * step for size, step in steps)
+            found = [(out.data_ptr(), out.nbytes) for out in outs] if whole else []
+            self._blocks[1][copy] = found
+        return self._blocks[1][copy]
+
+    def collect(
+        self, copy: int, into: Sequence[Any], lse: Any = None, which: int | None = None
+    ) -> int:
         """Enqueue copies of a call's outputs to CuPy arrays of int16, or int32 for fp32.
 
-        Of the calls before, it takes one on this copy whose outputs are kept. An output of another
-        type, as FP8's may have, is converted to the problem's. Raises ValueError if it has another
-        shape, and Unavailable for what else a callable may not return.
+        Of the calls before, it takes one on this copy whose outputs are kept, at random or as
+        `which` says, and returns which. lse: the array of a callable's log-sum-exp. An output of
+        another type, as FP8's may have, is converted to the problem's. Raises ValueError if it has
+        another shape, and Unavailable for what else a callable may not return.
         """
         kept, given = self._made[copy], self._inputs[copy % len(self._inputs)]
-        made = secrets.choice(kept)
+        which = secrets.randbelow(len(kept)) if which is None else which
+        made = kept[which]
         if self._held:
-            if len(made) == len(into) + 1 == 2:
-                made = made[:1]  # without its log-sum-exp
-            memory = [memory_of(out) for outs in kept for out in outs if hasattr(out, "data_ptr")]
+            if len({len(outs) for outs in kept}) > 1:
+                raise Unavailable("returned more outputs in some calls than in others")
+            memory = [memory_of(out) for outs in kept for out in outs]
             if len({*memory}) < len(memory):
                 raise Unavailable("returned the same memory for two outputs")
         with self._torch.cuda.stream(self._stream):
+            if lse is not None and len(made) == 2:
+                to, made = self._torch.from_dlpack(lse).view(self._torch.float32), made[:1]
+                self._take(kept[which][1], to, given)
             if self._way.finish is not None:
                 made = (self._way.finish(*made, *given),)
             if len(made) != len(into):
                 raise ValueError(f"it has {len(made)} outputs, not {len(into)}")
             for one, array in zip(made, into, strict=True):
-                to = self._torch.from_dlpack(array).view(self._dtype)
-                if self._held and (why := breach(self._torch, one, to.shape, to, given)):
-                    raise Unavailable(why)
-                if tuple(one.shape) != tuple(to.shape):
-                    raise ValueError(f"its output has the shape {tuple(one.shape)}")
-                to.copy_(one)  # which converts it
+                self._take(one, self._torch.from_dlpack(array).view(self._dtype), given)
+        return which
+
+    def _take(self, one: Any, to: Any, given: Sequence[Any]) -> None:
+        if self._held and (why := breach(self._torch, one, to.shape, to, given)):
+            raise Unavailable(why)
+        if tuple(one.shape) != tuple(to.shape):
+            raise ValueError(f"its output has the shape {tuple(one.shape)}")
+        to.copy_(one)  # which converts it
+
+
+def _chosen(calls: int, room: int) -> list[int]:
+    """The calls of a graph, beside the last, whose outputs are kept."""
+    return secrets.SystemRandom().sample(range(calls), min(calls, room - 1))
 
 
 def prepare(
@@ -197,6 +264,7 @@ def prepare(
     made: list[BoundBaseline] = []
     failed: list[Unavailable] = []
     held = name not in BACKENDS
+    asked = Asked.of(name) if held else None
     flags = flags_of(torch) if held else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -221,10 +289,8 @@ def prepare(
                 how = {"rounds_scores": backend.rounds_scores, "dtype": out, "held": held}
                 with step("first calls"):
                     baseline = BoundBaseline(way, tensors, session, **how)
-                    baseline.enqueue()
-                    session.synchronize()
-                    if held:
-                        baseline.try_graph()
+                    nbytes = sum(map(problem.bytes_of, problem.outputs))
+                    first_call(baseline, torch, session, asked, nbytes)
                 made.append(baseline)
             except Exception as error:  # a baseline may raise anything; the reason becomes a row
                 said = [str(warning.message) for warning in caught]
@@ -238,6 +304,30 @@ def prepare(
         return made[0]
     with step(f"choose of {len(made)} ways"):
         return _fastest(made, session)
+
+
+def first_call(
+    baseline: BoundBaseline, torch: Any, session: CudaSession, asked: Asked | None, nbytes: int
+) -> None:
+    """Call a baseline once, and look at a callable's memory and graphs. Raises Unavailable.
+
+    nbytes: of its outputs.
+    """
+    most = None if asked is None else asked.workspace
+    if most is not None:
+        session.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    baseline.enqueue()
+    session.synchronize()
+    if asked is None:
+        return
+    if most is not None:
+        peak = torch.cuda.max_memory_allocated() - before
+        if peak > most + nbytes:
+            own = f"{peak - nbytes} bytes beside its outputs"
+            raise Unavailable(f"a call takes {own}, over its workspace of {most}")
+    baseline.try_graph(asked.graph)
 
 
 def _best_on_shorter(

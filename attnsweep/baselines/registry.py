@@ -17,9 +17,10 @@ from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
 from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen
 from attnsweep.baselines.triton import _triton
+from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.files import install_command
 from attnsweep.core.scores import KINDS
-from attnsweep.specs.model import CALLABLE, OWN_BF16
+from attnsweep.specs.model import OWN_BF16
 
 _HALF = ("fp16", "bf16")
 _FP32 = (*_HALF, "fp32")
@@ -111,5 +112,6 @@ def backend_of(name: str) -> Backend:
     """The baseline called so: one of BACKENDS, or any Python callable as `module:function`."""
     if CALLABLE.fullmatch(name) is None:
         return BACKENDS[name]
-    package = Package((), f"put {name.partition(':')[0]} where Python finds it")
-    return Backend(name, own.ways_of(name), package, _FP32, **_MASKED, ops=_BOTH)
+    module = Asked.of(name).call.partition(":")[0]
+    package = Package((), f"put {module} where Python finds it")
+    return Backend(name, own.ways_of(name), package, (*_FP32, *_FP8), **_MASKED, ops=_BOTH)

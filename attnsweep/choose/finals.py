@@ -23,12 +23,13 @@ from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, sett
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift, winner_of
 from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured, prepared, together
 from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.callables import CALLABLE
 from attnsweep.core.length import is_long
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
 from attnsweep.device.energy import Stretch
 from attnsweep.specs.load import SweepSpec
-from attnsweep.specs.model import CALLABLE, MeasureSpec
+from attnsweep.specs.model import MeasureSpec
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
 _FINALISTS_PER_FAMILY = 2

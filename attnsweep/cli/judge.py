@@ -87,9 +87,10 @@ def judge(
     """
     from dataclasses import asdict, replace
 
+    from attnsweep.core.callables import CALLABLE
     from attnsweep.core.ops import BACKWARD
     from attnsweep.reports import progress
-    from attnsweep.specs.model import BASELINES, CALLABLE, KNOWN_BASELINES
+    from attnsweep.specs.model import BASELINES, KNOWN_BASELINES
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.specs.yaml_file import nearest
     from attnsweep.tools import judge as tool

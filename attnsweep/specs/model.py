@@ -12,9 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,11 +24,13 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
+    TypeAdapter,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
+from attnsweep.core.callables import CALL, CALLABLE, LABEL, Asked
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.layouts import of_facts
@@ -70,10 +74,6 @@ BASELINES = tuple(name for name in KNOWN_BASELINES if name not in _ASKED)
 """All other baselines: the default."""
 
 
-CALLABLE = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[\w./-]*\w\.py):[A-Za-z_]\w*")
-"""`module:function` or `file.py:function`: any Python callable."""
-
-
 def _baseline_name(value: object) -> object:
     known = isinstance(value, str) and (value in KNOWN_BASELINES or CALLABLE.fullmatch(value))
     if not known:
@@ -84,12 +84,18 @@ def _baseline_name(value: object) -> object:
     return value
 
 
-def _callable_name(value: object) -> object:
-    if isinstance(value, str) and CALLABLE.fullmatch(value):
+def _callable_name(value: object, pattern: str = CALLABLE.pattern) -> object:
+    if isinstance(value, str) and re.fullmatch(pattern, value):
         return value
     raise wrong(
         "{name} cannot be {value}", "write a callable as MODULE:FUNCTION or FILE.py:FUNCTION"
     )
+
+
+def _label(value: str) -> str:
+    if re.fullmatch(LABEL, value):
+        return value
+    raise wrong("{name} cannot name a callable", "take a-z, 0-9, _ and - only")
 
 
 def in_other_format(provider: str, problem: Problem) -> bool:
@@ -119,7 +125,16 @@ def _arch_name(value: object) -> object:
         raise wrong(error.what, nearest(value, ARCHS)) from error
 
 
+def _callables(value: object) -> object:
+    """Names of callables of a mapping; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    named = TypeAdapter(_Labelled).validate_python(value)
+    return [str(Asked(label=label, **dict(one))) for label, one in named.items()]
+
+
 def _baseline_names(value: object) -> object:
+    value = _callables(value)
     if value == "all":
         return list(BASELINES)
     if value in (None, "none"):
@@ -191,22 +206,6 @@ _OneBaseline = Annotated[
         | Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
     ),
 ]
-Baselines = Annotated[
-    list[_OneBaseline],
-    BeforeValidator(
-        _baseline_names,
-        json_schema_input_type=Literal["all"] | _OneBaseline | list[_OneBaseline],
-    ),
-]
-Callables = list[
-    Annotated[
-        str,
-        BeforeValidator(
-            _callable_name,
-            json_schema_input_type=Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
-        ),
-    ]
-]
 Bytes = Annotated[
     int,
     Field(strict=True, ge=0),
@@ -220,6 +219,53 @@ Bytes = Annotated[
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CallableSpec(_Model):
+    """A callable of the user's, and how it is called."""
+
+    call: Annotated[
+        str,
+        BeforeValidator(
+            partial(_callable_name, pattern=CALL),
+            json_schema_input_type=Annotated[str, Field(pattern=f"^{CALL}$")],
+        ),
+    ] = Field(description="MODULE:FUNCTION or FILE.py:FUNCTION.")
+    graph: StrictBool | None = Field(
+        default=None,
+        description="true: it is refused if no CUDA graph holds its calls. false: they are issued "
+        "one by one (default: issued if no graph holds them).",
+    )
+    layout: Literal["bhsd", "bshd"] = Field(
+        default="bhsd",
+        description="Of q, k, v and o. bshd: they are (batch, seqlen, heads, head_dim), as views.",
+    )
+    workspace: Bytes | None = Field(
+        default=None,
+        description="Device memory that a call may take beside its outputs: an int, or a size like "
+        "'2 GiB' (default: any).",
+    )
+
+
+_Labelled = dict[Annotated[str, AfterValidator(_label)], CallableSpec]
+Baselines = Annotated[
+    list[_OneBaseline],
+    BeforeValidator(
+        _baseline_names,
+        json_schema_input_type=Literal["all"] | _OneBaseline | list[_OneBaseline] | _Labelled,
+    ),
+]
+_OneCallable = Annotated[
+    str,
+    BeforeValidator(
+        _callable_name,
+        json_schema_input_type=Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
+    ),
+]
+Callables = Annotated[
+    list[_OneCallable],
+    BeforeValidator(_callables, json_schema_input_type=list[_OneCallable] | _Labelled),
+]
 
 
 class MeasureSpec(_Model):
@@ -547,12 +593,14 @@ class SpecFile(_Model):
     )
     baselines: Baselines = Field(
         default=list(BASELINES),
-        description="Baselines timed in the same rounds: all, or a list of names.",
+        description="Baselines timed in the same rounds: all, a list of names, or a mapping as "
+        "candidates may be.",
     )
     candidates: Callables = Field(
         default=[],
         description="Python callables, as MODULE:FUNCTION or FILE.py:FUNCTION, that are judged "
-        "and timed in the same rounds; nothing is compared with them.",
+        "and timed in the same rounds; nothing is compared with them. Or a mapping of names of "
+        "yours to how each is called.",
     )
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
@@ -571,6 +619,8 @@ class SpecFile(_Model):
 MODELS: dict[str, type[BaseModel]] = {
     "": SpecFile,
     "problems": ProblemSpec,
+    "baselines": CallableSpec,
+    "candidates": CallableSpec,
     "search": SearchSpec,
     "measure": MeasureSpec,
     "limits": LimitsSpec,

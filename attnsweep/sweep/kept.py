@@ -11,6 +11,7 @@ from attnsweep.baselines.callable import source_digest
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
+from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -18,7 +19,6 @@ from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Family
 from attnsweep.specs.load import SweepSpec
-from attnsweep.specs.model import CALLABLE
 from attnsweep.store.run import ROWS, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
 

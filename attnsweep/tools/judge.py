@@ -23,12 +23,13 @@ from attnsweep.choose.columns import light_text
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import SpecError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
 from attnsweep.device.lock import held
-from attnsweep.specs.model import BASELINES, CALLABLE, MeasureSpec
+from attnsweep.specs.model import BASELINES, MeasureSpec
 
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 _EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}

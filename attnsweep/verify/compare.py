@@ -167,13 +167,19 @@ class Comparer:
         self._launch(f"reference_{columns}", blocks, args, 8 * doubles)
 
     def judge_rows(
-        self, at: Mapping[str, Buffer], problem: Problem, floor: float, seed: int, slot: int
+        self,
+        at: Mapping[str, Buffer],
+        problem: Problem,
+        floor: float,
+        seed: int,
+        slot: int,
+        lse: Buffer | None = None,
     ) -> None:
         """Compare some rows of the output `o` with float64 of the inputs as they are now.
 
         at: the inputs and the output. Takes ROWS of all heads' rows by the seed, or all if there
         are no more, and computes what is right for each. Findings go to a slot: `row`, `element`
-        and `row_gain` count.
+        and `row_gain` count, and `tile_gain` is the error of the log-sum-exp, as compare_lse's.
         """
         rows = problem.batch * problem.heads * problem.seqlen_q
         blocks = min(self.ROWS, rows)
@@ -182,6 +188,7 @@ class Comparer:
         args: list[Any] = [np.uint64(at[name].pointer) for name in "qkvo"]
         args += [np.uint64(self._tiles.pointer), *_attention(at, problem)]
         args += [np.uint64(seed), np.int64(rows), np.float64(floor)]
+        args.append(np.uint64(0 if lse is None else lse.pointer))
         self._launch("judge_rows", blocks, args, row_bytes(problem))
         self._summarise(blocks, slot)
 
@@ -342,6 +349,11 @@ class Comparer:
         to = np.uint64(self._counts.pointer + 8 * slot)
         self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to], _SUMS)
 
+    def blocks_of(self, memory: Sequence[tuple[int, int]]) -> Table:
+        """A table for look of memory without guards, at pointers and of so many bytes."""
+        records = [(at, nbytes, 0, 1, slot) for slot, (at, nbytes) in enumerate(memory)]
+        return _table(np.array(records, _REGION), max(nbytes for _, nbytes in memory))
+
     def regions(self, every: Sequence[tuple[Buffer, int, int]]) -> Table:
         """A table for look and renew: buffers, numbers for their digests, and slots.
 
@@ -354,11 +366,14 @@ class Comparer:
         most = max((buffer.nbytes for buffer, _, _ in every), default=0)
         return _table(np.array(records, _REGION), max(most, GUARD_BYTES))
 
-    def look(self, regions: Table, first: int) -> None:
-        """Add to each region's slot, from `first` on, count_outside and the wanted digest."""
+    def look(self, regions: Table, first: int, guard_bytes: int = GUARD_BYTES) -> None:
+        """Add to each region's slot, from `first` on, count_outside and the wanted digest.
+
+        guard_bytes: 0 if they have none.
+        """
         blocks = self._blocks(regions.most * regions.count, regions.count)
         to = np.uint64(self._counts.pointer + 8 * first)
-        args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES), to]
+        args = [np.uint64(regions.records.pointer), np.int32(guard_bytes), to]
         self._launch("look", blocks, args, _SUMS, regions.count)
 
     def renew(self, regions: Table) -> None:

@@ -284,10 +284,12 @@ class DeviceCase:
         every = [(copy[name], signs[name]) for copy in copies for name in "qkv"]
         return self.judge.regions([(*one, number) for number, one in enumerate(every)])
 
-    def judge_rows(self, slot: int, buffers: Mapping[str, Buffer] | None = None) -> None:
+    def judge_rows(
+        self, slot: int, buffers: Mapping[str, Buffer] | None = None, lse: Buffer | None = None
+    ) -> None:
         """Compare rows at random with float64 of the inputs as they are, its own or of a copy."""
-        at, problem = buffers or self.buffers, self.case.problem
-        self.judge.judge_rows(at, problem, self.floor["o"], secrets.randbits(64), slot)
+        at, seed = buffers or self.buffers, secrets.randbits(64)
+        self.judge.judge_rows(at, self.case.problem, self.floor["o"], seed, slot, lse)
 
     def refuse_rows(
         self,
@@ -303,6 +305,7 @@ class DeviceCase:
         if values["nans"]:
             raise WrongResult(f"outputs are NaN or were never written ({label})")
         self._refuse("o", values, taken, most, label, slack, None)
+        self._refuse_lse(values["tile_gain"], label, None)
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
@@ -429,10 +432,14 @@ class DeviceCase:
         if baseline:
             return accuracy
         self._refuse(name, values, taken, most[name], said, slack, accuracy)
-        if found.lse and not found.lse <= (limit := verify_limits.lse_limit(self.case)):
-            text = f"log-sum-exp off by {found.lse:.1e}, over the limit {limit:.0e}"
-            raise WrongResult(f"{text} ({label})", accuracy)
+        self._refuse_lse(found.lse, label, accuracy)
         return accuracy
+
+    def _refuse_lse(self, off: float, label: str, accuracy: Accuracy | None) -> None:
+        """Raise WrongResult if a log-sum-exp is off by more than its limit."""
+        if off and not off <= (limit := verify_limits.lse_limit(self.case)):
+            text = f"log-sum-exp off by {off:.1e}, over the limit {limit:.0e}"
+            raise WrongResult(f"{text} ({label})", accuracy)
 
     def _refuse(
         self,

@@ -24,7 +24,7 @@ from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
-from attnsweep.verify.compare import Comparer
+from attnsweep.verify.compare import Comparer, Table
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
 from attnsweep.verify.reference_pool import Maths, ReferencePool
@@ -34,8 +34,18 @@ from attnsweep.verify.sample import Sample
 _ISSUED = 64
 # Copies of a cold replay whose outputs are judged, of those that are drawn anew.
 _COLD_JUDGED = 16
+# Outputs of a replay that are judged in their rows, of those that differ from one another.
+_KEPT_JUDGED = 16
+_TABLES = 32  # of kept outputs: calls that no graph holds have other ones each time
 Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
 _Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
+
+
+class Collect(Protocol):
+    """Copies outputs that calls on a copy of the inputs returned to buffers."""
+
+    def __call__(self, copy: int, at: Mapping[str, Buffer], *, which: int | None = None) -> int:
+        """which: of those that are kept; one at random if it is None. Returns which it was."""
 
 
 class Judgeable(Protocol):
@@ -58,11 +68,13 @@ class Proven:
     lse: Buffer | None = None
     """The workspace of the log-sum-exp, if a call writes it."""
     lse_digests: npt.NDArray[np.uint64] | None = None
-    collect: Callable[[int, Mapping[str, Buffer]], None] | None = None
-    """Copies what the last call on a copy of the inputs returned to outputs; None if it is there.
+    collect: Collect | None = None
+    """Copies what a call on a copy of the inputs returned to outputs; None if it is there.
 
     A library or a callable returns outputs of its own.
     """
+    kept: Callable[[int], Sequence[tuple[int, int]]] | None = None
+    """Where the outputs are that calls of a replay on a copy returned, and their bytes."""
     slack: float = 1.0
     """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
@@ -130,6 +142,9 @@ class Verifier:
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
         self._turns: DeviceCase | None = None
+        self._kept = 0, 0
+        """Of the replay that was looked at, which kept output is judged, and how many there are."""
+        self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
         """Begin what limits of rounded scores and short turns of a problem need."""
@@ -344,16 +359,19 @@ class Verifier:
     def of_baseline(
         self,
         call: Judgeable,
-        collect: Callable[[int, Mapping[str, Buffer]], None],
+        collect: Collect,
         rounds_scores: int,
         *,
         held: bool = False,
+        lse: Buffer | None = None,
+        kept: Callable[[int], Sequence[tuple[int, int]]] | None = None,
     ) -> tuple[Accuracy, Proven]:
         """The accuracy of a baseline's outputs on the inputs as they were made, and their judging.
 
         collect: see Proven; outputs are poisoned before. held: an error over the limit is wrong, as
         a candidate's, and so is a write to the inputs; otherwise only NaN is, and replays may be
-        twice as far off as this call. Raises WrongResult.
+        twice as far off as this call. lse: where `collect` writes the log-sum-exp, if there is
+        one. kept: see Proven. Raises WrongResult.
         """
         self._know_limits(rounds_scores)
         with self._session.stream:
@@ -363,21 +381,26 @@ class Verifier:
             call.enqueue()
             collect(0, self.outputs)
             self._judge.clear()
+            if lse is not None:
+                self.timed.compare_lse(lse, 1)
             self.timed.compare(0)
             self.timed.compare_format(1)
             found, (of_format, *_) = self._judge.found_of(2, len(self.timed.outputs))
-            self._judge.clear()
             self.timed.look_at_inputs(0)
-            (count,) = self._judge.counts(1)
+            count, off = self._judge.counts(2)
         if self.timed.renew_inputs(count) and held:
             raise WrongResult(f"wrote to its inputs, or next to them ({self.timed.case.label})")
         same = self._same(self.timed, rounds_scores)
         accuracy = self.timed.accuracy(
-            Errors(found, {}), rounds_scores, baseline=not held, same=same
+            Errors(found, {}, float(np.uint64(off).view(np.float64))),
+            rounds_scores,
+            baseline=not held,
+            same=same,
         )
         slack = 1.0 if held else 2 * max(1.0, *accuracy.shares.values())
         none = np.empty(0, np.uint64)
-        proven = Proven(self.timed, call, False, rounds_scores, none, collect=collect, slack=slack)
+        how: dict[str, Any] = {"lse": lse, "collect": collect, "kept": kept, "slack": slack}
+        proven = Proven(self.timed, call, False, rounds_scores, none, **how)
         return self._named(accuracy, found[0], of_format), proven
 
     # -- many calls -------------------------------------------------------------------------
@@ -508,32 +531,32 @@ class Verifier:
         copies: Sequence[Mapping[str, Buffer]] = (),
         *,
         looked: bool = False,
-    ) -> None:
+    ) -> int:
         """Raise WrongResult unless the outputs are right, of cold copies those of some at random.
 
         They must be the checked ones bit for bit. On inputs drawn anew, rows at random must be
         right, and all bits those of the same call made alone, if equal calls give equal bits.
+        Returns the number of calls whose outputs were judged, or are equal to a judged one.
         """
         self._count_prepared()
         if self.timed.content:
-            self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
-        else:
-            self._compare_outputs(proven, [self.outputs, *copies], looked)
+            return self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
+        self._compare_outputs(proven, [self.outputs, *copies], looked)
+        return 1 + len(copies)
 
     @proves("replays")
     def _compare_drawn(
         self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
-    ) -> None:
+    ) -> int:
         numbers = [0]
         if not looked:
             count = min(_COLD_JUDGED, len(copies))
             numbers = secrets.SystemRandom().sample(range(len(copies)), count)
             self._look_anew([(number, copies[number]) for number in numbers], proven)
-        counts = self._judge.counts(2 * len(numbers)).reshape(2, -1)
-        same = self._same(self.timed, proven.rounds_scores)
+        counts, digests = self._counts(len(numbers))
         try:
-            for values in self._judge.found(len(numbers)):
-                self.timed.refuse_rows(values, proven.rounds_scores, same, proven.slack)
+            self._refuse_rows(proven, len(numbers))
+            judged = self._judge_kept(proven, copies[0], digests) if len(digests) else len(numbers)
             if (counts[0] != counts[1]).any():
                 raise WrongResult(
                     "a race, or an answer kept from an earlier call: a timed call gave another "
@@ -542,20 +565,66 @@ class Verifier:
         except WrongResult:
             self._mend(self.timed)
             raise
+        return judged
+
+    def _counts(self, slots: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """What _look_anew counted of as many copies, and digests of kept outputs."""
+        counts = self._judge.counts(2 * slots + self._kept[1])
+        return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
+
+    def _refuse_rows(self, proven: Proven, slots: int) -> None:
+        same = self._same(self.timed, proven.rounds_scores)
+        for values in self._judge.found(slots):
+            self.timed.refuse_rows(values, proven.rounds_scores, same, proven.slack)
+
+    def _judge_kept(
+        self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
+    ) -> int:
+        """Judge the outputs of a replay's calls that differ from the judged one, or of some.
+
+        All calls had the same inputs. Returns how many were judged, or are equal to a judged one.
+        """
+        assert proven.collect is not None
+        others = [*{*digests.tolist()} - {int(digests[self._kept[0]])}]
+        others = secrets.SystemRandom().sample(others, min(_KEPT_JUDGED, len(others)))
+        with self._session.stream:
+            self._judge.clear()
+            for slot, digest in enumerate(others):
+                proven.collect(0, at, which=int(np.flatnonzero(digests == np.uint64(digest))[0]))
+                self.timed.judge_rows(slot, at, proven.lse)
+        self._refuse_rows(proven, len(others))
+        judged = np.array([digests[self._kept[0]], *others], np.uint64)
+        return int(np.isin(digests, judged).sum())
 
     def _look_anew(
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
     ) -> None:
         """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
         self._judge.clear()
+        self._kept = 0, 0
         for slot, (number, at) in enumerate(copies):
+            lse = None
             if proven.collect is not None:
-                proven.collect(number, at)
-            self.timed.judge_rows(slot, at)
+                which, lse = proven.collect(number, at), proven.lse
+                self._look_at_kept(proven, which, 2 * len(copies))
+            self.timed.judge_rows(slot, at, lse)
             if proven.deterministic:
                 self._judge.digest(at["o"], slot, poison=True)
                 proven.call.enqueue(number)
                 self._judge.digest(at["o"], len(copies) + slot)
+
+    def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
+        """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
+        memory = () if proven.kept is None or first > 2 else tuple(proven.kept(0))
+        if len(memory) < 2:
+            return
+        if memory not in self._tables:
+            if len(self._tables) > _TABLES:
+                self._tables.clear()
+            self._tables[memory] = self._judge.blocks_of(memory)
+            self._session.settle()
+        self._judge.look(self._tables[memory], first, 0)
+        self._kept = which, len(memory)
 
     @proves("replays")
     def _compare_outputs(

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from attacks import kernels
+from attnsweep.baselines import callable as callables
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import BoundBaseline
@@ -56,7 +57,7 @@ def two_contents(patch):
 def replays_unseen(patch):
     """As it was for callables: one output is judged, before the rounds."""
     patch.setattr(Verifier, "look", lambda self, proven: None)
-    patch.setattr(Verifier, "end", lambda *args, **options: None)
+    patch.setattr(Verifier, "end", lambda *args, **options: 0)
     patch.setattr(Verifier, "repeat", lambda *args, **options: 0)
 
 
@@ -92,17 +93,29 @@ def judge_waits(patch):
     """The output is looked at when all threads are done."""
     collect = BoundBaseline.collect
 
-    def later(self, copy, into):
+    def later(self, *how):
         for thread in kernels.THREADS:
             thread.join()
-        collect(self, copy, into)
+        return collect(self, *how)
 
     patch.setattr(BoundBaseline, "collect", later)
 
 
 def last_call_alone(patch):
+    patch.setattr(prepare, "_chosen", lambda calls, room: [])
+
+
+def last_call_alone_in_any_time(patch):
+    last_call_alone(patch)
     series_alone(patch)
-    patch.setattr(prepare.secrets, "randbelow", lambda count: count)
+
+
+def lse_unseen(patch):
+    patch.setattr(DeviceCase, "_refuse_lse", lambda *args: None)
+
+
+def what_was_returned(patch):
+    patch.setattr(callables._Call, "_written", lambda self, made, into: made)
 
 
 def series_alone(patch):
@@ -126,7 +139,25 @@ ATTACKS = [
     ("lazy", no_contract, "returned Lazy"),
     ("sets_flags", no_flags, "changed settings of PyTorch"),
     ("later", judge_waits, "relative error"),
-    ("idles", last_call_alone, "drawn anew|use again"),
+    ("idles", last_call_alone_in_any_time, "drawn anew|use again"),
+    ("idles_once", last_call_alone, "drawn anew"),
+    ("two_buffers", last_call_alone, "the same memory"),
+    ("every_other", series_alone, "use again what one of them computed"),
+    ("by_content", series_alone, "use again what one of them computed"),
+    ("in_a_file", inputs_stay, "drawn anew|normal"),
+    ("smoothed", inputs_stay, "drawn anew"),
+    ("with_lse_of_before", lse_unseen, "log-sum-exp off by"),
+    ("with_log2", lse_unseen, "log-sum-exp off by"),
+    ("zeros", no_limits, "relative error"),
+    ("mean_of_values", no_limits, "relative error"),
+    ("swapped_heads", no_limits, "relative error"),
+    ("coarse", no_limits, "relative error"),
+    ("low_rank", no_limits, "relative error"),
+    ("sloppy_where_it_is_easy", no_limits, "relative error"),
+    ("half_of_the_rows", no_limits, "relative error"),
+    ("returns_another", what_was_returned, "a parameter out, and returned another one"),
+    ("a_parameter", no_contract, "returned Parameter"),
+    ("sets_the_default", no_flags, "changed settings of PyTorch: default dtype"),
 ]
 
 
@@ -162,7 +193,34 @@ def test_no_replay_and_no_copy_has_inputs_that_another_had(bench):
 NAME = "attacks.kernels:recorded"
 
 
-@pytest.mark.parametrize("name", ["honest", "waits"])
+def cold_us(bench):
+    """Of a call on a copy of its own, in a replay that follows an untimed one."""
+    bench.add_baseline(name := "attacks.kernels:by_content")
+    call = bench._entries[name].call
+    return bench._sample(call, call.capture(4, rotate=True), 4, None, cold=True)
+
+
+def test_what_the_untimed_replay_computed_saves_nothing(bench):
+    assert cold_us(bench) > 95
+
+
+def test_what_the_untimed_replay_computed_would_do_on_its_inputs(monkeypatch, request):
+    two_contents(monkeypatch)
+    assert cold_us(request.getfixturevalue("bench")) < 10
+
+
+def test_all_calls_of_a_replay_are_judged_and_counted(bench):
+    name = "attacks.kernels:honest"
+    bench.add_baseline(name)
+    assert bench.confirm(name, 800.0) > (alone := bench.confirm(name, 800.0))  # in a new process
+    for _ in range(3):
+        bench.replay(name, "warm")
+    assert bench.confirm(name, 800.0) == alone + 3 * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["honest", "waits", "with_lse", "writes", "forks", "turned?layout=bshd"]
+)
 def test_a_right_callable_is_confirmed(name, bench):
     assert judged(bench, name) == "confirmed"
 
@@ -188,6 +246,17 @@ def line_of(text):
         ("leaves", r"raised SystemExit: 0 \(kernels.py"),
         ("no_tensor", "returned list in place of a torch.Tensor"),
         ("returns_an_input", "returned memory of an input"),
+        ("two_shapes", r"returned the shape \(2, 4, 8, 16\), not \(2, 4, 9, 16\)"),
+        ("another_dtype", "returned torch.float32 on cpu, not torch.bfloat16 on cpu"),
+        ("elsewhere", "returned torch.bfloat16 on meta, not torch.bfloat16 on cpu"),
+        ("is_sparse", "returned a tensor of layout torch.sparse_coo"),
+        ("sometimes_more", "returned more outputs in some calls than in others"),
+        ("wants_more", r"raised TypeError: wants_more\(\) missing 1 required positional"),
+        ("interrupts", "raised KeyboardInterrupt"),
+        ("raises_what_cannot_be_said", "raised Mute"),
+        ("out_of_memory", "raised RuntimeError"),
+        ("writes_less", "NaN or were never written|relative error"),
+        ("waits?graph=true", "no CUDA graph holds its calls: attacks.kernels:waits"),
         ("nothing_is_here", "cannot import attacks.kernels:nothing_is_here"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -162,6 +163,7 @@ class FakeBench(Bench):
         self.session, self.problem = FakeSession(), PROBLEM
         self._workspaces, self._entries, self._cold_copies = {}, {}, []
         self._right, self._launch_times, self._launched = {}, {}, 0
+        self._judged = Counter()
         self._owned = SimpleNamespace(
             triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,9 @@ from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.callable import source_digest
 from attnsweep.baselines.registry import backend_of
+from attnsweep.core.callables import Asked
 from attnsweep.core.errors import SpecError
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Problem, Scores
 from attnsweep.specs.load import load_spec
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 64, "bf16")
@@ -73,8 +75,8 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
 
 def test_a_problem_that_it_cannot_do_is_refused_before_anything_is_imported():
     assert backend_of("no_such_module:f").supports(PROBLEM) is None
-    fp8 = Problem(1, 2, 2, 8, 8, 64, "e4m3")
-    assert "does not do e4m3" in str(backend_of("no_such_module:f").supports(fp8))
+    capped = replace(PROBLEM, scores=Scores(softcap=50.0))
+    assert "has no softcap" in str(backend_of("no_such_module:f").supports(capped))
     assert prepare.Unavailable is Unavailable
 
 
@@ -120,6 +122,51 @@ def test_a_module_says_what_it_supports_and_prepares_before_any_call(mine):
     (way,) = backend_of("mine_attn:plain").ways(None, Problem(1, 2, 2, 8, 8, 64, causal=True), None)
     assert way.forward("q", "k", "v") == ("plain", "q", "k", "v")
     assert len(sys.modules["mine_attn"].seen) == 1
+
+
+def test_scales_of_fp8_are_keywords(mine):
+    mine.write_text("def f(q, k, v, **options):\n    return (q, k, v, options)\n")
+    fp8 = Problem(1, 2, 2, 8, 8, 64, "e4m3")
+    (way,) = backend_of("mine_attn:f").ways(None, fp8, None)
+    *values, options = way.forward("q", "k", "v", "of q", "of k", "of v")
+    assert values == ["q", "k", "v"]
+    assert options == {"problem": fp8, "q_scale": "of q", "k_scale": "of k", "v_scale": "of v"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.b:c", "mine=a.b:c", "x/y.py:f?layout=bshd", "a=b:c?graph=false&layout=bshd&workspace=7"],
+)
+def test_how_a_callable_is_asked_for_is_its_name(name):
+    assert str(Asked.of(name)) == name
+
+
+def test_a_spec_says_how_a_callable_is_called(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    text = (
+        "problems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\nkernels: {naive: {}}\n"
+        "baselines: {theirs: {call: 'a:b'}}\n"
+        "candidates: {mine: {call: 'm:f', graph: true, layout: bshd, workspace: 2 GiB}}\n"
+    )
+    path.write_text(text)
+    asked = load_spec(path)
+    assert (asked.baselines, [*map(Asked.of, asked.candidates)]) == (
+        ("theirs=a:b",),
+        [Asked("m:f", "mine", True, "bshd", 2**31)],
+    )
+    path.write_text(asked.resolved(tmp_path))
+    assert load_spec(path).candidates == asked.candidates
+    for right, wrong, says in (
+        ("graph: true", "grph: true", "4:34: unknown key 'grph'\n  did you mean 'graph'?"),
+        ("call: 'm:f', ", "", "4:20: 'call' is missing"),
+        ("'m:f'", "'mf'", "4:27: call cannot be 'mf'\n  write a callable as MODULE:FUNCTION"),
+        ("bshd", "shbd", r"4:\d+: layout cannot be shbd\n  did you mean 'bshd'"),
+        ("2 GiB", "2 GB B", r"4:\d+: workspace must be a number of bytes or a size"),
+        ("mine:", "Mine!:", "4:21: Mine! cannot name a callable\n  take a-z"),
+    ):
+        path.write_text(text.replace(right, wrong))
+        with pytest.raises(SpecError, match=says):
+            load_spec(path)
 
 
 def test_a_spec_names_callables_that_are_judged_and_none_is_a_baseline_too(tmp_path):

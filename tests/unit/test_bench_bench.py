@@ -97,10 +97,11 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
 
     def prepare(name, problem, copies, session, triton):
         prepared.append(timed.mix)
-        return SimpleNamespace(rounds_scores=0, issued=None)
+        own = {"gives_lse": False, "kept": None, "keep": lambda *_: None}
+        return SimpleNamespace(rounds_scores=0, issued=None, **own)
 
     monkeypatch.setattr(baselines_prepare, "prepare", prepare)
-    bench._proof.of_baseline = lambda *call, held: (None, None)
+    bench._proof.of_baseline = lambda *call, **how: (None, None)
     bench._dtype = np.uint16
     timed.draw()
     bench.add_baseline("flash")

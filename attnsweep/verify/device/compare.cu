@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
                const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
                int of_item, int of_head, const float* sinks, unsigned long long seed,
-               long long rows, double floor) {
+               long long rows, double floor, const float* lse) {
     long long at = mixed(seed ^ blockIdx.x * 0x9E3779B97F4A7C15ull) % rows;
     if (rows <= gridDim.x) at = blockIdx.x;
     const double* expected =
@@ -234,7 +234,11 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (threadIdx.x >= 32) return;
     const Out::Bits* bits = static_cast<const Out::Bits*>(o) + at * value_dim;
     Found one = of_row<Out>(bits, expected, nullptr, value_dim, floor, at);
-    if (threadIdx.x == 0) found[blockIdx.x] = one;
+    if (threadIdx.x > 0) return;
+    double right = expected[8 * value_dim];  // of a thread that wrote it
+    one.tile_gain = lse && lse[at] != right ? fabs(lse[at] - right) / fmax(1., fabs(right)) : 0;
+    if (!(one.tile_gain <= 1e300)) one.tile_gain = 1e300;
+    found[blockIdx.x] = one;
 }
 
 // Many tiles' findings as one, by a block of at most 256 threads.

@@ -347,5 +347,6 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
         parts[d] = sum > 0. ? all / sum : 0.;
     }
     __syncthreads();
+    if (threadIdx.x == 0) sums[0] = sum > 0. ? largest + log(sum) : log(0.);
     return parts;
 }
