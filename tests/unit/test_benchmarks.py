@@ -15,6 +15,7 @@ import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import H200, candidate, full_run, rounds_of
+from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.stats import proportion_interval
@@ -554,3 +555,39 @@ def test_the_docs_say_what_was_simulated():
         f"{worst:.1f} % in the worst of all, and the tie set holds the best in at least {held}"
         in text
     )
+
+
+# ---- benchmarks/right_callables.py judges what is right, on a card that is none ----
+
+
+def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
+    module, monkeypatch, tmp_path
+):
+    right = module("right_callables")
+    asked = right.names(tmp_path)
+    times = {"torch_flash": 300.0} | dict.fromkeys(asked.values(), 200.0)
+    card = FakeGpu(times, environment=H200)
+    card.faults["replay", asked["naive"]] = WorkerError(Status.WRONG, "a row is off")
+    for name, error in (("flex", "ValueError"), ("flash_3", "ModuleNotFoundError")):
+        said = f"{asked[name]} raised {error}: x"
+        card.faults["add_baseline", asked[name]] = WorkerError(Status.SKIPPED, said)
+    use(monkeypatch, card)
+    for name, value in {
+        "Worker": card,
+        "SHAPES": right.SHAPES[:1],
+        "names": lambda place: asked,
+    }.items():
+        monkeypatch.setattr(right, name, value)
+    file = tmp_path / "right.json"
+    monkeypatch.setattr(sys, "argv", ["right_callables.py", str(file), "--runs", "2"])
+    right.main()
+    found = json.loads(file.read_text())
+    assert len(asked) == 10
+    assert found["all"] == {"confirmed": 7 * 2 * 2, "wrong": 2 * 2, "refused": 2 * 2}
+    cases = {(case["callable"], case["problem"]): case for case in found["cases"]}
+    assert len(cases) == 9 * 2
+    assert [*found["missing"]] == ["flash_3"]
+    assert {tuple(c["not_confirmed"]) for (n, _), c in cases.items() if n == "naive"} == {
+        ("while timing: a row is off",) * 2
+    }
+    assert next(iter(cases.values()))["x_base"] == pytest.approx([1.5, 1.5])
