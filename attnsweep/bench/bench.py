@@ -311,7 +311,7 @@ class Bench:
             if cold:
                 self._proof.begin_cold(copies, untimed=untimed)
             else:
-                self._proof.begin(untimed=untimed)
+                self._proof.begin(proven, untimed=untimed)
             call.refresh(None if cold else 1)
 
         with self.session.stream:
@@ -477,7 +477,7 @@ class Bench:
 
     def _sample_after_flush(self, entry: _Entry, call: Callable[[], None]) -> float:
         with self.session.stream:
-            self._proof.begin()
+            self._proof.begin(entry.proven)
             entry.call.refresh(1)
             self._flush_l2()
             time_us = self.session.time_us(call)
@@ -498,7 +498,7 @@ class Bench:
         wanted = min(_PAIR_CALLS, _PAIR_US / max(longest_us, 1.0))
         turns = max(1, math.ceil(wanted / (2 * max(calls, others))))
         with self.session.stream:
-            self._proof.begin()
+            self._proof.begin(entries[0].proven)
             for entry in entries:
                 entry.call.refresh(1)
             one()
@@ -523,7 +523,7 @@ class Bench:
             self.replay(name, "warm")
         replay, calls = entry.graphs["warm"]
         with self.session.stream:
-            self._proof.begin()
+            self._proof.begin(entry.proven)
             entry.call.refresh(1)
             load = energy.Replays(self.session, replay, calls, entry.warm_us)
             found = energy.stretch(counter, load)

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
-from attnsweep.core.length import is_long
 from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
@@ -125,7 +124,7 @@ class DeviceCase:
         inputs = [(self.buffers[name], 1 + i, 0) for i, name in enumerate(problem.inputs)]
         self._inputs = judge.regions(inputs)
         room = row_bytes(problem) <= _MOST_ROW_BYTES
-        self.redraws = two_sided and room and not (self._backward or is_long(problem))
+        self.redraws = two_sided and room and not self._backward
         self._to_redraw = self.regions_to_redraw([self.buffers]) if self.redraws else None
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q

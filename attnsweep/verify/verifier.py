@@ -17,6 +17,7 @@ import numpy.typing as npt
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
+from attnsweep.core.length import is_long
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import proved, proves, step
 from attnsweep.core.trial import Accuracy
@@ -454,14 +455,24 @@ class Verifier:
             raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
         return done
 
-    def begin(self, *, untimed: bool = False) -> None:
+    def _redraws(self, proven: Proven | None) -> bool:
+        """Whether inputs are drawn anew, rather than negated.
+
+        A call that gives equal bits is then made once more: one that takes long is not.
+        """
+        again = proven is None or proven.deterministic
+        return self.timed.redraws and not (again and is_long(self.timed.case.problem))
+
+    def begin(self, proven: Proven | None = None, *, untimed: bool = False) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
+
+        proven: what is to be judged then.
 
         In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
         finds it written has yet to compute. untimed: for a replay that is not compared.
         """
         with self._prepared():
-            if self.timed.redraws:
+            if self._redraws(proven):
                 self.timed.redraw()
             else:
                 self.timed.draw()

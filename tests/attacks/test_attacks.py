@@ -193,6 +193,27 @@ def test_no_replay_and_no_copy_has_inputs_that_another_had(bench):
 NAME = "attacks.kernels:recorded"
 
 
+def of_long_calls(name, patch, request):
+    for module in ("attnsweep.bench.bench", "attnsweep.verify.verifier"):
+        patch.setattr(f"{module}.is_long", lambda problem: True)
+    return judged(request.getfixturevalue("bench"), name)
+
+
+@pytest.mark.parametrize("name", ["two_answers", "knows_the_check"])
+def test_an_attack_does_not_pass_where_calls_are_long(name, monkeypatch, request):
+    assert "drawn anew" in of_long_calls(name, monkeypatch, request)
+
+
+@pytest.mark.parametrize("name", ["two_answers", "knows_the_check"])
+def test_it_passes_there_without_inputs_drawn_anew(name, monkeypatch, request):
+    two_contents(monkeypatch)
+    assert of_long_calls(name, monkeypatch, request) == "confirmed"
+
+
+def test_what_is_right_is_confirmed_where_calls_are_long(monkeypatch, request):
+    assert of_long_calls("honest", monkeypatch, request) == "confirmed"
+
+
 def cold_us(bench):
     """Of a call on a copy of its own, in a replay that follows an untimed one."""
     bench.add_baseline(name := "attacks.kernels:by_content")
