@@ -83,7 +83,10 @@ def _serve(
             options = {**options, "owned": owned}
         reply, bench = _answer(open_problem, bench, method, args, options, card)
         reply = replace(reply, proof_s=proof_taken(), steps_s=taken())
-        pipe.send(reply)
+        try:
+            pipe.send(reply)
+        except OSError:  # a callable closed it
+            os._exit(1)
         if reply.dying:
             pipe.close()
             os._exit(1)

@@ -177,16 +177,20 @@ class Worker:
         """End the child; kill it if it does not end within 2 s."""
         if self._process is None:
             return
+        left = process.started_by(self._process.pid)  # which lose their parent when it ends
         with contextlib.suppress(OSError, ValueError):
             if self._pipe is not None:
                 self._pipe.close()  # the child ends on end-of-file
         self._process.join(2.0)
         self._kill()
+        process.end_all(left)
 
     def _kill(self) -> None:
         if self._process is not None:
+            left = process.started_by(self._process.pid)
             self._process.kill()
             process.end_group(self._process.pid)
+            process.end_all(left)
             self._process.join(20.0)
         self._process, self._pipe = None, None
 

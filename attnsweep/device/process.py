@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 # Linux ends a child of `die_with` with the thread that started it, so one thread that lasts as long
@@ -35,10 +36,13 @@ def die_with(parent: int) -> None:
 
 
 def stand_alone() -> None:
-    """Lead a process group, which `end_group` ends, and print nothing on standard output.
+    """Lead a process group, adopt what leaves it, and print nothing on standard output.
 
     A callable of the user's may start processes, and print into a result in JSON.
     """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     with contextlib.suppress(OSError):  # it leads a session
         os.setpgid(0, 0)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -50,6 +54,26 @@ def end_group(leader: int) -> None:
     """Kill whatever is left of the group that a process led."""
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def started_by(ancestor: int) -> dict[int, str]:
+    """The processes that one has started, and those they have, and when each began."""
+    stats: dict[int, list[str]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            stats[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+    found = [ancestor]
+    for one in found:
+        found += [pid for pid, fields in stats.items() if fields[1] == str(one)]
+    return {pid: stats[pid][19] for pid in found[1:]}
+
+
+def end_all(these: Mapping[int, str]) -> None:
+    """Kill the processes of started_by that still run."""
+    for pid, began in these.items():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == began:
+                os.kill(pid, signal.SIGKILL)
 
 
 class Beside:
