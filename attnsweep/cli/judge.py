@@ -81,9 +81,9 @@ def judge(
 ) -> None:
     """Judge CALLABLE on each SHAPE: a verdict, its reason, and its time beside the baselines.
 
-    One output of each timed replay is compared with float64, on inputs that no call before has
-    seen. Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 3 there is
-    no GPU; 4 one is unconfirmed. It runs with your rights: judge code that you would run.
+    Outputs of each timed replay are compared with float64, on inputs that no call before has seen.
+    Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 3 there is no
+    GPU; 4 one is unconfirmed. It runs with your rights: judge code that you would run.
     """
     from dataclasses import asdict, replace
 

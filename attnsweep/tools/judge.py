@@ -61,7 +61,10 @@ class KernelVerdict:
     shares: dict[str, float] = field(default_factory=dict)
     """Each measure of the error as a share of its limit."""
     calls_judged: int = 0
-    """Calls that were made alone and compared in every element; replays have rows compared."""
+    """Calls made alone and compared in every element, and those of timed replays that were judged.
+
+    Of the latter, rows are compared, or all bits with a call of which they are.
+    """
     time_us: float | None = None
     ci95: tuple[float, float] | None = None
     form: str | None = None

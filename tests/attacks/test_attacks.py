@@ -38,7 +38,7 @@ def judged(bench, name, rounds=2):
 
 
 def inputs_stay(patch):
-    patch.setattr(Verifier, "begin", lambda self, **how: None)
+    patch.setattr(Verifier, "begin", lambda self, *proven, **how: None)
     patch.setattr(Verifier, "begin_cold", lambda self, copies, **how: None)
     patch.setattr(DeviceCase, "draw", lambda self: None)
 
@@ -135,6 +135,7 @@ ATTACKS = [
     ("gain", no_limits, "relative error|scaled"),
     ("one_head_unwritten", nan_is_near, "NaN or were never written"),
     ("changes_inputs", inputs_unseen, "wrote to its inputs|relative error"),
+    ("writes_beside_inputs", inputs_unseen, "wrote to its inputs, or next to them"),
     ("one_buffer", no_contract, "the same memory"),
     ("lazy", no_contract, "returned Lazy"),
     ("sets_flags", no_flags, "changed settings of PyTorch"),

@@ -67,6 +67,78 @@ def other_stream(q, k, v):
 
 def one_buffer(q, k, v):
     return kept.setdefault("out", torch.empty_like(q)).copy_(flash(q, k, v))
+
+
+def two_buffers(q, k, v):
+    other.append(0)
+    out = kept.setdefault(len(other) % 2, torch.empty_like(q))
+    return out.copy_(flash(q, k, v))
+
+
+def stale(q, k, v):
+    # Memory that an output of an earlier call may have had.
+    other.append(0)
+    in_graph = torch.cuda.is_current_stream_capturing()
+    return torch.empty_like(q) if in_graph and len(other) % 2 else flash(q, k, v)
+
+
+def host_node(q, k, v):
+    # The host computes, in a graph or not: copies to it wait for nothing that a graph may wait for.
+    return naive(*(x.cpu() for x in (q, k, v))).to(q.device)
+
+
+def with_lse(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+
+
+def with_log2(q, k, v):
+    out, lse = with_lse(q, k, v)
+    return out, lse * 1.4426950408889634
+
+
+def writes(q, k, v, *, out, lse):
+    made = with_lse(q, k, v)
+    out.copy_(made[0])
+    lse.copy_(made[1])
+
+
+def turned(q, k, v):
+    return flash(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+"""
+TRITON = """
+import torch
+import triton
+import triton.language as tl
+from callables import flash
+
+calls = {}
+
+
+@triton.jit
+def most(source, to, counter, n, B: tl.constexpr):
+    # Of every eighth call, counted on the device, no block writes anything.
+    if tl.load(counter) % 8 != 7:
+        at = tl.program_id(0) * B + tl.arange(0, B)
+        tl.store(to + at, tl.load(source + at, mask=at < n), mask=at < n)
+
+
+def fewer_blocks(q, k, v):
+    if not calls:
+        calls["counter"] = torch.zeros(1, dtype=torch.int32, device=q.device)
+    source, to = flash(q, k, v), torch.empty_like(q)
+    most[(triton.cdiv(to.numel(), 1024),)](source, to, calls["counter"], to.numel(), B=1024)
+    calls["counter"].add_(1)
+    return to
+
+
+@triton.jit
+def past(to, n):
+    tl.store(to + n, 0.0)
+
+
+def beside_its_inputs(q, k, v):
+    past[(1,)](v, v.numel())
+    return flash(q, k, v)
 """
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64, "bf16")
 SLOWER = ("torch_flash", "torch_cudnn")
@@ -76,9 +148,11 @@ SLOWER = ("torch_flash", "torch_cudnn")
 def judged(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "callables.py").write_text(SOURCE)
+    (tmp_path / "of_triton.py").write_text(TRITON)
 
     def of(name, problem=PROBLEM):
-        return attnsweep.judge(f"{tmp_path}/callables.py:{name}", problem, against=SLOWER)
+        name = name if ".py:" in name else f"callables.py:{name}"
+        return attnsweep.judge(f"{tmp_path}/{name}", problem, against=SLOWER)
 
     return of
 
@@ -98,7 +172,41 @@ def test_what_waits_is_labelled(judged):
     assert (verdict.verdict, verdict.form, verdict.x_base) == ("confirmed", "issued", None)
 
 
-@pytest.mark.parametrize("name", ["keeps", "computes_once", "other_stream", "one_buffer"])
+@pytest.mark.parametrize(
+    "name", ["with_lse", "writes", "turned?layout=bshd", "flash?graph=true&workspace=2147483648"]
+)
+def test_a_right_callable_is_called_as_it_asks(name, judged):
+    verdict = judged(name)
+    assert verdict.verdict == "confirmed", verdict.reason
+    assert verdict.calls_judged > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("with_log2", "log-sum-exp off by"),
+        ("synchronizes?graph=true", "no CUDA graph holds its calls"),
+        ("naive?workspace=1048576", "bytes beside its outputs, over its workspace of 1048576"),
+    ],
+)
+def test_what_was_asked_for_is_refused_with_the_reason(name, says, judged):
+    verdict = judged(name)
+    assert verdict.verdict in ("wrong", "refused")
+    assert says in verdict.reason
+
+
+def test_a_host_that_computes_is_in_the_time_and_labelled(judged):
+    verdict = judged("host_node", Problem(1, 2, 2, 256, 256, 64, "bf16"))
+    assert verdict.verdict == "refused" or verdict.form == "issued"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("keeps", "computes_once", "other_stream", "one_buffer", "two_buffers", "stale"),
+        *("of_triton.py:beside_its_inputs", "of_triton.py:fewer_blocks"),
+    ],
+)
 def test_what_is_no_answer_is_not_confirmed(name, judged):
     verdict = judged(name)
     assert verdict.verdict in ("wrong", "refused"), verdict
