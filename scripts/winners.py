@@ -27,11 +27,11 @@ from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
-# Cubins of an archive. A first call unpacks one archive or two, so it must not be large. 936 kernels
+# Cubins of an archive. A first call unpacks one or two, so they must not be large. 936 kernels
 # were 3086 KiB in groups of 36 cubins, 2551 in groups of 108, 2201 in groups of 288.
 GROUP = 108
 # Runs that judge the shipped table, and so tune nothing in it; and gradients whose calls from
-# PyTorch no test has seen on a card (tests/gpu/test_gradients_served.py), so that they stay its own.
+# PyTorch no test has seen on a card (tests/gpu/test_gradients_served.py): these stay its own.
 JUDGES = ("held_out_decode", "held_out_decode_later")
 UNSEEN = ("backward_windows", "backward_lengths")
 

@@ -15,7 +15,7 @@ from fake_baselines import Cudnn, Session
 from fake_torch import Tensor, torch_of
 from samples import TEST_GPU
 
-from attnsweep.baselines import cudnn, flash, torch_sdpa
+from attnsweep.baselines import cudnn, flash
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
