@@ -160,25 +160,37 @@ class BoundBaseline:
         return self._held and any(len(kept[-1]) == 2 for kept in self._made.values())
 
     def kept(self, copy: int) -> list[tuple[int, int]]:
-        """Where the outputs o of calls on a copy are that are kept, and their bytes.
+        """Where the outputs o of a callable's calls on a copy are that are kept, and their bytes.
 
-        None of them if one is no single block of memory. Raises Unavailable.
+        None of them if one is no single block of memory. Raises Unavailable for what it may not
+        return. Those of a graph are looked at once, as they lie where they lay.
         """
-        if not self._held or self._way.finish is not None:
+        if not self._held:
             return []
         if self._blocks[0] is not self._made:
             self._blocks = self._made, {}
         if copy not in self._blocks[1]:
-            outs, given = [made[0] for made in self._made[copy]], self._inputs[copy]
-            whole = True
-            for out in outs:
-                if why := breach(self._torch, out, outs[-1].shape, outs[-1], given):
-                    raise Unavailable(why)
-                steps = zip(out.shape, out.stride(), strict=True)
-                whole &= out.numel() == 1 + sum((size - 1) * step for size, step in steps)
-            found = [(out.data_ptr(), out.nbytes) for out in outs] if whole else []
-            self._blocks[1][copy] = found
+            self._blocks[1][copy] = self._blocks_of(self._made[copy], self._inputs[copy])
         return self._blocks[1][copy]
+
+    def _blocks_of(
+        self, kept: Sequence[tuple[Any, ...]], given: Sequence[Any]
+    ) -> list[tuple[int, int]]:
+        if not all(kept):
+            raise Unavailable("returned an empty tuple")
+        if len({len(outs) for outs in kept}) > 1:
+            raise Unavailable("returned more outputs in some calls than in others")
+        memory = [memory_of(out) for outs in kept for out in outs]
+        if len({*memory}) < len(memory):
+            raise Unavailable("returned the same memory for two outputs")
+        like, whole, found = kept[-1][0], True, []
+        for out, *_ in reversed(kept):
+            if why := breach(self._torch, out, getattr(like, "shape", ()), like, given):
+                raise Unavailable(why)
+            steps = zip(out.shape, out.stride(), strict=True)
+            whole &= out.numel() == 1 + sum((size - 1) * step for size, step in steps)
+            found.append((out.data_ptr(), out.nbytes))
+        return found[::-1] if whole else []
 
     def collect(
         self, copy: int, into: Sequence[Any], lse: Any = None, which: int | None = None
@@ -193,12 +205,7 @@ class BoundBaseline:
         kept, given = self._made[copy], self._inputs[copy % len(self._inputs)]
         which = secrets.randbelow(len(kept)) if which is None else which
         made = kept[which]
-        if self._held:
-            if len({len(outs) for outs in kept}) > 1:
-                raise Unavailable("returned more outputs in some calls than in others")
-            memory = [memory_of(out) for outs in kept for out in outs]
-            if len({*memory}) < len(memory):
-                raise Unavailable("returned the same memory for two outputs")
+        self.kept(copy)  # which looks at all of them
         with self._torch.cuda.stream(self._stream):
             if lse is not None and len(made) == 2:
                 to, made = self._torch.from_dlpack(lse).view(self._torch.float32), made[:1]
@@ -206,7 +213,8 @@ class BoundBaseline:
             if self._way.finish is not None:
                 made = (self._way.finish(*made, *given),)
             if len(made) != len(into):
-                raise ValueError(f"it has {len(made)} outputs, not {len(into)}")
+                kind = Unavailable if self._held else ValueError
+                raise kind(f"returned {len(made)} outputs, not {len(into)}")
             for one, array in zip(made, into, strict=True):
                 self._take(one, self._torch.from_dlpack(array).view(self._dtype), given)
         return which

@@ -324,6 +324,22 @@ def a_parameter(q, k, v):
     return torch.nn.Parameter(honest(q, k, v), requires_grad=False)
 
 
+def nothing(q, k, v):
+    return None
+
+
+def no_outputs(q, k, v):
+    return ()
+
+
+def three_outputs(q, k, v):
+    return (*with_lse(q, k, v), torch.zeros(1))
+
+
+def an_lse_of_half(q, k, v):
+    return honest(q, k, v), lse_of(q, k, v).half()
+
+
 def two_shapes(q, k, v):
     return honest(q, k, v)[:, :, :-1]
 
