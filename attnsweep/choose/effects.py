@@ -16,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any
 
 from attnsweep.choose.columns import value_text
@@ -94,17 +95,25 @@ def effects(
     candidates is left out: the run says nothing about it.
     """
     rows = timed(trials, reference.kernel)
-    settings = [tuple(sorted((n, _key(v)) for n, v in t.config.items())) for t in rows]
+    orders = [sorted(t.config) for t in rows]
+    # A number for each value of each parameter: tuples of them are compared a million times.
+    codes: dict[object, int] = {}
+    settings = [
+        tuple(codes.setdefault((n, _key(t.config[n])), len(codes)) for n in order)
+        for t, order in zip(rows, orders, strict=True)
+    ]
     found: list[Effect] = []
     for name, own in reference.config.items():
-        varied = [(t.config[name], tuple(s for s in each if s[0] != name), t)
-                  for t, each in zip(rows, settings, strict=True)
-                  if name in t.config]  # fmt: skip
-        found += _effect(varied, name, own)
+        of = [(t, order.index(name), each)
+              for t, order, each in zip(rows, orders, settings, strict=True)
+              if name in t.config]  # fmt: skip
+        if len({each[at] for _, at, each in of}) > 1:
+            varied = [(t.config[name], each[:at] + each[at + 1 :], t) for t, at, each in of]
+            found += _effect(varied, name, own)
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
-            varied = [(t.variant[axis], tuple(s for s in each if s[0] not in names), t)
-                      for t, each in zip(rows, settings, strict=True)
+            varied = [(t.variant[axis], tuple(compress(each, (n not in names for n in order))), t)
+                      for t, order, each in zip(rows, orders, settings, strict=True)
                       if axis in t.variant]  # fmt: skip
             of_axis = _effect(varied, axis, reference.variant[axis], names)
             # What changes with its axis only has no pairs of its own: the axis speaks for it.

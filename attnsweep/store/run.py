@@ -19,7 +19,7 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,37 +55,34 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     StoreError if the file cannot be read.
     """
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            # An empty file was cut, although gzip reads it as an archive of nothing.
-            data = gzip.decompress(data or b"\x1f\x8b")
-        elif path.suffix == ".xz":
-            data = lzma.decompress(data)
+        if path.suffix == ".gz" and not path.stat().st_size:
+            raise EOFError("empty")  # it was cut, although gzip reads it as an archive of nothing
+        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+        with openers.get(path.suffix, open)(path, "rb") as lines:
+            trials, warnings, _ = _parse_trials(lines, path)
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
     except OSError as error:
         raise _store_error(error, path, "cannot read the trials") from error
-    trials, warnings, _ = _parse_trials(data, path)
     return list(trials.values()), warnings
 
 
 def _parse_trials(
-    data: bytes, path: Path
+    lines: Iterable[bytes], path: Path
 ) -> tuple[dict[tuple[object, ...], Trial], list[str], int]:
     """Trials by key, warnings, and the number of whole rows, including replaced ones."""
     trials: dict[tuple[object, ...], Trial] = {}
     warnings: list[str] = []
     rows = 0
-    *whole, last = data.split(b"\n")
-    for number, line in enumerate([*whole, last], start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         parsed = _parse_row(line)
         if isinstance(parsed, Trial):
             trials[parsed.key] = parsed
             rows += 1
-        elif number > len(whole):
+        elif not line.endswith(b"\n"):
             warnings.append(
                 f"{path}:{number}: dropped the incomplete last line "
                 "(its run was killed, or is still writing)"

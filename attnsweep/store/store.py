@@ -95,11 +95,11 @@ class Store:
         except OSError as error:
             raise _store_error(error, self.path, "cannot open the trials for writing") from error
         try:
-            data = self.path.read_bytes()
+            with self.path.open("rb") as lines:
+                self._trials, self.warnings, self.rows = _parse_trials(lines, self.path)
         except OSError as error:
             os.close(self._fd)
             raise _store_error(error, self.path, "cannot read the trials") from error
-        self._trials, self.warnings, self.rows = _parse_trials(data, self.path)
         self._of: dict[Problem, dict[tuple[object, ...], Trial]] = {}
         for trial in self._trials.values():
             self._of.setdefault(trial.problem, {})[trial.key] = trial

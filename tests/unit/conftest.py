@@ -40,16 +40,17 @@ def made_once():
 
     Rows of recorded runs, their winners and tables; shipped families; the command line.
     """
-    parse = store._parse_trials
-    once = cache(parse)
+    parse, once = store._parse_trials, {}
 
     def recorded(path):
         return path.resolve().is_relative_to(RESULTS)
 
-    def parsed(data, path):
+    def parsed(lines, path):
         if not recorded(path):
-            return parse(data, path)
-        trials, warnings, rows = once(data, path)
+            return parse(lines, path)
+        if path not in once:
+            once[path] = parse(lines, path)
+        trials, warnings, rows = once[path]
         return dict(trials), [*warnings], rows
 
     tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
