@@ -118,10 +118,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
     arguments = parser.parse_args()
-    from attnsweep.specs.shapes import read_shapes
-
     begun, found = time.monotonic(), defaultdict[tuple[str, str], list[KernelVerdict]](list)
-    problems = [replace(p, dtype=d) for d in ("fp16", "bf16") for p in read_shapes(SHAPES)]
+    parsed = map(Problem.parse, SHAPES)
+    problems = [replace(p, dtype=d) for p in parsed for d in ("fp16", "bf16")]
     missing: dict[str, str] = {}
     with Worker(timeout_s=60) as worker:
         environment = worker.describe()

@@ -36,7 +36,6 @@ import yaml
 from setting import console
 
 from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_run, rank, select
-from attnsweep.store.run import TRIALS, trials_of
 
 OURS = "attnsweep"
 ROOT = Path(__file__).parent.parent
@@ -295,7 +294,7 @@ def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
     """The problems of all runs; those without first times borrow how others' are off."""
     found = []
     for directory in directories:
-        if trials_of(directory).exists():
+        if any(directory.glob("trials.jsonl*")):
             run = open_run(directory)
             if not any(trial.recorded for trial in run.trials):  # a replay repeats another run
                 found += recorded_problems(run, only)
@@ -307,7 +306,7 @@ def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
 
 def recorded_on(directories: Sequence[Path]) -> str:
     """The GPUs of the runs, and the days on which they were recorded."""
-    runs = [open_run(d) for d in directories if trials_of(d).name != TRIALS]
+    runs = [open_run(d) for d in directories if any(d.glob("trials.jsonl.*"))]
     cards = [run.environment for run in runs if run.environment is not None]
     found = {f"{card.gpu}, {card.date[:10]}": None for card in cards}
     return " and ".join(sorted(found))

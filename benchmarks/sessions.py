@@ -25,7 +25,6 @@ from typing import Any
 from setting import console
 
 from attnsweep import Run, Trial, compare_runs, open_run, rank
-from attnsweep.store.run import ROWS
 
 ROOT = Path(__file__).parent.parent
 SHARES = (0.0, 0.02, 0.03, 0.05, 0.08)
@@ -43,7 +42,7 @@ def versions(place: Path) -> Iterator[Run]:
         for line in git("ls-tree", "-r", commit, "results").decode().splitlines():
             facts, path = line.split("\t")
             blob, folder = facts.split()[2], str(Path(path).parent)
-            if Path(path).name not in ROWS or blob in seen:
+            if not Path(path).name.startswith("trials.jsonl") or blob in seen:
                 continue
             seen.add(blob)
             run = place / blob
