@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,25 @@ SPECS = (
 CANDIDATES = 16
 
 
-def count(trials: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Try right candidates on new inputs until `trials` are done or the time is up."""
+def count(
+    trials: int, seconds: float, seed: int, card: Callable[..., Any] = Worker, made: Any = builds
+) -> dict[str, Any]:
+    """Try right candidates on new inputs until `trials` are done or the time is up.
+
+    card, made: make the GPU's process, and the candidates of a spec.
+    """
     draw = random.Random(seed)
     begun, done = time.monotonic(), 0
     refused: list[dict[str, object]] = []
     nearest: dict[str, float] = defaultdict(float)
     of: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
+    with tempfile.TemporaryDirectory() as place, card(timeout_s=60) as worker:
         arch = worker.describe().arch
         cases = []
         for number, (problem, kernels) in enumerate(SPECS):
             text = f"problems: [{problem}]\nkernels: {kernels}\n"
             spec = setting.spec_of(text, Path(place), f"case{number}")
-            every = builds(spec, arch=arch, limit=48)  # of each family
+            every = made(spec, arch=arch, limit=48)  # of each family
             cases.append((spec.problems[0].problem, every[:: max(1, len(every) // CANDIDATES)]))
         while done < trials and time.monotonic() - begun < seconds:
             for problem, candidates in cases:

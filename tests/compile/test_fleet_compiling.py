@@ -258,9 +258,9 @@ def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, 
     ],
 )
 def test_another_version_is_left_out_by_name(
-    started, asker, source, monkeypatch, patched, value, words
+    started, asker, source, constants, patched, value, words
 ):
-    monkeypatch.setattr(dask_compile, patched, value)
+    constants(dask_compile, **{patched: value})
     on = started("host1")
     asking = asker(on)
     future = asking.compiler.submit(source, defines(1))

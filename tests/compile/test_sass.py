@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -160,10 +159,10 @@ def test_a_requirement_prunes_with_its_reason(tmp_path):
 
 
 @pytest.fixture
-def no_disassembler(monkeypatch):
+def no_disassembler(constants, monkeypatch, tmp_path):
     sass.nvdisasm.cache_clear()
-    monkeypatch.setattr(sass, "WHEEL", "no-such-wheel")
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+    constants(sass, WHEEL="no-such-wheel")
+    monkeypatch.setenv("PATH", str(tmp_path))
     yield
     sass.nvdisasm.cache_clear()
 

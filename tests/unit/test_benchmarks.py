@@ -219,7 +219,7 @@ def test_the_docs_say_of_recorded_sessions_what_was_counted():
 # -- refusals.py ------------------------------------------------------------------------------
 
 
-def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatch):
+def test_a_refused_right_candidate_is_counted_with_its_inputs(module):
     refusals = module("refusals")
     gpu = FakeGpu({"A=1": 5.0, "A=2": 6.0})
     gpu.faults["trial", "A=2"] = WorkerError(Status.WRONG, "relative error 1 over the limit 0.5")
@@ -232,9 +232,8 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatc
             candidate=lambda: candidate,
         )
 
-    monkeypatch.setattr(refusals, "Worker", gpu)
-    monkeypatch.setattr(refusals, "builds", lambda spec, **how: [build(1), build(2)])
-    found = refusals.count(24, 1e9, seed=3)
+    two = [build(1), build(2)]
+    found = refusals.count(24, 1e9, seed=3, card=gpu, made=lambda spec, **how: two)
     assert found["trials"] == 24
     assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 12
     assert len({each["seed"] for each in found["refused"]}) == 12
