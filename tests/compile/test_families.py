@@ -213,7 +213,7 @@ def test_arguments_that_the_template_does_not_take_are_said(compilers, tmp_path,
 def test_the_example_of_the_page_on_writing_a_kernel_fits_its_declaration(compilers, tmp_path):
     page = (Path(__file__).parent.parent.parent / "docs" / "writing-a-kernel.md").read_text()
     for language, suffix in (("cuda", "cu"), ("python", "py")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        block, *_ = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
         (tmp_path / f"mine.{suffix}").write_text(block)
     kernel, compiler = load_kernel(tmp_path / "mine.py"), compilers("sm_90a")
     build = Build.of(kernel, Space.build(kernel, BASE, compiler.arch).configs[0], BASE, compiler)

@@ -92,7 +92,7 @@ OF_MASKS = (
 )
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="windows and padding")
 @pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
 def test_right_on_windows_of_every_kind(simulator, words, head_dim):
     """Also where blocks of queries see no key, and no query sees a block of keys."""
@@ -110,7 +110,7 @@ def test_right_on_windows_of_every_kind(simulator, words, head_dim):
         assert result.ok, (words, case.label, str(result))
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="windows and padding")
 @pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
 def test_right_on_padding_on_either_side(simulator, words, head_dim):
     """Also where an item has no key, and where padding leaves some queries none."""
@@ -477,7 +477,7 @@ def test_wrong_kernels_are_found(simulator, wrong, words, case):
 KINDS = ("RECOMPUTE=0", "RECOMPUTE=1 Q_BLOCK_N=64")
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("dim", FAMILY.head_dims)
 def test_right_for_every_head_dim(simulator, dim):
     number = dim // 8

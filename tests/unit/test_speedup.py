@@ -112,6 +112,7 @@ def swept(place, monkeypatch):
     return made, gpu
 
 
+@pytest.mark.nightly(push=0)
 def test_speedup_says_before_and_after_and_goes_on_where_it_ended(place, swept, attnsweep):
     made, _ = swept
     words = ("speedup", "out", "--budget-s", "100", "--", sys.executable, "program.py")
