@@ -69,7 +69,7 @@ def config_for(words, problem):
     return config
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="right gradients of all kinds")
 @pytest.mark.parametrize(("words", "head_dim", "dtype", "mask"), CONFIGS)
 def test_right_on_every_case(simulator, words, head_dim, dtype, mask):
     problem = Problem(1, 4, 2, 2048, 2048, head_dim, dtype, mask, op=BACKWARD)
@@ -92,7 +92,7 @@ OF_MASKS = (
 )
 
 
-@pytest.mark.nightly(push=1, of="windows and padding")
+@pytest.mark.nightly(push=1, of="right gradients of all kinds")
 @pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
 def test_right_on_windows_of_every_kind(simulator, words, head_dim):
     """Also where blocks of queries see no key, and no query sees a block of keys."""
@@ -110,7 +110,7 @@ def test_right_on_windows_of_every_kind(simulator, words, head_dim):
         assert result.ok, (words, case.label, str(result))
 
 
-@pytest.mark.nightly(push=1, of="windows and padding")
+@pytest.mark.nightly(push=1, of="right gradients of all kinds")
 @pytest.mark.parametrize(("words", "head_dim"), OF_MASKS)
 def test_right_on_padding_on_either_side(simulator, words, head_dim):
     """Also where an item has no key, and where padding leaves some queries none."""
@@ -453,7 +453,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.nightly(push=6)
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize(("wrong", "words", "case"), PLANTED)
 def test_wrong_kernels_are_found(simulator, wrong, words, case):
     stage, before, times, after = wrong
