@@ -477,7 +477,7 @@ def test_wrong_kernels_are_found(simulator, wrong, words, case):
 KINDS = ("RECOMPUTE=0", "RECOMPUTE=1 Q_BLOCK_N=64")
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="right gradients of all kinds")
 @pytest.mark.parametrize("dim", FAMILY.head_dims)
 def test_right_for_every_head_dim(simulator, dim):
     number = dim // 8

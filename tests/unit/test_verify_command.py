@@ -29,6 +29,7 @@ def mine(tmp_path):
     return made
 
 
+@pytest.mark.nightly(push=0)
 def test_a_right_kernel_has_no_finding(attnsweep, mine):
     done = attnsweep("verify", "naive", *SHAPE)
     assert (done.returncode, done.stdout) == (0, "")
