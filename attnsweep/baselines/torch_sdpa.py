@@ -208,7 +208,7 @@ def _rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
 
 
 def _efficient_gradients(torch: Any, problem: Problem, bias: Any) -> list[Way]:
-    """Of k and v that are repeated for all query heads, as its forward takes them.
+    """Gradients from k and v that are repeated for all query heads, as the forward takes them.
 
     Rows of its bias begin at multiples of 16 elements, and those of a head's lse of 32.
     """

@@ -143,7 +143,7 @@ def said_of(program: str, pairs: Sequence[dict[str, Any]]) -> str:
 
 
 def _calls_text(calls: Counter[str]) -> str:
-    """Of how many calls how many went to kernels, and why the others did not."""
+    """How many calls went to kernels, of how many, and why the others did not."""
     ours = sum(n for name, n in calls.items() if name.startswith("kernel"))
     others = [
         f"{n:,} {name}" for name, n in calls.most_common() if not name.startswith("kernel") and n

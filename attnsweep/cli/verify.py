@@ -49,14 +49,14 @@ def verify(
     ] = None,
     head_dim: Annotated[
         int | None,
-        typer.Option("--head-dim", help="Of the small cases (default: 64 or its least)."),
+        typer.Option("--head-dim", help="head_dim of the small cases (default: 64, or its least)."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of the small cases (default: its first).")
+        str | None, typer.Option("--dtype", help="dtype of the small cases (default: its first).")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Mask every shape.")] = False,
     inputs: Annotated[
-        str, typer.Option("--inputs", help="Of --problem: normal, large_scores and so on.")
+        str, typer.Option("--inputs", help="Inputs of --problem: normal, large_scores and so on.")
     ] = "normal",
     arch: Annotated[
         str,

@@ -42,7 +42,7 @@ from attnsweep.store.run import Run
 Line = tuple[str, str]
 """A line and its rich style."""
 MANY = 4
-"""A run of so many problems has one line for each in place of a table."""
+"""A run with this many problems prints one line for each instead of a table."""
 TOP = 3
 # Lines of a run of many problems: the ends of the list if there are more.
 _MOST_LINES = 20

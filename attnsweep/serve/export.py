@@ -69,7 +69,7 @@ _SDPA = "torch_"
 # the second number. What the rule loses on each shape of the recorded H100 runs, predicted from the
 # others, at the 95th percentile: 16 % with winners alone, 8 % with 3 for each, 7 % so and with all.
 _HELD, _HELD_OF_A_KIND = 3, 60
-# Of a kind with another mask, of v's own head_dim or of gradients. The rule loses nothing by it
+# The same for other masks, v's own head_dim and gradients. It costs the rule nothing
 # (benchmarks/dispatch.py --leave-one-out of the H100's masks, packed, scores and backward).
 _HELD_OF_OTHERS = 16
 # Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.

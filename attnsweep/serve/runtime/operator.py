@@ -273,7 +273,7 @@ class Operator:
     def _impl_forward_intervals_lse(
         self, query: Any, key: Any, value: Any, ranges: Any, low: Any, high: Any, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a call whose gradients a kernel has."""
+        """A call whose gradients a kernel computes."""
         limits = (low, high)
         plan = self.masked_plan(
             *(query, key, value, ranges, False, scale, True, limits, 0.0, None), lse=True
