@@ -10,9 +10,11 @@
 // dQ without RECOMPUTE: the consumers leave dS in shared memory, a warpgroup of its own multiplies
 // it by K, and threads of the producer's warpgroup, or with DQ_ADD its own, add 64 queries and some
 // columns at a time to fp32 sums in memory, in any order. Stages: delta, which also clears the
-// sums; keys; convert.
-// With RECOMPUTE: the stage queries computes S and dP again, 64 queries a warpgroup, and before
-// that delta. It runs first. Equal calls then give equal bits.
+// sums; keys; convert. With DQ_RING the sums are a ring of as many heads as stay in L2, and a warp
+// of each block of keys converts and clears a share of a head `lag` before its own: delta clears
+// the ring once, and convert has the last heads. Blocks count in `turns` what they added and
+// converted. With RECOMPUTE: the stage queries computes S and dP again, 64 queries a warpgroup, and
+// before that delta. It runs first. Equal calls then give equal bits.
 //
 // Wide heads, DKV_WARPGROUPS 2: of two warpgroups with the same 64 keys one computes S, P and dV,
 // the other dP, dS and dK, and P crosses over. The blocks of a CLUSTER have neighbouring keys, and
@@ -23,10 +25,16 @@
 //
 // PDL: a launch lets the next begin at once, and waits for the one ahead where it needs what that
 // wrote: neg_lse, delta and the cleared sums; the sums.
+#ifndef DQ_RING
+#define DQ_RING 0
+#endif
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/bulk.cuh"
 #include "common/ptx/cluster.cuh"
+#if DQ_RING && STAGE_KEYS
+#include "common/ptx/flags.cuh"
+#endif
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
@@ -104,13 +112,20 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
+#if DQ_RING
+#define IF_RING(...) , __VA_ARGS__
+#else
+#define IF_RING(...)
+#endif
+
 #if STAGE_DELTA
 // A row is read by LANES of ROW_THREADS threads, each of which clears 32 bytes of the sums of dQ.
 extern "C" __global__ void __launch_bounds__(256)
     flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
                           float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
-                          int pitch HEADS_PARAMETER STRIDES_PARAMETERS(o) STRIDES_PARAMETERS(d_o)) {
+                          int pitch IF_RING(unsigned* turns, int counts, int lead, int ring)
+                              HEADS_PARAMETER STRIDES_PARAMETERS(o) STRIDES_PARAMETERS(d_o)) {
     const TensorLayout of_o LAYOUT_OF(o), of_do LAYOUT_OF(d_o);
     if (PDL) grid_launch_dependents();
     const int row = blockIdx.x * (256 / ROW_THREADS) + threadIdx.x / ROW_THREADS;
@@ -118,6 +133,11 @@ extern "C" __global__ void __launch_bounds__(256)
     const bool has_columns = LANES == ROW_THREADS || lane < LANES;
     const long long at = static_cast<long long>(head) * pitch + row;
     float sum = 0.f, own = minus_infinity();
+#if DQ_RING
+    const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
+    if (thread < counts) turns[thread] = 0;
+    if (head >= lead) seqlen_q = 0;  // of which blocks of keys make delta
+#endif
     if (row < seqlen_q) {
         const long long from = static_cast<long long>(head) * seqlen_q + row;
         if (has_columns)
@@ -129,6 +149,9 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = ROW_THREADS / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (lane == 0) neg_lse[at] = negated(own), delta[at] = sum;
     const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
+#if DQ_RING
+    if (head >= ring) return;
+#endif
     if (has_columns) sums[(at * LANES + lane) * 2] = sums[(at * LANES + lane) * 2 + 1] = zero;
 }
 #elif STAGE_CONVERT
@@ -136,14 +159,20 @@ extern "C" __global__ void __launch_bounds__(256)
 // threads' four numbers.
 extern "C" __global__ void __launch_bounds__(128)
     flash_bwd_wgmma_convert(const float4* sums, uint4* __restrict__ dq, int seqlen_q, int pitch,
-                            float scale HEADS_PARAMETER STRIDES_PARAMETERS(dq)) {
+                            float scale IF_RING(int first_head, int ring)
+                                HEADS_PARAMETER STRIDES_PARAMETERS(dq)) {
     const TensorLayout of_dq LAYOUT_OF(dq);
     extern __shared__ __align__(16) unsigned char smem[];
     if (PDL) grid_wait();
     constexpr int ROW = HEAD_DIM / 2 + 4;  // words, of which four keep rows in other banks
     unsigned* tile = reinterpret_cast<unsigned*>(smem);
-    const int t = threadIdx.x, first = blockIdx.x * 64, head = blockIdx.y;
-    const float4* from = sums + (static_cast<long long>(head) * pitch + first) * (HEAD_DIM / 4);
+    const int t = threadIdx.x, first = blockIdx.x * 64;
+#if DQ_RING
+    const int head = first_head + blockIdx.y, slot = head % ring;
+#else
+    const int head = blockIdx.y, slot = head;
+#endif
+    const float4* from = sums + (static_cast<long long>(slot) * pitch + first) * (HEAD_DIM / 4);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; ++i) {
         const float4 x = from[i * 128 + t];

@@ -1,7 +1,7 @@
 """flash_bwd_wgmma: fused backward on Hopper: TMA rings, warp-specialised wgmma, dQ reduced."""
 
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import LOG2E, Problem, ceil_div
+from attnsweep.core.problem import CAUSAL, LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
 from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.launch import Arg
@@ -24,6 +24,12 @@ kernel = Family(
             "dQ's tiles are added 0 from shared memory, 1 from registers",
             absent=0,
         ),
+        Param(
+            "DQ_RING",
+            (0, 3, 2, 4),
+            "dQ's sums are of: 0 all heads; else so many waves, which blocks clear and convert",
+            absent=0,
+        ),
         Param("Q_BLOCK_N", (128, 96, 80, 64), "RECOMPUTE: keys of a tile that queries pass"),
         Param("Q_WARPGROUPS", (2,), "RECOMPUTE: consumer warpgroups, 64 queries each"),
         Param("Q_STAGES", (2, 1), "RECOMPUTE: tiles of K, and of V, in flight; 1: three of both"),
@@ -40,6 +46,7 @@ kernel = Family(
 )
 DELTA_THREADS = 256
 PRODUCER = 24  # registers of its threads
+SMS = 132  # of the largest card, for which workspaces are: a wave of more would not fit the sums
 # Registers that ptxas 13 needs beside sums, scores and P, by BLOCK_M. Up to 108 bytes of what stays
 # the same in the loop over tiles are spilled before it.
 REST = {64: 24, 128: 40}
@@ -68,7 +75,8 @@ def smem_bytes(c: Config, p: Problem) -> int:
     reduced = 0 if c.RECOMPUTE else 2 * c.KV_WARPGROUPS * 128 * queries
     reduced += staged * 64 * part_columns(p) * 4
     apart = 2 * (128 * queries + 16) if c.DKV_WARPGROUPS > 1 else 0
-    return tiles + reduced + apart + 32 * c.NUM_STAGES + 48 + 16 * staged
+    ring = (64 * 128 + 3 * 64 * 32 * 4 + 32) * (c.DQ_RING > 0)
+    return tiles + reduced + apart + ring + 32 * c.NUM_STAGES + 48 + 16 * staged
 
 
 def parts(c: Config, p: Problem) -> int:
@@ -92,7 +100,10 @@ def consumer_registers(arch: Arch, warpgroups: int, blocks: int, others: tuple[i
 
 def roles(c: Config, p: Problem) -> tuple[int, ...]:
     """Registers of the warpgroups beside the consumers: the producer's, and dQ's."""
-    return (PRODUCER,) if c.RECOMPUTE else (PRODUCER, 72 if part_columns(p) <= 64 else 88)
+    if c.RECOMPUTE:
+        return (PRODUCER,)
+    more = 8 * (c.DQ_RING > 0)  # of the producer's, whose last warp converts; dQ's do with less
+    return PRODUCER + more, (72 if part_columns(p) <= 64 else 88) - more
 
 
 def registers_needed(c: Config, p: Problem) -> int:
@@ -113,9 +124,41 @@ def pitch(p: Problem) -> int:
     return ceil_div(p.seqlen_q, 128) * 128
 
 
-def together(rows: int, of_sm: int, arch: Arch, heads: int) -> int:
+def together(rows: int, of_sm: int, sms: int, heads: int) -> int:
     """Heads whose blocks run at the same time, so that they share L2. of_sm: rows of an SM."""
-    return min(heads, max(1, arch.sm_count * of_sm // rows))
+    return min(heads, max(1, sms * of_sm // rows))
+
+
+def of_keys(c: Config, p: Problem, sms: int = SMS) -> int:
+    """Heads of keys whose blocks run at the same time."""
+    rows_of_sm = 64 * c.KV_WARPGROUPS * c.BLOCKS_PER_SM
+    return together(p.seqlen_k, rows_of_sm, min(sms, SMS), p.batch * p.heads_kv)
+
+
+def lag(c: Config, p: Problem, sms: int) -> int:
+    """Heads of keys between that of a block and the one that it converts: all, if none is left.
+
+    The last blocks of a wave under a causal mask are short, and begin the next one early: a block
+    that converts a head of the wave ahead waits for its longest blocks, one of four waves does not.
+    """
+    return min(p.batch * p.heads_kv, (2 if c.DQ_RING > 3 else 1) * of_keys(c, p, sms))
+
+
+def lead(c: Config, p: Problem, sms: int) -> int:
+    """Heads of keys between that of a block and the one whose delta it makes: all, if none.
+
+    Short blocks have no time for it: (8,16,2048,128) causal took 752 µs with it, and 722 without;
+    (8,16,2048,128) full 1,112 and 1,136, (4,16,4096,128) causal 1,162 and 1,185.
+    """
+    passed = p.seqlen_q // (2 if p.mask == CAUSAL else 1)
+    has_time = passed >= 2048 and p.kind in ("full", "causal")
+    return of_keys(c, p, sms) if has_time else p.batch * p.heads_kv
+
+
+def ring(c: Config, p: Problem) -> int:
+    """Heads of keys whose queries have sums of dQ at the same time."""
+    heads = p.batch * p.heads_kv
+    return min(heads, c.DQ_RING * of_keys(c, p)) if c.DQ_RING else heads
 
 
 # fmt: off
@@ -132,7 +175,13 @@ kernel.keep_if(
      if c.DKV_WARPGROUPS == 2
      else (c.DKV_WARPGROUPS, c.DQ_ADD, c.NUM_STAGES, c.CLUSTER) == (1, 0, 2, 1)),
     ("parts_of_dq", "a warp of the producer's adds each part of dQ's tile, at most 3",
-     lambda c, p, arch: c.DQ_ADD == 0 if c.RECOMPUTE else c.DQ_ADD or parts(c, p) <= 3),
+     lambda c, p, arch: c.DQ_ADD == 0 if c.RECOMPUTE
+     else c.DQ_ADD or parts(c, p) + (c.DQ_RING > 0) <= 3),
+    ("waves_of_sums", "sums of dQ are of 2 or 3 waves of heads, under a causal mask 3 or 4, and "
+     "there are heads for blocks to convert",
+     lambda c, p, arch: c.DQ_RING == 0
+     or (c.DQ_RING in ((3, 4) if p.mask == CAUSAL else (2, 3)) and not c.RECOMPUTE
+         and lag(c, p, arch.sm_count) < p.batch * p.heads_kv)),
     ("registers", "sums, scores and P fit the registers of a thread",
      lambda c, p, arch: registers_needed(c, p)
      <= consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))),
@@ -159,23 +208,34 @@ kernel.keep_if(
 @kernel.workspace
 def workspace(c, p):
     rows = p.batch * p.heads * pitch(p)
-    sums = {} if c.RECOMPUTE else {"dq_sums": 4 * rows * p.head_dim}
+    of_ring = ring(c, p) * (p.heads // p.heads_kv) * pitch(p)
+    sums = {} if c.RECOMPUTE else {"dq_sums": 4 * of_ring * p.head_dim}
+    sums |= {"turns": 12 * p.batch * p.heads_kv} if c.DQ_RING else {}
     return {"neg_lse": 4 * rows, "delta": 4 * rows} | sums
 
 
-@kernel.stage("delta", params=("PDL",), strided=("heads", "o", "do"))
+@kernel.stage("delta", params=("PDL", "DQ_RING"), strided=("heads", "o", "do"))
 def delta(c, p, arch):
     if c.RECOMPUTE:
         return None
     threads = 2  # of a row: a power of two
     while threads * 8 < p.head_dim:
         threads *= 2
+    heads, group, ring_args = p.batch * p.heads, p.heads // p.heads_kv, ()
+    if c.DQ_RING:  # what blocks of keys do not do themselves
+        heads = max(ring(c, p), lead(c, p, arch.sm_count)) * group
+        ring_args = (
+            "turns",
+            3 * p.batch * p.heads_kv,
+            lead(c, p, arch.sm_count) * group,
+            ring(c, p) * group,
+        )
     return Launch(
         function="flash_bwd_wgmma_delta",
-        grid=(pitch(p) * threads // DELTA_THREADS, p.batch * p.heads, 1),
+        grid=(pitch(p) * threads // DELTA_THREADS, heads, 1),
         threads=DELTA_THREADS,
         defines={"ROW_THREADS": threads},
-        args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p)),
+        args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p), *ring_args),
     )
 
 
@@ -218,7 +278,7 @@ def queries(c, p, arch):
             *maps(p, 64, c.Q_BLOCK_N),
             hopper.tensor_map("dq", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
             *("o", "do", "lse", "neg_lse", "delta", p.seqlen_q, p.seqlen_k, pitch(p), heads),
-            *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch, heads)),
+            *(p.heads // p.heads_kv, together(p.seqlen_q, block, arch.sm_count, heads)),
             *(p.scale * LOG2E, p.scale, *seen(p, p.heads)),
         ),
         smem_bytes=queries_smem_bytes(c, p),
@@ -231,15 +291,24 @@ def queries(c, p, arch):
 
 
 OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "DKV_WARPGROUPS", "NUM_STAGES", "AHEAD")
-OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "PDL")
+OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "DQ_RING", "PDL")
 
 
 @kernel.stage("keys", params=OF_KEYS, strided=("heads_kv",))
 def keys(c, p, arch):
     heads_kv, block = p.batch * p.heads_kv, 64 * c.KV_WARPGROUPS
     clusters = ceil_div(p.seqlen_k, block * c.CLUSTER) * heads_kv
+    # Blocks of the last keys of a causal mask are short: those before them convert.
+    shares = clusters // heads_kv * c.CLUSTER
+    shares = ceil_div(shares, 2) if p.mask == CAUSAL else shares
+    others = [
+        hopper.tensor_map(name, p.batch * p.heads, p.seqlen_q, p.head_dim, box=(64, 64))
+        for name in ("dq", "o", "do")
+    ]
+    behind, before = lag(c, p, arch.sm_count), lead(c, p, arch.sm_count)
+    ring_args = ("lse", "turns", ring(c, p), behind, before, shares)
     registers = consumer_registers(arch, consumers(c), c.BLOCKS_PER_SM, roles(c, p))
-    defines = {"PRODUCER_REGISTERS": PRODUCER, "CONSUMER_REGISTERS": registers}
+    defines = {"PRODUCER_REGISTERS": roles(c, p)[0], "CONSUMER_REGISTERS": registers}
     defines |= {"DQ_REGISTERS": roles(c, p)[-1], "PART_COLUMNS": part_columns(p)}
     defines |= {"CLUSTER": c.CLUSTER} | hides(p)
     return Launch(
@@ -252,13 +321,15 @@ def keys(c, p, arch):
                 hopper.tensor_map(name, heads_kv, p.seqlen_k, p.head_dim, box=(64, 64))
                 for name in ("dk", "dv")
             ),
+            *(others if c.DQ_RING else ()),
             # The sums of dQ are not read where it is computed again.
             *("neg_lse", "delta", "delta" if c.RECOMPUTE else "dq_sums"),
             *(p.seqlen_q, p.seqlen_k, pitch(p), heads_kv, p.heads // p.heads_kv),
             *(
-                together(p.seqlen_k, block * c.BLOCKS_PER_SM, arch, heads_kv),
+                of_keys(c, p, arch.sm_count),
                 p.scale * LOG2E,
                 p.scale,
+                *(ring_args if c.DQ_RING else ()),
                 *seen(p, p.heads_kv),
             ),
         ),
@@ -269,15 +340,19 @@ def keys(c, p, arch):
     )
 
 
-@kernel.stage("convert", params=("PDL",), strided=("heads", "dq"))
+@kernel.stage("convert", params=("PDL", "DQ_RING"), strided=("heads", "dq"))
 def convert(c, p, arch):
     if c.RECOMPUTE:
         return None
+    heads, group, last = p.batch * p.heads, p.heads // p.heads_kv, ()
+    if c.DQ_RING:
+        first = heads - lag(c, p, arch.sm_count) * group
+        heads, last = heads - first, (first, ring(c, p) * group)
     return Launch(
         function="flash_bwd_wgmma_convert",
-        grid=(ceil_div(p.seqlen_q, 64), p.batch * p.heads, 1),
+        grid=(ceil_div(p.seqlen_q, 64), heads, 1),
         threads=128,
-        args=("dq_sums", "dq", p.seqlen_q, pitch(p), p.scale),
+        args=("dq_sums", "dq", p.seqlen_q, pitch(p), p.scale, *last),
         smem_bytes=64 * 4 * (p.head_dim // 2 + 4),
         programmatic=c.PDL > 0,
     )

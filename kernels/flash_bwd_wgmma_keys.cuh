@@ -6,7 +6,8 @@ constexpr int WARPGROUPS = KV_WARPGROUPS, BLOCK_N = 64 * WARPGROUPS, DS_BUFFERS 
 constexpr bool DQ = !RECOMPUTE;  // whether the block also adds to dQ
 constexpr bool APART = DKV_WARPGROUPS > 1, STAGED = DQ && !DQ_ADD;
 constexpr int CONSUMERS = WARPGROUPS * DKV_WARPGROUPS;  // warpgroups
-static_assert(CLUSTER == 1 || APART, "only these give queries back to a whole cluster");
+static_assert(DQ || !DQ_RING, "sums of dQ");
+static_assert(CLUSTER == 1 || APART, "clusters of others were slower at all lengths but one");
 static_assert(!APART || WARPGROUPS == 1, "two warpgroups have 64 keys in common");
 // Beside dQ's warpgroup a thread begins with 128 registers, which 256 columns of sums would take.
 constexpr int SUM_COLUMNS = DQ && COLUMNS > 192 ? 128 : COLUMNS;
@@ -19,8 +20,13 @@ using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
 using QTile = SharedTile<element_t, BLOCK_M, COLUMNS, 128>;
 constexpr unsigned ROW_BYTES = BLOCK_M * 4, DS_BYTES = BLOCK_M * 128;  // dS, P: of a warpgroup
 static_assert(!DQ || (BLOCK_M % 64 == 0 && PART_COLUMNS % 8 == 0), "dQ has parts of 64 queries");
-static_assert(!STAGED || PARTS <= 3, "a warp adds each part of a tile of dQ");
-constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9;
+// A warp adds each part of a tile of dQ, and one works for other heads: it converts UNIT columns of
+// 64 queries at a time, and has panels of 64 columns.
+constexpr bool OTHERS = DQ_RING > 0;
+constexpr int ADDERS = STAGED ? PARTS : 1, UNIT = 32, UNIT_CHUNKS = UNIT / 8;
+constexpr unsigned UNIT_BYTES = 64 * UNIT * 4, PANEL_BYTES = 64 * 128;
+static_assert(!STAGED || PARTS + OTHERS <= 3, "warps of the producer's");
+constexpr int ROWS_BARRIER = 1, K_READ_BARRIER = 9, ADDED_BARRIER = 10;
 
 // Where everything lies in shared memory. It begins at 1024, as dynamic shared memory does where
 // there is no other: constant addresses spare registers. Wgmma takes these of its own block. In a
@@ -30,7 +36,10 @@ struct Memory {
                               O = Q + NUM_STAGES * QTile::BYTES, DS = O + NUM_STAGES * QTile::BYTES,
                               P = DS + DQ * DS_BUFFERS * WARPGROUPS * DS_BYTES,
                               STAGING = P + APART * P_BUFFERS * DS_BYTES,
-                              NEG_LSE = STAGING + STAGED * PARTS * PART_BYTES,
+                              PANEL = STAGING + STAGED * PARTS * PART_BYTES,
+                              UNITS = PANEL + OTHERS * PANEL_BYTES,
+                              ZEROS = UNITS + OTHERS * 2 * UNIT_BYTES,
+                              NEG_LSE = ZEROS + OTHERS * UNIT_BYTES,
                               DELTA = NEG_LSE + NUM_STAGES * ROW_BYTES,
                               BARRIERS = DELTA + NUM_STAGES * ROW_BYTES,
                               MORE = BARRIERS + 32 * NUM_STAGES;
@@ -56,6 +65,12 @@ struct Memory {
     static constexpr unsigned OF_P = MORE + 48 + STAGED * PARTS * 16;
     __device__ static __forceinline__ unsigned p_full(int i) { return at(OF_P + 16 * i); }
     __device__ static __forceinline__ unsigned p_empty(int i) { return at(OF_P + 8 + 16 * i); }
+    // Of two pairs of panels of O and dO, and of two units of sums.
+    static constexpr unsigned OF_OTHERS = OF_P + APART * P_BUFFERS * 16;
+    __device__ static __forceinline__ unsigned pair_full(int i) { return at(OF_OTHERS + 8 * i); }
+    __device__ static __forceinline__ unsigned unit_full(int i) {
+        return at(OF_OTHERS + 16 + 8 * i);
+    }
     __device__ static __forceinline__ void init() {
         for (int i = 0; i < NUM_STAGES; ++i) {
             mbarrier_init(q_full(i), 1), mbarrier_init(o_full(i), 1);
@@ -69,6 +84,8 @@ struct Memory {
             mbarrier_init(staged(i), 4), mbarrier_init(added(i), 1);
         for (int i = 0; i < APART * P_BUFFERS; ++i)
             mbarrier_init(p_full(i), 4), mbarrier_init(p_empty(i), 4);
+        for (int i = 0; i < 2 * (DQ_RING > 0); ++i)
+            mbarrier_init(pair_full(i), 1), mbarrier_init(unit_full(i), 1);
         mbarrier_init_fence();
     }
 };
@@ -81,6 +98,23 @@ struct Call {
     float* sums;
     int seqlen_k, first_key, pitch, group, head_kv, key, diagonal, reach, first, tiles;
     TensorLayout::Head of_keys;  // head_kv
+#if DQ_RING
+    // Counts of each head of keys, by whose blocks others wait: see Counts. ring, lag, lead: heads
+    // of keys that have sums, that a block's is behind the one it converts, before the one of its
+    // delta.
+    unsigned* turns;
+    int ring, lag, lead, shares;
+    enum Counts { ADDED, CONVERTED, DELTA };
+    __device__ __forceinline__ unsigned* count(int head, Counts of) const {
+        return turns + 3 * head + of;
+    }
+    __device__ __forceinline__ float* own_sums() const {
+        if (head_kv >= ring) flag_wait(count(head_kv - ring, CONVERTED), shares);
+        return sums + static_cast<long long>(head_kv % ring - head_kv) * group * pitch * HEAD_DIM;
+    }
+#else
+    __device__ __forceinline__ float* own_sums() const { return sums; }
+#endif
     __device__ __forceinline__ int head(int number) const { return head_kv * group + number; }
     __device__ __forceinline__ TensorLayout::Head of_queries(int number) const {
 #if STRIDED
@@ -116,6 +150,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     load_tile<KTile>(Memory::at(Memory::K), k, Memory::k_full(), call.key, call.of_keys);
     load_tile<KTile>(Memory::at(Memory::V), v, Memory::v_full(), call.key, call.of_keys);
     if (PDL) grid_wait();
+#if DQ_RING
+    if (call.head_kv >= call.lead) flag_wait(call.count(call.head_kv, Call::DELTA), call.shares);
+#endif
     Ring<NUM_STAGES> ring;
 #pragma unroll 1
     for (int number = 0; number < call.group; ++number)
@@ -182,7 +219,13 @@ struct Consumer {
     }
     __device__ __forceinline__ void release(int j) const {
         const unsigned i = Position<NUM_STAGES>(j).stage;
-        if (lane == 0) mbarrier_arrive(Memory::q_empty(i)), mbarrier_arrive(Memory::o_empty(i));
+        give_back(Memory::q_empty(i)), give_back(Memory::o_empty(i));
+    }
+    // A stage of Q or of dO, to every block that loads a share of it.
+    __device__ __forceinline__ void give_back(unsigned empty) const {
+        if constexpr (CLUSTER > 1)
+            mbarrier_arrive_remote(cluster_address(empty, lane % CLUSTER), lane, CLUSTER);
+        else if (lane == 0) mbarrier_arrive(empty);
     }
     // row: of the tile's first query, column 0.
     __device__ __forceinline__ void mask(Scores& s, int row) const {
@@ -304,12 +347,6 @@ struct Consumer {
     // dV and dK. P goes through shared memory, as each thread has it.
     __device__ __forceinline__ static unsigned place_of_p(int buffer) {
         return Memory::at(Memory::P + buffer * DS_BYTES + threadIdx.x % 128 * 16);
-    }
-    // A stage of Q or of dO, to every block that loads a share of it.
-    __device__ __forceinline__ void give_back(unsigned empty) const {
-        if constexpr (CLUSTER > 1)
-            mbarrier_arrive_remote(cluster_address(empty, lane % CLUSTER), lane, CLUSTER);
-        else if (lane == 0) mbarrier_arrive(empty);
     }
     template <bool Second>
     __device__ __forceinline__ void begin(Scores& x, int j) const {
@@ -470,10 +507,168 @@ __device__ __forceinline__ int place(int part) {
     if constexpr (HEAD_DIM % PART_COLUMNS == 0) return part * (64 * PART_COLUMNS);
     return 64 * (part / PARTS_OF_ROW * HEAD_DIM + part % PARTS_OF_ROW * PART_COLUMNS);
 }
+#if DQ_RING
+// What a warp of a block does for a share of the rows of other heads of keys: delta of one `lead`
+// after its own, and the conversion of dQ of one `lag` before, whose sums it clears for the head
+// that has them next.
+struct OtherHeads {
+    const Call& call;
+    const TensorMap &o, &d_o, &dq;
+    const TensorLayout& layout;
+    const float* lse;
+    float scale;
+    int seqlen_q, heads_kv, lane;
+
+    // 64 queries of each item; those of one query head after the other.
+    struct Share {
+        int first, rows, count;
+    };
+    __device__ __forceinline__ Share share(int tiles) const {
+        const int number = call.key / BLOCK_N, first = number * tiles / call.shares;
+        const int rows = (number + 1) * tiles / call.shares - first;
+        return {first, rows, call.group * rows};
+    }
+    __device__ __forceinline__ TensorLayout::Head head(int of, int number) const {
+        const TensorLayout::Head keys = layout.of_queries(of);
+#if STRIDED
+        return {keys.head * call.group + number, keys.batch};
+#else
+        return keys * call.group + number;
+#endif
+    }
+    __device__ __forceinline__ void run() const {
+        if (call.key / BLOCK_N >= call.shares) return;
+        if (PDL) grid_wait();
+        if (call.head_kv + call.lead < heads_kv) add_up(call.head_kv + call.lead);
+        if (call.head_kv >= call.lag) convert(call.head_kv - call.lag);
+    }
+    // delta, and neg_lse. A lane has two rows.
+    __device__ __forceinline__ void add_up(int of) const {
+        const Share own = share(call.pitch / 64);
+        const unsigned base = Memory::at(Memory::PANEL), row = lane * 128;
+        auto load = [&](int j) {  // the j-th pair of panels
+            const int item = j / PANELS, number = item / own.rows;
+            const int first = (own.first + item % own.rows) * 64;
+            const unsigned full = Memory::pair_full(j % 2), to = base + j % 2 * 2 * PANEL_BYTES;
+            const TensorLayout::Head from = head(of, number);
+            mbarrier_expect(full, 2 * PANEL_BYTES);
+            load_box(to, o, full, j % PANELS * 64, first, from);
+            load_box(to + PANEL_BYTES, d_o, full, j % PANELS * 64, first, from);
+        };
+        const int count = own.count * PANELS;
+        if (lane == 0)
+            for (int j = 0; j < min(2, count); ++j) load(j);
+        float sum = 0.f, sum_32 = 0.f;
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) {
+            const unsigned at = base + j % 2 * 2 * PANEL_BYTES + row;
+            const int chunks = min(8, LANES - j % PANELS * 8);
+            mbarrier_wait(Memory::pair_full(j % 2), j / 2 & 1);
+#pragma unroll 1
+            for (int i = 0; i < chunks; ++i) {
+                const unsigned from = at + ((i ^ lane % 8) << 4);
+                sum += dot(load_shared_16(from), load_shared_16(from + PANEL_BYTES));
+                sum_32 += dot(load_shared_16(from + 32 * 128),
+                              load_shared_16(from + 32 * 128 + PANEL_BYTES));
+            }
+            __syncwarp();
+            if (lane == 0 && j + 2 < count) load(j + 2);
+            if (j % PANELS < PANELS - 1) continue;
+            const int item = j / PANELS, query = of * call.group + item / own.rows;
+            const int first = (own.first + item % own.rows) * 64 + lane;
+            put(query, first, sum), put(query, first + 32, sum_32);
+            sum = sum_32 = 0.f;
+        }
+        __syncwarp();
+        if (lane == 0) flag_arrive(call.count(of, Call::DELTA));
+    }
+    __device__ __forceinline__ void put(int query, int row, float sum) const {
+        const long long at = static_cast<long long>(query) * call.pitch + row;
+        const_cast<float*>(call.delta)[at] = sum;
+        const_cast<float*>(call.neg_lse)[at] =
+            row < seqlen_q ? negated(lse[static_cast<long long>(query) * seqlen_q + row])
+                           : minus_infinity();
+    }
+
+    static constexpr int OF_ROW = (LANES + UNIT_CHUNKS - 1) / UNIT_CHUNKS;  // units of 64 queries
+    __device__ __forceinline__ static int chunks_of(int unit) {
+        if constexpr (LANES % UNIT_CHUNKS == 0) return UNIT_CHUNKS;
+        return min(UNIT_CHUNKS, LANES - unit * UNIT_CHUNKS);
+    }
+    __device__ __forceinline__ static float4 floats(unsigned at) {
+        const uint4 x = load_shared_16(at);
+        return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                __uint_as_float(x.w)};
+    }
+    // A unit of shared memory, rounded, to the panel's columns.
+    __device__ __forceinline__ void round(unsigned from, int unit) const {
+        const int row = lane % 16, chunks = chunks_of(unit);
+        const unsigned to = Memory::at(Memory::PANEL) + row * 128;
+#pragma unroll 1
+        for (int rows = 0; rows < 4; ++rows)
+#pragma unroll
+            for (int i = 0; i < UNIT_CHUNKS; i += 2) {
+                const unsigned at = from + (i * 128 + rows * 32 + lane) * 16;
+                if (i >= chunks) break;
+                const float4 zero = {}, a = floats(at),
+                             b = i + 1 < chunks ? floats(at + 2048) : zero;
+                stmatrix_x4(to + rows * 2048 + ((unit % 2 * 4 + i + lane / 16 ^ row % 8) << 4),
+                            pack(a.x * scale, a.y * scale), pack(a.z * scale, a.w * scale),
+                            pack(b.x * scale, b.y * scale), pack(b.z * scale, b.w * scale));
+            }
+    }
+    __device__ __forceinline__ void convert(int of) const {
+        const Share own = share((seqlen_q + 63) / 64);
+        const int count = own.count * OF_ROW;
+        auto place = [&](int i) {
+            const int query = of % call.ring * call.group + i / OF_ROW / own.rows;
+            return call.sums +
+                   (static_cast<long long>(query) * call.pitch +
+                    (own.first + i / OF_ROW % own.rows) * 64) *
+                       HEAD_DIM +
+                   i % OF_ROW * (UNIT * 64);
+        };
+        auto load = [&](int i) {
+            const unsigned full = Memory::unit_full(i % 2), bytes = chunks_of(i % OF_ROW) * 2048;
+            mbarrier_expect(full, bytes);
+            bulk_load(Memory::at(Memory::UNITS) + i % 2 * UNIT_BYTES, place(i), bytes, full);
+        };
+        if (lane == 0) {
+            flag_wait(call.count(of, Call::ADDED), gridDim.x / heads_kv * ADDERS);
+            for (int i = 0; i < min(2, count); ++i) load(i);
+        }
+        for (unsigned i = lane * 16; i < UNIT_BYTES; i += 512)
+            store_shared_floats(Memory::at(Memory::ZEROS) + i, 0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int unit = i % OF_ROW;
+            mbarrier_wait(Memory::unit_full(i % 2), i / 2 & 1);
+            if (unit % 2 == 0) {
+                if (lane == 0) tma_store_wait_read<0>();
+                __syncwarp();
+            }
+            round(Memory::at(Memory::UNITS) + i % 2 * UNIT_BYTES, unit);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane != 0) continue;
+            if (of + call.ring < heads_kv)
+                bulk_store(place(i), Memory::at(Memory::ZEROS), chunks_of(unit) * 2048);
+            if (unit % 2 || unit == OF_ROW - 1)
+                store_box(dq, Memory::at(Memory::PANEL), unit / 2 * 64,
+                          (own.first + i / OF_ROW % own.rows) * 64,
+                          head(of, i / OF_ROW / own.rows));
+            tma_store_commit();
+            if (i + 2 < count) load(i + 2);
+        }
+        if (lane == 0) bulk_wait_all(), flag_arrive(call.count(of, Call::CONVERTED));
+    }
+};
+#endif
 // dQ = dS K of each tile, by a warpgroup of its own, to staging, or from registers to the sums.
 __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
     const int t = threadIdx.x % 128;
     if (PDL && !STAGED) grid_wait();
+    float* sums = STAGED ? nullptr : call.own_sums();
     const unsigned long long a0 = wgmma_descriptor<128>(Memory::DS, 1024),
                              b0 = wgmma_descriptor<128>(Memory::K, 1024, KTile::PANEL_BYTES);
 #pragma unroll 1
@@ -501,8 +696,8 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
             warpgroup_fence_operand(d);
             if (part == PARTS - 1 && lane == 0) mbarrier_arrive(Memory::ds_empty(at.stage));
             if constexpr (!STAGED) {
-                float* to = call.sums + call.at(j / call.tiles, j % call.tiles) * HEAD_DIM +
-                            place(part) + t * 4;
+                float* to =
+                    sums + call.at(j / call.tiles, j % call.tiles) * HEAD_DIM + place(part) + t * 4;
 #pragma unroll
                 for (int i = 0; i < PART_CHUNKS; ++i)
                     if (i < chunks(part))
@@ -521,23 +716,33 @@ __device__ __forceinline__ void multiply_dq(const Call& call, int lane) {
             if (lane == 0) mbarrier_arrive(Memory::staged(part));
         }
     }
+#if DQ_RING
+    if constexpr (!STAGED) {
+        named_barrier_sync(ADDED_BARRIER, 128);
+        if (t == 0) flag_arrive(call.count(call.head_kv, Call::ADDED));
+    }
+#endif
 }
 // One thread of each part adds it to the sums.
 __device__ __forceinline__ void add_dq(const Call& call, int part) {
     if (PDL) grid_wait();
+    float* sums = call.own_sums();
     int j = 0;
 #pragma unroll 1
     for (int number = 0; number < call.group; ++number)
 #pragma unroll 1
         for (int tile = 0; tile < call.tiles; ++tile, ++j) {
             mbarrier_wait(Memory::staged(part), j & 1);
-            bulk_add(call.sums + call.at(number, tile) * HEAD_DIM + place(part),
+            bulk_add(sums + call.at(number, tile) * HEAD_DIM + place(part),
                      Memory::at(Memory::STAGING) + part * PART_BYTES, chunks(part) * 2048);
             tma_store_commit();
             tma_store_wait_read<0>();
             mbarrier_arrive(Memory::added(part));
         }
     bulk_wait_all();
+#if DQ_RING
+    flag_arrive(call.count(call.head_kv, Call::ADDED));
+#endif
 }
 
 // Until no block of the cluster writes to this one's barriers any more.
@@ -552,13 +757,17 @@ __device__ __forceinline__ void leave_cluster() {
 #endif
 // neg_lse, delta and sums are what the launch ahead wrote.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    flash_bwd_wgmma_keys(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                         const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
-                         const __grid_constant__ TensorMap dk_map,
-                         const __grid_constant__ TensorMap dv_map, const float* neg_lse,
-                         const float* delta, float* sums, int seqlen_q, int seqlen_k, int pitch,
-                         int heads_kv, int group, int together, float factor,
-                         float scale WINDOW_PARAMETERS RANGE_PARAMETERS HEADS_PARAMETER) {
+    flash_bwd_wgmma_keys(
+        const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+        const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap d_o,
+        const __grid_constant__ TensorMap dk_map,
+        const __grid_constant__ TensorMap dv_map IF_RING(const __grid_constant__ TensorMap dq_map,
+                                                         const __grid_constant__ TensorMap o_map,
+                                                         const __grid_constant__ TensorMap do_map),
+        const float* neg_lse, const float* delta, float* sums, int seqlen_q, int seqlen_k,
+        int pitch, int heads_kv, int group, int together, float factor,
+        float scale IF_RING(const float* lse, unsigned* turns, int ring, int lag, int lead,
+                            int shares) WINDOW_PARAMETERS RANGE_PARAMETERS HEADS_PARAMETER) {
     const TensorLayout layout HEADS_LAYOUT;
     extern __shared__ __align__(1024) unsigned char smem[];
     if (CLUSTER == 1 && smem_address(smem) != Memory::K) __trap();
@@ -594,7 +803,16 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     reach,
                     first,
                     (end + BLOCK_M - 1) / BLOCK_M - first,
-                    layout.of_queries(work.head)};
+                    layout.of_queries(work.head)
+#if DQ_RING
+                        ,
+                    turns,
+                    ring,
+                    lag,
+                    lead,
+                    shares
+#endif
+    };
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == CONSUMERS * 128) Memory::init();
     __syncthreads();
@@ -609,6 +827,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         const int own = warp - 4 * CONSUMERS;
         if (own == 0 && lane == 0) load_tiles(q, k, v, d_o, call, rank);
         if (STAGED && own > 0 && own <= PARTS && lane == 0) add_dq(call, own - 1);
+#if DQ_RING
+        if (own == STAGED * PARTS + 1)
+            OtherHeads{call, o_map, do_map, dq_map, layout, lse, scale, seqlen_q, heads_kv, lane}
+                .run();
+#endif
         leave_cluster();
     } else {
         registers_increase<CONSUMER_REGISTERS>();
@@ -648,10 +871,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         if (DQ) named_barrier_sync(K_READ_BARRIER, 128 * WARPGROUPS + 128);
         // Four warps read the same rows of V and K.
         named_barrier_sync(ROWS_BARRIER + wg, 128);
-        store_rows<KTile::PANEL_BYTES>(dv, 1.f, Memory::V + wg * 8192, dv_map, key + wg * 64,
-                                       call.of_keys, ROWS_BARRIER + wg);
-        store_rows<KTile::PANEL_BYTES>(dk, scale, Memory::K + wg * 8192, dk_map, key + wg * 64,
-                                       call.of_keys, ROWS_BARRIER + wg);
+        store_rows<KTile::PANEL_BYTES>(dv, 1.f, Memory::at(Memory::V + wg * 8192), dv_map,
+                                       key + wg * 64, call.of_keys, ROWS_BARRIER + wg);
+        store_rows<KTile::PANEL_BYTES>(dk, scale, Memory::at(Memory::K + wg * 8192), dk_map,
+                                       key + wg * 64, call.of_keys, ROWS_BARRIER + wg);
         if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+        leave_cluster();
     }
 }

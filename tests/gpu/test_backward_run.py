@@ -28,10 +28,17 @@ PROBLEMS = (
     Problem(4, 16, 4, 1000, 1000, 128, "bf16", CAUSAL, Padded("right", 40), op=BACKWARD),
     Problem(3, 8, 8, 500, 777, 64, "fp16", FULL, Padded("left", 0), op=BACKWARD),
     Problem(3, 8, 2, 1000, 937, 256, "bf16", Interval(300, 20), Padded("right", 0), op=BACKWARD),
+    # Of several waves of heads.
+    Problem(8, 16, 16, 1000, 1100, 128, "bf16", CAUSAL, op=BACKWARD),
+    Problem(3, 16, 8, 2100, 2000, 64, "fp16", FULL, op=BACKWARD),
 )
 APART = {"KV_WARPGROUPS": 1, "DKV_WARPGROUPS": 2}
 CONFIGS = (
     {"RECOMPUTE": 0},
+    {"RECOMPUTE": 0, "DQ_RING": 2, "PDL": 1},
+    {"RECOMPUTE": 0, "DQ_RING": 3},
+    {"RECOMPUTE": 0, "DQ_RING": 4},
+    APART | {"RECOMPUTE": 0, "DQ_ADD": 1, "DQ_RING": 3},
     {"RECOMPUTE": 1, "KV_WARPGROUPS": 1, "BLOCKS_PER_SM": 2, "AHEAD": 2},
     {"RECOMPUTE": 1, "AHEAD": 0, "Q_BLOCK_N": 96},
     APART | {"RECOMPUTE": 0, "DQ_ADD": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -144,6 +145,95 @@ def test_each_query_head_counts_in_the_gradients_of_its_key_head(simulator):
     finally:
         stage.launch.__globals__["together"] = given
     assert result.ok, str(result)
+
+
+@contextmanager
+def waves(heads, with_delta):
+    """Blocks of so many heads of keys run at once, as those of long sequences do.
+
+    with_delta: they also make delta of the next wave, for which short ones have no time.
+    """
+    declared = FAMILY.stages["keys"].launch.__globals__
+    given = {name: declared[name] for name in ("together", "lead")}
+    declared["together"] = lambda *_: heads
+    declared["lead"] = lambda c, p, sms: heads if with_delta else p.batch * p.heads_kv
+    try:
+        yield
+    finally:
+        declared.update(given)
+
+
+# Config, head_dim, dtype, sizes, mask and layout; heads of a wave, and whether blocks make delta.
+OF_WAVES = (
+    ("PDL=1 DQ_RING=2", 128, "bf16", (5, 2, 2, 200, 330), FULL, DENSE, 2, True),
+    ("DQ_RING=4", 128, "fp16", (9, 4, 2, 200, 330), CAUSAL, DENSE, 2, True),
+    ("DQ_RING=3 BLOCK_M=128", 64, "bf16", (7, 1, 1, 300, 300), CAUSAL, DENSE, 1, False),
+    ("DQ_RING=3 AHEAD=2", 72, "fp16", (4, 2, 2, 300, 130), Interval(100, 0), DENSE, 1, False),
+    ("DQ_RING=3", 40, "bf16", (6, 2, 1, 130, 450), CAUSAL, Padded("right", 40), 1, False),
+    ("DQ_RING=2", 120, "fp16", (3, 3, 1, 257, 330), FULL, DENSE, 1, True),
+    (
+        f"{APART} DQ_ADD=1 DQ_RING=3 CLUSTER=2",
+        136,
+        "bf16",
+        (5, 2, 1, 130, 450),
+        FULL,
+        DENSE,
+        1,
+        True,
+    ),
+)
+
+
+@pytest.mark.nightly(push=1, of="right gradients of all kinds")
+@pytest.mark.parametrize("case", OF_WAVES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_right_where_blocks_convert_heads_of_waves_before(simulator, case):
+    words, head_dim, dtype, sizes, mask, layout, heads, with_delta = case
+    of = Problem(*sizes, head_dim, dtype, mask, layout, op=BACKWARD)
+    with waves(heads, with_delta):
+        config = config_for(f"RECOMPUTE=0 {words}", of)
+        result = simulator.check(FAMILY, config, Case(of))
+    assert result.ok, (config.label, of.label, str(result))
+
+
+# What is wrong with a block's work for other heads.
+WRONG_WAVES = {
+    "sums that are not cleared": ("keys", "of + call.ring < heads_kv", 1, "false"),
+    "sums that are added to before they are cleared": (
+        *("keys", "if (head_kv >= ring) flag_wait", 1),
+        "if (false) flag_wait",
+    ),
+    "a head converted before all of it is added": (
+        *("keys", "flag_wait(call.count(of, Call::ADDED), gridDim", 1),
+        "if (false) flag_wait(call.count(of, Call::ADDED), gridDim",
+    ),
+    "counted before it is added": ("keys", "    bulk_wait_all();\n#if DQ_RING", 1, "#if DQ_RING"),
+    "counted before it is converted": ("keys", "bulk_wait_all(), flag", 1, "flag"),
+    "the last share is left": ("keys", "(number + 1) * tiles", 1, "number * tiles"),
+    "sums of the first heads": ("keys", "head_kv % ring - head_kv", 1, "-head_kv"),
+    "dQ without its scale": ("keys", "pack(b.x * scale", 1, "pack(b.x"),
+    "a panel overwritten before it is stored": (
+        *("keys", "if (lane == 0) tma_store_wait_read<0>();\n                __syncwarp();", 1),
+        "",
+    ),
+    "a unit loaded before it is read": (
+        *("keys", "            round(Memory::at(Memory::UNITS)", 1),
+        "            if (lane == 0 && i + 2 < count) load(i + 2);\n"
+        "            round(Memory::at(Memory::UNITS)",
+    ),
+    "zeros stored before they are there": (
+        "keys",
+        "            fence_async_proxy();\n            __syncwarp();\n            if (lane != 0)",
+        1,
+        "            __syncwarp();\n            if (lane != 0)",
+    ),
+    "delta of other rows": (
+        "keys",
+        "put(query, first + 32, sum_32)",
+        1,
+        "put(query, first + 32, sum)",
+    ),
+    "delta of the first columns": ("keys", "sum = sum_32 = 0.f;", 1, ""),
+}
 
 
 SUMS = "begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);"
@@ -453,9 +543,22 @@ PLANTED = [
 ]
 
 
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("wrong", WRONG_WAVES.values(), ids=WRONG_WAVES)
+def test_wrong_work_for_other_heads_is_found(simulator, wrong):
+    case = Case(problem_of(5, 2, 1, 350, 200, head_dim=128))
+    with waves(1, with_delta=True):
+        planted(simulator, wrong, "RECOMPUTE=0 DQ_RING=2", case)
+
+
 @pytest.mark.nightly(push=4)
 @pytest.mark.parametrize(("wrong", "words", "case"), PLANTED)
 def test_wrong_kernels_are_found(simulator, wrong, words, case):
+    planted(simulator, wrong, words, case)
+
+
+def planted(simulator, wrong, words, case):
+    """A change of a right kernel, which must be found."""
     stage, before, times, after = wrong
     texts = dict(sources(FAMILY))
     found = [n for n, text in texts.items() if before in text and n.startswith("flash_bwd_")]

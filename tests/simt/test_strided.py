@@ -26,6 +26,7 @@ from attnsweep.verify.measures import row_error
 from attnsweep.verify.rounded import log_sum_exp, reference
 
 from .harness import ARCH, COMPILER, LSE_LIMIT, BuildError, _request, _run, config_of, sources
+from .test_backward import waves
 from .unusual import FLASH_FWD_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -236,3 +237,12 @@ def test_gradients_of_the_usual_layouts_of_models(simulator, words, head_dim, do
     problem = Problem(3 if layout != DENSE else 2, 4, 2, 100, 130, *own, op=BACKWARD)
     layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": "rows_first", "do": do}
     check(simulator, words, problem, layouts, lse=False)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_any_layout_where_blocks_work_for_other_heads(simulator, layout):
+    problem = Problem(5, 4, 2, 100, 130, 72, "bf16", CAUSAL, op=BACKWARD)
+    layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": layout, "do": "rows_first"}
+    with waves(2, with_delta=True):
+        check(simulator, "RECOMPUTE=0 PDL=1 DQ_RING=3", problem, layouts, lse=False)

@@ -13,6 +13,12 @@ __device__ __forceinline__ void bulk_load(unsigned target, const void* source, u
         "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
+// Writes bytes to global memory. In a group, as TMA stores are.
+__device__ __forceinline__ void bulk_store(void* target, unsigned source, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+}
 // Adds fp32 numbers to those in global memory, in any order. In a group, as TMA stores are.
 __device__ __forceinline__ void bulk_add(float* target, unsigned source, unsigned bytes) {
     asm volatile(

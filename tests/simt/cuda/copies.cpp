@@ -268,13 +268,49 @@ void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned bar
 void wrote_shared(unsigned address) {
     written(*me().cta, resolved(address, "wrote_shared", NOWHERE));
 }
+// ---- flags: in schedule 1 nobody sees bulk copies to memory but those who wait for their flag
+// ----
+static std::map<const unsigned*, std::vector<Held>> held_by;
+static void apply(const Held& copy) {
+    for (std::size_t i = 0; i < copy.data.size(); ++i)
+        copy.to[i] = copy.adds ? copy.to[i] + copy.data[i] : copy.data[i];
+}
+static void apply_all(std::vector<Held>& copies) {
+    for (const Held& copy : copies) apply(copy);
+    copies.clear();
+}
+void flag_arrive(unsigned* flag, Where where) {
+    Fiber& own = me();
+    if (own.unwritten || !own.stores.empty() || !own.store_groups.empty())
+        fail(where, "flag_arrive: its stores are not waited for until they are written");
+    auto& to = held_by[flag];
+    to.insert(to.end(), own.held.begin(), own.held.end());
+    own.held.clear();
+    ++*flag;
+}
+void flag_wait(const unsigned* flag, unsigned least, Where where) {
+    if (*flag < least)
+        fail(where, "flag_wait: %u of %u have arrived before this block", *flag, least);
+    apply_all(held_by[flag]);
+}
+void apply_held() {  // at the end of a launch
+    for (auto& [flag, copies] : held_by) apply_all(copies);
+}
+void leave_held(Fiber& fiber) {  // at the end of a block
+    auto& to = held_by[nullptr];
+    to.insert(to.end(), fiber.held.begin(), fiber.held.end());
+    fiber.held.clear();
+}
 static void carry_out(const Store& store) {
-    for (unsigned i = 0; i < store.bytes; i += 16) {
-        float data[4];
-        memcpy(data, async_read(*me().cta, store.source + i, "bulk_add", store.where), 16);
-        for (int e = 0; e < 4; ++e) store.sums[i / 4 + e] += data[e];
+    if (store.plain) {
+        Held copy{store.plain, std::vector<float>(store.bytes / 4), store.adds};
+        for (unsigned i = 0; i < store.bytes; i += 16)
+            memcpy(&copy.data[i / 4],
+                   async_read(*me().cta, store.source + i, "bulk_out", store.where), 16);
+        if (in_order && schedule == 1) me().held.push_back(std::move(copy));
+        else apply(copy);
+        return;
     }
-    if (store.sums) return;
     for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {
         unsigned short data[8];
         memcpy(data, async_read(*me().cta, from, "tma_store", store.where), 16);
@@ -293,11 +329,11 @@ void tma_store(const TensorMap& map, unsigned source, int rank, const int* to, W
     }
     me().stores.push_back(store);
 }
-void bulk_add(float* target, unsigned source, unsigned bytes, Where where) {
-    source = resolved(source, "bulk_add", where);
+void bulk_out(float* target, unsigned source, unsigned bytes, bool adds, Where where) {
+    source = resolved(source, "bulk_out", where);
     if (bytes % 16 || reinterpret_cast<std::uintptr_t>(target) % 16)
-        fail(where, "bulk_add: the target or %u bytes are not a multiple of 16", bytes);
-    Store store{{}, source, {}, where, false, target, bytes};
+        fail(where, "bulk_out: the target or %u bytes are not a multiple of 16", bytes);
+    Store store{{}, source, {}, where, false, target, bytes, adds};
     if (!late_reads()) {
         carry_out(store);
         store.done = true;
@@ -308,8 +344,10 @@ void tma_store_commit() {
     me().store_groups.push_back(std::move(me().stores));
     me().stores.clear();
 }
-void tma_store_wait(int pending, bool) {
+void tma_store_wait(int pending, bool read_only) {
     auto& groups = me().store_groups;
+    if (read_only) me().unwritten |= static_cast<int>(groups.size()) > pending;
+    else if (!pending) me().unwritten = false;
     if (static_cast<int>(groups.size()) > pending && late_reads()) leave(DEFERRED);
     for (; static_cast<int>(groups.size()) > pending; groups.pop_front())
         for (const Store& store : groups.front())

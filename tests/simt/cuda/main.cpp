@@ -19,6 +19,7 @@ uint3 block_dim, grid_dim;
 float half_values[65536];
 std::vector<void*> arguments;
 std::size_t smem_bytes;
+bool in_order;
 unsigned schedule;
 const char* kernel_name = "?";
 unsigned random_bits() {  // splitmix64, begun with the schedule
@@ -129,12 +130,14 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
             f.index = {i, 0, 0}, f.block = cta.index, f.lane = i % 32, f.warp = i / 32,
             f.cta = &cta;
             f.copies.clear(), f.copy_groups.clear(), f.stores.clear(), f.store_groups.clear(),
-                f.unfenced.clear();
+                f.unfenced.clear(), f.unwritten = false;
             start(f);
         }
     }
     run_cluster();
     self = nullptr;
+    for (Cta& cta : cluster)
+        for (Fiber* f : cta.fibers) leave_held(*f);
     if (!loads.empty())
         fail(loads[0]->where, "block (%u,%u,%u) of %s ends before this %s arrived", first.x,
              first.y, first.z, kernel_name, loads[0]->data.empty() ? "tma_load" : "store_async");
@@ -218,7 +221,7 @@ static int run(const char* request) {
     block_dim = {threads, 1, 1};
     long blocks = static_cast<long>(grid_dim.x) * grid_dim.y * grid_dim.z;
     for (long n = 0; n < blocks; n += ranks) {
-        long i = schedule == 1 ? blocks - ranks - n : n;
+        long i = schedule == 1 && !in_order ? blocks - ranks - n : n;
         if (programmatic) hide();
         run_block({static_cast<unsigned>(i % grid_dim.x),
                    static_cast<unsigned>(i / grid_dim.x % grid_dim.y),
@@ -226,6 +229,7 @@ static int run(const char* request) {
                   ranks, threads);
         grid_wait();
     }
+    apply_held();
     for (auto& [name, b] : buffers) {
         if (!ASAN)
             for (unsigned char* p = b.begin; p < b.end; ++p)
@@ -249,6 +253,7 @@ int main(int, char** argv) {
     simt_kernel = reinterpret_cast<decltype(simt_kernel)>(dlsym(stage, "simt_stage"));
     simt_signature =
         reinterpret_cast<decltype(simt_signature)>(dlsym(stage, "simt_stage_signature"));
+    in_order = dlsym(stage, "simt_in_order");
     for (unsigned bits = 0; bits < 65536; ++bits)
         half_values[bits] = simt_cast<_Float16>(static_cast<unsigned short>(bits));
     static unsigned char signal_stack[64 << 10];

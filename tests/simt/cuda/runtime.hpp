@@ -45,8 +45,14 @@ struct Store {
     std::array<int, 5> at;
     Where where;
     bool done;
-    float* sums = nullptr;  // of a bulk_add, which has no map, and its bytes
+    float* plain = nullptr;  // of a bulk copy, which has no map, and its bytes
     unsigned bytes = 0;
+    bool adds = false;
+};
+struct Held {  // a bulk copy that nobody sees before a flag is waited for
+    float* to;
+    std::vector<float> data;
+    bool adds;
 };
 struct Fiber : Thread {
     State state;
@@ -61,6 +67,8 @@ struct Fiber : Thread {
     std::deque<std::vector<Copy>> copy_groups;
     std::vector<Store> stores;
     std::deque<std::vector<Store>> store_groups;
+    std::vector<Held> held;
+    bool unwritten = false;          // it has only waited until its stores were read
     std::vector<unsigned> unfenced;  // granules written since its last fence_async_proxy
 };
 struct Gather {
@@ -138,6 +146,9 @@ struct Cta {
 extern std::vector<void*> arguments;
 extern std::size_t smem_bytes;
 extern unsigned schedule;
+extern bool in_order;  // blocks wait for those before them
+void leave_held(Fiber& fiber);
+void apply_held();
 unsigned random_bits();
 extern const char* kernel_name;
 void describe(FILE* to);  // the thread that runs

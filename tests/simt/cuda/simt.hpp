@@ -110,12 +110,14 @@ void mbarrier_wait(unsigned barrier, unsigned parity, Where where);
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* at,
               unsigned multicast, Where where);
 void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier, Where where);
-void bulk_add(float* target, unsigned source, unsigned bytes, Where where);
+void bulk_out(float* target, unsigned source, unsigned bytes, bool adds, Where where);
 void wrote_shared(unsigned address);  // 16 bytes, that TMA and wgmma see after a fence
 void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where);
 void tma_store(const TensorMap& map, unsigned source, int rank, const int* at, Where where);
 void tma_store_commit();
 void tma_store_wait(int pending, bool read_only);
+void flag_arrive(unsigned* flag, Where where);
+void flag_wait(const unsigned* flag, unsigned least, Where where);
 void fence_async_proxy();
 struct Wgmma {
     int columns;  // N

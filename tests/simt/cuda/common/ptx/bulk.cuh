@@ -8,7 +8,10 @@ inline void bulk_load(unsigned target, const void* source, unsigned bytes, unsig
     simt::bulk_load(target, source, bytes, barrier, SIMT_AT);
 }
 inline void bulk_add(float* target, unsigned source, unsigned bytes, SIMT_HERE) {
-    simt::bulk_add(target, source, bytes, SIMT_AT);
+    simt::bulk_out(target, source, bytes, true, SIMT_AT);
+}
+inline void bulk_store(void* target, unsigned source, unsigned bytes, SIMT_HERE) {
+    simt::bulk_out(static_cast<float*>(target), source, bytes, false, SIMT_AT);
 }
 inline void add_floats(float* target, float a, float b, float c, float d) {
     target[0] += a, target[1] += b, target[2] += c, target[3] += d;
