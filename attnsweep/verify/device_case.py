@@ -149,9 +149,8 @@ class DeviceCase:
             norms = [one["norm"] for one in judge.found(len(self.outputs))]
             self._intact = judge.counts(1)[0]
         for name, norm in zip(self.outputs, norms, strict=True):
-            # As measures.floor: a thousandth of the typical norm of a row.
-            typical = float(np.sqrt(norm / max(1, self.rows_of(name))))
-            self.floor[name] = max(1e-3 * typical, known.least.get(name, 0.0)) or 1.0
+            least = known.least.get(name, 0.0)
+            self.floor[name] = measures.floor(norm, self.rows_of(name), least)
         if known.gradients is not None:
             for side, sign in zip(self._sides, (1, -1), strict=False):
                 self._prove_gradients(side, known, sign)

@@ -77,7 +77,7 @@ def measures(
     """
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
-    length = np.maximum(np.sqrt(squares), max(least, floor(squares)))
+    length = np.maximum(np.sqrt(squares), floor(squares.sum(), seen(squares), least))
     off = np.sqrt(np.einsum("...d,...d->...", difference, difference)) / length
     beyond = np.maximum(np.abs(difference) - HALF_ULP_OUT[dtype] * np.abs(expected), 0).max(-1)
     gains = np.einsum("...d,...d->...", difference, expected) / length**2
@@ -107,7 +107,8 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any], least: float = 
     squares = np.einsum("...d,...d->...", expected, expected).astype(np.float64)
     difference = out.astype(expected.dtype, copy=False) - expected
     errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
-    return float((errors / np.maximum(np.sqrt(squares), max(least, floor(squares)))).max())
+    shortest = floor(squares.sum(), seen(squares), least)
+    return float((errors / np.maximum(np.sqrt(squares), shortest)).max())
 
 
 def seen(squares: npt.NDArray[Any]) -> int:
@@ -115,9 +116,13 @@ def seen(squares: npt.NDArray[Any]) -> int:
     return max(1, int(np.count_nonzero(squares)))
 
 
-def floor(squares: npt.NDArray[Any]) -> float:
-    """The norm below which a row counts as this long: a thousandth of the typical one."""
-    return 1e-3 * math.sqrt(float(squares.sum()) / seen(squares)) or 1.0
+def floor(norm: float, rows: int, least: float = 0.0) -> float:
+    """The norm below which a row counts as this long: a thousandth of the typical one, or `least`.
+
+    norm: the sum of the squares of all rows, of which so many see a key. Where all rows are 0,
+    `least` alone says how long one counts, and without it an error is none of its row's.
+    """
+    return max(1e-3 * math.sqrt(float(norm) / max(1, rows)), least) or 1.0
 
 
 def apart(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -142,7 +147,7 @@ def by_chance(
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
     gains = np.einsum("...d,...d->...", difference, expected)
-    gains /= np.maximum(squares, max(least, floor(squares)) ** 2)
+    gains /= np.maximum(squares, floor(squares.sum(), seen(squares), least) ** 2)
     gain = math.sqrt(float((gains**2).sum()) / seen(squares) / rows)
     if tilted is None:
         return gain, 0.0

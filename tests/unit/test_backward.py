@@ -238,6 +238,55 @@ def test_wrong_gradients_are_not():
     assert "dq rms" in rounded_as_a_kernel_may(case, 3, added_in_bf16)
 
 
+ONE_KEY = Problem(1, 1, 1, 66, 130, 64, "fp16", FULL, Padded("right", 1, 8), op=BACKWARD)
+
+
+def of_one_key(seed, dim=64, scale_of_delta=1.0, of_o=np.asarray, hidden_too=False):
+    """dQ and dK where queries see one key, in fp32 one product after another; both should be 0.
+
+    scale_of_delta, of_o, hidden_too: mistakes.
+    """
+    case = Case(replace(ONE_KEY, head_dim=dim))
+    assert case.problem.key_ranges == ((0, 1),)
+    inputs = make_inputs(case, seed)
+    q, k, v, o, do = (
+        from_bits(inputs[name], "fp16")[0, 0].astype(np.float32)
+        for name in ("q", "k", "v", "o", "do")
+    )
+    dp, delta = np.zeros(66, np.float32), np.zeros(66, np.float32)
+    for column in range(dim):
+        dp += do[:, column] * v[0, column]
+        delta += do[:, dim - 1 - column] * of_o(o)[:, dim - 1 - column]
+    ds = (dp - delta * np.float32(scale_of_delta)).astype(np.float16).astype(np.float64)
+    if hidden_too:
+        ds = ds + 1e-4 * (do @ v[1] - delta)
+    scale = case.problem.scale
+    made = {"dq": ds[:, None] * k[:1], "dk": (ds @ q)[None]}
+    least, over = backward.least_lengths(inputs, case.problem), set()
+    for name, values in made.items():
+        values = (scale * values).astype(np.float16).astype(np.float64)[None, None]
+        taken = measures(values, np.zeros_like(values), "fp16", least=least[name])
+        assert taken.row == pytest.approx(np.linalg.norm(values, axis=-1).max() / least[name])
+        shares = taken.shares(limits_of(case)[name])
+        over |= {f"{name} {which}" for which, share in shares.items() if not share <= 1}
+    return over
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_gradients_that_are_zero_may_have_the_noise_of_their_sums_and_no_more(dim):
+    """A device measures them by the length that a row counts at least, and so must the limits."""
+    for seed in range(12):
+        assert of_one_key(seed, dim) == set(), seed
+    every = {"dq row", "dq element", "dk row", "dk element"}
+    for wrong in (
+        {"scale_of_delta": 0.999},
+        {"scale_of_delta": 0.0},
+        {"of_o": lambda o: o.astype(np.float16) * np.float32(1 + 2.0**-11)},
+        {"hidden_too": True},
+    ):
+        assert of_one_key(3, dim, **wrong) == every, wrong
+
+
 # -- baselines ------------------------------------------------------------------------------------
 
 
