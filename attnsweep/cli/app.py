@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.cli import completion
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS
 from attnsweep.reports import terminal
-from attnsweep.reports.terminal import Form, console, errors
+from attnsweep.reports.terminal import console, errors
 
 if TYPE_CHECKING:
     from attnsweep.specs.load import SweepSpec
@@ -56,84 +56,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-SpecArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SPEC",
-        help="YAML sweep spec, or the name of a shipped one.",
-        show_default=False,
-        autocompletion=completion.specs,
-    ),
-]
-LatestRunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN",
-        help="A run's directory (default: the latest).",
-        autocompletion=completion.runs,
-    ),
-]
-KernelsOption = Annotated[
-    Path | None, typer.Option("--kernels", help="Directory with kernel families of your own.")
-]
-ResultsOption = Annotated[Path, typer.Option("--results", help="Directory of the runs.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="PATH=VALUE",
-        help="Replace a value of the spec: 'problems[0].causal=true'; may be repeated.",
-    ),
-]
-ProblemsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--problem",
-        metavar="SHAPE",
-        help="In place of the spec's problems: '4,32,4096,128 bf16 causal', "
-        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file; may be repeated.",
-    ),
-]
-LimitOption = Annotated[
-    int | None,
-    typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
-]
-
-GpusOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpus",
-        metavar="CARDS",
-        help="Whole problems on several cards of this machine: all, or numbers or UUIDs as 0,2 "
-        "(default: the first visible card).",
-    ),
-]
-TopOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top", min=1, help="Candidates per table (default: 3, with --full 10).", metavar="NUMBER"
-    ),
-]
-FullOption = Annotated[
-    bool,
-    typer.Option(
-        "--full", help="Print all that is known: bounds, whole configs, stages, failures, legends."
-    ),
-]
-WaitOption = Annotated[
-    bool,
-    typer.Option("--wait", help="Wait until no other run times on the card, instead of failing."),
-]
-
-ProgressOption = Annotated[
-    Form,
-    typer.Option(
-        "--progress",
-        help="Bars on a terminal and lines elsewhere, always lines, or JSON lines on stderr.",
-    ),
-]
 
 
 def main() -> None:
@@ -262,6 +184,12 @@ def print_end(outcome: SweepOutcome) -> None:
         what = f"not measured ({why}): {', '.join(outcome.unmeasured)}"
         errors.print(f"[yellow]warning:[/] {escape(what)}", soft_wrap=True)
         errors.print("all rows so far are kept; the same command continues from here")
+
+
+def without_arch(error: NoGpuError, again: str) -> NoGpuError:
+    """The error where no GPU says for which architecture. again: a command that says one."""
+    hint = f"say for which: {again}; there are: {', '.join(ARCHS)}"
+    return NoGpuError(error.what, hint=f"{error.hint}\n  {hint}" if error.hint else hint)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import MACHINE, JsonOption, app, examples, print_result, refuse_idle
+from attnsweep.cli import options
+from attnsweep.cli.app import MACHINE, app, examples, print_result, refuse_idle
 from attnsweep.core.errors import SpecError
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import counted
@@ -23,7 +24,7 @@ _DAY_S = 86400
 
 
 @cache.callback()
-def show(ctx: typer.Context, json_: JsonOption = False) -> None:
+def show(ctx: typer.Context, json_: options.Json = False) -> None:
     """Show where compiled code is kept and how much; `prune` removes what is old."""
     if ctx.invoked_subcommand is not None:
         refuse_idle(ctx, ("json_",), "before a subcommand", "attnsweep cache prune --json")
@@ -61,7 +62,7 @@ def prune(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Remove all of it.")] = False,
-    json_: JsonOption = False,
+    json_: options.Json = False,
 ) -> None:
     """Remove compiled code that was not used for a month, or as long as --days says.
 

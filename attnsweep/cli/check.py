@@ -11,21 +11,8 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    GUARD,
-    GpusOption,
-    JsonOption,
-    KernelsOption,
-    ProgressOption,
-    WaitOption,
-    app,
-    examples,
-    load,
-    print_result,
-    refuse_idle,
-    warn,
-)
+from attnsweep.cli import completion, options
+from attnsweep.cli.app import GUARD, app, examples, load, print_result, refuse_idle, warn
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import Form, console, counted, errors
@@ -112,11 +99,11 @@ def check(
             "$GITHUB_STEP_SUMMARY, if set).",
         ),
     ] = None,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
-    kernels: KernelsOption = None,
-    gpus: GpusOption = None,
-    wait: WaitOption = False,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    kernels: options.Kernels = None,
+    gpus: options.Gpus = None,
+    wait: options.Wait = False,
 ) -> None:
     """Check whether the best candidate of a problem got slower.
 
@@ -243,7 +230,7 @@ def accept(
         bool,
         typer.Option("--force", help="Accept a run that is unfinished, or of another spec or GPU."),
     ] = False,
-    json_: JsonOption = False,
+    json_: options.Json = False,
 ) -> None:
     """Replace BASELINE with a copy of RUN.
 

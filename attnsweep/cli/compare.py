@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import (
-    READ,
-    JsonOption,
-    KernelsOption,
-    app,
-    examples,
-    no_collection,
-    print_result,
-    warn,
-)
+from attnsweep.cli import options
+from attnsweep.cli.app import READ, app, examples, no_collection, print_result, warn
 from attnsweep.reports.terminal import console
 
 
@@ -30,8 +22,8 @@ from attnsweep.reports.terminal import console
 def compare(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run's directory.")],
-    json_: JsonOption = False,
-    kernels: KernelsOption = None,
+    json_: options.Json = False,
+    kernels: options.Kernels = None,
 ) -> None:
     """Set two runs side by side: two cards, two kinds of GPU, two versions. Needs no GPU.
 

@@ -7,23 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    CODE,
-    JsonOption,
-    KernelsOption,
-    LimitOption,
-    ProblemsOption,
-    ProgressOption,
-    SetOption,
-    SpecArgument,
-    app,
-    examples,
-    load,
-    print_result,
-    refuse_idle,
-)
-from attnsweep.core.hardware import ARCHS
+from attnsweep.cli import options
+from attnsweep.cli.app import CODE, app, examples, load, print_result, refuse_idle
 from attnsweep.reports.terminal import Form, console, errors
 
 
@@ -38,21 +23,16 @@ from attnsweep.reports.terminal import Form, console, errors
 )
 def compile_(
     context: typer.Context,
-    spec: SpecArgument,
-    problem: ProblemsOption = None,
-    set_: SetOption = None,
+    spec: options.Spec,
+    problem: options.Problems = None,
+    set_: options.Set = None,
     arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arch",
-            help=f"One of {', '.join(ARCHS)} (default: the spec's); may be repeated.",
-            autocompletion=completion.archs,
-        ),
+        list[str] | None, options.arch("One of {} (default: the spec's); may be repeated.")
     ] = None,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
-    limit: LimitOption = None,
-    kernels: KernelsOption = None,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    limit: options.Limit = None,
+    kernels: options.Kernels = None,
     every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
 ) -> None:
     """Compile every candidate of SPEC without a GPU; show spills, fit and occupancy.

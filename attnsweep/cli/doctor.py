@@ -7,14 +7,15 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import MACHINE, JsonOption, app, examples, print_result
+from attnsweep.cli import options
+from attnsweep.cli.app import MACHINE, app, examples, print_result
 from attnsweep.reports.terminal import console
 
 
 @app.command(
     rich_help_panel=MACHINE, epilog=examples("attnsweep doctor", "attnsweep doctor --json")
 )
-def doctor(json_: JsonOption = False) -> None:
+def doctor(json_: options.Json = False) -> None:
     """Show what this machine can do, what is missing, and how to fix it.
 
     Exit code 3 if it cannot run a sweep on a GPU.

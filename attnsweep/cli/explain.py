@@ -8,19 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import (
-    READ,
-    JsonOption,
-    KernelsOption,
-    LatestRunArgument,
-    ResultsOption,
-    app,
-    examples,
-    latest_or,
-    no_collection,
-    print_result,
-    warn,
-)
+from attnsweep.cli import options
+from attnsweep.cli.app import READ, app, examples, latest_or, no_collection, print_result, warn
 from attnsweep.core.errors import ProblemError
 from attnsweep.reports.terminal import console, errors
 
@@ -35,7 +24,7 @@ from attnsweep.reports.terminal import console, errors
 )
 def explain(
     context: typer.Context,
-    run_: LatestRunArgument = None,
+    run_: options.LatestRun = None,
     config: Annotated[
         list[str] | None,
         typer.Argument(
@@ -52,9 +41,9 @@ def explain(
             help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: every problem).",
         ),
     ] = None,
-    json_: JsonOption = False,
-    results: ResultsOption = Path("results"),
-    kernels: KernelsOption = None,
+    json_: options.Json = False,
+    results: options.Results = Path("results"),
+    kernels: options.Kernels = None,
 ) -> None:
     """Explain why a candidate of RUN won or lost, and which parameters mattered; needs no GPU.
 

@@ -10,16 +10,8 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    GUARD,
-    JsonOption,
-    KernelsOption,
-    ProgressOption,
-    app,
-    examples,
-    print_result,
-)
+from attnsweep.cli import completion, options
+from attnsweep.cli.app import GUARD, app, examples, print_result
 from attnsweep.reports.terminal import Form, counted, errors
 
 
@@ -46,9 +38,9 @@ def export_(
         str | None,
         typer.Option("--name", help="Import name of the package (default: that of --out)."),
     ] = None,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
-    kernels: KernelsOption = None,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    kernels: options.Kernels = None,
 ) -> None:
     """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import FIND, JsonOption, ProblemsOption, app, examples, print_result
+from attnsweep.cli import options
+from attnsweep.cli.app import FIND, app, examples, print_result, without_arch
 from attnsweep.cli.tune import write_spec
 from attnsweep.core.errors import NoGpuError, SpecError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -36,15 +35,8 @@ def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="File to write; - prints it.")
     ] = Path(DEFAULT),
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch",
-            help=f"One of {', '.join(ARCHS)} (default: this GPU's).",
-            autocompletion=completion.archs,
-        ),
-    ] = None,
-    problem: ProblemsOption = None,
+    arch: Annotated[str | None, options.arch("One of {} (default: this GPU's).")] = None,
+    problem: options.Problems = None,
     kernel: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +52,7 @@ def init(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
-    json_: JsonOption = False,
+    json_: options.Json = False,
 ) -> None:
     """Write a commented spec for this GPU, or a kernel of your own, to edit and to run."""
     from attnsweep.family.discover import discover
@@ -83,9 +75,7 @@ def init(
         given = [] if str(file) == DEFAULT else [str(file)]
         given += [word for shape in problem or () for word in ("--problem", shape)]
         again = shlex.join(["attnsweep", "init", *given, "--arch", "sm_90a"])
-        hint = f"say for which: {again}; there are: {', '.join(ARCHS)}"
-        hint = f"{error.hint}\n  {hint}" if error.hint else hint
-        raise NoGpuError(error.what, hint=hint) from error
+        raise without_arch(error, again) from error
     name = re.sub("[^a-z0-9_-]+", "-", file.stem.lower()).strip("-") or "sweep"
     if problems:
         text = with_more(starter(Request(problems, name), target, families))

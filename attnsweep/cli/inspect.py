@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    CODE,
-    JsonOption,
-    KernelsOption,
-    ResultsOption,
-    app,
-    examples,
-    print_result,
-    refuse_idle,
-    warn,
-)
+from attnsweep.cli import completion, options
+from attnsweep.cli.app import CODE, app, examples, print_result, refuse_idle, warn
 from attnsweep.core.errors import KernelError, ProblemError
-from attnsweep.core.hardware import ARCHS, arch_named, arch_on
+from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.reports.terminal import aligned, console, errors
 
 if TYPE_CHECKING:
@@ -63,17 +53,10 @@ def inspect(
             help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: the run's first).",
         ),
     ] = None,
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch",
-            help=f"One of {', '.join(ARCHS)} (default: sm_90a, or the run's).",
-            autocompletion=completion.archs,
-        ),
-    ] = None,
-    json_: JsonOption = False,
-    kernels: KernelsOption = None,
-    results: ResultsOption = Path("results"),
+    arch: Annotated[str | None, options.arch("One of {} (default: sm_90a, or the run's).")] = None,
+    json_: options.Json = False,
+    kernels: options.Kernels = None,
+    results: options.Results = Path("results"),
 ) -> None:
     """Analyse one compiled config without a GPU: resources, occupancy, instructions, bound.
 
@@ -149,8 +132,8 @@ def list_(
     specs: Annotated[
         bool, typer.Option("--specs", help="The specs that come with attnsweep, a line each.")
     ] = False,
-    kernels: KernelsOption = None,
-    json_: JsonOption = False,
+    kernels: options.Kernels = None,
+    json_: options.Json = False,
 ) -> None:
     """List kernel families with their parameters and rules, and the baselines; or the specs."""
     from attnsweep.family.discover import discover

@@ -8,15 +8,10 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    FIND,
-    JsonOption,
-    ProgressOption,
-    WaitOption,
-    app,
-    examples,
-    print_result,
-)
+from attnsweep.cli.app import FIND, app, examples, print_result
+from attnsweep.cli.options import Json as JsonOption
+from attnsweep.cli.options import Progress as ProgressOption
+from attnsweep.cli.options import Wait as WaitOption
 from attnsweep.core.errors import SpecError
 from attnsweep.reports.terminal import Form, errors
 

@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import (
-    READ,
-    FullOption,
-    JsonOption,
-    TopOption,
-    app,
-    examples,
-    no_collection,
-    print_run,
-    refuse_idle,
-    warn,
-)
+from attnsweep.cli import options
+from attnsweep.cli.app import READ, app, examples, no_collection, print_run, refuse_idle, warn
 from attnsweep.reports.terminal import errors
 
 
@@ -33,9 +23,9 @@ def merge(
     context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Where the whole run goes.")],
-    json_: JsonOption = False,
-    top: TopOption = None,
-    full: FullOption = False,
+    json_: options.Json = False,
+    top: options.Top = None,
+    full: options.Full = False,
 ) -> None:
     """Make one run of runs of parts of a spec, as `run --shard i/n` writes them.
 

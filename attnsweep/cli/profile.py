@@ -8,16 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import (
-    CODE,
-    JsonOption,
-    KernelsOption,
-    WaitOption,
-    app,
-    examples,
-    print_result,
-)
+from attnsweep.cli import completion, options
+from attnsweep.cli.app import CODE, app, examples, print_result
 from attnsweep.core.hardware import arch_named
 from attnsweep.reports.terminal import console, errors
 
@@ -41,22 +33,15 @@ def profile(
             "--where", help="Only 'NAME=value …': a parameter, kernel or variant (_ for a space)."
         ),
     ] = None,
-    problem: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--problem",
-            metavar="SHAPE",
-            help="Only '1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; may be repeated.",
-        ),
-    ] = None,
+    problem: options.OfProblems = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
     keep: Annotated[
         bool,
         typer.Option("--keep", help="Leave ncu's report, which Nsight Compute opens, in the run."),
     ] = False,
-    json_: JsonOption = False,
-    kernels: KernelsOption = None,
-    wait: WaitOption = False,
+    json_: options.Json = False,
+    kernels: options.Kernels = None,
+    wait: options.Wait = False,
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 

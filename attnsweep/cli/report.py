@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from attnsweep.cli import options
 from attnsweep.cli.app import (
     READ,
-    FullOption,
-    JsonOption,
-    LatestRunArgument,
-    ResultsOption,
-    TopOption,
     app,
     examples,
     latest_or,
@@ -45,19 +41,12 @@ if TYPE_CHECKING:
 )
 def report_(
     context: typer.Context,
-    run_: LatestRunArgument = None,
-    problem: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--problem",
-            metavar="SHAPE",
-            help="Only this problem of the run, '4,32,4096,128 bf16 causal'; may be repeated.",
-        ),
-    ] = None,
-    json_: JsonOption = False,
-    results: ResultsOption = Path("results"),
-    top: TopOption = None,
-    full: FullOption = False,
+    run_: options.LatestRun = None,
+    problem: options.OfProblems = None,
+    json_: options.Json = False,
+    results: options.Results = Path("results"),
+    top: options.Top = None,
+    full: options.Full = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a self-contained page to FILE."),

@@ -10,21 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from attnsweep.cli import completion
+from attnsweep.cli import options
 from attnsweep.cli.app import (
     FIND,
-    FullOption,
-    GpusOption,
-    JsonOption,
-    KernelsOption,
-    LimitOption,
-    ProblemsOption,
-    ProgressOption,
-    ResultsOption,
-    SetOption,
-    SpecArgument,
-    TopOption,
-    WaitOption,
     app,
     examples,
     load,
@@ -34,7 +22,6 @@ from attnsweep.cli.app import (
     refuse_idle_of_run,
 )
 from attnsweep.core.errors import NoGpuError, SpecError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import Form, errors
 
 if TYPE_CHECKING:
@@ -56,11 +43,11 @@ if TYPE_CHECKING:
 )
 def run(
     context: typer.Context,
-    spec: SpecArgument,
-    problem: ProblemsOption = None,
-    set_: SetOption = None,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
+    spec: options.Spec,
+    problem: options.Problems = None,
+    set_: options.Set = None,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only count the candidates and what each rule removes."),
@@ -71,26 +58,15 @@ def run(
             "--exhaustive", help="Try every candidate, whatever the spec's search leaves out."
         ),
     ] = False,
-    limit: LimitOption = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh/--resume",
-            help="Start over, or keep the rows that are still valid.",
-        ),
-    ] = False,
-    kernels: KernelsOption = None,
-    results: ResultsOption = Path("results"),
+    limit: options.Limit = None,
+    fresh: options.Fresh = False,
+    kernels: options.Kernels = None,
+    results: options.Results = Path("results"),
     arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch",
-            help=f"With --dry-run: one of {', '.join(ARCHS)} (default: the spec's).",
-            autocompletion=completion.archs,
-        ),
+        str | None, options.arch("With --dry-run: one of {} (default: the spec's).")
     ] = None,
-    top: TopOption = None,
-    full: FullOption = False,
+    top: options.Top = None,
+    full: options.Full = False,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +83,7 @@ def run(
         bool,
         typer.Option("--watch", help="Sweep again whenever the spec or a family's file is edited."),
     ] = False,
-    gpus: GpusOption = None,
+    gpus: options.Gpus = None,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -117,7 +93,7 @@ def run(
             "the others compile: tcp://HOST:8786.",
         ),
     ] = None,
-    wait: WaitOption = False,
+    wait: options.Wait = False,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
@@ -152,8 +128,8 @@ def run(
         source = "its recording" if replays else "the GPU"
         raise SpecError(f"--arch needs --dry-run; this run takes the architecture of {source}")
 
-    options = [word for text in problem or () for word in ("--problem", text)]
-    options += [word for text in set_ or () for word in ("--set", text)]
+    words = [word for text in problem or () for word in ("--problem", text)]
+    words += [word for text in set_ or () for word in ("--set", text)]
 
     def once() -> int:
         loaded = read()
@@ -181,7 +157,7 @@ def run(
         except NoGpuError as error:
             raise NoGpuError(
                 f"{error.what}. Nothing was measured.",
-                hint=without_gpu(error, spec, loaded.arch, kernels, errors.width, options),
+                hint=without_gpu(error, spec, loaded.arch, kernels, errors.width, words),
             ) from error
         print_end(outcome)
         if html is not None and outcome.run.trials:

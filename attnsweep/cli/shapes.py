@@ -16,10 +16,9 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import FIND, app, examples
+from attnsweep.cli import options
+from attnsweep.cli.app import FIND, app, examples, without_arch
 from attnsweep.core.errors import NoGpuError, SpecError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import errors
 
 
@@ -33,17 +32,9 @@ from attnsweep.reports.terminal import errors
 )
 def shapes(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Spec to write.")],
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- COMMAND", help="Program to run.", show_default=False),
-    ],
+    command: options.Command,
     arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch",
-            help=f"Architecture of the spec, one of {', '.join(ARCHS)} (default: this GPU's).",
-            autocompletion=completion.archs,
-        ),
+        str | None, options.arch("Architecture of the spec, one of {} (default: this GPU's).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
     every_call: Annotated[
@@ -74,9 +65,7 @@ def shapes(
         target = cards.here(families) if arch is None else cards.named(arch, families)
     except NoGpuError as error:
         again = shlex.join(["attnsweep", "shapes", str(out), "--arch", "sm_90a", "--", *command])
-        hint = f"say for which: {again}; there are: {', '.join(ARCHS)}"
-        hint = f"{error.hint}\n  {hint}" if error.hint else hint
-        raise NoGpuError(error.what, hint=hint) from error
+        raise without_arch(error, again) from error
     with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
         install(Path(folder), f"begin(folder, {every_call})")
         code = run_program(command, Path(folder))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnsweep.cli.app import FIND, GUARD, ProgressOption, WaitOption, app, examples, print_end
+from attnsweep.cli import options
+from attnsweep.cli.app import FIND, GUARD, app, examples, print_end
 from attnsweep.cli.shapes import install, run_program
 from attnsweep.core.errors import AttnsweepError, SpecError
 from attnsweep.reports.terminal import Form, console, errors
@@ -24,9 +25,6 @@ from attnsweep.reports.terminal import Form, console, errors
 if TYPE_CHECKING:
     from attnsweep.specs.load import ProblemEntry, SweepSpec
 
-CommandArgument = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND", help="Program to run.", show_default=False)
-]
 # Problems that take this share of the attention's time are swept, each for so long at least.
 _SHARE, _LEAST_S = 0.95, 20
 # Pairs of runs of the program; fewer if they take longer than the budget, but two.
@@ -51,7 +49,7 @@ def exec_(
             "has the winners that come with it.",
         ),
     ],
-    command: CommandArgument,
+    command: options.Command,
 ) -> None:
     """Run a PyTorch program unchanged, with a package in the place of PyTorch's attention.
 
@@ -76,12 +74,12 @@ def exec_(
 )
 def speedup(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of all that it makes.")],
-    command: CommandArgument,
+    command: options.Command,
     budget_s: Annotated[
         int, typer.Option("--budget-s", min=_LEAST_S, help="Seconds for candidates of all shapes.")
     ] = 600,
-    form: ProgressOption = Form.AUTO,
-    wait: WaitOption = False,
+    form: options.Progress = Form.AUTO,
+    wait: options.Wait = False,
 ) -> None:
     """Make a PyTorch program faster, and say by how much.
 

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
+from attnsweep.cli import completion, options
 from attnsweep.cli.app import (
     FIND,
-    FullOption,
-    JsonOption,
-    KernelsOption,
-    LimitOption,
-    ProgressOption,
-    ResultsOption,
-    TopOption,
-    WaitOption,
     app,
     examples,
     print_end,
@@ -31,7 +23,6 @@ from attnsweep.cli.app import (
     warn,
 )
 from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import Form, errors
 
 if TYPE_CHECKING:
@@ -64,10 +55,7 @@ def tune(
             autocompletion=completion.tables,
         ),
     ],
-    causal: Annotated[
-        bool,
-        typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
-    ] = False,
+    causal: options.Causal = False,
     padding: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +90,7 @@ def tune(
             "--budget-s", min=1, help="Seconds for a shape's candidates; the finals follow."
         ),
     ] = None,
-    limit: LimitOption = None,
+    limit: options.Limit = None,
     save_spec: Annotated[
         Path | None,
         typer.Option("--save-spec", metavar="FILE", help="Write the spec that this runs to FILE."),
@@ -111,14 +99,7 @@ def tune(
         bool, typer.Option("--force", help="With --save-spec: replace FILE if it is there.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the candidates.")] = False,
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch",
-            help=f"With --dry-run: one of {', '.join(ARCHS)}.",
-            autocompletion=completion.archs,
-        ),
-    ] = None,
+    arch: Annotated[str | None, options.arch("With --dry-run: one of {}.")] = None,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -128,17 +109,14 @@ def tune(
             autocompletion=completion.runs,
         ),
     ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh/--resume", help="Start over, or keep the rows that are still valid."),
-    ] = False,
-    results: ResultsOption = Path("results"),
-    kernels: KernelsOption = None,
-    top: TopOption = None,
-    full: FullOption = False,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
-    wait: WaitOption = False,
+    fresh: options.Fresh = False,
+    results: options.Results = Path("results"),
+    kernels: options.Kernels = None,
+    top: options.Top = None,
+    full: options.Full = False,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    wait: options.Wait = False,
 ) -> None:
     """Find the fastest kernel for SHAPE on this GPU; needs no spec.
 
@@ -164,10 +142,10 @@ def tune(
     try:
         target = _target(arch, replay, problems, families)
     except NoGpuError as error:
-        options = [word for name in kernel or () for word in ("--kernel", name)]
-        options += [] if kernels is None else ["--kernels", str(kernels)]
-        options += [] if padding is None else ["--padding", padding]
-        raise _without_gpu(error, [*shapes, *options], causal, dtype) from error
+        words = [word for name in kernel or () for word in ("--kernel", name)]
+        words += [] if kernels is None else ["--kernels", str(kernels)]
+        words += [] if padding is None else ["--padding", padding]
+        raise _without_gpu(error, [*shapes, *words], causal, dtype) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else DEFAULT_STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
     asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)

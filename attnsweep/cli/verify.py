@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
-from attnsweep.cli.app import GUARD, JsonOption, app, examples, print_result
+from attnsweep.cli import completion, options
+from attnsweep.cli.app import GUARD, app, examples, print_result
 from attnsweep.core.errors import KernelError, ToolchainError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import counted, errors
 
 if TYPE_CHECKING:
@@ -58,17 +57,14 @@ def verify(
     inputs: Annotated[
         str, typer.Option("--inputs", help="Inputs of --problem: normal, large_scores and so on.")
     ] = "normal",
-    arch: Annotated[
-        str,
-        typer.Option("--arch", help=f"One of {', '.join(ARCHS)}.", autocompletion=completion.archs),
-    ] = "sm_90a",
+    arch: Annotated[str, options.arch("One of {}.")] = "sm_90a",
     seeds: Annotated[
         int, typer.Option("--seeds", min=0, help="Random schedules, besides the two fixed ones.")
     ] = 0,
     asan: Annotated[
         bool, typer.Option("--asan", help="Build with g++'s address sanitizer; slower.")
     ] = False,
-    json_: JsonOption = False,
+    json_: options.Json = False,
 ) -> None:
     """Run a kernel's template on the CPU, thread by thread, and report what is wrong; needs g++.
 
