@@ -32,7 +32,7 @@ from attnsweep.verify import backward_limits
 from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.limits import HALF_ULP, each_draw, limits
+from attnsweep.verify.limits import HALF_ULP, each_draw, of_outputs
 from attnsweep.verify.measures import apart, row_error
 from attnsweep.verify.rounded import log_sum_exp, reference
 
@@ -339,24 +339,20 @@ def _judged(
     limit: as much of it as is known.
     """
     name, *_ = errors
-    if case.problem.op == BACKWARD:  # each output has its own limit, and the worst is shown
-        for of_each in _of_one_draw_and_of_all(case):
-            most = backward_limits.limits(case, of_each)
-            shares = {name: error / most[name].row for name, error in errors.items()}
-            name = max(shares, key=lambda of: (shares[of] != shares[of], shares[of]))
-            limit = most[name].row
-            if errors[name] <= limit:
-                break
-    # Only if it must: it takes longer than a small run.
-    elif not errors[name] <= limit:
-        for same in each_draw(case, rounds_scores):  # as many as it takes
-            limit = limits(case, rounds_scores, same).row
-            if errors[name] <= limit:
-                break
+    backward = case.problem.op == BACKWARD
+    if not backward and errors[name] <= limit:  # to know more takes longer than a small run
+        return name, errors[name], limit
+    for same in _draws_of_backward(case) if backward else each_draw(case, rounds_scores):
+        most = of_outputs(case, rounds_scores, same)
+        shares = {each: error / most[each].row for each, error in errors.items()}
+        name = max(shares, key=lambda of: (shares[of] != shares[of], shares[of]))
+        limit = most[name].row
+        if errors[name] <= limit:  # of as many draws as it takes
+            break
     return name, errors[name], limit
 
 
-def _of_one_draw_and_of_all(case: Case) -> Iterator[backward_limits.Same]:
+def _draws_of_backward(case: Case) -> Iterator[backward_limits.Same]:
     """What limits come from: those of one draw are no larger, and take a fraction of the time."""
     yield next(backward_limits.each_draw(case))
     yield backward_limits.same_maths(case)
