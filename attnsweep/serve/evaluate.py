@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
@@ -178,15 +180,6 @@ def judged(
                 yield judge(gpu, one)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the sorted values."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def summary(rows: Sequence[Judged]) -> dict[str, Any]:
     """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain.
 
@@ -204,9 +197,7 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
     gains = [row.gain for row in known if row.gain is not None]
     served = [row.served for row in known if row.served is not None]
     errors = [abs(row.expected_gain / row.gain - 1) for row in known if row.config and row.gain]
-    codes: dict[str, int] = {}
-    for row in rows:
-        codes[row.code] = codes.get(row.code, 0) + 1
+    codes = Counter(row.code for row in rows)
     return {
         "shapes": len(rows),
         "not_timed": len(rows) - len(known),
@@ -237,6 +228,6 @@ def _two(gains: Sequence[float]) -> dict[str, float]:
 def _three(values: Sequence[float]) -> dict[str, float]:
     return {
         "median": round(statistics.median(values), 4),
-        "p95": round(quantile(values, 0.95), 4),
+        "p95": round(float(np.quantile(values, 0.95)), 4),
         "worst": round(max(values), 4),
     }
