@@ -14,9 +14,9 @@ from operators import close, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Padded  # noqa: E402
-from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
+from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
-from attnsweep.serve.runtime import backward_operator  # noqa: E402
+from attnsweep.serve.runtime import backward_operator, interval_gradients  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, HEADS_KV, ROWS = 2, 4, 2, 128
@@ -227,6 +227,36 @@ def test_compiled_code_calls_the_kernels(operator, case):
     assert operator.counters() == {"kernel": 1, "kernel_backward": 1}
 
 
+def test_the_same_code_compiled_for_several_sizes_calls_the_kernels(tmp_path, driver):
+    """From the second on a compiler takes sizes as numbers that vary, of lengths too."""
+    lengths = Padded("right", 40)
+    problems = {
+        shape(2, 8, 190, heads_kv=2): (Interval(20, 0), {"window": (20, 0)}),
+        shape(3, 8, 128): (FULL, {"key_lengths": torch.tensor([[0, 128], [10, 33], [0, 0]])}),
+        shape(3, 8, 170, heads_kv=2): (
+            CAUSAL,
+            {"key_lengths": torch.tensor([1, 170, 35]), "is_causal": True},
+        ),
+        shape(2, 4, 160): (
+            Interval(10, 0),
+            {"key_lengths": torch.tensor([160, 7]), "window": (10, 0)},
+        ),
+    }
+    tuned = [
+        replace(of, mask=mask, layout=lengths if "key_lengths" in limits else of.layout)
+        for of, (mask, limits) in problems.items()
+    ]
+    operator = made_of(tmp_path, driver, *tuned)
+    for count, (of, (_, limits)) in enumerate(problems.items(), 1):
+        given = tensors(of.batch, of.heads, of.seqlen_q, of.heads_kv, layout="packed")
+        direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+        options = {"enable_gqa": True, **limits}
+        graphs, got = traced(lambda *q: operator.attention(*q, **options), given, direction)  # noqa: B023
+        assert f"{operator.namespace}.backward_intervals" in graphs[-1]
+        assert right(got, given, **limits)
+        assert operator.counters() == {"kernel": count, "kernel_backward": count}
+
+
 def test_compiled_code_has_pytorchs_where_nothing_won(operator):
     given, limits = given_of(), {"window": (31, 0)}
     direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
@@ -237,16 +267,61 @@ def test_compiled_code_has_pytorchs_where_nothing_won(operator):
     assert operator.counters() == {}
 
 
-def test_compiled_code_of_sizes_that_vary_is_right(operator):
-    """They are known too late to look for a winner, and PyTorch's own has a mask in the graph."""
+@pytest.mark.parametrize("limits", [{"window": (30, 0)}, {"key_lengths": LENGTHS}], ids=str)
+def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(
+    operator, monkeypatch, limits
+):
+    """Where there is none nobody computes a log-sum-exp, and PyTorch has the gradients."""
 
     def attention(q, k, v):
-        return operator.attention(q, k, v, window=(30, 0), enable_gqa=True)
+        return operator.attention(q, k, v, enable_gqa=True, **limits)
 
+    monkeypatch.setattr(interval_gradients, "log_sum_exp", None)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (128, 96, 160):
+    for rows in (96, 128, 160):
         given = tensors(BATCH, HEADS, rows, HEADS_KV)
-        assert right(gradients_of(lambda *of, **_: compiled(*of), given), given, window=(30, 0))
+        assert right(gradients_of(lambda *of, **_: compiled(*of), given), given, **limits)
+        served = operator.counters().get("kernel_backward", 0)
+        assert served == (rows >= 128)
+        assert operator.counters().get("pytorch_backward", 0) == 0
+
+
+def test_compiled_code_of_sizes_that_no_winner_has_is_pytorchs(operator):
+    """Of heads that none has, say: then no size at run time makes it a winner's."""
+
+    def attention(q, k, v):
+        return operator.attention(q, k, v, enable_gqa=True, window=(30, 0))
+
+    given = tensors(BATCH, 2 * HEADS, ROWS, HEADS_KV)
+    for each in given:
+        torch._dynamo.mark_dynamic(each, 2)
+    direction = torch.ones_like(given[0])
+    graphs, _ = traced(attention, given, direction)
+    assert operator.namespace not in "".join(graphs)
+    assert operator.counters() == {}
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_settings_that_change_between_forward_and_backward_leave_gradients_right(
+    operator, driver, launched
+):
+    """A compiled forward in deterministic mode has the log-sum-exp that a later kernel reads."""
+    given, limits = given_of(), {"key_lengths": LENGTHS}
+    call = getattr(torch.ops, operator.namespace).forward_intervals_lse
+    torch.use_deterministic_algorithms(True)
+    driver.refuses |= set() if launched else {"cuLaunchKernelEx"}
+    try:
+        leaves = [t.detach().requires_grad_() for t in given]
+        ranges = torch.tensor([[0, 50], [0, 128]], dtype=torch.int32)
+        out, _ = call(*leaves, ranges, None, None, 0.125)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        driver.refuses.clear()
+    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(out.dtype)
+    got = torch.autograd.grad(out, leaves, direction)
+    assert operator.counters()["kernel_backward"] == 1
+    assert operator.counters().get("kernel", 0) == launched
+    assert right(got, given, **limits)
 
 
 def test_compiled_code_whose_launches_fail_has_right_gradients(operator, driver):

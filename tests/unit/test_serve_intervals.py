@@ -387,7 +387,7 @@ def test_compiled_code_has_one_operator(operator, kernel, case):
         limits_ = limits if lengths is None else {**limits, "key_lengths": lengths}
         assert right(block(*tensors_, lengths), tensors_, **limits_)
     assert len(graphs) == 1
-    assert graphs[0].count(".attention_intervals.") == 1
+    assert graphs[0].count(".attention_masked.") == 1
     assert not operator._masks._kept
 
 

@@ -273,7 +273,7 @@ def test_compiled_code_has_one_operator(operator, mask):
     )
     assert close(function(q, k, v), exact(q, k, v, seen(q, k, **MASKS[mask]), **CHANGES["both"]))
     assert len(graphs) == 1
-    assert "attention_intervals" in graphs[0]
+    assert "attention_masked" in graphs[0]
     assert operator.counters() == {"kernel": 1}
 
 
@@ -284,7 +284,7 @@ def test_compiled_gradients_are_pytorchs(operator):
         return operator.attention(q, k, v, softcap=2.0, is_causal=True)
 
     graphs, got = traced(attention, (q, k, v))
-    assert not any("forward_intervals" in each for each in graphs)
+    assert not any("forward_masked" in each for each in graphs)
     inputs = [each.double().requires_grad_() for each in (q, k, v)]
     exact(*inputs, seen(q, k, is_causal=True), 2.0).sum().backward()
     for one, other in zip(got, inputs, strict=True):

@@ -17,7 +17,7 @@ from .call_cache import transformed
 from .dispatch import Choice, choose, exactly
 from .driver import DriverError, Unaligned, unmapped
 from .intervals import Diagonals, forms
-from .planner import Planner
+from .planner import Planner, unmappable
 from .plans import FORKED, MOST_PLANS, Plan
 from .served import WGMMA_BACKWARD
 from .table import PackageError
@@ -97,20 +97,13 @@ class BackwardOperator:
             return gpu is not None
         return self._choice(gpu, query, key, value, causal)[0].kernel is not None
 
-    def choice(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        limits: Diagonals | None = None,
-        padded: bool = False,
-    ) -> Choice | None:
-        """What serves the gradients of a call; None if the table has no kernel for any."""
+    def choice(self, query: Any, key: Any, value: Any, *how: Any) -> Choice | None:
+        """What serves the gradients of a call; None if the table has no kernel for any.
+
+        how: whether it is causal; then diagonals, and whether it has lengths, if it has these.
+        """
         gpu = self._planner.gpu(query.device.index or 0) if self.serves else None
-        return (
-            None if gpu is None else self._choice(gpu, query, key, value, causal, limits, padded)[0]
-        )
+        return None if gpu is None else self._choice(gpu, query, key, value, *how)[0]
 
     def serves_intervals(
         self, query: Any, key: Any, value: Any, limits: Diagonals | None, padded: bool
@@ -151,19 +144,12 @@ class BackwardOperator:
             choice = _ORDERED
         return choice, problem
 
-    def _plan(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        causal: bool,
-        scale: float,
-        limits: Diagonals | None,
-        padded: bool,
-    ) -> Plan:
+    def _plan(self, grad: torch.Tensor, saved: Saved, *how: Any) -> Plan:
+        """how: causal, scale, diagonals or None, and whether there are lengths."""
         tensors = (*saved[:4], grad)
         what = (
             *((each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors),
-            *(causal, scale, limits, padded, _is_deterministic()),
+            *(*how, _is_deterministic()),
         )
         plan = self._plans.get(what)
         if plan is None:
@@ -171,7 +157,7 @@ class BackwardOperator:
                 return FORKED
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[what] = self._made(tensors, causal, scale, limits, padded)
+            plan = self._plans[what] = self._made(tensors, *how)
         return plan
 
     def _made(
@@ -188,10 +174,8 @@ class BackwardOperator:
         names = [name for name in _NAMES if name != "lse"]
         each = zip(names, (*given, *like_inputs), strict=True)
         tensors = {name: laid_out(tensor) for name, tensor in each}
-        for name, tensor in tensors.items():
-            fault = unmapped(tensor)
-            if fault is not None:
-                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        if fault := unmappable(tensors):
+            return Plan(fault)
         choice, problem = self._choice(gpu, query, key, value, causal, limits, padded)
         if choice.kernel is None:
             return Plan(choice)

@@ -6,7 +6,97 @@ from typing import Any
 
 import torch
 
-from .intervals import Diagonals, by_pytorch, dense, scanned
+from attnsweep.core.ops import BACKWARD
+
+from .arguments import sized
+from .gradients import like
+from .intervals import Diagonals, by_pytorch, dense, forms, scanned
+from .planner import choice_of
+from .plans import MOST_PLANS
+
+
+class IntervalGradients:
+    """The operators `forward_intervals_lse` and `backward_intervals` of compiled code.
+
+    operator: whose kernels serve.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self._operator, self._planner = operator, operator.planner
+        self._known: dict[Any, bool] = {}
+
+    def may_serve(self, query: Any, key: Any, value: Any, limits: Any, padded: bool) -> bool:
+        """Whether kernels may serve a call with gradients, by all that a compiler knows of it.
+
+        Of sizes that vary the first answer is at run time, for which a winner must have the others.
+        """
+        if all(n is None or type(n) is int for n in limits) and sized(query, key, value):
+            given = (query, key, value, limits, padded)
+            return self._serves(*given) and self._operator.backward.serves_intervals(*given)
+        gpu, sizes = self._planner.gpu(query.device.index or 0), (*query.shape, *key.shape[1:3])
+        return any(
+            each.op == BACKWARD
+            and (each.layout.kind == "padded") == padded
+            and (padded or each.kind != "full")
+            and all(type(n) is not int or n == m for n, m in zip(sizes, _sizes(each), strict=True))
+            for each in (winner.problem for winner in (gpu.winners if gpu else ()))
+        )
+
+    def _serves(self, query: Any, key: Any, value: Any, limits: Diagonals, padded: bool) -> bool:
+        """Whether kernels are for a call with gradients: the same before its forward and after it.
+
+        So it asks for nothing but sizes, and for no setting that may change between the two.
+        """
+        what = (query.shape, key.shape, value.shape, query.dtype, query.device, limits, padded)
+        found = self._known.get(what)
+        if found is None:
+            gpu = self._planner.gpu(query.device.index or 0)
+            own = self._operator.backward.choice(query, key, value, False, limits, padded)
+            found = own is not None and (own.kernel is not None or own.code == "deterministic")
+            if found:
+                of = forms(limits, query.shape[2], key.shape[2], padded)
+                found = choice_of(gpu, query, key, value, of, True)[0].kernel is not None
+            if len(self._known) >= MOST_PLANS:
+                self._known.clear()
+            self._known[what] = found
+        return found
+
+    def forward_lse(
+        self, query: Any, key: Any, value: Any, ranges: Any, low: Any, high: Any, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A call whose gradients a kernel may compute. Where none does, nobody reads the lse."""
+        limits, operator = (low, high), self._operator
+        how = (False, scale, True, limits, 0.0, None)
+        plan = operator.masked_plan(query, key, value, ranges, *how, lse=True)
+        done = operator.run(plan, query, key, value, ranges, False) if plan.calls else None
+        if done is not None:
+            return done[0], done[1]
+        out = _by_pytorch(query, key, value, ranges, limits, scale)
+        if self._serves(query, key, value, limits, ranges is not None):
+            lse = log_sum_exp(limits, query, key, ranges, scale)
+        else:
+            lse = query.new_zeros(query.shape[:3], dtype=torch.float32)
+        return like(out, query, value), lse
+
+    def backward(self, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+        """The gradients of `forward_lse`."""
+        query, key, value, out, lse, ranges, low, high, scale = given
+        serves = self._serves(query, key, value, (low, high), ranges is not None)
+        saved = (query, key, value, out, lse if serves else None)
+        made = gradients(self._operator.backward, grad, saved, ranges, (low, high), scale)
+        return tuple(map(like, made, saved[:3], saved[:3]))
+
+
+def _sizes(problem: Any) -> tuple[int, ...]:
+    of_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    return *of_q, problem.heads_kv, problem.seqlen_k
+
+
+def _by_pytorch(
+    query: Any, key: Any, value: Any, ranges: Any, limits: Diagonals, scale: float
+) -> torch.Tensor:
+    how = (ranges, 0.0, scale, bool(query.shape[1] != key.shape[1]))
+    return by_pytorch(limits, query, key, value, *how)
 
 
 class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
@@ -33,9 +123,7 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
             ranges = operator.ranges(plan, query, key, lengths, keep)
         ctx.own, ctx.limits, ctx.scale = operator.backward, plan.limits, plan.scale
         if made is None:
-            grouped = query.shape[1] != key.shape[1]
-            how = (plan.limits, query, key, value, ranges, 0.0, plan.scale, grouped)
-            made = (by_pytorch(*how), None)
+            made = (_by_pytorch(query, key, value, ranges, plan.limits, plan.scale), None)
         ctx.save_for_backward(query, key, value, *made, ranges)
         return made[0]
 
@@ -67,13 +155,11 @@ def gradients(
             return by_kernel
     again = torch.is_grad_enabled()  # gradients of gradients are wanted
     with torch.enable_grad():
-        given = [
+        q, k, v = given = [
             each if again and each.requires_grad else each.detach().requires_grad_()
             for each in (query, key, value)
         ]
-        grouped = query.shape[1] != key.shape[1]
-        q, k, v = given
-        out = by_pytorch(limits, q, k, v, ranges, 0.0, scale, grouped)
+        out = _by_pytorch(q, k, v, ranges, limits, scale)
     found = torch.autograd.grad(out, given, grad, create_graph=again)
     return tuple(found)
 

@@ -97,38 +97,41 @@ def scanned(
 
 
 def by_pytorch(
-    limits: Diagonals,
+    limits: Diagonals | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dropout_p: float,
     scale: float | None,
     enable_gqa: bool,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """PyTorch's own attention with that mask, and 0 for a query that sees no key.
+    """PyTorch's own attention with these arguments of `Operator.masked`.
 
-    Its backends differ for those: cuDNN's of PyTorch 2.11 lets them see all keys. So all let them
-    here, and their rows are filled afterwards, which keeps gradients finite too. softcap, sinks:
-    as `changed_scores.composed` takes them, which has that mask too.
+    With diagonals a query that sees no key has 0. PyTorch's backends differ for those: cuDNN's of
+    2.11 lets them see all keys. So all let them here, and their rows are filled afterwards, which
+    keeps gradients finite too.
     """
-    (low, high), mask = limits, None
-    if lengths is not None or low is not None or high is not None:
-        mask = dense(limits, query, key, lengths)
+    may_be_empty = False
+    if limits is not None:
+        (low, high), lengths = limits, mask
+        if lengths is not None or low is not None or high is not None:
+            mask = dense(limits, query, key, lengths)
+        # A window's left side begins no later than the last query's own key, which is the last one.
+        sees = high is None or high >= max(0, 0 if low is None else low)
+        may_be_empty = lengths is not None or not sees
     if softcap or sinks is not None:
         given = (query, key, value, mask, dropout_p)
         return composed(*given, scale, enable_gqa, softcap, sinks)
     if mask is None:
         raise AssertionError
+    empty = ~mask.any(-1, keepdim=True) if may_be_empty else None
+    mask = mask if empty is None else mask | empty
     how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    # A window's left side begins no later than the last query's own key, which is the last one.
-    if lengths is None and (high is None or high >= max(0, 0 if low is None else low)):
-        return sdpa(query, key, value, mask, dropout_p, False, **how)
-    empty = ~mask.any(-1, keepdim=True)
-    out: torch.Tensor = sdpa(query, key, value, mask | empty, dropout_p, False, **how)
-    return out.masked_fill(empty, 0)
+    out: torch.Tensor = sdpa(query, key, value, mask, dropout_p, False, **how)
+    return out if empty is None else out.masked_fill(empty, 0)
 
 
 def understood(
@@ -209,9 +212,11 @@ def _check(lengths: Any, query: torch.Tensor) -> None:
             f"with key_lengths, query is (batch, heads, seqlen, head_dim), not of "
             f"{query.dim()} dimensions"
         )
-    batch, sizes = query.shape[0], tuple(lengths.shape)
-    if sizes not in ((batch,), (batch, 2)):
-        raise ValueError(f"key_lengths is {sizes}, not ({batch},) or ({batch}, 2)")
+    # Size by size: a compiler of PyTorch 2.11 compares no tuples of sizes that vary.
+    batch, sizes = query.shape[0], lengths.shape
+    of_one = lengths.dim() == 1 or (lengths.dim() == 2 and sizes[1] == 2)
+    if not of_one or sizes[0] != batch:
+        raise ValueError(f"key_lengths is {tuple(sizes)}, not ({batch},) or ({batch}, 2)")
 
 
 def sides(window: Any) -> tuple[int | None, int | None]:

@@ -5,40 +5,31 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnsweep.core.layouts import DENSE
-from attnsweep.core.problem import CAUSAL, FULL
-from attnsweep.core.scores import Scores
-
-from . import interval_gradients
-from .arguments import autocast, never, number, plain, sized, taken_for
+from .arguments import autocast, never, number, plain
 from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
-from .changed_scores import composed
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import (
     Gradient,
-    gradients_by_pytorch,
-    like,
-    of_operator,
     with_gradient,
-    with_lse,
 )
-from .interval_gradients import IntervalGradient, key_ranges, log_sum_exp
-from .intervals import Diagonals, by_pytorch, forms, scanned, understood
+from .interval_gradients import IntervalGradient, key_ranges
+from .intervals import Diagonals, by_pytorch, scanned, understood
 from .mask_lists import MaskList, MaskLists
 from .packed import CuSeqlens
-from .planner import Planner, choice_of, requires_grad, why_unserved
+from .planner import Planner, requires_grad
 from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
-from .torch_ops import OPERATORS, register
+from .traced import Traced, default_scale
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -94,24 +85,9 @@ class Operator:
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
-        own = {name: getattr(self, f"_impl_{name}") for name in OPERATORS}
-        ops: Any
-        gradients = {
-            "forward_lse": of_operator(self, lambda: ops.backward.default),
-            "forward_intervals_lse": interval_gradients.of_operator(
-                lambda: ops.backward_intervals.default
-            ),
-        }
-        self.library = register(wanted, devices, own, gradients)
+        self.traced = Traced(self, wanted, devices)
+        self.library = self.traced.library
         self.namespace: str = self.library.ns
-        ops = getattr(torch.ops, self.namespace)
-        self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
-        self._attention = ops.attention.default
-        self._attention_masked = ops.attention_masked.default
-        self._forward_masked = ops.forward_masked.default
-        self._attention_intervals = ops.attention_intervals.default
-        self._forward_intervals = ops.forward_intervals.default
-        self._forward_intervals_lse = ops.forward_intervals_lse.default
 
     def _after_fork(self) -> None:
         self.forked = bool(self._devices)
@@ -119,189 +95,6 @@ class Operator:
         self.backward.forget()
         self._seen.clear()
         self._masks.forget()
-
-    # ---- the operators ----
-    def _impl_attention(
-        self, query: Any, key: Any, value: Any, causal: bool, scale: float
-    ) -> torch.Tensor:
-        """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        gpu = self.planner.gpu(query.device.index or 0)
-        if gpu is not None and sized(query, key, value):
-            found = [(CAUSAL if causal else FULL, DENSE)]
-            choice, _ = choice_of(gpu, query, key, value, found, grad)
-            if choice.kernel is None:
-                grouped = query.shape[1] != key.shape[1]
-                return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
-        if grad:
-            return self._forward_lse(query, key, value, causal, scale)[0]
-        return self._forward(query, key, value, causal, scale)
-
-    def _impl_forward(
-        self, query: Any, key: Any, value: Any, causal: bool, scale: float
-    ) -> torch.Tensor:
-        grouped = query.shape[1] != key.shape[1]
-        plan = self._plan(query, key, value, causal, scale, grouped, False)
-        done = self._served(plan, query, key, value)
-        if done is not None:
-            return done[0]
-        out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return like(out, query, value)
-
-    def _impl_forward_lse(
-        self, query: Any, key: Any, value: Any, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        grouped = query.shape[1] != key.shape[1]
-        plan = self._plan(query, key, value, causal, scale, grouped, True)
-        done = self._served(plan, query, key, value)
-        if done is not None:
-            return done[0], done[1]
-        return with_lse(query, key, value, causal, scale)
-
-    def _impl_backward(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        cudnn: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """The gradients of `forward_lse`; cudnn: of the two that PyTorch has, whose it calls."""
-        saved = (query, key, value, out, lse)
-        made = self.backward.gradients(grad, saved, causal, scale)
-        if made is not None:
-            return made
-        by_own = gradients_by_pytorch(grad, saved, causal, scale, cudnn)
-        return tuple(map(like, by_own, saved[:3], saved[:3]))
-
-    def _impl_attention_masked(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        scale: float,
-        softcap: float,
-        sinks: Any,
-        repeats: bool,
-    ) -> torch.Tensor:
-        """As `_impl_attention`, with a mask and changed scores.
-
-        repeats: PyTorch's own gets k and v repeated for the query heads, as transformers does it.
-        """
-        gpu, how = self.planner.gpu(query.device.index or 0), (scale, softcap, sinks, repeats)
-        if gpu is not None and sized(query, key, value):
-            found = [taken_for(mask, query, key, Scores(softcap, sinks is not None))]
-            if choice_of(gpu, query, key, value, found)[0].kernel is None:
-                return _masked_by_pytorch(query, key, value, mask, *how)
-        return self._forward_masked(query, key, value, mask, *how)
-
-    def _impl_forward_masked(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        scale: float,
-        softcap: float,
-        sinks: Any,
-        repeats: bool,
-    ) -> torch.Tensor:
-        """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
-        options: Any = {"softcap": softcap, "sinks": sinks, "keep": False}
-        done = self.masked(query, key, value, mask, scale=scale, **options)
-        if done is not None:
-            return done
-        out = _masked_by_pytorch(query, key, value, mask, scale, softcap, sinks, repeats)
-        return like(out, query, value)
-
-    def _impl_attention_intervals(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        lengths: Any,
-        low: Any,
-        high: Any,
-        scale: float,
-        softcap: float,
-        sinks: Any,
-    ) -> torch.Tensor:
-        """As `_impl_attention_masked`, with a mask of diagonals and lengths, and changed scores."""
-        gpu, limits = self.planner.gpu(query.device.index or 0), (low, high)
-        known = all(n is None or type(n) is int for n in limits) and sized(query, key, value)
-        grad = torch.is_grad_enabled() and requires_grad(query, key, value, lengths, sinks)
-        kernel = None
-        if gpu is not None and known:
-            scores = Scores(softcap, sinks is not None)
-            found = forms(limits, query.shape[2], key.shape[2], lengths is not None, scores)
-            kernel = choice_of(gpu, query, key, value, found, grad)[0].kernel
-        padded = lengths is not None
-        if grad and kernel and self.backward.serves_intervals(query, key, value, limits, padded):
-            ranges = None if lengths is None else key_ranges(query, key, lengths)
-            return self._forward_intervals_lse(query, key, value, ranges, low, high, scale)[0]
-        if grad or (gpu is not None and known and kernel is None):
-            how = (lengths, 0.0, scale, bool(query.shape[1] != key.shape[1]), softcap, sinks)
-            return by_pytorch(limits, query, key, value, *how)
-        call = (query, key, value, lengths, low, high, scale, softcap, sinks)
-        return self._forward_intervals(*call)
-
-    def _impl_forward_intervals(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        lengths: Any,
-        low: Any,
-        high: Any,
-        scale: float,
-        softcap: float,
-        sinks: Any,
-    ) -> torch.Tensor:
-        """As `_impl_forward_masked`."""
-        options: Any = {"limits": (low, high), "softcap": softcap, "sinks": sinks, "keep": False}
-        done = self.masked(query, key, value, lengths, scale=scale, **options)
-        if done is not None:
-            return done
-        how = (lengths, 0.0, scale, query.shape[1] != key.shape[1], softcap, sinks)
-        return like(by_pytorch((low, high), query, key, value, *how), query, value)
-
-    def _impl_forward_intervals_lse(
-        self, query: Any, key: Any, value: Any, ranges: Any, low: Any, high: Any, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A call whose gradients a kernel computes."""
-        limits = (low, high)
-        plan = self.masked_plan(
-            *(query, key, value, ranges, False, scale, True, limits, 0.0, None), lse=True
-        )
-        done = self.run(plan, query, key, value, ranges, False) if plan.calls else None
-        if done is not None:
-            return done[0], done[1]
-        how = (ranges, 0.0, scale, query.shape[1] != key.shape[1])
-        out = like(by_pytorch(limits, query, key, value, *how), query, value)
-        return out, log_sum_exp(limits, query, key, ranges, scale)
-
-    def _impl_backward_intervals(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        ranges: torch.Tensor | None,
-        low: Any,
-        high: Any,
-        scale: float,
-    ) -> tuple[torch.Tensor, ...]:
-        """The gradients of `forward_intervals_lse`."""
-        saved = (query, key, value, out, lse)
-        made = interval_gradients.gradients(self.backward, grad, saved, ranges, (low, high), scale)
-        return tuple(map(like, made, saved[:3], saved[:3]))
 
     # ---- one call ----
     def ranges(self, plan: Plan, query: Any, key: Any, lengths: Any, keep: bool) -> torch.Tensor:
@@ -363,31 +156,19 @@ class Operator:
         """`masked` as a model of transformers calls it, whose own attention repeats k and v."""
         if not _is_compiling():
             return self.masked(query, key, value, mask, scale=scale)
-        given = self.cast(query, key, value)
-        if not self._traces_mask(*given, mask, False, 0.0, scale, enable_gqa=True):
-            return None
-        by = scale if scale is not None else query.shape[3] ** -0.5
-        return self._attention_masked(*given, mask, by, 0.0, None, True)
+        given, how = self.cast(query, key, value), (mask, 0.0, False, scale, True)
+        out: torch.Tensor | None = self.traced.masked(*given, *how, repeats=True)
+        return out
 
     def masked_plan(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        limits: Diagonals | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        *,
-        lse: bool = False,
+        self, query: Any, key: Any, value: Any, mask: Any, *how: Any, lse: bool = False
     ) -> Plan:
         """The plan of a call of `masked`. lse: whether it must have the log-sum-exp.
 
-        It also has it where gradients are recorded and a kernel has them.
+        It also has it where gradients are recorded and a kernel has them. how: is_causal, scale,
+        enable_gqa, limits, softcap and sinks.
         """
+        *beside, limits, softcap, sinks = how
         if transformed():
             return TRANSFORMED
         if (
@@ -400,15 +181,15 @@ class Operator:
             return SUBCLASS
         if type(mask) is not _TENSOR and limits is None:
             return Plan(_OTHER_DTYPE)
+        grad = _is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 _kind_of(mask),
-                *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
-                grad := _is_grad_enabled() and requires_grad(query, key, value, mask, sinks),
-                *(lse, grad and _is_deterministic()),
+                *(*beside, limits, softcap, sinks is not None),
+                *(grad, lse, grad and _is_deterministic()),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
@@ -417,8 +198,9 @@ class Operator:
             if grad and not softcap and sinks is None and not isinstance(mask, CuSeqlens):
                 own = mask is not None
                 lse = self.backward.serves_intervals(query, key, value, limits, own)
-            how = (False, scale, enable_gqa, lse, mask, is_causal, limits, softcap, sinks)
-            plan = self._remembered(what, query, key, value, *how)
+            is_causal, scale, enable_gqa = beside
+            asked = (False, scale, enable_gqa, lse, mask, is_causal, limits, softcap, sinks)
+            plan = self._remembered(what, query, key, value, *asked)
         return plan
 
     def attention(
@@ -452,10 +234,10 @@ class Operator:
         if not (window is causal_offset is key_lengths is softcap is sinks is None):
             given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             limits = (window, causal_offset, key_lengths)
-            return self._beyond_sdpa(*given, limits, softcap, sinks, cache)
+            return self._beyond_sdpa(given, limits, softcap, sinks, cache)
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
-            return self._traced(query, key, value, *masks, scale, enable_gqa)
+            return self.traced.call(query, key, value, *masks, scale, enable_gqa)
         if (
             attn_mask is None
             and type(query) is type(key) is _TENSOR  # others may see that they are asked
@@ -503,10 +285,10 @@ class Operator:
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
             elif _modes() or query.is_neg() or key.is_neg() or value.is_neg():
                 # A dispatch mode, or what resolves a negation, must see an operator.
-                by = scale if scale is not None else query.shape[3] ** -0.5
+                ops, by = self.traced.ops, default_scale(query, scale)
                 if grad:
-                    return self._forward_lse(query, key, value, is_causal, by)[0]
-                return self._forward(query, key, value, is_causal, by)
+                    return ops.forward_lse(query, key, value, is_causal, by)[0]
+                return ops.forward(query, key, value, is_causal, by)
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
                 if grad:
@@ -522,25 +304,14 @@ class Operator:
         )
 
     def _beyond_sdpa(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        given: tuple[Any, Any, Any],
-        softcap: Any,
-        sinks: Any,
-        keep: bool,
+        self, given: tuple[Any, ...], limits: Any, softcap: Any, sinks: Any, keep: bool
     ) -> torch.Tensor:
-        """`attention` with arguments that PyTorch's own does not have.
+        """`attention` with arguments that PyTorch's own does not have, which follow those it has.
 
-        given: window, causal_offset and key_lengths.
+        limits: window, causal_offset and key_lengths.
         """
-        asked = (attn_mask, is_causal, given, softcap, sinks)
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
+        asked = (attn_mask, is_causal, limits, softcap, sinks)
         mask, is_causal, limits, softcap, sinks = understood(query, key, *asked)
         if limits is None and not softcap and sinks is None:
             how: Any = (dropout_p, is_causal, scale, enable_gqa)
@@ -548,25 +319,18 @@ class Operator:
         query, key, value = self.cast(query, key, value)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
+        out: torch.Tensor | None = None
         if _is_compiling():
-            how = (dropout_p, scale, enable_gqa, limits, softcap, sinks)
-            if self._traces_mask(query, key, value, mask, False, *how):
-                by = scale if scale is not None else query.shape[3] ** -0.5
-                if limits is None:
-                    scores = (by, softcap, sinks)
-                    return self._attention_masked(query, key, value, mask, *scores, False)
-                how = (*limits, by, softcap, sinks)
-                return self._attention_intervals(query, key, value, mask, *how)
+            how = (dropout_p, False, scale, enable_gqa, limits, softcap, sinks)
+            out = self.traced.masked(query, key, value, mask, *how)
         elif choice := never(None, dropout_p):
             self.fell_back(choice)
         else:
             options: Any = {"limits": limits, "softcap": softcap, "sinks": sinks, "keep": keep}
             out = self.masked(query, key, value, mask, False, scale, enable_gqa, **options)
-            if out is not None:
-                return out
+        if out is not None:
+            return out
         how = (dropout_p, scale, enable_gqa, softcap, sinks)
-        if limits is None:
-            return composed(query, key, value, mask, *how)
         return by_pytorch(limits, query, key, value, mask, *how)
 
     def cast(self, *given: Any) -> tuple[Any, Any, Any]:
@@ -580,114 +344,35 @@ class Operator:
                     query, key, value = map(autocast, given)
         return query, key, value
 
-    def _traced(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        """A call as torch.compile sees it: one operator, which finds its kernel at run time.
-
-        Where the compiler knows all sizes, `_impl_attention` hands over what no kernel serves.
-        """
-        given = query, key, value = self.cast(query, key, value)
-        if attn_mask is not None and self._traces_mask(
-            *given, attn_mask, is_causal, dropout_p, scale, enable_gqa
-        ):
-            by = scale if scale is not None else query.shape[3] ** -0.5
-            return self._attention_masked(*given, attn_mask, by, 0.0, None, False)
-        if (
-            never(attn_mask, dropout_p)
-            or not plain(*given)
-            or self.planner.unserved(*given, is_causal, scale, enable_gqa)
-            or not self.planner.is_known(query.device.index or 0)
-        ):
-            return _sdpa(
-                *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
-            )
-        by = scale if scale is not None else query.shape[3] ** -0.5
-        return self._attention(query, key, value, is_causal, by)
-
-    def _traces_mask(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        is_causal: bool,
-        dropout_p: float,
-        scale: float | None,
-        enable_gqa: bool,
-        limits: Diagonals | None = None,
-        softcap: float = 0.0,
-        sinks: Any = None,
-    ) -> bool:
-        """Whether a kernel may serve a compiler's call with a mask."""
-        if dropout_p or not plain(query, key, value):
-            return False
-        if self.planner.unserved(query, key, value, False, scale, enable_gqa):
-            return False
-        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
-        if limits is not None and self.backward.serves and not softcap and sinks is None:
-            grad = False  # `_impl_attention_intervals` knows all sizes
-        if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
-            return False
-        return self.planner.is_known(query.device.index or 0)
-
-    def explain(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        causal: bool = False,
-        window: Any = None,
-        causal_offset: int | None = None,
-        key_lengths: torch.Tensor | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        cache: bool = True,  # noqa: ARG002
-    ) -> Explanation:
+    def explain(self, *args: Any, **options: Any) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+        call = signature(self.attention).bind(*args, **options)
+        call.apply_defaults()
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call.args
+        causal, *limits, softcap, sinks, _ = call.kwargs.values()
         query, key, value = self.cast(query, key, value)
         scale = number(scale)
-        is_causal = is_causal or causal
-        limits: Diagonals | None = None
-        asked = (attn_mask, is_causal, (window, causal_offset, key_lengths), softcap, sinks)
-        mask, is_causal, limits, cap, sinks = understood(query, key, *asked)
+        asked = (attn_mask, is_causal or causal, tuple(limits), softcap, sinks)
+        mask, is_causal, diagonals, cap, sinks = understood(query, key, *asked)
         choice = never(None, dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
-        if choice is None and (attn_mask is not None or limits is not None):
-            given = (mask, is_causal, scale, enable_gqa, limits, cap, sinks)
+        if choice is not None:
+            return self.explained(choice, query)
+        if attn_mask is not None or diagonals is not None:
+            given = (mask, is_causal, scale, enable_gqa, diagonals, cap, sinks)
             plan = self.masked_plan(query, key, value, *given)
-            choice = plan.choice
-            if plan.lse and limits is not None:
-                padded = mask is not None
-                own = self.backward.choice(query, key, value, False, limits, padded)
-                backward = own.kernel.config if own and own.kernel else None
-                return replace(self.explained(choice, query), backward=backward)
-        elif choice is None:
+            choice, is_causal = plan.choice, False
+        else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
-            choice = plan.choice
-            if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
-                choice = UNALIGNED
-            served = grad and choice.kernel
-            own = self.backward.choice(query, key, value, is_causal) if served else None
-            backward = own.kernel.config if own and own.kernel else None
-            return replace(self.explained(choice, query), backward=backward)
-        return self.explained(choice, query)
+            aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+            choice = plan.choice if aligned or not plan.calls else UNALIGNED
+        own = None
+        if plan.lse and choice.kernel:
+            own = self.backward.choice(query, key, value, is_causal, diagonals, mask is not None)
+        backward = own.kernel.config if own and own.kernel else None
+        return replace(self.explained(choice, query), backward=backward)
 
     def explained(self, choice: Choice, query: Any) -> Explanation:
         """What is said of a choice for a query."""
@@ -714,17 +399,11 @@ class Operator:
             self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
 
     # ---- plans ----
-    def _plan(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        lse: bool,
-    ) -> Plan:
-        """The plan of a call, from the cache if its shapes and strides were met before."""
+    def _plan(self, query: Any, key: Any, value: Any, *how: Any) -> Plan:
+        """The plan of a call, from the cache if its shapes and strides were met before.
+
+        how: causal, scale, enable_gqa, and whether it has the log-sum-exp.
+        """
         if transformed():
             return TRANSFORMED
         try:
@@ -732,13 +411,13 @@ class Operator:
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
-                *(causal, scale, enable_gqa, lse),
+                *how,
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            plan = self._remembered(what, query, key, value, causal, scale, enable_gqa, lse)
+            plan = self._remembered(what, query, key, value, *how)
         return plan
 
     def _remembered(self, what: Any, *call: Any) -> Plan:
@@ -752,10 +431,12 @@ class Operator:
         return plan
 
     # ---- launching ----
-    def _served(
-        self, plan: Plan, query: Any, key: Any, value: Any
+    def served(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float, lse: bool
     ) -> tuple[torch.Tensor, ...] | None:
         """What `run` returns; None, which is counted, if no kernel serves the call."""
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, lse)
         if plan.calls:
             return self.run(plan, query, key, value)
         self.fell_back(plan.choice)
@@ -886,27 +567,6 @@ def _kind_of(mask: Any) -> Any:
     if isinstance(mask, CuSeqlens):
         return (mask.sequences, *(type(each) for each in mask), mask.q.device)
     return mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device)
-
-
-def _masked_by_pytorch(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    scale: float,
-    softcap: float,
-    sinks: Any,
-    repeats: bool,
-) -> torch.Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    if softcap or sinks is not None:
-        return composed(query, key, value, mask, 0.0, scale, grouped, softcap, sinks)
-    if grouped and repeats:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    enable_gqa = grouped and not repeats
-    out: torch.Tensor = _sdpa(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
-    return out
 
 
 def _no_stream(_: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .arguments import (
 )
 from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
-from .driver import rows_of_group, unmapped
+from .driver import Tensor, rows_of_group, unmapped
 from .intervals import Diagonals, forms, unserved_intervals
 from .packed import CuSeqlens
 from .packed import form as packed_form
@@ -141,10 +141,8 @@ class Planner:
             name: laid_out(each)
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
-        for name, tensor in tensors.items():
-            fault = unmapped(tensor)
-            if fault is not None:
-                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        if unserved := unmappable(tensors):
+            return Plan(unserved)
         found: list[Any] = [(CAUSAL if causal else FULL,)]
         packed, sunk = isinstance(mask, CuSeqlens), sinks is not None
         biased = mask is not None and not packed and mask.is_floating_point()
@@ -216,6 +214,12 @@ class Planner:
             biased=biased,
             out=None if out.shape == query.shape else (tuple(out.shape), out.stride()),
         )
+
+
+def unmappable(tensors: Mapping[str, Tensor]) -> Choice | None:
+    """Why no tensor map can describe one of these, or None."""
+    faults = ((name, unmapped(tensor)) for name, tensor in tensors.items())
+    return next((Choice(None, of[0], f"{name} {of[1]}") for name, of in faults if of), None)
 
 
 def requires_grad(query: Any, key: Any, value: Any, mask: Any, sinks: Any) -> bool:

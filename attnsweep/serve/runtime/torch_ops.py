@@ -13,12 +13,8 @@ from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _MASKED = (
-    "Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float softcap, "
-    "Tensor? sinks, bool repeats"
-)
-_INTERVALS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, SymInt? low, SymInt? high, "
-    "float scale, float softcap, Tensor? sinks"
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool diagonals, SymInt? low, "
+    "SymInt? high, float scale, float softcap, Tensor? sinks, bool repeats"
 )
 _BACKWARD = (
     "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
@@ -35,11 +31,9 @@ _BACKWARD_INTERVALS = (
 OPERATORS = {
     "attention": f"({_GIVEN}) -> Tensor",
     "attention_masked": f"({_MASKED}) -> Tensor",
-    "attention_intervals": f"({_INTERVALS}) -> Tensor",
     "forward": f"({_GIVEN}) -> Tensor",
     "forward_lse": f"({_GIVEN}) -> (Tensor, Tensor)",
     "forward_masked": f"({_MASKED}) -> Tensor",
-    "forward_intervals": f"({_INTERVALS}) -> Tensor",
     "forward_intervals_lse": f"({_GIVEN_INTERVALS}) -> (Tensor, Tensor)",
     "backward": f"({_BACKWARD}) -> (Tensor, Tensor, Tensor)",
     "backward_intervals": f"({_BACKWARD_INTERVALS}) -> (Tensor, Tensor, Tensor)",
@@ -47,8 +41,9 @@ OPERATORS = {
 """The operators and their schemas.
 
 Those named `attention` are what a compiler sees: they are made of the others, once their sizes are
-known. The output has the layout of torch.empty_like(query), with rows as long as value's; the
-log-sum-exp is float32 (batch, heads, seqlen_q), contiguous.
+known. mask: where diagonals are given, low and high, key_lengths or None. The output has the layout
+of torch.empty_like(query), with rows as long as value's; the log-sum-exp is float32 (batch, heads,
+seqlen_q), contiguous.
 """
 _FORWARD_VARLEN = (
     "forward_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"

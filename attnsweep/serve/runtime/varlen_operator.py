@@ -27,28 +27,15 @@ class VarlenOperator:
         given = (operator.library, operator.device_types, self._impl_forward)
         self._forward = register_varlen(*given)
 
-    def attention(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
-        *,
-        dropout_p: float,
-        cache: bool,
-        **options: Any,
-    ) -> torch.Tensor:
+    def attention(self, *given: Any, dropout_p: float, cache: bool, **options: Any) -> torch.Tensor:
         """As the package's `attention_varlen` has it. options: as of `_understood`."""
-        cu_seqlens, longest = CuSeqlens(cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        query, key, value = self._operator.cast(query, key, value)
+        query, key, value = self._operator.cast(*given[:3])
+        cu_seqlens, longest = CuSeqlens(*given[3:5]), given[5:]
         window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
         if _is_compiling():
             if dropout_p == 0.0 and self._traces(query, key, value, scale, changes[1]):
                 by = scale if scale is not None else query.shape[2] ** -0.5
-                how = (*cu_seqlens, *window, by, *changes, *longest)
+                how: Any = (*cu_seqlens, *window, by, *changes, *longest)
                 compiled: torch.Tensor = self._forward(query, key, value, *how)
                 return compiled
         elif choice := never(None, dropout_p):
@@ -61,20 +48,10 @@ class VarlenOperator:
         how = (cu_seqlens, longest, window, dropout_p, scale, *changes)
         return by_pytorch(query, key, value, *how)
 
-    def explain(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        *,
-        dropout_p: float,
-        **options: Any,
-    ) -> Explanation:
+    def explain(self, *given: Any, dropout_p: float, **options: Any) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
-        cu_seqlens = CuSeqlens(cu_seqlens_q, cu_seqlens_k)
-        query, key, value = self._operator.cast(query, key, value)
+        query, key, value = self._operator.cast(*given[:3])
+        cu_seqlens = CuSeqlens(*given[3:])
         window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
         choice: Choice | None = never(None, dropout_p)
         if choice is None:

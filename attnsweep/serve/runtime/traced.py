@@ -1,0 +1,197 @@
+"""Attention as a compiler sees it: the operators in torch.ops, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attnsweep.core.layouts import DENSE
+from attnsweep.core.problem import CAUSAL, FULL
+from attnsweep.core.scores import Scores
+
+from . import gradients, interval_gradients
+from .arguments import never, plain, sized, taken_for
+from .gradients import like
+from .interval_gradients import IntervalGradients, key_ranges
+from .intervals import Diagonals, by_pytorch, forms
+from .planner import choice_of, requires_grad, why_unserved
+from .sdpa_patch import pytorchs, sdpa
+from .torch_ops import OPERATORS, register
+
+
+class Traced:
+    """The operators of a package, by which an Operator serves compiled code.
+
+    The methods with names of OPERATORS are what these compute. ops: the operators themselves.
+    """
+
+    def __init__(self, operator: Any, namespace: str, devices: Sequence[str]) -> None:
+        self._operator, self._planner = operator, operator.planner
+        self._intervals = IntervalGradients(operator)
+        self.forward_intervals_lse = self._intervals.forward_lse
+        self.backward_intervals = self._intervals.backward
+        of = {
+            "forward_lse": gradients.of_operator(operator, lambda: self.ops.backward),
+            "forward_intervals_lse": interval_gradients.of_operator(
+                lambda: self.ops.backward_intervals
+            ),
+        }
+        own = {name: getattr(self, name) for name in OPERATORS}
+        self.library = register(namespace, devices, own, of)
+        made = getattr(torch.ops, self.library.ns)
+        self.ops: Any = SimpleNamespace(**{name: getattr(made, name).default for name in own})
+
+    # ---- calls ----
+    def call(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
+        """`Operator.attention` with PyTorch's arguments: one operator, or PyTorch's own."""
+        given: Any = self._operator.cast(query, key, value)
+        attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
+        out: Any = None
+        if attn_mask is not None:
+            out = self.masked(*given, *asked)
+        elif (
+            not never(None, dropout_p)
+            and plain(*given)
+            and not self._planner.unserved(*given, is_causal, scale, enable_gqa)
+            and self._planner.is_known(query.device.index or 0)
+        ):
+            out = self.ops.attention(*given, is_causal, default_scale(query, scale))
+        if out is None:
+            out = pytorchs(*given, *asked[:3], scale=scale, enable_gqa=enable_gqa)
+        return out
+
+    def masked(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        limits: Diagonals | None = None,
+        softcap: float = 0.0,
+        sinks: Any = None,
+        repeats: bool = False,
+    ) -> Any:
+        """One operator, or None if no kernel can serve the call. mask and limits: as of `masked`.
+
+        repeats: PyTorch's own gets k and v repeated for the query heads, as transformers does it.
+        """
+        if dropout_p or not plain(query, key, value):
+            return None
+        if self._planner.unserved(query, key, value, False, scale, enable_gqa):
+            return None
+        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        if limits is not None and self._operator.backward.serves and not softcap and sinks is None:
+            grad = False  # `attention_masked` knows more of the sizes
+        if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
+            return None
+        if not self._planner.is_known(query.device.index or 0):
+            return None
+        how = (limits is not None, *(limits or (None, None)), default_scale(query, scale))
+        return self.ops.attention_masked(query, key, value, mask, *how, softcap, sinks, repeats)
+
+    # ---- what the operators compute ----
+    def attention(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> torch.Tensor:
+        """PyTorch's own attention where the sizes say already that it is."""
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        gpu = self._planner.gpu(query.device.index or 0)
+        if gpu is not None and sized(query, key, value):
+            found = [(CAUSAL if causal else FULL, DENSE)]
+            choice, _ = choice_of(gpu, query, key, value, found, grad)
+            if choice.kernel is None:
+                return _by_pytorch(query, key, value, causal, scale)
+        if grad:
+            with_lse: tuple[torch.Tensor, ...] = self.ops.forward_lse(
+                query, key, value, causal, scale
+            )
+            return with_lse[0]
+        out: torch.Tensor = self.ops.forward(query, key, value, causal, scale)
+        return out
+
+    def forward(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
+        """By a kernel or by PyTorch, which sizes and strides decide at run time."""
+        done = self._operator.served(query, key, value, causal, scale, False)
+        if done is not None:
+            own: torch.Tensor = done[0]
+            return own
+        return like(_by_pytorch(query, key, value, causal, scale), query, value)
+
+    def forward_lse(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the log-sum-exp."""
+        done = self._operator.served(query, key, value, causal, scale, True)
+        if done is not None:
+            return done[0], done[1]
+        return gradients.with_lse(query, key, value, causal, scale)
+
+    def backward(self, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+        """The gradients of `forward_lse`; cudnn: of the two that PyTorch has, whose it calls."""
+        *saved, causal, scale, cudnn = given
+        made: Any = self._operator.backward.gradients(grad, tuple(saved), causal, scale)
+        if made is None:
+            made = gradients.gradients_by_pytorch(grad, tuple(saved), causal, scale, cudnn)
+        return tuple(map(like, made, saved[:3], saved[:3]))
+
+    def attention_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
+        """As `attention`, with a mask or diagonals and lengths, and changed scores."""
+        diagonals, low, high, scale, softcap, sinks, _ = how
+        gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
+        scores, padded = Scores(softcap, sinks is not None), mask is not None
+        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        if grad:
+            plain_scores = diagonals and not softcap and sinks is None
+            if plain_scores and self._intervals.may_serve(query, key, value, limits, padded):
+                ranges = key_ranges(query, key, mask) if padded else None
+                return self.ops.forward_intervals_lse(query, key, value, ranges, *limits, scale)[0]
+            return _masked_by_pytorch(query, key, value, mask, *how)
+        known = all(n is None or type(n) is int for n in limits) and sized(query, key, value)
+        if gpu is not None and known:
+            found: list[Any] = (
+                forms(limits, query.shape[2], key.shape[2], padded, scores)
+                if diagonals
+                else [taken_for(mask, query, key, scores)]
+            )
+            if choice_of(gpu, query, key, value, found)[0].kernel is None:
+                return _masked_by_pytorch(query, key, value, mask, *how)
+        return self.ops.forward_masked(query, key, value, mask, *how)
+
+    def forward_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
+        """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
+        diagonals, low, high, scale, softcap, sinks, _ = how
+        options: Any = {"softcap": softcap, "sinks": sinks, "keep": False, "scale": scale}
+        options["limits"] = (low, high) if diagonals else None
+        done = self._operator.masked(query, key, value, mask, **options)
+        if done is not None:
+            return done
+        return like(_masked_by_pytorch(query, key, value, mask, *how), query, value)
+
+
+def default_scale(query: Any, scale: float | None) -> float:
+    """The scale of a call, for an operator."""
+    return scale if scale is not None else query.shape[3] ** -0.5
+
+
+def _by_pytorch(query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    how: Any = (None, 0.0, causal)
+    out: torch.Tensor = sdpa(query, key, value, *how, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _masked_by_pytorch(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> torch.Tensor:
+    diagonals, low, high, scale, softcap, sinks, repeats = how
+    grouped = bool(query.shape[1] != key.shape[1])
+    if grouped and repeats:
+        groups, grouped = query.shape[1] // key.shape[1], False
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    limits = (low, high) if diagonals else None
+    return by_pytorch(limits, query, key, value, mask, 0.0, scale, grouped, softcap, sinks)
