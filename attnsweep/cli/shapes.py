@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from attnsweep.cli import options
 from attnsweep.cli.app import FIND, app, examples, without_arch
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.reports.terminal import errors
+
+if TYPE_CHECKING:
+    from attnsweep.serve.recorded_calls import Recorded
 
 
 @app.command(
@@ -54,11 +57,9 @@ def shapes(
     no problem was found.
     """
     from attnsweep.family.discover import discover
-    from attnsweep.serve.recorded_calls import lines_of, read, refuse, write
-    from attnsweep.store.outputs import refuse_recorded
+    from attnsweep.serve.recorded_calls import lines_of, refuse, write
     from attnsweep.tools import target as cards
 
-    refuse_recorded(out)
     refuse(out, force)
     families = discover()
     try:
@@ -66,10 +67,7 @@ def shapes(
     except NoGpuError as error:
         again = shlex.join(["attnsweep", "shapes", str(out), "--arch", "sm_90a", "--", *command])
         raise without_arch(error, again) from error
-    with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
-        install(Path(folder), f"begin(folder, {every_call})")
-        code = run_program(command, Path(folder))
-        recorded = read(Path(folder))
+    code, recorded = record(command, every_call)
     found = write(out, recorded, target, top)
     for line in lines_of(found, recorded):
         errors.print(line, markup=False, soft_wrap=True)
@@ -78,6 +76,15 @@ def shapes(
     else:
         errors.print(f"{out}: not written: no call can be served", markup=False, soft_wrap=True)
     raise typer.Exit(code or (0 if found.problems else 1))
+
+
+def record(command: Sequence[str], every_call: bool = False) -> tuple[int, Recorded]:
+    """Run a command: its exit code, and its calls of PyTorch's attention."""
+    from attnsweep.serve.recorded_calls import read
+
+    with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
+        install(Path(folder), f"begin(folder, {every_call})")
+        return run_program(command, Path(folder)), read(Path(folder))
 
 
 def run_program(command: Sequence[str], *places: Path) -> int:

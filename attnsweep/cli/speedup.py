@@ -18,7 +18,7 @@ import typer
 
 from attnsweep.cli import options
 from attnsweep.cli.app import FIND, GUARD, app, examples, print_end
-from attnsweep.cli.shapes import install, run_program
+from attnsweep.cli.shapes import install, record, run_program
 from attnsweep.core.errors import AttnsweepError, SpecError
 from attnsweep.reports.terminal import Form, console, errors
 
@@ -167,17 +167,15 @@ def _begin(out: Path, command: Sequence[str]) -> None:
 def _recorded(path: Path, command: Sequence[str]) -> SweepSpec:
     """The spec of the program's calls, which is recorded if it is not there."""
     from attnsweep.family.discover import discover
-    from attnsweep.serve.recorded_calls import lines_of, read, write
+    from attnsweep.serve.recorded_calls import lines_of, write
     from attnsweep.specs.load import load_spec
     from attnsweep.tools import target as cards
 
     if not path.is_file():
         target = cards.here(discover())
-        with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
-            install(Path(folder))
-            if code := run_program(command, Path(folder)):
-                raise _Failed(f"the program ended with exit code {code}", code)
-            recorded = read(Path(folder))
+        code, recorded = record(command)
+        if code:
+            raise _Failed(f"the program ended with exit code {code}", code)
         found = write(path, recorded, target)
         for line in lines_of(found, recorded):
             errors.print(line, markup=False, soft_wrap=True)

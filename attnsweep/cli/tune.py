@@ -177,13 +177,9 @@ def write_spec(path: Path, text: str, force: bool) -> None:
 
     Raises SpecError or StoreError.
     """
-    from attnsweep.store.outputs import refuse_recorded, write_output
+    from attnsweep.store.outputs import check_output, write_output
 
-    refuse_recorded(path)
-    if path.is_dir():
-        raise SpecError("is a directory", where=str(path), hint="name a file in it")
-    if path.exists() and not force:
-        raise SpecError("is there already", where=str(path), hint="--force replaces it")
+    check_output(path, force=force)
     write_output(path, text)
 
 

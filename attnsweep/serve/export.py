@@ -43,6 +43,7 @@ from attnsweep.serve.export_code import (
     kind_of_mask,
     order_of,
     source_digest,
+    time_of,
     why_not_today,
     why_unpacked,
 )
@@ -328,26 +329,22 @@ def _chosen(
         # PyTorch's own attention has no softcap and no sinks: without a kernel, a call is unfused.
         for name in ("unfused", "flex"):
             baselines = baselines or [t for t in trials if t.provider == name]
-        baseline = min(baselines, key=_median, default=None)
+        baseline = min(baselines, key=time_of, default=None)
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
-        best = won[0] if won else min(own, key=_median, default=None)
+        best = won[0] if won else min(own, key=time_of, default=None)
         reason = _why_not(best, baseline, family, arch)
         if reason is not None or best is None or baseline is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue
         ours, theirs = common_rounds(best, baseline)
-        gain = low = _median(baseline) / _median(best)
+        gain = low = time_of(baseline) / time_of(best)
         if ours and all(us > 0 for us in ours):
             gain = median(a / b for a, b in zip(theirs, ours, strict=True))
             low, _ = ratio_interval(theirs, ours)
-        times_us = {config_of(t, family).label: _median(t) for t in own if _is_kept(t, family)}
+        times_us = {config_of(t, family).label: time_of(t) for t in own if _is_kept(t, family)}
         rate = environment.memory_bytes_per_second / 1e6
-        chosen.append(Chosen(best, key, _median(baseline), gain, low, times_us, rate))
+        chosen.append(Chosen(best, key, time_of(baseline), gain, low, times_us, rate))
     return chosen
-
-
-def _median(trial: Trial) -> float:
-    return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
@@ -365,7 +362,7 @@ def _is_kept(trial: Trial, family: Family) -> bool:
 
 
 def _order(chosen: Chosen) -> tuple[float, str]:
-    return _median(chosen.trial), Config(chosen.trial.config).label
+    return time_of(chosen.trial), Config(chosen.trial.config).label
 
 
 def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
@@ -483,7 +480,7 @@ def _row(
     return {
         "problem": problem.label,
         "kernel": numbers[_code_key(own, problem)],
-        "time_us": round(_median(chosen.trial), 4),
+        "time_us": round(time_of(chosen.trial), 4),
         "sdpa_us": round(chosen.sdpa_us, 4),
         "gain": round(chosen.gain, 4),
         "gain_low": round(chosen.gain_low, 4),

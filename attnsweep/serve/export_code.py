@@ -65,6 +65,11 @@ def config_of(trial: Trial, family: Family) -> Config:
     return Config(own | ({"LSE": 0} if trial.problem.op == FORWARD else {}))
 
 
+def time_of(trial: Trial) -> float:
+    """Microseconds of a trial, or infinity if it was not timed."""
+    return trial.time_us.median if trial.time_us is not None else float("inf")
+
+
 def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
     """Why a package cannot hold a winner: its form, or what the family has become since."""
     if best.schedule.get("chunks", 1) > 1:

@@ -24,6 +24,7 @@ from attnsweep.serve.export_code import (
     named,
     order_of,
     source_digest,
+    time_of,
     why_not_today,
 )
 from attnsweep.serve.runtime import served
@@ -86,12 +87,8 @@ def winners(
 def _best(rows: Any, family: Family) -> Trial | None:
     won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
     own = [t for t in rows["trial"] if t.provider == OURS and t.kernel == family.name]
-    found: Trial | None = next(iter(won), None) or min(own, key=_time_us, default=None)
+    found: Trial | None = next(iter(won), None) or min(own, key=time_of, default=None)
     return found
-
-
-def _time_us(trial: Trial) -> float:
-    return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
 def _why_not(best: Trial | None, family: Family, arch: Arch) -> str | None:

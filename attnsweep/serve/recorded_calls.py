@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
 import tempfile
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.search import DEFAULT_STRATEGY
-from attnsweep.core.errors import NoGpuError, ProblemError, SpecError, StoreError
-from attnsweep.core.files import write_file
+from attnsweep.core.errors import NoGpuError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_named, arch_of
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem, Scores
@@ -26,6 +24,7 @@ from attnsweep.reports.terminal import counted
 from attnsweep.serve.recorder.log import COMPILED, COUNTS, ERRORS, EVERY_CALL, KINDS, TORCH, Log
 from attnsweep.specs.model import UnservedCalls
 from attnsweep.specs.starter import Request, Target, refusal, starter
+from attnsweep.store.outputs import check_output, refuse_recorded, write_output
 
 NAME = "torch.nn.functional.scaled_dot_product_attention"
 TOP = 50
@@ -197,36 +196,17 @@ def write(path: Path, recorded: Recorded, target: Target, top: int = TOP) -> Sor
     families = discover()
     found = sort(recorded, target, families, top)
     if found.problems:
-        try:
-            text = spec_text(found, run_name_of(path), target, families, recorded.way)
-            write_file(path, text.encode())
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise StoreError(f"cannot be written: {why}", where=str(path)) from error
+        write_output(path, spec_text(found, run_name_of(path), target, families, recorded.way))
     return found
 
 
 def refuse(path: Path, force: bool) -> None:
     """Raise, before the program runs, what would keep its spec from being written."""
+    refuse_recorded(path)
     if path.is_file() and path.suffix not in (".yaml", ".yml"):  # such as the program's interpreter
         hint = "the spec's name comes first: attnsweep shapes OUT.yaml -- COMMAND"
         raise SpecError("is there, and no .yaml file", where=str(path), hint=hint)
-    if path.is_dir():
-        raise SpecError("is a directory", where=str(path), hint="name a file in it")
-    if path.exists() and not force:
-        hint = "choose another name; --force, or force=True, replaces it"
-        raise SpecError("is there already", where=str(path), hint=hint)
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        try:
-            os.listdir(folder)  # which fails, and says why
-        except OSError as error:
-            what = f"cannot be written: {path.parent}: {error.strerror}"
-            hint = "make that folder first, or name a file in another"
-            raise SpecError(what, where=str(path), hint=hint) from error
-    if not os.access(folder, os.W_OK):
-        what = f"cannot be written: {path.parent} is no writable directory"
-        raise SpecError(what, where=str(path), hint="name a file in a writable one")
+    check_output(path, force=force)
 
 
 def run_name_of(path: Path) -> str:

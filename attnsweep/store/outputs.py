@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from attnsweep.core.errors import StoreError
+from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import write_file
 from attnsweep.store.run import CUBINS, ENVIRONMENT, ROWS, SPACES, SPEC
 
@@ -28,16 +28,27 @@ def refuse_recorded(path: Path) -> None:
         raise StoreError("is part of a run", where=str(path), hint="choose another name")
 
 
-def check_output(path: Path) -> None:
-    """Raise what `write_output` would raise, before the work whose result it writes."""
+def check_output(path: Path, *, force: bool = True) -> None:
+    """Raise what `write_output` would raise, before the work whose result it writes.
+
+    force: whether it may replace a file; otherwise SpecError.
+    """
     refuse_recorded(path)
-    folder = path.parent
     if path.is_dir():
         raise StoreError("is a directory", where=str(path), hint="name a file in it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise StoreError(
-            f"cannot be written: {folder} is no writable directory", where=str(path), hint=_WRITABLE
-        )
+    if path.exists() and not force:
+        hint = "choose another name; --force replaces it (in Python force=True)"
+        raise SpecError("is there already", where=str(path), hint=hint)
+    why, hint = f"{path.parent} is no writable directory", _WRITABLE
+    if path.parent.is_dir() and os.access(path.parent, os.W_OK):
+        return
+    if not path.parent.is_dir():
+        try:
+            os.listdir(path.parent)  # which fails, and says why
+        except OSError as error:
+            why = f"{path.parent}: {error.strerror}"
+            hint = "make that folder first, or name a file in another"
+    raise StoreError(f"cannot be written: {why}", where=str(path), hint=hint)
 
 
 def write_output(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from attnsweep.cli import app
 from attnsweep.cli.shapes import install
-from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.errors import NoGpuError, SpecError, StoreError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, Scores
@@ -328,7 +328,7 @@ def test_a_file_that_is_there_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"no \.yaml file") as refused:
         refuse(Path(sys.executable), True)
     assert "OUT.yaml -- COMMAND" in refused.value.hint
-    with pytest.raises(SpecError, match="is a directory"):
+    with pytest.raises(StoreError, match="is a directory"):
         refuse(tmp_path, False)
     assert run_name_of(out) == "model-v2"
 
