@@ -181,28 +181,18 @@ class Device:
         tensors: Mapping[str, Tensor],
         names: Sequence[str],
     ) -> BoundLaunches:
-        """Launches that `issue` enqueues anywhere; arguments and errors as of `prepare`."""
-        made = BoundLaunches(self, self.prepare(calls, stages, tensors, names))
-        with self._lock:
-            self._kept.add(made)
-        return made
+        """Launches on tensors of these sizes and strides, which `issue` enqueues anywhere.
 
-    def prepare(
-        self,
-        calls: Mapping[str, Launch],
-        stages: Mapping[str, Code],
-        tensors: Mapping[str, Tensor],
-        names: Sequence[str],
-    ) -> tuple[Form, ...]:
-        """Launches on tensors of these sizes and strides. Raises PackageError or DriverError.
-
-        names: of the buffers, in the order in which `ready` and `move` get their addresses.
+        names: of the buffers, in the order in which `issue` gets their addresses. Raises
+        PackageError or DriverError.
         """
         self._enter()
         places = {name: place for place, name in enumerate(names)}
-        return tuple(
-            self._form(launch, stages[stage], tensors, places) for stage, launch in calls.items()
-        )
+        forms = [self._form(call, stages[name], tensors, places) for name, call in calls.items()]
+        made = BoundLaunches(self, tuple(forms))
+        with self._lock:
+            self._kept.add(made)
+        return made
 
     def _form(
         self,

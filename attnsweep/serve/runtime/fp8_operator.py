@@ -19,7 +19,7 @@ from . import served
 from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
 from .plans import MOST_PLANS, Explanation
 from .table import GpuKey, PackageError, Table, TunedFp8Gpu
-from .torch_ops import register_fp8
+from .torch_ops import define
 
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
 # The least and the largest number above 0 of 32 bits.
@@ -65,7 +65,7 @@ class Fp8Operator:
         if table.fp8:
             # Also where nothing is served, so that it is said why.
             every = sorted({*devices, "cpu"})
-            self._forward = register_fp8(library, every, self._impl, self._fake)
+            self._forward = define(library, every, "forward_fp8", self._impl, self._fake)
 
     # ---- one call ----
     def attention(

@@ -178,7 +178,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     ctx.mark_non_differentiable(lse)
 
 
-def of_operator(operator: Any, op: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
+def of_operator(operator: Any, op: Any) -> Callable[..., tuple[Any, ...]]:
     """The gradient of an operator's `forward_lse`, which a compiler traces.
 
     op: its operator `backward`, which the graph gets where a kernel may serve, and before cuDNN's,
@@ -188,7 +188,7 @@ def of_operator(operator: Any, op: Callable[[], Any]) -> Callable[..., tuple[Any
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
         saved, how = ctx.saved_tensors, (ctx.causal, ctx.scale, ctx.by_cudnn)
         if operator.backward.traced(saved, ctx.causal, ctx.by_cudnn):
-            return (*op()(grad, *saved, *how), None, None)
+            return (*op(grad, *saved, *how), None, None)
         return (*gradients_by_pytorch(grad, saved, *how), None, None)
 
     return backward

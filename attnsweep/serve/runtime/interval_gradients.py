@@ -196,7 +196,7 @@ def of_operator(op: Any) -> Any:
     """The gradient of `forward_intervals_lse`, which a compiler traces. op: its own operator."""
 
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        made = op()(grad, *ctx.saved_tensors, *ctx.limits, ctx.scale)
+        made = op(grad, *ctx.saved_tensors, *ctx.limits, ctx.scale)
         return *made, None, None, None, None
 
     return backward

@@ -80,7 +80,7 @@ class Operator:
         # Without PyTorch's Python around them, where this build has them.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
-        self.stream = raw_stream if "cuda" in devices else _no_stream
+        self.stream = raw_stream if "cuda" in devices else lambda _: 0
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
@@ -567,10 +567,6 @@ def _kind_of(mask: Any) -> Any:
     if isinstance(mask, CuSeqlens):
         return (mask.sequences, *(type(each) for each in mask), mask.q.device)
     return mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device)
-
-
-def _no_stream(_: int) -> int:
-    return 0
 
 
 def _raw_stream(index: int) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import interval_gradients
 from .arguments import output_of
-from .gradients import save_for_backward
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
 _MASKED = (
@@ -45,92 +43,56 @@ known. mask: where diagonals are given, low and high, key_lengths or None. The o
 of torch.empty_like(query), with rows as long as value's; the log-sum-exp is float32 (batch, heads,
 seqlen_q), contiguous.
 """
-_FORWARD_VARLEN = (
-    "forward_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
-    " Tensor cu_seqlens_k, SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
-)
-_FORWARD_FP8 = (
-    "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
-    " Tensor v_scale, bool causal, float scale) -> Tensor"
-)
-
-
-_SAVED = {
-    "forward_lse": save_for_backward,
-    "forward_intervals_lse": interval_gradients.save_for_backward,
+_OTHERS = {
+    "forward_varlen": (
+        "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks, "
+        "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
+    ),
+    "forward_fp8": (
+        "(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
+        "bool causal, float scale) -> Tensor"
+    ),
 }
 
 
-def register(
-    namespace: str,
-    devices: Sequence[str],
-    own: Mapping[str, Callable[..., Any]],
-    gradients: Mapping[str, Callable[..., tuple[Any, ...]]],
+def define(
+    library: Any, devices: Sequence[str], name: str, forward: Callable[..., Any], fake: Any = None
 ) -> Any:
-    """Define OPERATORS; returns the library, with which they live.
+    """Define an operator in a library, with which it lives, and return it.
 
-    A package that is imported again gets another namespace: `ns` of the library is the one.
-    devices: types, as `cuda`. own: what each operator computes. gradients: of those that
-    have one.
+    devices: types, as `cuda`. forward: what it computes. fake: what a compiler calls in its place,
+    with tensors that hold nothing (default: by its name).
     """
-    library, tags = _defined(namespace), _tags()
-    fakes: dict[str, Any] = dict.fromkeys(_SAVED, _fake_forward_lse)
-    fakes |= dict.fromkeys(("backward", "backward_intervals"), _fake_backward)
-    for name, schema in OPERATORS.items():
-        library.define(name + schema, tags=tags)
-        if name.startswith("attention"):
-            library.impl(name, own[name], "CompositeImplicitAutograd")
-            continue
+    library.define(name + (OPERATORS | _OTHERS)[name], tags=_tags())
+    if name.startswith("attention"):
+        library.impl(name, forward, "CompositeImplicitAutograd")
+    else:
         for kind in devices:
-            library.impl(name, own[name], kind.upper())
-        fake = fakes.get(name, _fake_forward)
+            library.impl(name, forward, kind.upper())
+        fake = fake or _FAKES.get(name, _fake_forward)
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-    for name, gradient in gradients.items():
-        saved: Any = {"setup_context": _SAVED[name], "lib": library}
-        torch.library.register_autograd(f"{library.ns}::{name}", gradient, **saved)
-    return library
-
-
-def register_varlen(library: Any, devices: Sequence[str], forward: Callable[..., Any]) -> Any:
-    """Define `forward_varlen` in a library, and return it. It has no gradient."""
-    return _registered(library, devices, "forward_varlen", _FORWARD_VARLEN, forward, _fake_forward)
-
-
-def register_fp8(
-    library: Any, devices: Sequence[str], forward: Callable[..., torch.Tensor], fake: Any
-) -> Any:
-    """Define `forward_fp8` in a library, and return it. It has no gradient.
-
-    fake: what a compiler calls in its place, with tensors that hold nothing.
-    """
-    return _registered(library, devices, "forward_fp8", _FORWARD_FP8, forward, fake)
-
-
-def _registered(
-    library: Any, devices: Sequence[str], name: str, schema: str, forward: Any, fake: Any
-) -> Any:
-    library.define(schema, tags=_tags())
-    for kind in devices:
-        library.impl(name, forward, kind.upper())
-    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, library.ns), name).default
+
+
+def differentiate(library: Any, name: str, saves: Any, gradient: Any) -> None:
+    """Give an operator a gradient. saves: keeps what this needs."""
+    how: Any = {"setup_context": saves, "lib": library}
+    torch.library.register_autograd(f"{library.ns}::{name}", gradient, **how)
 
 
 def _tags() -> tuple[torch.Tag, ...]:
     """Tags that make compiled code give the operators the strides that eager code gives them."""
-    tags = [torch.Tag.pt2_compliant_tag]
-    for name in ("needs_exact_strides", "needs_fixed_stride_order"):
-        if hasattr(torch.Tag, name):
-            tags.append(getattr(torch.Tag, name))
-            break
-    return tuple(tags)
+    names = ("needs_exact_strides", "needs_fixed_stride_order")
+    strides = [getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)]
+    return torch.Tag.pt2_compliant_tag, *strides[:1]
 
 
 _MOST_IMPORTS = 99
 
 
-def _defined(namespace: str) -> Any:
+def library_of(namespace: str) -> Any:
+    """A new library. A package that is imported again gets another namespace: its `ns`."""
     for number in range(1, _MOST_IMPORTS + 1):
         name = namespace if number == 1 else f"{namespace}_again{number}"
         try:
@@ -158,3 +120,9 @@ def _fake_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_FAKES = {
+    **dict.fromkeys(("forward_lse", "forward_intervals_lse"), _fake_forward_lse),
+    **dict.fromkeys(("backward", "backward_intervals"), _fake_backward),
+}

@@ -19,7 +19,7 @@ from .interval_gradients import IntervalGradients, key_ranges
 from .intervals import Diagonals, by_pytorch, forms
 from .planner import choice_of, requires_grad, why_unserved
 from .sdpa_patch import pytorchs, sdpa
-from .torch_ops import OPERATORS, register
+from .torch_ops import OPERATORS, define, differentiate, library_of
 
 
 class Traced:
@@ -33,16 +33,14 @@ class Traced:
         self._intervals = IntervalGradients(operator)
         self.forward_intervals_lse = self._intervals.forward_lse
         self.backward_intervals = self._intervals.backward
-        of = {
-            "forward_lse": gradients.of_operator(operator, lambda: self.ops.backward),
-            "forward_intervals_lse": interval_gradients.of_operator(
-                lambda: self.ops.backward_intervals
-            ),
-        }
-        own = {name: getattr(self, name) for name in OPERATORS}
-        self.library = register(namespace, devices, own, of)
-        made = getattr(torch.ops, self.library.ns)
-        self.ops: Any = SimpleNamespace(**{name: getattr(made, name).default for name in own})
+        library = self.library = library_of(namespace)
+        made = {name: define(library, devices, name, getattr(self, name)) for name in OPERATORS}
+        self.ops: Any = SimpleNamespace(**made)
+        own = gradients.of_operator(operator, self.ops.backward)
+        differentiate(library, "forward_lse", gradients.save_for_backward, own)
+        own = interval_gradients.of_operator(self.ops.backward_intervals)
+        saves = interval_gradients.save_for_backward
+        differentiate(library, "forward_intervals_lse", saves, own)
 
     # ---- calls ----
     def call(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:

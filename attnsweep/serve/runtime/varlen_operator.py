@@ -14,7 +14,7 @@ from .operator import Operator
 from .packed import CuSeqlens, Window, as_one, by_pytorch, understood
 from .planner import requires_grad
 from .plans import Explanation
-from .torch_ops import register_varlen
+from .torch_ops import define
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -24,8 +24,8 @@ class VarlenOperator:
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        given = (operator.library, operator.device_types, self._impl_forward)
-        self._forward = register_varlen(*given)
+        where = (operator.library, operator.device_types)
+        self._forward = define(*where, "forward_varlen", self._impl_forward)
 
     def attention(self, *given: Any, dropout_p: float, cache: bool, **options: Any) -> torch.Tensor:
         """As the package's `attention_varlen` has it. options: as of `_understood`."""
