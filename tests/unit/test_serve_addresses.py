@@ -57,7 +57,7 @@ def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
         for n in calls:
             seqlen, offset = 130 + n % 1307, 8 * (n % 977)  # in step after a million calls
             q = memory[offset : offset + 256 * seqlen].view(1, 4, seqlen, 64)
-            made._served(made._plan(q, q, q, False, 0.125, False, grad), q, q, q)
+            made.served(q, q, q, False, 0.125, grad)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
