@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,42 @@ from .driver import Tensor
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that have no say in what is computed."""
+
+
+class Call(NamedTuple):
+    """A call of attention, by what its arguments mean.
+
+    mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added to
+    the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q, seqlen_k), and
+    no kernel serves is_causal beside it. A query that sees no key has output 0. limits: diagonals,
+    between which a query sees keys; mask is then key_lengths, or None; or of packed sequences,
+    which mask then is, the keys before and after a query's own. softcap, sinks: as
+    `changed_scores.checked` returns them.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = True
+    limits: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    sinks: Any = None
+    dropout_p: float = 0.0
+
+
+def records_gradients(call: Call) -> bool:
+    """Whether a call records gradients."""
+    mask, sinks = call.mask, call.sinks
+    return torch.is_grad_enabled() and (
+        call.query.requires_grad
+        or call.key.requires_grad
+        or call.value.requires_grad
+        or (isinstance(mask, torch.Tensor) and mask.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
 
 
 def plain(query: Any, key: Any, value: Any) -> bool:

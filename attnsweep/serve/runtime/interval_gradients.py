@@ -8,7 +8,7 @@ import torch
 
 from attnsweep.core.ops import BACKWARD
 
-from .arguments import sized
+from .arguments import Call, sized
 from .gradients import like
 from .intervals import Diagonals, by_pytorch, dense, forms, scanned
 from .planner import choice_of
@@ -66,12 +66,12 @@ class IntervalGradients:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A call whose gradients a kernel may compute. Where none does, nobody reads the lse."""
         limits, operator = (low, high), self._operator
-        how = (False, scale, True, limits, 0.0, None)
-        plan = operator.masked_plan(query, key, value, ranges, *how, lse=True)
+        call = _call(query, key, value, ranges, limits, scale)
+        plan = operator.masked_plan(call, lse=True)
         done = operator.run(plan, query, key, value, ranges, False) if plan.calls else None
         if done is not None:
             return done[0], done[1]
-        out = _by_pytorch(query, key, value, ranges, limits, scale)
+        out = by_pytorch(call)
         if self._serves(query, key, value, limits, ranges is not None):
             lse = log_sum_exp(limits, query, key, ranges, scale)
         else:
@@ -92,11 +92,9 @@ def _sizes(problem: Any) -> tuple[int, ...]:
     return *of_q, problem.heads_kv, problem.seqlen_k
 
 
-def _by_pytorch(
-    query: Any, key: Any, value: Any, ranges: Any, limits: Diagonals, scale: float
-) -> torch.Tensor:
-    how = (ranges, 0.0, scale, bool(query.shape[1] != key.shape[1]))
-    return by_pytorch(limits, query, key, value, *how)
+def _call(query: Any, key: Any, value: Any, ranges: Any, limits: Diagonals, scale: float) -> Call:
+    grouped = bool(query.shape[1] != key.shape[1])
+    return Call(query, key, value, ranges, False, scale, grouped, limits)
 
 
 class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
@@ -123,7 +121,8 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
             ranges = operator.ranges(plan, query, key, lengths, keep)
         ctx.own, ctx.limits, ctx.scale = operator.backward, plan.limits, plan.scale
         if made is None:
-            made = (_by_pytorch(query, key, value, ranges, plan.limits, plan.scale), None)
+            call = _call(query, key, value, ranges, plan.limits, plan.scale)
+            made = (by_pytorch(call), None)
         ctx.save_for_backward(query, key, value, *made, ranges)
         return made[0]
 
@@ -159,7 +158,7 @@ def gradients(
             each if again and each.requires_grad else each.detach().requires_grad_()
             for each in (query, key, value)
         ]
-        out = _by_pytorch(q, k, v, ranges, limits, scale)
+        out = by_pytorch(_call(q, k, v, ranges, limits, scale))
     found = torch.autograd.grad(out, given, grad, create_graph=again)
     return tuple(found)
 

@@ -13,7 +13,7 @@ from attnsweep.core.masks import Interval
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
-from .arguments import PLAIN
+from .arguments import PLAIN, Call
 from .changed_scores import checked, composed
 from .dispatch import Choice
 from .sdpa_patch import sdpa
@@ -96,24 +96,14 @@ def scanned(
     return lengths.clamp(0, key.shape[2]).to(torch.int32).contiguous()
 
 
-def by_pytorch(
-    limits: Diagonals | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """PyTorch's own attention with these arguments of `Operator.masked`.
+def by_pytorch(call: Call) -> torch.Tensor:
+    """A call with a mask or limits by PyTorch's own attention, or its operators.
 
-    With diagonals a query that sees no key has 0. PyTorch's backends differ for those: cuDNN's of
-    2.11 lets them see all keys. So all let them here, and their rows are filled afterwards, which
-    keeps gradients finite too.
+    With limits a query that sees no key has 0. PyTorch's backends differ for those: cuDNN's of 2.11
+    lets them see all keys. So all let them here, and their rows are filled afterwards, which keeps
+    gradients finite too.
     """
+    query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p = call
     may_be_empty = False
     if limits is not None:
         (low, high), lengths = limits, mask

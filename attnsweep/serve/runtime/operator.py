@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .arguments import autocast, never, number, plain
+from .arguments import Call, autocast, never, number, plain, records_gradients
 from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
 from .dispatch import Choice
@@ -21,10 +21,10 @@ from .gradients import (
     with_gradient,
 )
 from .interval_gradients import IntervalGradient, key_ranges
-from .intervals import Diagonals, by_pytorch, scanned, understood
+from .intervals import by_pytorch, scanned, understood
 from .mask_lists import MaskList, MaskLists
 from .packed import CuSeqlens
-from .planner import Planner, requires_grad
+from .planner import Planner
 from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
@@ -109,37 +109,18 @@ class Operator:
             self._masks.keep((lengths,), self.backward, stream, found)
         return found.memory[0]
 
-    def masked(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = True,
-        *,
-        limits: Diagonals | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        keep: bool = True,
-    ) -> torch.Tensor | None:
-        """`attention` with a mask, or None, which is counted, if no kernel serves the call.
+    def masked(self, call: Call, keep: bool = True) -> torch.Tensor | None:
+        """A call with a mask or limits, or None, which is counted, if no kernel serves it.
 
-        mask: boolean, True where a query sees a key, with any strides; or of query's dtype, added
-        to the scores, with strides of 8 elements. It broadcasts to (batch, heads, seqlen_q,
-        seqlen_k), and no kernel serves is_causal beside it. A query that sees no key has output 0.
-        limits: diagonals, between which a query sees keys; mask is then key_lengths, or None; or of
-        packed sequences, which mask then is, the keys before and after a query's own.
-        softcap, sinks: as `changed_scores.checked` returns them. keep: whether what a scan makes of
-        mask is used again while that is unchanged: see mask_lists.
+        keep: whether what a scan makes of its mask is used again while that is unchanged: see
+        mask_lists.
         """
+        query, key, value, mask, *_ = call
         dtype = getattr(mask, "dtype", None)
-        if limits is None and dtype is not torch.bool and dtype is not query.dtype:
+        if call.limits is None and dtype is not torch.bool and dtype is not query.dtype:
             self.fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
-        beside = (is_causal, scale, enable_gqa, limits, softcap, sinks)
-        plan = self.masked_plan(query, key, value, mask, *beside)
+        plan = self.masked_plan(call)
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
@@ -147,7 +128,7 @@ class Operator:
             given = (query, key, value, mask, self, plan, keep)
             with_grad: torch.Tensor = IntervalGradient.apply(*given)
             return with_grad
-        done = self.run(plan, query, key, value, mask, keep, sinks)
+        done = self.run(plan, query, key, value, mask, keep, call.sinks)
         return None if done is None else done[0]
 
     def masked_in_model(
@@ -155,20 +136,17 @@ class Operator:
     ) -> torch.Tensor | None:
         """`masked` as a model of transformers calls it, whose own attention repeats k and v."""
         if not _is_compiling():
-            return self.masked(query, key, value, mask, scale=scale)
-        given, how = self.cast(query, key, value), (mask, 0.0, False, scale, True)
-        out: torch.Tensor | None = self.traced.masked(*given, *how, repeats=True)
+            return self.masked(Call(query, key, value, mask, scale=scale))
+        call = Call(*self.cast(query, key, value), mask, scale=scale)
+        out: torch.Tensor | None = self.traced.masked(call, repeats=True)
         return out
 
-    def masked_plan(
-        self, query: Any, key: Any, value: Any, mask: Any, *how: Any, lse: bool = False
-    ) -> Plan:
+    def masked_plan(self, call: Call, *, lse: bool = False) -> Plan:
         """The plan of a call of `masked`. lse: whether it must have the log-sum-exp.
 
-        It also has it where gradients are recorded and a kernel has them. how: is_causal, scale,
-        enable_gqa, limits, softcap and sinks.
+        It also has it where gradients are recorded and a kernel has them.
         """
-        *beside, limits, softcap, sinks = how
+        query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, _ = call
         if transformed():
             return TRANSFORMED
         if (
@@ -181,14 +159,14 @@ class Operator:
             return SUBCLASS
         if type(mask) is not _TENSOR and limits is None:
             return Plan(_OTHER_DTYPE)
-        grad = _is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        grad = records_gradients(call)
         try:
             what = (
                 *(query.shape, query.stride(), query.dtype, query.get_device()),
                 *(key.shape, key.stride(), key.dtype, key.get_device()),
                 *(value.shape, value.stride(), value.dtype, value.get_device()),
                 _kind_of(mask),
-                *(*beside, limits, softcap, sinks is not None),
+                *(is_causal, scale, enable_gqa, limits, softcap, sinks is not None),
                 *(grad, lse, grad and _is_deterministic()),
             )
             plan = self._plans.get(what)
@@ -198,9 +176,7 @@ class Operator:
             if grad and not softcap and sinks is None and not isinstance(mask, CuSeqlens):
                 own = mask is not None
                 lse = self.backward.serves_intervals(query, key, value, limits, own)
-            is_causal, scale, enable_gqa = beside
-            asked = (False, scale, enable_gqa, lse, mask, is_causal, limits, softcap, sinks)
-            plan = self._remembered(what, query, key, value, *asked)
+            plan = self._remembered(what, call, lse)
         return plan
 
     def attention(
@@ -258,8 +234,8 @@ class Operator:
             query, key, value = self.cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
-            beside = (is_causal, scale, enable_gqa)
-            out = self.masked(query, key, value, attn_mask, *beside, keep=cache)
+            call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            out = self.masked(call, cache)
             if out is not None:
                 return out
         elif dropout_p != 0.0:
@@ -319,19 +295,16 @@ class Operator:
         query, key, value = self.cast(query, key, value)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
+        how = (False, scale, enable_gqa, limits, softcap, sinks, dropout_p)
+        call = Call(query, key, value, mask, *how)
         out: torch.Tensor | None = None
         if _is_compiling():
-            how = (dropout_p, False, scale, enable_gqa, limits, softcap, sinks)
-            out = self.traced.masked(query, key, value, mask, *how)
+            out = self.traced.masked(call)
         elif choice := never(None, dropout_p):
             self.fell_back(choice)
         else:
-            options: Any = {"limits": limits, "softcap": softcap, "sinks": sinks, "keep": keep}
-            out = self.masked(query, key, value, mask, False, scale, enable_gqa, **options)
-        if out is not None:
-            return out
-        how = (dropout_p, scale, enable_gqa, softcap, sinks)
-        return by_pytorch(limits, query, key, value, mask, *how)
+            out = self.masked(call, keep)
+        return out if out is not None else by_pytorch(call)
 
     def cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
@@ -361,7 +334,7 @@ class Operator:
             return self.explained(choice, query)
         if attn_mask is not None or diagonals is not None:
             given = (mask, is_causal, scale, enable_gqa, diagonals, cap, sinks)
-            plan = self.masked_plan(query, key, value, *given)
+            plan = self.masked_plan(Call(query, key, value, *given))
             choice, is_causal = plan.choice, False
         else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -417,17 +390,18 @@ class Operator:
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
             return SUBCLASS
         if plan is None:
-            plan = self._remembered(what, query, key, value, *how)
+            *options, lse = how
+            plan = self._remembered(what, Call(query, key, value, None, *options), lse)
         return plan
 
-    def _remembered(self, what: Any, *call: Any) -> Plan:
+    def _remembered(self, what: Any, call: Call, lse: bool) -> Plan:
         """The plan of a call that was not met before, under what tells it from others."""
         if self.forked:
             return FORKED
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
             self._seen.clear()
-        plan = self._plans[what] = self.planner.made(*call)
+        plan = self._plans[what] = self.planner.made(call, lse)
         return plan
 
     # ---- launching ----

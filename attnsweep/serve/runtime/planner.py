@@ -15,18 +15,20 @@ from attnsweep.core.scores import Scores
 from . import served
 from .arguments import (
     DTYPES,
+    Call,
     bias_of,
     laid_out,
     mask_strides,
     output_of,
     problem_of,
+    records_gradients,
     taken_for,
     unserved_mask,
 )
 from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
 from .driver import Tensor, rows_of_group, unmapped
-from .intervals import Diagonals, forms, unserved_intervals
+from .intervals import forms, unserved_intervals
 from .packed import CuSeqlens
 from .packed import form as packed_form
 from .packed import unserved as unserved_packed
@@ -35,7 +37,6 @@ from .sdpa_patch import asked_once
 from .served import WGMMA
 from .table import GpuKey, Table, TunedGpu, known
 
-_is_grad_enabled = torch.is_grad_enabled
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
@@ -106,29 +107,14 @@ class Planner:
             self.gpus[index] = known(self._table.gpus, key)
         return self.gpus[index]
 
-    def made(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        lse: bool,
-        mask: Any = None,
-        causal_too: bool = False,
-        limits: Diagonals | None = None,
-        softcap: float = 0.0,
-        sinks: Any = None,
-    ) -> Plan:
-        """mask and what follows: as of `Operator.masked`, where a call has them."""
+    def made(self, call: Call, lse: bool) -> Plan:
+        """The plan of a call. lse: whether it must have the log-sum-exp."""
+        query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, _ = call
+        masked = mask is not None or limits is not None
+        causal = is_causal and not masked
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
-        if unserved is None and (mask is not None or limits is not None):
-            # With lse a kernel has them.
-            gradients = not lse and _is_grad_enabled()
-            gradients = gradients and requires_grad(query, key, value, mask, sinks)
-            changes = (limits, softcap, sinks)
-            unserved = why_unserved(mask, query, key, causal_too, *changes, gradients)
+        if unserved is None and masked:  # with lse a kernel has the gradients
+            unserved = why_unserved(call, not lse and records_gradients(call))
         if unserved is not None:
             return Plan(unserved)
         gpu = self.gpu(query.device.index or 0)
@@ -144,9 +130,8 @@ class Planner:
         if unserved := unmappable(tensors):
             return Plan(unserved)
         found: list[Any] = [(CAUSAL if causal else FULL,)]
-        packed, sunk = isinstance(mask, CuSeqlens), sinks is not None
+        packed, scores = isinstance(mask, CuSeqlens), Scores(softcap, sinks is not None)
         biased = mask is not None and not packed and mask.is_floating_point()
-        scores = Scores(softcap, sunk)
         if packed:
             found = [packed_form(limits or (None, None), mask, scores)]
         elif limits is not None:
@@ -161,7 +146,15 @@ class Planner:
         choice, problem = choice_of(gpu, query, key, value, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
-        kernel = choice.kernel
+        return self._launched(call, lse, out, choice, problem, tensors)
+
+    @staticmethod
+    def _launched(
+        call: Call, lse: bool, out: torch.Tensor, choice: Any, problem: Problem, tensors: Any
+    ) -> Plan:
+        """The plan of a call that a kernel serves, or why it cannot. out: like the output."""
+        mask, limits, scale, kernel = call.mask, call.limits, call.scale, choice.kernel
+        biased = "bias" in tensors
         by = scale if scale is not None else problem.scale
         if kernel.values.PACK_GQA:
             for name in ("q", "o"):
@@ -174,7 +167,7 @@ class Planner:
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()
         if mask is not None and not biased and limits is None:
-            steps = mask_strides(mask, query, key)
+            steps = mask_strides(mask, call.query, call.key)
         elif problem.mask.boolean:  # as `scanned` makes it
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
@@ -191,18 +184,18 @@ class Planner:
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
-        names += ("bias",) * biased + ("sinks",) * sunk
+        names += ("bias",) * biased + ("sinks",) * (call.sinks is not None)
         rows = (problem.batch, problem.heads, problem.seqlen_q)
         return Plan(
             choice,
             calls,
             stages,
             tensors,
-            query.get_device(),
+            call.query.get_device(),
             lse,
             tuple(spaces[name] for name in own),
             names,
-            bool(causal),
+            bool(call.is_causal and mask is None and limits is None),
             by,
             problem.heads != problem.heads_kv,
             rows,
@@ -212,7 +205,7 @@ class Planner:
             scan_reads=tuple(name for name in _SCANNED if name in shared),
             limits=limits,
             biased=biased,
-            out=None if out.shape == query.shape else (tuple(out.shape), out.stride()),
+            out=None if out.shape == call.query.shape else (tuple(out.shape), out.stride()),
         )
 
 
@@ -222,39 +215,19 @@ def unmappable(tensors: Mapping[str, Tensor]) -> Choice | None:
     return next((Choice(None, of[0], f"{name} {of[1]}") for name, of in faults if of), None)
 
 
-def requires_grad(query: Any, key: Any, value: Any, mask: Any, sinks: Any) -> bool:
-    """Whether any of them does; mask and sinks may be None."""
-    return (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (isinstance(mask, torch.Tensor) and mask.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    )
+def why_unserved(call: Call, gradients: bool) -> Choice | None:
+    """Why no kernel serves a call with a mask or limits, or None.
 
-
-def why_unserved(
-    mask: Any,
-    query: Any,
-    key: Any,
-    causal_too: bool,
-    limits: Diagonals | None,
-    softcap: float,
-    sinks: Any,
-    gradients: bool,
-) -> Choice | None:
-    """Why no kernel serves a call with `Operator.masked`'s arguments of these names, or None.
-
-    gradients: whether the call records them.
+    gradients: whether it records them.
     """
-    changed = unserved_scores(softcap, sinks is not None, gradients)
+    changed = unserved_scores(call.softcap, call.sinks is not None, gradients)
     if changed is not None:
         return changed
-    if isinstance(mask, CuSeqlens):
-        return unserved_packed(mask, gradients)
-    if limits is not None:
-        return unserved_intervals(mask, gradients)
-    return unserved_mask(mask, query, key, causal_too, gradients)
+    if isinstance(call.mask, CuSeqlens):
+        return unserved_packed(call.mask, gradients)
+    if call.limits is not None:
+        return unserved_intervals(call.mask, gradients)
+    return unserved_mask(call.mask, call.query, call.key, call.is_causal, gradients)
 
 
 def choice_of(

@@ -13,11 +13,11 @@ from attnsweep.core.problem import CAUSAL, FULL
 from attnsweep.core.scores import Scores
 
 from . import gradients, interval_gradients
-from .arguments import never, plain, sized, taken_for
+from .arguments import Call, never, plain, records_gradients, sized, taken_for
 from .gradients import like
 from .interval_gradients import IntervalGradients, key_ranges
-from .intervals import Diagonals, by_pytorch, forms
-from .planner import choice_of, requires_grad, why_unserved
+from .intervals import by_pytorch, forms
+from .planner import choice_of, why_unserved
 from .sdpa_patch import pytorchs, sdpa
 from .torch_ops import OPERATORS, define, differentiate, library_of
 
@@ -45,11 +45,13 @@ class Traced:
     # ---- calls ----
     def call(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
         """`Operator.attention` with PyTorch's arguments: one operator, or PyTorch's own."""
-        given: Any = self._operator.cast(query, key, value)
+        given = query, key, value = self._operator.cast(query, key, value)
         attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
         out: Any = None
         if attn_mask is not None:
-            out = self.masked(*given, *asked)
+            scores: Any = (None, 0.0, None)
+            how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
+            out = self.masked(Call(query, key, value, *how))
         elif (
             not never(None, dropout_p)
             and plain(*given)
@@ -61,35 +63,20 @@ class Traced:
             out = pytorchs(*given, *asked[:3], scale=scale, enable_gqa=enable_gqa)
         return out
 
-    def masked(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        limits: Diagonals | None = None,
-        softcap: float = 0.0,
-        sinks: Any = None,
-        repeats: bool = False,
-    ) -> Any:
-        """One operator, or None if no kernel can serve the call. mask and limits: as of `masked`.
+    def masked(self, call: Call, repeats: bool = False) -> Any:
+        """One operator for a call with a mask or limits, or None if no kernel can serve it.
 
         repeats: PyTorch's own gets k and v repeated for the query heads, as transformers does it.
         """
+        query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p = call
         if dropout_p or not plain(query, key, value):
             return None
         if self._planner.unserved(query, key, value, False, scale, enable_gqa):
             return None
-        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
+        grad = records_gradients(call)
         if limits is not None and self._operator.backward.serves and not softcap and sinks is None:
             grad = False  # `attention_masked` knows more of the sizes
-        if why_unserved(mask, query, key, is_causal, limits, softcap, sinks, grad):
-            return None
-        if not self._planner.is_known(query.device.index or 0):
+        if why_unserved(call, grad) or not self._planner.is_known(query.device.index or 0):
             return None
         how = (limits is not None, *(limits or (None, None)), default_scale(query, scale))
         return self.ops.attention_masked(query, key, value, mask, *how, softcap, sinks, repeats)
@@ -144,8 +131,7 @@ class Traced:
         diagonals, low, high, scale, softcap, sinks, _ = how
         gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
         scores, padded = Scores(softcap, sinks is not None), mask is not None
-        grad = torch.is_grad_enabled() and requires_grad(query, key, value, mask, sinks)
-        if grad:
+        if records_gradients(Call(query, key, value, mask, sinks=sinks)):
             plain_scores = diagonals and not softcap and sinks is None
             if plain_scores and self._intervals.may_serve(query, key, value, limits, padded):
                 ranges = key_ranges(query, key, mask) if padded else None
@@ -164,10 +150,7 @@ class Traced:
 
     def forward_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
-        diagonals, low, high, scale, softcap, sinks, _ = how
-        options: Any = {"softcap": softcap, "sinks": sinks, "keep": False, "scale": scale}
-        options["limits"] = (low, high) if diagonals else None
-        done = self._operator.masked(query, key, value, mask, **options)
+        done = self._operator.masked(_call(query, key, value, mask, *how), keep=False)
         if done is not None:
             return done
         return like(_masked_by_pytorch(query, key, value, mask, *how), query, value)
@@ -185,11 +168,16 @@ def _by_pytorch(query: Any, key: Any, value: Any, causal: bool, scale: float) ->
     return out
 
 
-def _masked_by_pytorch(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> torch.Tensor:
-    diagonals, low, high, scale, softcap, sinks, repeats = how
+def _call(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Call:
+    diagonals, low, high, scale, softcap, sinks, _ = how
+    limits = (low, high) if diagonals else None
+    return Call(query, key, value, mask, False, scale, True, limits, softcap, sinks)
+
+
+def _masked_by_pytorch(query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor:
+    *_, repeats = how
     grouped = bool(query.shape[1] != key.shape[1])
     if grouped and repeats:
         groups, grouped = query.shape[1] // key.shape[1], False
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    limits = (low, high) if diagonals else None
-    return by_pytorch(limits, query, key, value, mask, 0.0, scale, grouped, softcap, sinks)
+    return by_pytorch(_call(query, key, value, *how)._replace(enable_gqa=grouped))

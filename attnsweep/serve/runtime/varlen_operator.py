@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from .arguments import never, number
+from .arguments import Call, never, number, records_gradients
 from .changed_scores import checked
 from .dispatch import Choice
 from .gradients import like
 from .operator import Operator
 from .packed import CuSeqlens, Window, as_one, by_pytorch, understood
-from .planner import requires_grad
 from .plans import Explanation
 from .torch_ops import define
 
@@ -56,7 +55,7 @@ class VarlenOperator:
         choice: Choice | None = never(None, dropout_p)
         if choice is None:
             how: Any = (cu_seqlens, False, scale, True, window, *changes)
-            choice = self._operator.masked_plan(*as_one(query, key, value), *how).choice
+            choice = self._operator.masked_plan(Call(*as_one(query, key, value), *how)).choice
         return self._operator.explained(choice, query)
 
     @staticmethod
@@ -80,27 +79,16 @@ class VarlenOperator:
     def _traces(self, query: Any, key: Any, value: Any, scale: Any, sinks: Any) -> bool:
         """Whether a kernel may serve a compiler's call."""
         given, planner = as_one(query, key, value), self._operator.planner
-        if torch.is_grad_enabled() and requires_grad(*given, None, sinks):
+        if records_gradients(Call(*given, sinks=sinks)):
             return False
         if planner.unserved(*given, False, scale, True):
             return False
         return planner.is_known(query.device.index or 0)
 
-    def _served(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seqlens: CuSeqlens,
-        window: Window,
-        scale: float | None,
-        softcap: float,
-        sinks: Any,
-        keep: bool,
-    ) -> torch.Tensor | None:
-        options: Any = {"limits": window, "softcap": softcap, "sinks": sinks, "keep": keep}
-        how: Any = (cu_seqlens, False, scale, True)
-        out = self._operator.masked(*as_one(query, key, value), *how, **options)
+    def _served(self, query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor | None:
+        cu_seqlens, window, scale, *changes, keep = how
+        call = Call(*as_one(query, key, value), cu_seqlens, False, scale, True, window, *changes)
+        out = self._operator.masked(call, keep)
         return None if out is None else out.squeeze(0).transpose(0, 1)
 
     def _impl_forward(
