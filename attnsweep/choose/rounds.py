@@ -21,7 +21,7 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.core.observer import Observer
-from attnsweep.core.trial import Measurement, Trial
+from attnsweep.core.trial import Measurement, Status, Trial
 
 # SM clocks further apart than this are two states: an H200's steps are 15 MHz of 1980, 0.8 %.
 SAME_CLOCK = 0.02
@@ -146,8 +146,23 @@ class Rounds:
             try:
                 times[name] = replay(name)
             except WorkerError as error:
-                self._fail(name, error)
+                if (again := self._again(name, replay, error)) is not None:
+                    times[name] = again
         return times
+
+    def _again(self, name: str, replay: Replay, error: WorkerError) -> float | None:
+        """The time of an entry that failed, or None if it failed again.
+
+        A process that is lost while an entry is timed may be the fault of the one before, whose
+        launches end later: PyTorch's memory-efficient backward with a mask does that.
+        """
+        if error.status is Status.LAUNCH_ERROR:
+            try:
+                return replay(name)
+            except WorkerError as second:
+                error = second
+        self._fail(name, error)
+        return None
 
     def _conditions(self) -> Conditions:
         with contextlib.suppress(WorkerError):

@@ -45,6 +45,27 @@ def turns(*clocks, lose=None):
     return Rounds(Card(*clocks), seed=0, fail=lose or (lambda name, error: None))
 
 
+@pytest.mark.parametrize("faults", [1, 2])
+def test_an_entry_that_fails_once_may_have_paid_for_the_one_before(faults):
+    """As one does whose process another entry's launches end; a hang is tried once."""
+    lost, calls = [], []
+
+    def replay(name):
+        calls.append(name)
+        if name == "b" and calls.count("b") <= faults:
+            raise WorkerError(Status.LAUNCH_ERROR, "an illegal memory access")
+        if name == "c":
+            raise WorkerError(Status.TIMEOUT, "no answer")
+        return 1.0
+
+    taken = turns(1980, lose=lambda name, error: lost.append((name, error.status)))
+    times = taken.round(["a", "b", "c"], replay).times
+    assert times == ({"a": 1.0, "b": 1.0} if faults == 1 else {"a": 1.0})
+    wrong = [("b", Status.LAUNCH_ERROR), ("c", Status.TIMEOUT)]
+    assert sorted(lost) == wrong[2 - faults :]
+    assert (calls.count("b"), calls.count("c")) == (2, 1)
+
+
 def test_the_order_is_random_and_the_same_for_a_seed():
     orders = []
     for _ in range(2):
