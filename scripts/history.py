@@ -7,6 +7,7 @@ is not what results/ gives.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep import History, families, find_runs, open_run, recorded_history
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FILE = ROOT / "attnsweep" / "choose" / "strategies" / "history.json.gz"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the file, or compare it."""
     histories = [
         history
@@ -25,7 +26,7 @@ def main() -> int:
         )
     ]
     data = History.pack(histories)
-    if "--check" not in sys.argv[1:]:
+    if "--check" not in arguments:
         FILE.write_bytes(data)
     elif History.unpack(FILE.read_bytes()) != History.unpack(data):  # compressors differ
         print(f"{FILE.name} is not what results/ gives: run python scripts/history.py")
@@ -34,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

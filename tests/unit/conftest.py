@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from fake_gpu import FakeGpu
 from rich.progress import Progress
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
+from attnsweep.baselines.backend import Package
 from attnsweep.bench import bench as measure
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.files import shipped
@@ -24,58 +26,27 @@ from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family import discover as discovering
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
-from attnsweep.serve import evaluate, export
 from attnsweep.specs.load import load_spec
-from attnsweep.store import run as store
-from attnsweep.store import store as store_store
 from attnsweep.sweep import candidates, session
 from attnsweep.tools import doctor
 
-RESULTS = Path(__file__).parent.parent.parent / "results"
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+from once import once
 
 
 @pytest.fixture(scope="session", autouse=True)
 def made_once():
     """What cannot change and hundreds of tests need is made once for a process.
 
-    Rows of recorded runs, their winners and tables; shipped families; the command line.
+    What recorded runs give; shipped families; the command line.
     """
-    parse, once = store._parse_trials, {}
-
-    def recorded(path):
-        return path.resolve().is_relative_to(RESULTS)
-
-    def parsed(lines, path):
-        if not recorded(path):
-            return parse(lines, path)
-        if path not in once:
-            once[path] = parse(lines, path)
-        trials, warnings, rows = once[path]
-        return dict(trials), [*warnings], rows
-
-    tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
-    choose, chosen = export._chosen, {}
-
-    def choosing(run, environment, key, families, left_out):
-        if not recorded(run.directory):
-            return choose(run, environment, key, families, left_out)
-        if (of := (run.directory, *(each.source for each in families.values()))) not in chosen:
-            left = []
-            chosen[of] = choose(run, environment, key, families, left), left
-        left_out += chosen[of][1]
-        return chosen[of][0]
-
     load_kernel = discovering.load_kernel
     shipped_kernel = cache(load_kernel)
 
     def loaded(path):
         return (shipped_kernel if path.parent == shipped("kernels") else load_kernel)(path)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_parse_trials", parsed)
-        patch.setattr(store_store, "_parse_trials", parsed)
-        patch.setattr(evaluate, "tuned", lambda runs: tuned(*runs))
-        patch.setattr(export, "_chosen", choosing)
+    with pytest.MonkeyPatch.context() as patch, once():
         patch.setattr(discovering, "load_kernel", loaded)
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
@@ -193,9 +164,9 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def clock(gpu, monkeypatch):
+def clock(gpu, timed_by):
     """The clock of a problem's time, `gpu.now_s`: `gpu.trial_s` moves it, or a test."""
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: gpu.now_s))
+    timed_by(lambda: gpu.now_s, candidates)
     return gpu
 
 
@@ -206,6 +177,18 @@ def found(monkeypatch):
     def set_(**facts):
         for name, value in facts.items():
             monkeypatch.setattr(doctor, name, lambda value=value: value)
+
+    return set_
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Has these packages of baselines be there, and no others: installed("torch 2.9")."""
+
+    def set_(*packages):
+        named = {each.partition(" ")[0]: each for each in packages}
+        there = lambda self: [named[name] for name in self.names if name in named]  # noqa: E731
+        monkeypatch.setattr(Package, "installed", there)
 
     return set_
 
