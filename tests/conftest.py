@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -150,7 +151,7 @@ class Done:
 
 @pytest.fixture
 def attnsweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    constants: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
     """Run the command line in this process: errors become exit codes as they do for a user.
 
@@ -160,9 +161,9 @@ def attnsweep(
     from attnsweep.reports import terminal
 
     def run(*arguments: object, width: int = 120) -> Done:
-        monkeypatch.setattr(sys, "argv", ["attnsweep", *map(str, arguments)])
+        constants(sys, argv=["attnsweep", *map(str, arguments)])
         for console in (terminal.console, terminal.errors):
-            monkeypatch.setattr(console, "width", width)
+            constants(console, width=width)
         capsys.readouterr()
         code: object = 0
         try:
@@ -178,12 +179,26 @@ def attnsweep(
 
 @pytest.fixture
 def constants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets how long or how much something is, or its version: constants(module, COMING_S=1.0)."""
+    """Sets values of a module or another object, which has them: constants(module, COMING_S=1.0).
+
+    How long or how much something is, its version, its place; never what does something.
+    """
 
     def set_(module: object, **values: object) -> None:
         for name, value in values.items():
-            assert hasattr(module, name)
-            monkeypatch.setattr(module, name, value)
+            monkeypatch.setattr(module, name, value)  # raises where there is none
+
+    return set_
+
+
+@pytest.fixture
+def timed_by(constants: Callable[..., None]) -> Callable[..., None]:
+    """Has modules tell the time by a function: timed_by(now, module, another)."""
+
+    def set_(now: Callable[[], float], *modules: object) -> None:
+        clock = SimpleNamespace(monotonic=now, perf_counter=now, perf_counter_ns=now)
+        for module in modules:
+            constants(module, time=clock)
 
     return set_
 

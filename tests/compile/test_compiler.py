@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -97,7 +96,7 @@ def test_the_shipped_headers_are_there_for_every_family(tmp_path):
 def packages(tmp_path, monkeypatch):
     """A place where packages with headers are installed; the toolkit is not."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
-    monkeypatch.setattr("sys.path", [str(tmp_path / "site"), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path / "site")
     installed_headers.cache_clear()
     yield tmp_path / "site"
     installed_headers.cache_clear()

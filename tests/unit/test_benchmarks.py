@@ -560,7 +560,7 @@ def test_the_docs_say_what_was_simulated():
 
 
 def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
-    module, monkeypatch, tmp_path
+    module, monkeypatch, constants, tmp_path
 ):
     right = module("right_callables")
     asked = right.names(tmp_path)
@@ -571,14 +571,11 @@ def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
         said = f"{asked[name]} raised {error}: x"
         card.faults["add_baseline", asked[name]] = WorkerError(Status.SKIPPED, said)
     use(monkeypatch, card)
-    for name, value in {
-        "Worker": card,
-        "SHAPES": right.SHAPES[:1],
-        "names": lambda place: asked,
-    }.items():
+    for name, value in {"Worker": card, "names": lambda place: asked}.items():
         monkeypatch.setattr(right, name, value)
+    constants(right, SHAPES=right.SHAPES[:1])
     file = tmp_path / "right.json"
-    monkeypatch.setattr(sys, "argv", ["right_callables.py", str(file), "--runs", "2"])
+    constants(sys, argv=["right_callables.py", str(file), "--runs", "2"])
     right.main()
     found = json.loads(file.read_text())
     assert len(asked) == 10

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from samples import PROBLEM, built, candidate
 
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.choose import rounds
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.rounds import (
     Round,
@@ -293,9 +294,8 @@ def test_a_step_is_told_once_and_a_failure_is_raised():
     ]
 
 
-def test_the_time_is_that_of_the_work(monkeypatch):
-    clock = iter([10.0, 12.5])
-    monkeypatch.setattr("attnsweep.choose.rounds.time.monotonic", lambda: next(clock))
+def test_the_time_is_that_of_the_work(timed_by):
+    timed_by(iter([10.0, 12.5]).__next__, rounds)
     took = []
 
     class Timing(Observer):

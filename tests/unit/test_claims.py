@@ -144,7 +144,7 @@ def own(**changed):
     ],
 )
 def test_a_shipped_claim_turns_with_its_figures(
-    monkeypatch, name, words, query, factor, before, after
+    constants, name, words, query, factor, before, after
 ):
     def result():
         found = sheet(name)
@@ -157,7 +157,7 @@ def test_a_shipped_claim_turns_with_its_figures(
     changed = RECORDED.find(run, take="all", **query)
     assert changed
     for row in changed:
-        monkeypatch.setattr(row, "us", row.us * factor)
+        constants(row, us=row.us * factor)
     assert result() == after
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.baselines.backend import Package
 from attnsweep.compile import nvrtc
 from attnsweep.core.errors import ToolchainError
 from attnsweep.specs import plan, yaml_file
@@ -458,11 +457,9 @@ def test_version(environment):
     assert re.fullmatch(r"attnsweep \d+\.\d+.*\n", said.stdout)
 
 
-def test_doctor_says_in_a_line_how_to_get_each_baseline(monkeypatch, found):
+def test_doctor_says_in_a_line_how_to_get_each_baseline(installed, found):
     found(driver_cuda=(13, 0))
-    monkeypatch.setattr(
-        Package, "installed", lambda self: ["fa3-fwd 0.0.3"] * ("fa3-fwd" in self.names)
-    )
+    installed("fa3-fwd 0.0.3")
     findings = {finding.name: finding for finding in doctor.examine()}
     assert findings["cudnn"].fix == "pip install nvidia-cudnn-frontend"
     assert findings["flash_attn_4"].fix == "pip install flash-attn-4"

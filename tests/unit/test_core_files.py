@@ -102,17 +102,17 @@ def test_access_is_that_of_any_new_file_and_the_umask_is_never_touched(path, mon
 
 
 @pytest.fixture
-def system(monkeypatch, tmp_path):
+def system(monkeypatch, constants, tmp_path):
     """A Python of the system, as Debian's: pip refuses to install into it."""
     (tmp_path / "EXTERNALLY-MANAGED").touch()
-    monkeypatch.setattr(files.sys, "prefix", files.sys.base_prefix)
+    constants(sys, prefix=sys.base_prefix)
     monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
-def in_environment(monkeypatch, tmp_path):
-    monkeypatch.setattr(files.sys, "prefix", str(tmp_path / ".venv"))
+def in_environment(constants, tmp_path):
+    constants(sys, prefix=str(tmp_path / ".venv"))
     return tmp_path / ".venv" / "bin"
 
 

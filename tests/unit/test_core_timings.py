@@ -10,9 +10,9 @@ from attnsweep.core import timings
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(timed_by):
     now = [0.0]
-    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
+    timed_by(lambda: now[0], timings)
     timings.proof_taken()
     return now
 

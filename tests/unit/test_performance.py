@@ -132,8 +132,8 @@ def test_the_table_of_systems_says_which_figure_was_timed_once():
     assert times in {f"{row['time_us']['median'] / 16:.2f}" for row in once}
 
 
-def test_stale_pages_are_named_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
+def test_stale_pages_are_named_and_written(tmp_path, monkeypatch, constants, capsys):
+    constants(docs, ROOT=tmp_path)
     monkeypatch.setattr(docs, "pages", lambda book: iter([("a.md", "new\n"), ("b.md", "b\n")]))
     (tmp_path / "a.md").write_text("old\n")
     (tmp_path / "b.md").write_text("b\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,24 +16,17 @@ from attnsweep.reports.terminal import Form, Talk
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    class Clock:
-        now = 50.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-    made = Clock()
-    fake = SimpleNamespace(monotonic=made.monotonic)
-    monkeypatch.setattr(progress, "time", fake)
-    monkeypatch.setattr(eta.Eta.__init__, "__defaults__", (made.monotonic,))
+def clock(timed_by, constants):
+    made = SimpleNamespace(now=50.0)
+    timed_by(lambda: made.now, progress)
+    constants(eta.Eta.__init__, __defaults__=(lambda: made.now,))
     return made
 
 
 @pytest.fixture
-def talk(monkeypatch):
+def talk(constants):
     """Sets how much is said."""
-    return partial(monkeypatch.setattr, terminal, "talk")
+    return lambda how: constants(terminal, talk=how)
 
 
 def watched(clock, form: Form) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.baselines.backend import Package, why_not
+from attnsweep.baselines.backend import why_not
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Resources, Status, Trial
 from attnsweep.family.discover import discover
@@ -127,8 +127,8 @@ def test_a_refused_backend_gives_its_own_reason(name, warned, reason):
     assert why_not(name, ABORTED, warned) == reason
 
 
-def test_list_says_how_to_get_each_baseline_that_is_missing(monkeypatch):
-    monkeypatch.setattr(Package, "installed", lambda self: [n for n in self.names if n == "torch"])
+def test_list_says_how_to_get_each_baseline_that_is_missing(installed):
+    installed("torch 2.9")
     text = "\n".join(line.plain for line in view.families({}, BASELINES, 200))
     assert "not installed: cudnn: pip install nvidia-cudnn-frontend" in text
     assert "flash_attn_3, flash_attn_3_fp8: pip install tokenspeed-fa3 (fp16, bf16, FP8)" in text

@@ -18,7 +18,7 @@ def host_cost(monkeypatch):
     return importlib.import_module("host_cost")
 
 
-def test_calls_take_turns_and_the_first_is_not_counted(host_cost, monkeypatch):
+def test_calls_take_turns_and_the_first_is_not_counted(host_cost, timed_by):
     now = [0]
     seen: dict[str, list[int]] = {"quick": [], "slow": []}
     inside = []
@@ -38,7 +38,7 @@ def test_calls_take_turns_and_the_first_is_not_counted(host_cost, monkeypatch):
 
         return own
 
-    monkeypatch.setattr(host_cost.time, "perf_counter_ns", lambda: now[0])
+    timed_by(lambda: now[0], host_cost)
     waits = []
     callers = {
         "quick": host_cost.Caller(call("quick", 2_000)),

@@ -16,6 +16,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
+from attnsweep.regress import budget
 from attnsweep.regress.budget import Budget
 from attnsweep.specs.load import load_spec
 from attnsweep.store.run import Run
@@ -124,16 +125,16 @@ def test_time_that_is_up_leaves_all_inconclusive_and_opens_nothing(check, cards)
         (3, 121, [0, 0, 0]),
     ],
 )
-def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, shares, monkeypatch):
-    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("attnsweep.regress.budget.time", clock)
+def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, shares, timed_by):
+    now_s = 0.0
+    timed_by(lambda: now_s, budget)
     entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
     spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
     job = check_cards._Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), Observer(), None)
     for card in ("a", "b", "c"):
         job.assignment.join(card)
     job.assignment.lose("c", gone=True)  # two cards are left
-    clock.now_s = after_s
+    now_s = after_s
     given = []
     for _ in shares:
         message = job.task(job.assignment.assign("a"), None)

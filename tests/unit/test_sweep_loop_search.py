@@ -43,9 +43,8 @@ def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
     assert [row.status for key, row in rows.items() if isinstance(key, tuple)] == [Status.OK] * 3
 
 
-def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, monkeypatch):
-    clock = itertools.count(0.0, 1.5)
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, timed_by):
+    timed_by(itertools.count(0.0, 1.5).__next__, candidates)
     rows = by_config(go(SPEC + "search: {budget_s: 1}\n"))
     assert len([1 for key in rows if isinstance(key, tuple)]) == 1
 
@@ -200,10 +199,8 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
     assert "ended" not in facts
 
 
-def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go, monkeypatch):
-    ticks = itertools.count(100)
-    for module in (session, loop):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go, timed_by):
+    timed_by(itertools.count(100).__next__, session, loop)
     first = {t.key: t.tried_s for t in go(limit=2).run.trials}
     again = {t.key: t.tried_s for t in go().run.trials}
     assert sorted(s for s in first.values() if s is not None) == [1, 2]  # baselines have none

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from attnsweep.core.files import shipped
+from attnsweep.tools import simulator
 from attnsweep.tools.simulator import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -81,8 +82,8 @@ def test_what_the_simulator_cannot_build_says_what_it_takes(attnsweep, mine):
     assert "neither CUDA's headers" in done.stderr
 
 
-def test_without_gxx_it_says_how_to_get_it(attnsweep, monkeypatch):
-    monkeypatch.setattr("attnsweep.tools.simulator.COMPILER", None)
+def test_without_gxx_it_says_how_to_get_it(attnsweep, constants):
+    constants(simulator, COMPILER=None)
     done = attnsweep("verify", "naive")
     assert done.returncode == 2
     assert "apt install g++" in done.stderr
