@@ -61,7 +61,7 @@ def check(compiler, values, problem):
     assert row.resources.spill_bytes == 0, config.label
 
 
-@pytest.mark.nightly(push=5)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("stats", [0, 3])
 @pytest.mark.parametrize(("m", "n", "k"), TILES)
 def test_published_tiles(compiler, m, n, k, stats):
@@ -78,7 +78,7 @@ def test_published_tiles(compiler, m, n, k, stats):
     check(compiler, qk | pv | {"STATS": stats, "PV_STAGES": 4}, FULL)
 
 
-@pytest.mark.nightly(push=6)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("threads", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("vector", [1, 2, 4, 8])
 @pytest.mark.parametrize("passes", [1, 3])
@@ -89,7 +89,7 @@ def test_published_softmax(compiler, threads, vector, passes):
     check(compiler, row | {"STATS": 0}, FULL)
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("problem", [FULL, CAUSAL_BF16], ids=lambda p: p.label)
 @pytest.mark.parametrize("text", OTHERS)
 def test_what_the_default_space_leaves_out(compiler, text, problem):

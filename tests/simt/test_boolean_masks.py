@@ -89,7 +89,7 @@ def served(simulator, config, case, inputs, schedule):
     return from_bits(bits, problem.dtype).astype(np.float64)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("batch_to_keys", "own"), SIZES)
 @pytest.mark.parametrize("words", CONFIGS)
 def test_each_query_sees_what_the_mask_says(simulator, words, batch_to_keys, own):

@@ -23,7 +23,7 @@ EACH = 2
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-@pytest.mark.nightly(push=24)
+@pytest.mark.nightly(push=14)
 @pytest.mark.parametrize("name", [name for name in RUNS if not is_unusual(name)])
 def test_right_on_hard_cases(simulator, some, name):
     kernel, problem, which = RUNS[name]

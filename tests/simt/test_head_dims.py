@@ -89,7 +89,7 @@ def test_a_head_dim_has_configs_of_many_kinds(dim):
     assert len(kinds) >= 7
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize(("words", "dim"), PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
     number = CONFIGS.index(words) + DIMS.index(dim)
@@ -100,7 +100,7 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
         assert result.ok, (words, case.label, str(result))
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
     ("name", "configs", "labels"),

@@ -24,7 +24,7 @@ PROBLEMS = (
 )
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("words", CONFIGS["flash_fwd_wgmma"])
 def test_right_wherever_sequences_begin(simulator, words):
     for number, label in enumerate(PROBLEMS):

@@ -159,13 +159,14 @@ def bench(request, simulator):
         yield Bench(device, request.param)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("call", [Right, Backwards, LargestOfTheWholeRowLate])
 def test_a_right_order_passes(call, bench):
     accuracy, _ = bench.prove(call(), small=True)
     assert max(accuracy.shares.values()) <= 1
 
 
-@pytest.mark.nightly(push=14)
+@pytest.mark.nightly(push=9)
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [

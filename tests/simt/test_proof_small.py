@@ -86,7 +86,7 @@ def odd(simulator):
         yield Bench(device, ODD)
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize(
     ("name", "place", "said"),
     [

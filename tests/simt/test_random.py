@@ -198,14 +198,14 @@ HOPPER = ("flash_fwd_fp8_wgmma", "flash_fwd_wgmma", "three_kernel_wgmma")
 OTHERS = sorted(set(KERNELS) - {*MORE})
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("number", range(120))
 @pytest.mark.parametrize("name", HOPPER)
 def test_random_config_is_right(simulator, drawn_by, name, number):
     run(simulator, name, number, drawn_by)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("number", range(60))
 def test_random_config_of_packed_heads_is_right(simulator, drawn_by, number):
     run(simulator, "flash_fwd_wgmma", number, drawn_by, packed=True)

@@ -42,6 +42,7 @@ def drawn_rows(seed, count, rows):
     return (mixed(np.uint64(seed) ^ numbers) % np.uint64(rows)).astype(int)
 
 
+@pytest.mark.nightly(push=12)
 @pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS, *SCORED], ids=lambda p: p.label)
 def test_rows_are_attention_on_the_inputs_as_they_are(problem, device):
     inputs = verify_inputs.make_inputs(Case(problem), 1)

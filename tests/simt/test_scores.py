@@ -47,7 +47,7 @@ PROBLEMS = tuple(
 MAY_REFUSE = ("turns_of_blocks", "block_order", "masks_in_memory", "scores", "blocks_fit")
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_right_in_every_way_to_take_the_softmax(simulator, problem):
     tried = 0
@@ -62,7 +62,7 @@ def test_right_in_every_way_to_take_the_softmax(simulator, problem):
     assert tried >= 3
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("label", ["full bias(item)", "causal softcap(50)", "causal sinks"])
 def test_right_on_hard_cases(simulator, label):
     config = config_of(FAMILY, CONFIGS[0])

@@ -166,6 +166,7 @@ PACKED = (
 )
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("words", PACKED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_query_of_packed_heads(simulator, words, layout):
@@ -199,6 +200,7 @@ def test_any_layout_is_right(simulator, layout, number):
     check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("head_dim", [64, 72, 40])
 def test_the_usual_layouts_of_models(simulator, head_dim):
     """Every push: slices of one packed tensor, an output of (batch, seqlen, heads, head_dim)."""
@@ -211,6 +213,7 @@ def test_the_usual_layouts_of_models(simulator, head_dim):
 VALUE_WORDS = (*PLAIN[:2], "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 PDL=2")
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("of_v", [64, 128])
 @pytest.mark.parametrize("words", VALUE_WORDS)
 def test_v_of_another_head_dim(simulator, words, of_v):

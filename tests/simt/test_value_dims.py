@@ -35,7 +35,7 @@ def test_sizes_have_configs_of_many_kinds(dims):
     assert len({p.variant for words in able for p in problems_of(words, dims)}) >= 7
 
 
-@pytest.mark.nightly(push=6)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize(("words", "dims"), PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dims):
     number = CONFIGS.index(words) + DIMS.index(dims)
@@ -46,6 +46,7 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dims):
         assert result.ok, (words, case.label, str(result))
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("dims", DIMS[:4])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_right_on_some_of_each_push(simulator, dims, mask):

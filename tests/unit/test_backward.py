@@ -162,7 +162,7 @@ def rounded_as_a_kernel_may(case, seed, change=lambda name, values: values):
     return over
 
 
-@pytest.mark.nightly(push=2, of="right gradients by NumPy")
+@pytest.mark.nightly(push=1, of="right gradients by NumPy")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL])
 def test_right_gradients_are_within_the_limits(dtype, mask):
@@ -171,7 +171,7 @@ def test_right_gradients_are_within_the_limits(dtype, mask):
         assert rounded_as_a_kernel_may(case, 3) == set(), case.label
 
 
-@pytest.mark.nightly(push=2, of="right gradients by NumPy")
+@pytest.mark.nightly(push=1, of="right gradients by NumPy")
 @pytest.mark.parametrize(("side", "mask"), [("right", FULL), ("left", CAUSAL)])
 def test_gradients_of_padding_are_zero_within_the_limits(side, mask):
     padded = Padded(side, 30)
@@ -190,7 +190,7 @@ def test_gradients_of_padding_are_zero_within_the_limits(side, mask):
     assert rounded_as_a_kernel_may(Case(problem), 3, leaked) >= {"dk row", "dv row"}
 
 
-@pytest.mark.nightly(push=2, of="right gradients by NumPy")
+@pytest.mark.nightly(push=1, of="right gradients by NumPy")
 @pytest.mark.parametrize("dim", [8, 16, 40, 256])
 def test_right_gradients_of_narrow_and_wide_heads_are_within_the_limits(dim, some):
     for number, sizes in enumerate([(2, 4, 4, 300, 512), (1, 4, 2, 512, 512), (4, 4, 2, 133, 161)]):

@@ -102,7 +102,7 @@ def test_a_split_fills_the_sms_of_the_card():
     assert answers == [None, "split_grid"]
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["h100", "flash_training", "batched"])
 def test_a_shipped_spec_suits_every_hopper_card(name):
     spec = load_spec(Path(name), FAMILIES)

@@ -175,7 +175,7 @@ def test_the_references_give_zero_to_a_query_that_sees_no_key(problem):
     assert same(rounded.log_sum_exp(inputs, problem, rows), log_sums)
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "e4m3"])
 @pytest.mark.parametrize("kind", ["normal", "one_hot", "far_below", "sink"])
 def test_limits_of_problems_with_empty_rows_are_those_of_the_others(dtype, kind):

@@ -82,7 +82,7 @@ def test_every_ok_row_is_right_and_timed(run):
             assert trial.time_us.median == pytest.approx(middle, rel=1e-4)
 
 
-@pytest.mark.nightly(push=6)
+@pytest.mark.nightly(push=3)
 def test_no_row_is_faster_than_its_bound(run):
     shares = rank(run.trials, run.environment)["bound_share"].dropna()
     assert len(shares) > 0
