@@ -446,13 +446,13 @@ def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, tr
         assert (constants["HEAD_DIM"], constants["BLOCK_D"]) == (96, 128)
 
 
-def test_the_launcher_that_all_configs_share_is_made_when_they_are_compiled(triton, monkeypatch):
+def test_the_launcher_that_all_configs_share_is_made_when_they_are_compiled(triton):
     """Triton 3.6 runs a C compiler for it at the first launch, which a user then waits for."""
     made = []
     driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *of: made.append(of)))
     sys.modules["triton"].runtime = SimpleNamespace(driver=driver)
     kernels = iter([None, *[SimpleNamespace(src="source", metadata="facts")] * 99])
-    monkeypatch.setattr(triton._forward, "warmup", lambda *given, **how: next(kernels))
+    triton._forward.warmup = lambda *given, **how: next(kernels)
     triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
     assert made == [("source", "facts")]  # the first config did not compile
 
