@@ -3,8 +3,6 @@
 And of what is too much for a push, those that it runs: others for each commit.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -4,8 +4,6 @@ The bench, the baselines and the verifier are the real ones. A graph replays the
 called while it was captured. Time is what kernels.WORK_US says.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is imported here needs no PyTorch: without it, tests are skipped with that reason."""
 
-from __future__ import annotations
-
 import pytest
 from simt.harness import COMPILER, Simulator
 

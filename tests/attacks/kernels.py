@@ -3,8 +3,6 @@
 What runs "on the device" is one operator, so that a graph replays it and not the Python around it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Each attack twice: it does not pass, and without its defence it does."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """The cubin cache: content-addressed, shared between processes, and never a wrong hit."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

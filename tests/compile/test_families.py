@@ -1,7 +1,5 @@
 """Every family compiles for every architecture it claims, without spills, as its plan says."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

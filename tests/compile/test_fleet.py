@@ -1,7 +1,5 @@
 """Several fake cards with the real compiler: it is in one process, and compiles each stage once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from fake_cards import FakeCards

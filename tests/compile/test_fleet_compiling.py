@@ -1,7 +1,5 @@
 """Workers of a Dask cluster without a GPU compile for the asker: real workers, real NVRTC."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

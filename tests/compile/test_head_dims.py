@@ -1,7 +1,5 @@
 """head_dims beside the usual ones: the configs with the fewest registers to spare spill nothing."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

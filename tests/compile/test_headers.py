@@ -1,7 +1,5 @@
 """Every header that templates share compiles alone, and leaves no name of a parameter undefined."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -6,8 +6,6 @@ reads, must read what nobody writes while the kernel lives: PTX ISA, "ld.global.
 come behind grid_wait does not help.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Instructions of compiled code: how they are counted, required, and shown by `inspect`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

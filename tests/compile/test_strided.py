@@ -1,7 +1,5 @@
 """Winners compiled for models, with STRIDED=1: consumers spill nothing, and launches fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.compile.cubin import compiler_warnings

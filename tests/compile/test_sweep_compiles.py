@@ -1,7 +1,5 @@
 """The commands with the real compiler: tests/unit has a stand-in for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 A push compiles a sample that its commit draws, `pytest tests/compile -m nightly` all.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

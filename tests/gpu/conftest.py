@@ -1,7 +1,5 @@
 """One GPU process and one compiler for the tests of a file."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.bench.worker import Worker

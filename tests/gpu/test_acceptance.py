@@ -1,7 +1,5 @@
 """The WMMA pipeline's acceptance, and settings that no config of a default space has, on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.compile.candidate import Build

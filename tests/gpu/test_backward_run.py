@@ -1,7 +1,5 @@
 """Gradients on a card: right in every element and every call, as are those of baselines."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.bench.gpu import WorkerError

@@ -1,7 +1,5 @@
 """`check` on a GPU: unchanged code passes, a known slowdown regresses, a wrong result is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One query and a few of grouped heads on a GPU, by an export of the recorded run of decoding."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

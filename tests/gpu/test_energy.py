@@ -1,7 +1,5 @@
 """The energy of a call on a GPU: it repeats, it is power by time, and more work takes more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

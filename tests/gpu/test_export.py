@@ -1,7 +1,5 @@
 """An exported package on a GPU: its outputs and gradients are scaled_dot_product_attention's."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import math

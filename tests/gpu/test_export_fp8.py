@@ -1,7 +1,5 @@
 """FP8 kernels of an exported package on a GPU: outputs are those of float64 within the limits."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Every family is right on odd shapes, and its planned resources are the driver's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

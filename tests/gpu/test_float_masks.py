@@ -1,7 +1,5 @@
 """Float masks, which are added to scores, by the kernels that come with attnsweep."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

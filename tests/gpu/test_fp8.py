@@ -1,7 +1,5 @@
 """FP8 on a GPU: the judge proves its reference, and baselines take the same bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """window, causal_offset and key_lengths by attnsweep's own kernels, against float64."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

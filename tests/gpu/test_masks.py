@@ -1,7 +1,5 @@
 """Boolean masks by the kernels that come with attnsweep: right, and never a stale one."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """`attnsweep shapes` on a card: what Python calls counts as much as in PyTorch's dispatcher."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

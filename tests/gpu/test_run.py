@@ -1,7 +1,5 @@
 """The whole command on a GPU: faults cost their own row, kill -9 and Ctrl-C lose nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

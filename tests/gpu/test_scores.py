@@ -1,7 +1,5 @@
 """softcap, sinks and packed sequences by the kernels that come with attnsweep."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

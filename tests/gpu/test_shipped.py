@@ -1,7 +1,5 @@
 """The winners that come with attnsweep, on a GPU that they were recorded on."""
 
-from __future__ import annotations
-
 import pytest
 import recorded
 

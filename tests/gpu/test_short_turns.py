@@ -4,8 +4,6 @@ A tile of queries then takes the place of the one before soonest. One form of fl
 gave Q's place back too early was wrong in 1 of 1,024 such calls, and right in all longer ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

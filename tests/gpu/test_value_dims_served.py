@@ -1,7 +1,5 @@
 """v of another head_dim than q's, served by a package on a GPU: eager, compiled, with gradients."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

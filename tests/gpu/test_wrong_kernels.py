@@ -1,7 +1,5 @@
 """Wrong kernels are refused, each in its way; the right one among them never is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One simulator for all tests here, and a judge whose kernels run on it."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.core import cases

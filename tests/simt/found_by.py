@@ -6,8 +6,6 @@ the end how many each finds. Without names: all bugs of the three Hopper familie
 to be missed, which takes half an hour.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The seeded bugs of mutations.toml, and how one is put into a template."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls in Python that a Verifier on the CPU judges, and the bench that binds them to buffers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

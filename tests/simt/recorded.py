@@ -1,7 +1,5 @@
 """The configs that won a recorded sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests/simt runs of each family: kernels, problems and configs, by the name of the test."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product

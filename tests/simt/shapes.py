@@ -4,8 +4,6 @@ A fixed list of small problems would be one tile of a config with large ones, an
 groups and clusters would never be met.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

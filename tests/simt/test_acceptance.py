@@ -5,8 +5,6 @@ three stages, scores and output in shared memory; and in the settings that won t
 tests/gpu/test_acceptance.py asks the same of a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.core.cases import Case

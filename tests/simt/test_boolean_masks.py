@@ -3,8 +3,6 @@
 What a problem's own mask is plays no part: the kernel reads bits, which a scan makes of the tensor.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

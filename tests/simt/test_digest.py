@@ -1,7 +1,5 @@
 """What compare.cu reads of a buffer: digests of all words, and some rows for the host."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -4,8 +4,6 @@ A causal mask leaves the first queries none where there are more of them than ke
 test their tiles have keys, which other queries see; in the second some tiles have none.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

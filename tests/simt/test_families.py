@@ -3,8 +3,6 @@
 No GPU took part: README.md says what this shows and what it cannot.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

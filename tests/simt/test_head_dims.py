@@ -3,8 +3,6 @@
 A row's columns have the next row behind them, so that code which reads or writes too many meets it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

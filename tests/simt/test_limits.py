@@ -5,8 +5,6 @@ exponents refer to, keys split over blocks, whether the sum is of rounded probab
 approximate exp. `pytest tests/simt/test_limits.py -m nightly -s` says how near the nearest came.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """compare.cu's reference of problems that hide more than causal ones, against NumPy's."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ A push runs those that tests/conftest.py draws by its commit; `pytest tests/simt
 all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

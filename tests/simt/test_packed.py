@@ -1,7 +1,5 @@
 """Packed sequences: the queries of each see its own keys, wherever tiles begin and end."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

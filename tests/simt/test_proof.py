@@ -3,8 +3,6 @@
 A call is a function in Python that writes to the buffers which a GPU's would.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

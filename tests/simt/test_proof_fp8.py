@@ -1,7 +1,5 @@
 """The proof of calls in FP8: scales that are left out, taken from elsewhere, or written to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 A kernel here is the online softmax in NumPy, by tiles of keys, of which one step is wrong.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

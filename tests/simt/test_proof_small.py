@@ -3,8 +3,6 @@
 As test_proof.py, whose calls are judged on the timed problem.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import get_args

@@ -6,8 +6,6 @@ that are not rounded, so a reference that threads do not agree on, or that what 
 follow, shows in it whatever rounding costs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

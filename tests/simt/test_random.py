@@ -5,8 +5,6 @@ that the space has and to others. A push draws few by its commit; `pytest tests/
 runs many. A failure names what to give to `python -m tests.simt`.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """compare.cu's rows at random, and inputs drawn anew, against NumPy's."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

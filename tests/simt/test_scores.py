@@ -1,7 +1,5 @@
 """Softcap, bias and sinks: in each way that flash_fwd_wgmma takes its softmax, and stores a row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

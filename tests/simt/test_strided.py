@@ -1,7 +1,5 @@
 """STRIDED=1, which serves models: tensors with any strides, as a package launches them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

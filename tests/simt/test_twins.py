@@ -4,8 +4,6 @@ Rings, phases, descriptors, layouts and schedules are in kernels/common/tile and
 which run here as they are.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 

@@ -4,8 +4,6 @@ Beside the last column of a row lies the next row, and behind a tensor its guard
 which takes one length for the other reads or writes what is not its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of compare.cu that watch many calls: digests, guards, poison and mixes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

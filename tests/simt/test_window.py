@@ -1,7 +1,5 @@
 """Windows: every key that a query sees counts, and no other, in each family that has them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

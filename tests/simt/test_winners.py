@@ -3,8 +3,6 @@
 A push runs two of each of two runs that its commit draws; `pytest tests/simt -m nightly` runs all.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.core.hardware import arch_named

@@ -4,8 +4,6 @@ Between them: each way to write the log-sum-exp, each size of cluster, each way 
 way that queries and keys are divided. Tests take those at even places with the causal mask.
 """
 
-from __future__ import annotations
-
 # With the causal mask and a dtype each in turn: e4m3, e4m3_tensor, e4m3_block.
 FLASH_FWD_FP8_WGMMA = (
     "BLOCK_N=96 WARPGROUPS=3 PINGPONG=1 OVERLAP=2 INTERVAL=96 PERSISTENT=2 ORDER=1 HEADROOM=0 "

@@ -1,7 +1,5 @@
 """A page as a real browser draws it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

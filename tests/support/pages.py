@@ -1,7 +1,5 @@
 """HTML pages as their readers see them."""
 
-from __future__ import annotations
-
 import re
 
 

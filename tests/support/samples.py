@@ -1,7 +1,5 @@
 """Problems, rows, runs and environments that several tests need."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

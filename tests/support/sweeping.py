@@ -1,7 +1,5 @@
 """A spec of three candidates and two baselines, and what a fake GPU measures of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

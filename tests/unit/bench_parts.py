@@ -1,7 +1,5 @@
 """A Bench without a GPU: its buffers, its session, what it runs, and how that is proved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What several files of unit tests share."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

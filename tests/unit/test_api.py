@@ -1,7 +1,5 @@
 """The public API: what it names, what it costs to import, and that scripts use nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Backward problems: how they are written, their inputs, their gradients in NumPy, their limits."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """`module:function` as a baseline: how it is found, called and told apart when its file changes."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Baselines' packages are imported in a thread, which is over before rounds are timed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

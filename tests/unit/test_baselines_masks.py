@@ -1,7 +1,5 @@
 """The masks that PyTorch's baselines get, with a PyTorch of the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """How baselines are called, on a PyTorch of numbers: the chosen way, or why none can run."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

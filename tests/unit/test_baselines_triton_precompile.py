@@ -1,7 +1,5 @@
 """A helper process compiles Triton's configs; whatever becomes of it, the baseline is there."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What needs no GPU of a Bench: which buffers a pipeline is bound to, and for how long."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

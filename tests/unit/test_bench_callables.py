@@ -1,7 +1,5 @@
 """Callables that fail their process: each is a row and a sentence, and nothing of it is left."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The process that owns the GPU may hang, die or be poisoned: the parent goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The arithmetic of benchmarks/, on made-up figures: no GPU is needed to be wrong about it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """benchmarks/models.py on small models and the CPU: what it says of right and of wrong kernels."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A section for each card, from whatever is recorded of it: made-up runs of two cards."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """× base: which baseline it compares with, in which rounds, and what is said of it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Effects of parameters, of made-up spaces whose effects are known."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Energies in a sweep: of whom, how often, what they rank, and what is said without a counter."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

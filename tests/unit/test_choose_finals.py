@@ -1,7 +1,5 @@
 """The race and the finals on a simulated card: who gets through, at what cost, with what error."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What wins was called for longest, whoever it is once the wrong ones have left."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategy `gp`: what it asks, when it stops, and what it found in recorded runs."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Who is skipped by bound: on recorded exhaustive runs nobody who could win, in whatever order."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Baselines in the finals: a noisy one is timed again, and what it then stands for."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

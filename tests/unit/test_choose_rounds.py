@@ -1,7 +1,5 @@
 """What a round is, when it is repeated, and what its row says of the card."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

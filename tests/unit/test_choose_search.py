@@ -1,7 +1,5 @@
 """Strategies, driven by ask and tell."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

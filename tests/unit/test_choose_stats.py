@@ -1,7 +1,5 @@
 """Elimination and the paired test are right as often as they say, however one looks at them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Verdicts follow from recorded figures, gaps are `not tested`, mistakes in the data are named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

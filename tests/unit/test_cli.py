@@ -1,7 +1,5 @@
 """The commands as a user meets them: exit codes, what is printed where, and bad input."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Options and commands beside the sweep: quiet, examples, lists, caches, completion."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the system refuses a command, and faults of ours: a message and an exit code, never 1."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`attnsweep tune` and `init`: a shape without a spec, on a stand-in for the GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Warnings of parameters without use and of spills, and errors of the compiler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ With a programmatic first launch, a call's prologue ran under the call before, w
 can: 0.4 to 0.7 µs a call that were none of the kernel's.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """write_file: the new content or the old one, on the disk if asked, and hints to install extras."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import ModuleType

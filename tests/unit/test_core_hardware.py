@@ -1,7 +1,5 @@
 """Occupancy planned before compiling, and counted after."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Problems whose calls take long: shorter ones of their kind, and their inputs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

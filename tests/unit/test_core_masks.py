@@ -1,7 +1,5 @@
 """Masks: what an interval says of its pairs, against brute force, and how it is written."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Problem: its counts against brute force, and the shapes it refuses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How long each part of proving took, and what is counted for which."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Which cards `--gpus` means."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

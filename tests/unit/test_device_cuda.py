@@ -1,7 +1,5 @@
 """The order in which a call is issued: stages, streams, forks and joins, graph or eager."""
 
-from __future__ import annotations
-
 import contextlib
 import lzma
 from contextlib import nullcontext

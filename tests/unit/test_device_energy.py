@@ -1,7 +1,5 @@
 """The energy of a call, from a counter that moves in steps, on a simulated card and clock."""
 
-from __future__ import annotations
-
 import random
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Two runs on one card: the second fails and says who holds it, or waits; no lock is ever stale."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

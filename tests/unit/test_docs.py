@@ -3,8 +3,6 @@
 And what other pages say of names and links.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Commands that install attnsweep work on a bare Debian: pip refuses outside an environment."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Chunks of a call: they cover it once, fit where they must, and compute the same."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

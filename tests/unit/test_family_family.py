@@ -1,7 +1,5 @@
 """Declarations: Config, rules, Space, stages, and the finding of families."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

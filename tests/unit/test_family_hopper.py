@@ -1,7 +1,5 @@
 """Helpers of Hopper declarations against plain counting."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A rule is asked once for all configs that it cannot tell apart; the answers are the same."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`sms`, the number of SMs of the card: in specs, declarations, rules, plans, rows and history."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

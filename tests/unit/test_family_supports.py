@@ -1,7 +1,5 @@
 """A family that serves some problems only: its cases, and what a user reads of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

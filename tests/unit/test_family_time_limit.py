@@ -1,7 +1,5 @@
 """A declaration whose functions never return, and limits that a config exceeds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Wrong declarations, as a user meets them: exit code 2, file:line, the fault and how to fix it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

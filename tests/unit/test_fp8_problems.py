@@ -1,7 +1,5 @@
 """Problems in FP8 from a spec to a row: what is refused, in which words, and what a launch gets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Programs and tests that need a GPU import names that exist: nothing here imports them."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

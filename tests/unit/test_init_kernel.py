@@ -1,7 +1,5 @@
 """`attnsweep init --kernel`: three files that run as they are."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.core.hardware import ARCHS

@@ -4,8 +4,6 @@ A model of common/tile/shared_tile.cuh and of the consumer's fragments in NumPy:
 column each byte holds. The simulator runs the code itself.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

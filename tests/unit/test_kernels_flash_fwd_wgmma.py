@@ -1,7 +1,5 @@
 """What flash_fwd_wgmma works out on the host: how blocks that take turns share the work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run of many rows is read and reported in seconds, and in some hundred megabytes."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

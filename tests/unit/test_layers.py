@@ -1,7 +1,5 @@
 """The shape of the package: which room may import which, and which libraries stay where."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

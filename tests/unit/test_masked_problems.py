@@ -1,7 +1,5 @@
 """Problems whose masks hide more than causal ones: what they count, how they are written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """What is packed: the version from one place, metadata, and what the quickstart replays."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures on the generated pages, recomputed from the recorded rows without any of our code."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

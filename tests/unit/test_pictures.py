@@ -1,7 +1,5 @@
 """The README's pictures show the recorded runs, and the pages it links to are there."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`check --against` ends when its budget does, however many problems there are, and says so."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

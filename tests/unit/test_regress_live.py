@@ -1,7 +1,5 @@
 """Old code against new with a stand-in for the GPU: every verdict, and every bad baseline."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import shutil

@@ -1,7 +1,5 @@
 """Two recorded runs compared: the verdicts, what they rest on, and how they are written."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import math

@@ -1,7 +1,5 @@
 """Old and new code in several processes: how often the verdict errs, and on what it rests."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Annotations and summaries on GitHub Actions, of texts that would break them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

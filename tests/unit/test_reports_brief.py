@@ -1,7 +1,5 @@
 """A run in at most a screen, with the answer last."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

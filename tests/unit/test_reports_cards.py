@@ -1,7 +1,5 @@
 """The report of a run of several cards."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Two runs side by side, recorded and made up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

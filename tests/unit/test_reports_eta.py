@@ -1,7 +1,5 @@
 """The time left, of runs on a clock that the test turns."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.reports.eta import Eta, Left

@@ -1,7 +1,5 @@
 """An estimate is shown only where it is within a factor of two, in nine of ten recorded runs."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

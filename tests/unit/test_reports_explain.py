@@ -1,7 +1,5 @@
 """Explanations of recorded runs and of made-up ones."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time against error of candidates that differ in accuracy, in a report's text and data."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

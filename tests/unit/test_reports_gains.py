@@ -1,7 +1,5 @@
 """What a program gains: calls × (fastest baseline − winner), and where that is nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 

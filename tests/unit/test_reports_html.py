@@ -1,7 +1,5 @@
 """The HTML page: what it says, that it is whole, and that a real browser draws it."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Progress without a terminal: lines for a log, JSON for a program."""
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

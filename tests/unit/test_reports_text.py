@@ -1,7 +1,5 @@
 """The sentence at the end of `tune`: which is faster, by how much, and where nothing is known."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

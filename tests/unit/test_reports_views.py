@@ -1,7 +1,5 @@
 """What `compile` and `run --dry-run` print at any width, and why a baseline was refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from attnsweep.baselines.backend import why_not

@@ -1,7 +1,5 @@
 """The runs recorded in results/ are whole, right, and those of the shipped specs."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Softcap, bias and sinks: how they are written, and the references against plain attention."""
 
-from __future__ import annotations
-
 import json
 import re
 

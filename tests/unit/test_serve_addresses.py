@@ -1,7 +1,5 @@
 """Calls whose addresses and shapes keep changing: what is remembered, and by which thread."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

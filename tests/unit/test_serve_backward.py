@@ -1,7 +1,5 @@
 """Gradients of the operator's calls by backward kernels, over a fake driver on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that are known from before: found by one question, unless something else has a say."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor

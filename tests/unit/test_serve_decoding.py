@@ -1,7 +1,5 @@
 """Few queries of grouped heads, which a package's kernels take for queries of one head."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Which kernel of a package a shape gets, and how its time is predicted."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Launches of a package by a fake driver: what they pass, and how they are remembered and moved."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`enable`, `disable` and `register` of a package, with a fake driver in place of CUDA's."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

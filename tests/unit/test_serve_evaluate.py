@@ -1,7 +1,5 @@
 """How good dispatch is, on recorded runs and on made-up ones, and the specs of those runs."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

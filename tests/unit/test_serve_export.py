@@ -1,7 +1,5 @@
 """What `attnsweep export` writes, how it is read again, and which kernel a shape gets."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io

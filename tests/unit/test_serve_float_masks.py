@@ -1,7 +1,5 @@
 """Float masks in PyTorch, with a fake driver and kernels of NumPy's."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

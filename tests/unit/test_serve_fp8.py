@@ -1,7 +1,5 @@
 """FP8 winners in a package: what is exported, which kernel a shape gets, how it is launched."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The FP8 operator of a package in PyTorch, with a fake driver whose kernels are NumPy's."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The arithmetic of benchmarks/host_cost.py, without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from pathlib import Path

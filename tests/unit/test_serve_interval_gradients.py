@@ -1,7 +1,5 @@
 """Gradients of calls with a window, an offset or key lengths, over a fake driver on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A package launches what the family declares, on a call's strides; rules by shape are enough."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """What the GPU tests of packages ask for is served on each card: its table is asked, no GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recorded calls as problems of a spec: merging, sorting, reasons, text; needs no PyTorch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

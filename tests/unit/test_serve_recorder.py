@@ -1,7 +1,5 @@
 """The recorder on PyTorch itself, on the CPU: counts and kinds of calls, by both ways."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """softcap and sinks in PyTorch, with a fake driver and kernels of NumPy's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

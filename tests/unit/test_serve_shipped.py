@@ -1,7 +1,5 @@
 """`attnsweep.attention`: the winners that come with attnsweep, and what they follow from."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

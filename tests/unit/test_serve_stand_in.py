@@ -1,7 +1,5 @@
 """The runs of one GPU in the place of those of another: when they serve, and how good they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

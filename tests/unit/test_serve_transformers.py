@@ -1,7 +1,5 @@
 """A package as an attention implementation of transformers, on tiny models of random weights."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Calls whose v has another head_dim than q, over a fake driver with kernels of NumPy's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed sequences in PyTorch, with a fake driver and kernels of NumPy's."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every way to get a sweep spec wrong, with the words that answer."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The sweep spec: what it becomes, and that it is read back equal."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

@@ -1,7 +1,5 @@
 """`--set` and `--problem` on top of a spec, and what answers to a wrong one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

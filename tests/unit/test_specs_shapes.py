@@ -1,7 +1,5 @@
 """Shapes as a user writes them, and what answers to a wrong one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

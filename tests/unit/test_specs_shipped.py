@@ -1,7 +1,5 @@
 """Which file a spec's name stands for, and the specs that attnsweep ships."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

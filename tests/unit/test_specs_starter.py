@@ -1,7 +1,5 @@
 """Specs made for a card: which space a problem gets, and what the text says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

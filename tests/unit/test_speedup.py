@@ -1,7 +1,5 @@
 """`attnsweep exec` and `speedup` on a program whose PyTorch and package are stand-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """SIGTERM stops a command as Ctrl-C does, and what is ignored on entry stays ignored."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

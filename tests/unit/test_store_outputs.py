@@ -1,7 +1,5 @@
 """Files that commands write where a user says: never over a part of a recorded run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fakes are what they stand in for, and no test needs another test."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who gets which problem: longest first, a lost one to another; and a fleet of 64, simulated."""
 
-from __future__ import annotations
-
 import heapq
 import random
 import time

@@ -1,7 +1,5 @@
 """The queue: how far it asks ahead, and what it gives once a problem's time is up."""
 
-from __future__ import annotations
-
 import pytest
 from fake_compiler import FakeCompiler
 

@@ -1,7 +1,5 @@
 """`check --gpus` with fake cards: each checks its share, and a lost card's problem is not lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`run --gpus` on the command line, with fake cards: tables, progress, exit codes, refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -3,8 +3,6 @@
 Faults happen where a card holds a candidate, so that no test waits for longer than it must.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a worker of a cluster makes of the lines that come to it; no Dask is needed for that."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 

@@ -1,7 +1,5 @@
 """A sweep on several fake cards, each a process of its own, with every fault of a card."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Resume: which rows of an earlier run hold, and what makes each of them void."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A run that several cards measured: what one has finished stays, what it has begun begins anew."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Cards that come to a sweep late, go away and come back, as workers of a cluster do."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import contextmanager

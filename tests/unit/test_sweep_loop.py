@@ -1,7 +1,5 @@
 """The loop with a stand-in for the GPU process: rows, resume, faults, Ctrl-C, exit codes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Sweeps with budgets and model-based searches, with a stand-in for the GPU process."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """SameCode: of candidates with the same machine code, the first asked for has the measured row."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

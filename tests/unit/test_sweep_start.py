@@ -1,7 +1,5 @@
 """What the cards of a fleet begin as they start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`run --watch`, `--html` and `--progress json`, with a stand-in for the GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Compiling a spec without a GPU: what ends it well, and what does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A verdict about a callable: what rows mean, exit codes, and what ends early."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

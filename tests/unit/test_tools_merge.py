@@ -1,7 +1,5 @@
 """Parts of a spec, and the whole run that they make."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

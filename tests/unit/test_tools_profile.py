@@ -1,7 +1,5 @@
 """Hardware counters without hardware: a stand-in for ncu that prints what ncu prints."""
 
-from __future__ import annotations
-
 import errno
 import stat
 import sys

@@ -1,7 +1,5 @@
 """attnsweep.tune and attnsweep.run from Python, in one file."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """v and o with rows of another length than q's and k's: what they count, and what can do them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`attnsweep verify`: a wrong kernel is found on the CPU, and said as a sanitizer says it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What a DeviceCase makes of findings: which are wrong, in which words; and of sets of inputs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """e4m3 to the bit, scales that fit their parts, and scales that cannot be."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import numpy as np

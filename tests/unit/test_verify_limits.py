@@ -1,7 +1,5 @@
 """The reference is right, rounding is right, and wrong results do not pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """What is right of a problem, computed by helper processes."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """Many short turns, which every finalist is proved on, and who has launches for them."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import get_args
