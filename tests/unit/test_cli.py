@@ -348,6 +348,7 @@ def test_a_spec_may_name_its_kernels(attnsweep, tmp_path):
     own = f"kernel_dir: {os.path.relpath(FAMILIES, tmp_path)}\n"
     path.write_text(own + SPEC.replace("naive: {}", "twice: {SCORE_THREADS: 64}"))
     assert "2 candidates" in attnsweep("run", path, "--dry-run").stdout
+    assert "twice" in attnsweep("list", "--kernels", FAMILIES).stdout
     (tmp_path / "other").mkdir()
     for name in ("wrong.cu", "wrong.py"):
         shutil.copy(FAMILIES / name, tmp_path / "other")
@@ -366,26 +367,15 @@ def test_list_holds_every_family_rule_and_baseline(attnsweep):
     assert "torch_cudnn" in printed
 
 
-def test_a_family_of_the_users_own_is_listed_and_planned(attnsweep, tmp_path):
-    assert "twice" in attnsweep("list", "--kernels", FAMILIES).stdout
-    path = tmp_path / "own.yaml"
-    path.write_text(SPEC.replace("naive: {}", "twice: {SCORE_THREADS: 64}"))
-    done = attnsweep("run", path, "--dry-run", "--kernels", FAMILIES)
-    assert "2 candidates" in done.stdout
-    assert "unknown kernel" in attnsweep("run", path, "--dry-run").stderr
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (("naive: {}", "naiv: {}"), ["unknown kernel 'naiv'", "'naive'"]),
-        (("naive: {}", "naive: {THREAD: 3}"), ["'THREAD'", "'THREADS'"]),
         (("head_dim: 64", "head_dim: 96"), ["head_dim 96 is not one of"]),
         (("naive: {}", "naive: {THREADS: [512]}"), ["no_idle_block removed 1"]),
-        (("arch: sm_90a", "arch: sm_1"), ["sm_1"]),
         (("kernels: {", "kernels: {{"), ["small.yaml:6:1", "begins in line 5"]),
     ],
-    ids=["kernel", "parameter", "shape", "rules", "arch", "yaml"],
+    ids=["kernel", "shape", "rules", "yaml"],
 )
 def test_bad_specs_are_exit_code_2_with_the_nearest_name(attnsweep, spec, change, words):
     spec.write_text(SPEC.replace(*change))
@@ -415,14 +405,6 @@ def test_usage_errors_are_exit_code_2_without_a_traceback(attnsweep, spec, argum
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
-
-
-def test_a_broken_declaration_is_named(attnsweep, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "broken.py").write_text("kernel = None\nraise RuntimeError('no')\n")
-    done = attnsweep("list", "--kernels", tmp_path / "mine")
-    assert done.returncode == 2
-    assert "broken.py:2" in " ".join(done.stderr.split())
 
 
 def test_quickstart_replays_and_says_so(attnsweep):

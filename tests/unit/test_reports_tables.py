@@ -26,7 +26,6 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
-from attnsweep.reports import tables as report
 from attnsweep.reports.explain import explain
 from attnsweep.reports.explain_text import lines
 from attnsweep.reports.notes import judged_line
@@ -38,7 +37,7 @@ def printed(run: Run, width: int = 100, *, top: int = 10, terminal: bool = False
     out = io.StringIO()
     colours = "truecolor" if terminal else "auto"
     console = Console(file=out, width=width, force_terminal=terminal or None, color_system=colours)
-    report.print_run(run, console, top=top)
+    tables.print_run(run, console, top=top)
     return out.getvalue()
 
 
@@ -136,7 +135,7 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
     ]
     for text in (
         printed(full_run(spaces=planned)),
-        report.to_markdown(rank(run.trials, H200), H200, planned),
+        tables.to_markdown(rank(run.trials, H200), H200, planned),
     ):
         assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
         assert "naive: 3 of" not in text
@@ -159,14 +158,14 @@ def test_chained_calls_are_named_so_and_never_ranked() -> None:
     assert "calls that may overlap" not in text
     first = [
         [row["kernel"], row["config"], row["rank"]]
-        for row in report.to_json(run)["problems"][0]["ranking"]
+        for row in tables.to_json(run)["problems"][0]["ranking"]
     ]
-    ranked = [row for row in report.to_json(plain)["problems"][0]["ranking"] if row["rank"]]
+    ranked = [row for row in tables.to_json(plain)["problems"][0]["ranking"] if row["rank"]]
     assert first == [[row["kernel"], row["config"], row["rank"]] for row in ranked]
-    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    rows = list(csv.DictReader(io.StringIO(tables.files(run)["ranking.csv"])))
     assert list(rows[0])[list(rows[0]).index("eager_us") + 1] == "chained_us"
     assert sorted(row["chained_us"] for row in rows)[-2:] == ["10.4", "27.0"]
-    told = [row["chained_us"] for row in report.to_json(run)["problems"][0]["ranking"]]
+    told = [row["chained_us"] for row in tables.to_json(run)["problems"][0]["ranking"]]
     assert {10.4, 27.0, None} == set(told)
 
 
@@ -176,7 +175,7 @@ def test_a_winner_without_rounds_says_so() -> None:
     assert "* winner flash: 20.69 µs, timed once, " in printed(full_run(trials=rows), 160)
     assert (
         "- winner flash: 20.69 µs, timed once, "
-        in report.files(full_run(trials=rows))["ranking.md"]
+        in tables.files(full_run(trials=rows))["ranking.md"]
     )
     earlier = rounds_of(20.69).model_copy(update={"rounds": []})
     text = printed(full_run(trials=[rows[0], rows[1].with_(time_us=earlier)]), 160)
@@ -213,7 +212,7 @@ def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
     both = [first.with_(conditions=capped), second.with_(conditions=free), alone]
     said = "clock 1680–1980 MHz in the rounds, power_cap; the bound assumes 1980 MHz"
     assert third(*both) == said
-    assert said in report.files(full_run(trials=both))["ranking.md"]
+    assert said in tables.files(full_run(trials=both))["ranking.md"]
     assert third(first.with_(conditions=free)) == "clock 1980 MHz in the rounds"
     assert third(first).lstrip().startswith("#")
     text = printed(full_run(trials=both, environment=None), 120)
@@ -300,10 +299,10 @@ def test_recorded_rows_are_marked_everywhere() -> None:
     assert "measured on NVIDIA H200" in text.splitlines()[1]
     assert [row[1] for row in table(text) if row[1].endswith("†")] == ["fa4†"]
     assert f"† recorded on {where}" in text
-    markdown = report.files(mixed)["ranking.md"]
+    markdown = tables.files(mixed)["ranking.md"]
     assert "| fa4† |" in markdown
     assert f"recorded on {where}" in markdown
-    rows = list(csv.DictReader(io.StringIO(report.files(mixed)["ranking.csv"])))
+    rows = list(csv.DictReader(io.StringIO(tables.files(mixed)["ranking.csv"])))
     assert [row["recorded_on"] for row in rows if row["recorded"] == "True"] == [where]
 
 
@@ -364,7 +363,7 @@ def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:
     styled = printed(ahead, 120, terminal=True)
     assert "\x1b[1;32m" not in styled  # green is a winner's
     assert "\x1b[1;32m" in printed(run, 120, terminal=True)
-    markdown = report.to_markdown(rank(ahead.trials, ahead.environment), ahead.environment)
+    markdown = tables.to_markdown(rank(ahead.trials, ahead.environment), ahead.environment)
     assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
 
 
@@ -424,7 +423,7 @@ def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
 
 # ---- the files of a run: Markdown, CSV and JSON hold what the terminal shows, and all of it ----
 def test_markdown_holds_the_same_table() -> None:
-    text = report.files(full_run())["ranking.md"]
+    text = tables.files(full_run())["ranking.md"]
     lines = text.splitlines()
     assert "## (4,16,1024,64) fp16 full" in lines
     rows = [line for line in lines if line.startswith("| ")]
@@ -440,14 +439,14 @@ def test_markdown_holds_the_same_table() -> None:
 
 def test_a_pipe_does_not_break_the_markdown_table() -> None:
     row = baseline("a|b", 5.0)
-    text = report.to_markdown(rank([candidate("flash", 3.0), row], H200), H200)
+    text = tables.to_markdown(rank([candidate("flash", 3.0), row], H200), H200)
     assert "a\\|b" in text
     assert "a|b" not in text.replace("a\\|b", "")
 
 
 def test_csv_holds_every_row_in_full_precision() -> None:
     run = full_run()
-    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    rows = list(csv.DictReader(io.StringIO(tables.files(run)["ranking.csv"])))
     assert len(rows) == len(run.trials)
     assert rows[0]["winner"] == "True"
     assert float(rows[0]["us_per_head"]) == 28.1 / 64
@@ -458,7 +457,7 @@ def test_csv_holds_every_row_in_full_precision() -> None:
 
 def test_json_is_strict_stable_and_complete() -> None:
     run = full_run()
-    data = json.loads(json.dumps(report.to_json(run), allow_nan=False))
+    data = json.loads(json.dumps(tables.to_json(run), allow_nan=False))
     assert set(data) == {"run", "environment", "problems", "warnings"}
     assert data["warnings"] == []
     assert data["run"] == "results/h200/h100"
@@ -486,7 +485,7 @@ def test_json_is_strict_stable_and_complete() -> None:
 
 def test_nan_is_null_in_json_and_never_a_winner() -> None:
     nan = candidate("flash", 3.0, ID=1).with_(accuracy=Accuracy(rel_err=float("nan"), limit=1.0))
-    (problem,) = report.to_json(full_run(trials=[nan], environment=None))["problems"]
+    (problem,) = tables.to_json(full_run(trials=[nan], environment=None))["problems"]
     assert problem["winner"] is None
     assert problem["bounds_us"] == {}
     assert problem["ranking"][0]["rel_err"] is None
@@ -541,43 +540,24 @@ def flat(text):
 TEXT = "float64 judged 13 % of the rows of every head; of the others it is only known that they"
 
 
-def test_the_terminal_says_it():
-    out = io.StringIO()
-    tables.print_run(long_run(0.13), Console(file=out, width=100))
-    assert TEXT in flat(out.getvalue())
-    out = io.StringIO()
-    tables.print_run(long_run(None), Console(file=out, width=100))
-    assert "float64 judged" not in out.getvalue()
-
-
-def test_ranking_md_says_it():
-    assert f"- {TEXT}" in flat(tables.files(long_run(0.13))["ranking.md"])
-    assert "float64 judged" not in tables.files(long_run(None))["ranking.md"]
-
-
-def test_the_page_says_it():
+def test_every_form_says_the_share_that_float64_judged():
     pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
     pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
-    assert TEXT in flat(visible(html.render(long_run(0.13))))
-    assert "float64 judged" not in html.render(long_run(None))
-
-
-def test_json_has_the_share_of_each_row():
+    for run, told in ((long_run(0.13, None), True), (long_run(None), False)):
+        (first,) = explain(run, ["THREADS=32"], None, discover())
+        forms = {
+            "terminal": printed(run),
+            "ranking.md": tables.files(run)["ranking.md"],
+            "page": visible(html.render(run)),
+            "explain": " ".join(line.plain for line in lines(first, 120)),
+        }
+        for form, text in forms.items():
+            assert (TEXT[1:] in flat(text)) is told, form
+        assert first.to_json()["candidate"]["judged"] == (0.13 if told else None)
+    assert f"- {TEXT}" in flat(tables.files(long_run(0.13))["ranking.md"])
     (problem,) = tables.to_json(long_run(0.13, None))["problems"]
     of = {(r["kernel"], r["config"].get("THREADS")): r["judged"] for r in problem["ranking"]}
-    assert of["naive", 32] == 0.13
-    assert of["naive", 64] is None
-    assert of["torch_flash", None] == 0.01
-
-
-def test_explain_says_it_of_the_candidate():
-    run = long_run(0.13, None)
-    (sampled,) = explain(run, ["THREADS=32"], None, discover())
-    assert f"F{TEXT[1:]}" in flat(" ".join(line.plain for line in lines(sampled, 120)))
-    assert sampled.to_json()["candidate"]["judged"] == 0.13
-    (whole,) = explain(run, ["THREADS=64"], None, discover())
-    assert "loat64 judged" not in "".join(line.plain for line in lines(whole, 120))
-    assert whole.to_json()["candidate"]["judged"] is None
+    assert (of["naive", 32], of["naive", 64], of["torch_flash", None]) == (0.13, None, 0.01)
 
 
 def test_candidates_that_were_slower_on_a_shorter_problem_are_counted_apart():

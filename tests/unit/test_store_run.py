@@ -617,20 +617,13 @@ def told(attnsweep, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", NEEDS_IT)
-def test_a_damaged_environment_is_called_damaged_where_it_is_needed(told, command):
-    code, said = told(command, "{")
+@pytest.mark.parametrize("text", ["{", None], ids=["damaged", "missing"])
+def test_an_environment_is_called_what_it_is_where_it_is_needed(told, command, text):
+    code, said = told(command, text)
     assert code == 2
-    assert "damaged" in said
-    assert "no environment.json" not in said
-    assert "has no" not in said
-
-
-@pytest.mark.parametrize("command", NEEDS_IT)
-def test_a_missing_environment_is_called_missing_where_it_is_needed(told, command):
-    code, said = told(command, None)
-    assert code == 2
-    assert "no environment.json" in said
-    assert "damaged" not in said
+    assert ("damaged" in said) == (text is not None)
+    assert ("no environment.json" in said) == (text is None)
+    assert text is None or "has no" not in said
 
 
 @pytest.mark.parametrize("command", SHOWS_IT)
