@@ -1,6 +1,5 @@
 """Backward problems: how they are written, their inputs, their gradients in NumPy, their limits."""
 
-import json
 import pickle
 import sys
 from dataclasses import replace
@@ -17,7 +16,6 @@ from attnsweep.baselines import cudnn, flash
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.cases import Case, small_cases
-from attnsweep.core.errors import ProblemError
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.specs.shapes import read_shapes
@@ -39,17 +37,8 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
-def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(problem):
-    assert Problem.parse(problem.label) == problem
-    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
-    assert read_shapes(problem.label.split()) == [problem]
-    assert read_shapes(["B=1", "H=2", "S=64", "D=64", "op=Backward", "1,2,64,64"]) == [
-        Problem(1, 2, 2, 64, 64, 64, op=BACKWARD),
-        Problem(1, 2, 2, 64, 64, 64),
-    ]
-    copy = pickle.loads(pickle.dumps(problem))
-    assert copy == problem
-    assert copy.op is BACKWARD
+def test_a_backward_is_no_forward_and_has_two_and_a_half_times_its_work(problem):
+    assert pickle.loads(pickle.dumps(problem)).op is BACKWARD
     forward = backward.forward_of(problem)
     assert hash(forward) != hash(problem)
     assert "op" not in forward.facts
@@ -57,6 +46,10 @@ def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(prob
 
 
 def test_its_tensors_are_those_of_a_backward():
+    assert read_shapes(["B=1", "H=2", "S=64", "D=64", "op=Backward", "1,2,64,64"]) == [
+        Problem(1, 2, 2, 64, 64, 64, op=BACKWARD),
+        Problem(1, 2, 2, 64, 64, 64),
+    ]
     problem = Problem(2, 8, 2, 30, 50, 64, "bf16", op=BACKWARD)
     assert problem.inputs == ("q", "k", "v", "o", "lse", "do")
     shapes = {name: problem.shape_of(name) for name in (*problem.inputs, *problem.outputs)}
@@ -67,23 +60,6 @@ def test_its_tensors_are_those_of_a_backward():
         "lse": (2, 8, 30),
     }
     assert problem.tensor_bytes == 2 * (4 * 2 * 8 * 30 * 64 + 4 * 2 * 2 * 50 * 64) + 4 * 2 * 8 * 30
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("1,2,64,64 e4m3 full backward", "a backward has no e4m3"),
-        ("1,2,64,64 fp32 full backward", "a backward has no fp32"),
-        ("1,2,64,64 bf16 full softcap(30) backward", "a backward has no softcap"),
-        ("1,2,64,64 bf16 full packed(2) backward", "a backward has no packed"),
-        ("1,2,64,64 bf16 boolean(causal) backward", "a backward has no boolean"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(text, what):
-    with pytest.raises(ProblemError, match=what):
-        Problem.parse(text)
-    with pytest.raises(ProblemError, match="an op is one of forward, backward"):
-        Problem.of(PROBLEMS[0].facts | {"op": "sideways"})
 
 
 def plain_gradients(inputs, problem):

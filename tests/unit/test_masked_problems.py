@@ -1,7 +1,6 @@
 """Problems whose masks hide more than causal ones: what they count, how they are written."""
 
 import itertools
-import json
 from dataclasses import asdict, replace
 from typing import get_args
 
@@ -66,11 +65,8 @@ def test_equal_lengths_have_one_name_for_one_mask(left, right):
 
 
 @given(SIDES, SIDES)
-def test_top_left_problems_are_read_back(left, right):
+def test_top_left_problems_are_full_or_of_a_window(left, right):
     made = problem(9, 30, Interval(left, right, top_left=True))
-    assert Problem.parse(made.label) == made
-    assert Problem.of(json.loads(json.dumps(made.facts))) == made
-    assert read_shapes([made.label]) == read_shapes(made.label.split()) == [made]
     assert made.mask.kind in ("full", "window")
 
 
@@ -257,19 +253,9 @@ def test_the_seed_draws_the_order_of_lengths():
     assert len({Padded("right", 40, seed).ranges(2, 300) for seed in range(4)}) == 2
 
 
-@given(LAYOUTS, MASKS)
-def test_padded_problems_are_read_back(layout, mask):
-    made = problem(9, 30, mask, layout=layout)
-    assert Problem.parse(made.label) == made
-    assert Problem.of(json.loads(json.dumps(made.facts))) == made
-    assert read_shapes([made.label]) == read_shapes(made.label.split()) == [made]
-    assert made.kind == "padded"
-    other = replace(made, layout=replace(layout, seed=layout.seed + 1))
-    assert (other != made, other.label != made.label) == (True, True)
-
-
 def test_padding_in_words():
     made = problem(9, 30, CAUSAL, layout=Padded("right", 40))
+    assert made.kind == "padded"
     assert made.label == "(2,4/2,9x30,64) bf16 causal padded(right,40)"
     assert made.facts["padding"] == ["right", 40, 0]
     assert "padding" not in problem(9, 30, CAUSAL).facts
@@ -436,11 +422,8 @@ def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
 
 
 @given(BOOLEANS)
-def test_boolean_problems_are_read_back(mask):
+def test_boolean_problems_are_read_from_a_spec(mask):
     made = problem(9, 30, mask)
-    assert Problem.parse(made.label) == made
-    assert Problem.of(json.loads(json.dumps(made.facts))) == made
-    assert read_shapes([made.label]) == read_shapes(made.label.split()) == [made]
     assert of_entry(boolean=made.facts["boolean"]) == made
     assert made.kind == "boolean"
 

@@ -1,59 +1,29 @@
 """Softcap, bias and sinks: how they are written, and the references against plain attention."""
 
-import json
 import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
-from attnsweep.core.errors import ProblemError
 from attnsweep.core.files import shipped
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem, Scores
 from attnsweep.family.discover import discover
-from attnsweep.specs.shapes import read_shapes
 from attnsweep.verify import rounded
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.reference import exact_rows
 
-own = st.none() | st.sampled_from([(), ("item",), ("head",), ("item", "head")])
-scores = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5]), st.booleans(), own)
-
-
-@given(scores)
-def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(how):
-    problem = Problem(2, 4, 2, 9, 30, 64, "bf16", FULL, scores=how)
-    assert Problem.parse(problem.label) == problem
-    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
-    assert read_shapes(problem.label.split()) == [problem]
-    assert problem.variant.split() == ["full", *how.kinds]
-
 
 def test_problems_without_them_are_written_as_ever():
+    how = Scores(50, True, ("head",))
+    problem = Problem(2, 4, 2, 9, 30, 64, "bf16", FULL, scores=how)
+    assert problem.variant.split() == ["full", *how.kinds]
     problem = Problem(1, 2, 1, 3, 4, 64, "bf16")
     assert problem.facts.keys() & {"softcap", "sinks", "bias"} == set()
     assert hash(problem) == hash(Problem(1, 2, 1, 3, 4, 64, "bf16", scores=Scores()))
     assert hash(problem) != hash(Problem(1, 2, 1, 3, 4, 64, "bf16", scores=Scores(sinks=True)))
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("1,2,64,64 bf16 causal bias(head)", "a bias has no mask beside it"),
-        ("1,2,64,64 e4m3 full sinks", "FP8 has no sinks"),
-        ("1,2,64,64 bf16 full softcap(-3)", "softcap is a number above 0, not -3"),
-        ("1,2,64,64 bf16 full softcap(x)", "softcap is a number above 0"),
-        ("1,2,64,64 bf16 full softcap(inf)", "softcap is a number above 0, not inf"),
-        ("1,2,64,64 bf16 full bias(row)", "a bias is of item, head, not of row"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(text, what):
-    with pytest.raises(ProblemError, match=what.replace("(", r"\(")):
-        Problem.parse(text)
 
 
 def test_a_family_says_what_it_cannot_do():

@@ -1,0 +1,110 @@
+"""How each kind of problem is written: as a label, as facts in JSON, as words of a command line."""
+
+import json
+import pickle
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from attnsweep.core.boolean import PATTERNS, Boolean
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.layouts import DENSE, Padded
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import BACKWARD, Dtype, Packed, Problem, Scores
+from attnsweep.specs.shapes import read_shapes
+
+SIDES = st.none() | st.integers(0, 12)
+ALIGNED = st.sampled_from([FULL, CAUSAL]) | st.builds(Interval, SIDES, SIDES)
+MASKS = ALIGNED | st.builds(Interval, SIDES, SIDES, top_left=st.just(True))
+BOOLEANS = st.builds(
+    Boolean, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
+) | st.builds(Boolean, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
+PERCENT, SEED = st.integers(0, 100), st.integers(0, 5)
+PADDED = st.builds(Padded, st.sampled_from(["right", "left"]), PERCENT, SEED)
+PACKED = st.builds(Packed, st.integers(1, 6), PERCENT, SEED)
+OWN = st.none() | st.sampled_from([(), ("item",), ("head",), ("item", "head")])
+SCORES = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5]), st.booleans(), OWN)
+DIMS = st.none() | st.integers(1, 32).map(lambda eighths: 8 * eighths)
+HALF, NONE = st.sampled_from(["fp16", "bf16"]), st.just(FULL)
+
+
+def problems(mask=NONE, dtype=HALF, *, batch=2, **more):
+    """Of these sizes; more: strategies of other fields."""
+    sizes = [st.just(size) for size in (batch, 4, 2, 9, 30, 64)]
+    return st.builds(Problem, *sizes, dtype, mask, **more)
+
+
+PROBLEMS = st.one_of(
+    problems(MASKS, st.sampled_from(get_args(Dtype))),
+    problems(MASKS, layout=PADDED),
+    problems(ALIGNED, batch=1, layout=PACKED),
+    problems(BOOLEANS),
+    problems(scores=SCORES),
+    problems(MASKS, st.sampled_from(["fp16", "bf16", "fp32"]), head_dim_v=DIMS),
+    problems(ALIGNED, op=st.just(BACKWARD), layout=st.just(DENSE) | PADDED),
+)
+
+
+@given(PROBLEMS)
+def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(problem):
+    assert Problem.parse(problem.label) == problem
+    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
+    assert read_shapes([problem.label]) == read_shapes(problem.label.split()) == [problem]
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    adapter = TypeAdapter(Problem)
+    assert adapter.validate_json(adapter.dump_json(problem)) == problem
+    if problem.layout != DENSE:
+        other = replace(problem, layout=replace(problem.layout, seed=problem.layout.seed + 1))
+        assert (other != problem, other.label != problem.label) == (True, True)
+
+
+@given(PROBLEMS, PROBLEMS)
+def test_labels_tell_problems_apart(one, other):
+    assert (one.label == other.label) == (one == other) == (one.facts == other.facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("2,2,64,64 bf16 full packed(2)", "packed sequences are a batch of 1"),
+        ("1,2,64,64 e4m3 full packed(2)", "packed sequences have no FP8"),
+        ("1,2,64x80,64 bf16 causal_top_left packed(2)", "packed sequences have no top_left"),
+        ("1,2,64,64 bf16 full packed(0)", "packed sequences are counted from 1"),
+        ("1,2,64,64 bf16 full packed(2,101)", "the shortest sequence has 0 to 100 percent"),
+        ("1,2,64,64 bf16 causal bias(head)", "a bias has no mask beside it"),
+        ("1,2,64,64 e4m3 full sinks", "FP8 has no sinks"),
+        ("1,2,64,64 bf16 full softcap(-3)", "softcap is a number above 0, not -3"),
+        ("1,2,64,64 bf16 full softcap(x)", "softcap is a number above 0"),
+        ("1,2,64,64 bf16 full softcap(inf)", "softcap is a number above 0, not inf"),
+        ("1,2,64,64 bf16 full bias(row)", "a bias is of item, head, not of row"),
+        ("1,2,64,64 e4m3 full backward", "a backward has no e4m3"),
+        ("1,2,64,64 fp32 full backward", "a backward has no fp32"),
+        ("1,2,64,64 bf16 full softcap(30) backward", "a backward has no softcap"),
+        ("1,2,64,64 bf16 full packed(2) backward", "a backward has no packed"),
+        ("1,2,64,64 bf16 boolean(causal) backward", "a backward has no boolean"),
+        ("1,16,2048,192/0", "head_dim_v must be at least 1, not 0"),
+        ("1,16,2048,192/128 e4m3", "FP8 has no head_dim_v"),
+        ("1,16,2048,192/128 bf16 full backward", "a backward has no head_dim_v"),
+        ("1,16,2048,192/", "is not a problem"),
+        ("1,16,2048/128,192", "is not a problem"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text, what):
+    with pytest.raises(ProblemError, match=what):
+        Problem.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        ({"op": "sideways"}, "an op is one of forward, backward"),
+        ({"head_dim_v": "128"}, "head_dim_v is a whole number, not '128'"),
+    ],
+)
+def test_facts_of_another_kind_are_refused(facts, what):
+    with pytest.raises(ProblemError, match=what):
+        Problem.of(Problem(1, 2, 2, 64, 64, 192, "bf16").facts | facts)
