@@ -73,13 +73,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and leave out what is too much for a push."""
+    """Skip what needs a GPU where there is none, and leave out what is too much for a push.
+
+    A file's first such test is skipped with the reason; its others, hundreds, are left out.
+    """
     _leave_some(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else None
-    for item in on_gpu:
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if reason is None:
+        return
+    firsts = {item.path: item for item in reversed(on_gpu)}
+    for item in firsts.values():
+        item.add_marker(pytest.mark.skip(reason=reason))
+    left = {*on_gpu} - {*firsts.values()}
+    config.hook.pytest_deselected(items=[item for item in on_gpu if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
