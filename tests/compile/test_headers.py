@@ -26,6 +26,7 @@ def test_there_are_headers():
     assert len(HEADERS) > 15
 
 
+@pytest.mark.nightly(push=15)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone(compiler, header, tmp_path):
     source = tmp_path / "alone.cu"
@@ -33,6 +34,7 @@ def test_a_header_compiles_alone(compiler, header, tmp_path):
     assert compiler.compile(source, {}).path.is_file()
 
 
+@pytest.mark.nightly(push=15)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
     """-D gives a family's parameters to all that it includes: no template may use one as a name."""

@@ -111,6 +111,7 @@ def test_a_file_that_is_no_cubin_is_named(tmp_path):
         sass.disassemble(tmp_path / "x.cubin")
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_ladders_form_without_branches_has_none(compiler, causal):
     kernel = discover()["ladder_5_swizzled"]
@@ -285,6 +286,7 @@ def test_products_in_fp8_are_products_of_a_warpgroup(compiler):
     assert found["ex2_before_wait"] < 64  # OVERLAP 1 waits for PV first
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("maxima", "all_of_them"), [(1, False), (2, True)])
 def test_only_without_maxima_the_softmax_stays_beside_pv(maxima, all_of_them, compiler):
     kernel = discover()["flash_fwd_wgmma"]

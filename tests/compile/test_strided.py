@@ -22,14 +22,14 @@ def compiler():
 
 @pytest.mark.parametrize("run", RUNS)
 def test_recorded_winners_compile_with_strides(compiler, run, request, some):
-    """All winners with --thorough; otherwise a third of one run's, which the commit draws."""
+    """All winners with --thorough; otherwise a ninth of one run's, which the commit draws."""
     if run != RUNS[0] and not request.config.option.thorough:
         pytest.skip("takes six seconds: --thorough")
     found = [w for w in winners_of(RESULTS / run, FAMILIES) if w.kernel == FAMILY]
     assert found
     asked = [
         compile_for_models(FAMILIES[FAMILY], winner.config, winner.problem, compiler)
-        for winner in some(found, -(-len(found) // 3))
+        for winner in some(found, -(-len(found) // 9))
     ]
     for each in asked:
         compiled, files, spills = each.done()  # which compares arguments with the parameters

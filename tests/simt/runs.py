@@ -45,7 +45,7 @@ EACH_PUSH = {
     "flash_fwd_wgmma": (0, 1, 2, 8),
     "three_kernel_wgmma": (0, 3, 4, 7),
 }
-PUSH = 2
+PUSH = 1
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
     "flash_fwd_fp32_wide": (

@@ -27,6 +27,7 @@ def in_fp8(request, device, no_small_cases):
     return Bench(device, request.param)
 
 
+@pytest.mark.nightly(push=1)
 def test_a_right_call_in_fp8_passes_in_every_call(in_fp8):
     accuracy, _ = in_fp8.prove(attend)
     assert 0 < accuracy.rel_err <= accuracy.limit
@@ -34,6 +35,7 @@ def test_a_right_call_in_fp8_passes_in_every_call(in_fp8):
     assert in_fp8.repeat_turns(attend, replace(in_fp8.problem, batch=3, seqlen_k=20)) >= 12
 
 
+@pytest.mark.nightly(push=1)
 def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
     accuracy, _ = in_fp8.prove(attend)
     assert accuracy.format_err > accuracy.rel_err  # outlying channels cost more than P's rounding
@@ -67,19 +69,21 @@ def with_scale(name, change):
     return write
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
     with pytest.raises(WrongResult, match="over the limit"):
         in_fp8.prove(with_scale(name, np.ones_like))
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_takes_another_heads_scale_is_refused(name, device, no_small_cases):
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, FP8[0]).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=1)))
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, no_small_cases):
@@ -88,6 +92,7 @@ def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, devic
         Bench(device, problem).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=2)))
 
 
+@pytest.mark.nightly(push=1)
 def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):
     def write(problem, buffers, number=0):
         attend(problem, buffers)

@@ -23,7 +23,7 @@ def test_there_are_recorded_runs():
     assert len(RUNS) > 10
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("run", RUNS)
 def test_winners_are_right(simulator, few, run):
     there = list(winners_of(RUNS[run], KERNELS))
