@@ -80,6 +80,7 @@ def called(tmp_path):
         yield worker
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize(
     ("name", "status", "says"),
     [

@@ -71,6 +71,7 @@ def wait_until(over, longest_s=10.0):
         time.sleep(0.01)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("seen", ["one", "other", None])
 def test_times_of_a_problem_are_of_one_card(monkeypatch, seen):
     """CUDA counts the cards anew in a process that starts after one has fallen off."""

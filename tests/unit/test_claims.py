@@ -172,6 +172,7 @@ def test_claims_that_no_run_reaches_are_not_tested(tmp_path):
 SIXTEEN = {"processes": 16, "ties_hold_oracle_best": 16}
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize(
     ("file", "words", "change", "result"),
     [

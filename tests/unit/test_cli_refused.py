@@ -221,7 +221,7 @@ def shell(command, **options):
     )  # fmt: skip
 
 
-@pytest.mark.nightly(push=6)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("asked", "code"),
     [(f"check --recorded {OTHER} {RUN} <&- >&- 2>&-", 4), ("report nowhere 2>&-", 2)],

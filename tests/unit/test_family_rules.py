@@ -119,6 +119,7 @@ def test_a_rule_that_guards_a_later_one_still_does():
 SHIPPED = discover()
 
 
+@pytest.mark.nightly(push=10)
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_shipped_families_have_the_same_space(name, causal):

@@ -474,6 +474,7 @@ def test_no_text_of_a_plot_is_cut_on_a_phone(pages):
 
 
 @browser
+@pytest.mark.nightly(push=0)
 def test_what_is_wrong_with_a_page_would_be_seen(tmp_path):
     """The net that the other tests are: a plot that fails, and a request, must fail them."""
     text = page.render(full_run())

@@ -87,6 +87,7 @@ def test_no_row_is_faster_than_its_bound(run):
     assert shares.max() < 1
 
 
+@pytest.mark.nightly(push=15)
 def test_it_is_the_shipped_spec(run, directory):
     kernels, specs = shipped()
     recorded = load_spec(directory / "spec.yaml", kernels)

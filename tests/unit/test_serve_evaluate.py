@@ -137,7 +137,7 @@ def test_no_kernel_for_other_kinds_of_held_out_shapes_is_slower_than_pytorchs(ju
     assert found["regret"]["median"] <= 0.06
 
 
-@RECORDED
+@pytest.mark.nightly(push=0)
 @pytest.mark.parametrize(("card", "runs"), CARDS.items(), ids=CARDS)
 def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
     rows = judge_dispatch(runs, [], leave_one_out=True)
@@ -182,6 +182,7 @@ def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
     assert min(len(held_out), len(later)) >= 40
 
 
+@pytest.mark.nightly(push=1)
 def test_machine_code_is_shared_by_shapes(planned):
     codes = set()
     candidates = 0
