@@ -398,7 +398,8 @@ def _served_by(family: Family, here: Sequence[Chosen]) -> dict[Kind, dict[str, C
         fit = [
             label
             for label, config in won.items()
-            if family.refused_by(config, problem, arch) is None
+            if label in chosen.times_us
+            and family.refused_by(config, problem, arch) is None
             and why_unpacked(config, problem) is None
         ]
         kind = _kind(problem)
