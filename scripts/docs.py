@@ -23,7 +23,6 @@ if __name__ == "__main__":
 import typer.cli
 from cards import cards
 from claims import ENV, Sheet
-from once import once
 from performance import csv
 from records import Book
 from typer.testing import CliRunner
@@ -243,13 +242,12 @@ def main(arguments: Sequence[str]) -> int:
     gc.disable()  # rows hold no cycles, and looking for some takes a fifth of the time
     check = "--check" in arguments
     stale = []
-    with once():
-        for name, text in pages(Book(ROOT / RESULTS)):
-            path = ROOT / name
-            if not path.is_file() or path.read_text(encoding="utf-8") != text:
-                stale.append(name)
-                if not check:
-                    path.write_text(text, encoding="utf-8")
+    for name, text in pages(Book(ROOT / RESULTS)):
+        path = ROOT / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
     if stale:
         print(("stale: " if check else "written: ") + ", ".join(stale))
     return 1 if stale and check else 0

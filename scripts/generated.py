@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 os.environ["COLUMNS"] = "120"  # as docs.py has it when it is the program
 
 import history

@@ -2,10 +2,8 @@
 
 import os
 import stat
-import sys
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import fleets
@@ -13,6 +11,7 @@ import pytest
 import typer
 from fake_cards import FakeCards
 from fake_gpu import FakeGpu
+from once import once
 from rich.progress import Progress
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
@@ -27,9 +26,6 @@ from attnsweep.reports import progress
 from attnsweep.specs.load import load_spec
 from attnsweep.sweep import candidates, session
 from attnsweep.tools import doctor
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
-from once import once
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""What programs and tests ask of recorded runs again and again, made once for a process."""
+"""What tests and checks ask of recorded runs again and again, made once for a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnsweep.serve import evaluate, export
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).parent.parent.parent / "results"
 
 
 @contextmanager
