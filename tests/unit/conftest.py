@@ -13,6 +13,7 @@ from fake_cards import FakeCards
 from fake_gpu import FakeGpu
 from once import once
 from rich.progress import Progress
+from samples import TEST_GPU
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.baselines.backend import Package
@@ -24,6 +25,7 @@ from attnsweep.family import discover as discovering
 from attnsweep.family.discover import discover
 from attnsweep.reports import progress
 from attnsweep.specs.load import load_spec
+from attnsweep.store.run import open_run
 from attnsweep.sweep import candidates, session
 from attnsweep.tools import doctor
 
@@ -236,6 +238,41 @@ def go(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def tuned(attnsweep, gpu, tmp_path, monkeypatch):
+    """Tunes a shape on a stand-in for an H100, where it is reported, explained and resumed.
+
+    slower: microseconds that a config takes longer, by words of it. Returns the run's directory.
+    """
+    monkeypatch.chdir(tmp_path)
+    facts = {"arch": "sm_90a", "gpu": "NVIDIA H100", "sm_count": 132}
+    gpu.environment = TEST_GPU.model_copy(update=facts)
+
+    def tune(shape, family, us, slower):
+        theirs = {"torch_cudnn": 1.4 * us, "torch_flash": 1.8 * us}
+        gpu.times |= dict.fromkeys(theirs, 0.0)  # they are installed
+        gpu.time_us = lambda name: theirs.get(
+            name, us + sum(more for words, more in slower.items() if words in name)
+        )
+        done = attnsweep("tune", *shape.split())
+        assert done.returncode == 0, done.stderr
+        said = done.stdout.splitlines()[-1]
+        assert said.startswith(f"{family} is 1.400 ± 0.000 times as fast as")
+        (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
+        problem = open_run(run).trials[0].problem
+        assert said.endswith(f"{problem.label}.")
+        assert problem.label in attnsweep("report", run).stdout
+        rate = f"{problem.flops / us / 1e6:.4g}"  # of the fastest
+        assert rate in attnsweep("report", run, "--full", width=300).stdout
+        assert next(iter(slower)).partition("=")[0] in attnsweep("explain", run).stdout
+        before = gpu.names("trial")
+        assert attnsweep("tune", *shape.split()).returncode == 0
+        assert gpu.names("trial") == before
+        return run
+
+    return tune
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from fake_baselines import Cudnn, Session
 from fake_torch import Tensor, torch_of
-from samples import TEST_GPU
 
 from attnsweep.baselines import cudnn, flash
 from attnsweep.baselines.backend import Unavailable
@@ -509,30 +508,7 @@ def test_pytorchs_efficient_backward_gets_keys_of_each_query_head():
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
 
 
-def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    facts = {"arch": "sm_90a", "gpu": "NVIDIA H100", "sm_count": 132}
-    gpu.environment = TEST_GPU.model_copy(update=facts)
-
-    def time_us(name):
-        slow = 100 * ("AHEAD=0" in name) + 50 * ("RECOMPUTE=0" in name)
-        return {"torch_cudnn": 700.0, "torch_flash": 900.0}.get(name, 500.0 + slow)
-
-    gpu.time_us = time_us
-    gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
-    done = attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward")
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()[-1]
-    assert said.startswith("flash_bwd_wgmma is 1.400 ± 0.000 times as fast as")
-    assert said.endswith("(4,4,1024,128) bf16 causal backward.")
-    (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
-    rows = open_run(run).trials
-    assert {row.problem.op for row in rows} == {BACKWARD}
-    problem = rows[0].problem
-    assert problem.label in attnsweep("report", run).stdout
-    rate = f"{problem.flops / 500 / 1e6:.4g}"  # of the fastest
-    assert rate in attnsweep("report", run, "--full", width=300).stdout
-    assert "AHEAD" in attnsweep("explain", run).stdout
-    before = gpu.names("trial")
-    assert attnsweep("tune", "4,4,1024,128", "bf16", "causal", "backward").returncode == 0
-    assert gpu.names("trial") == before  # a run is resumed
+def test_a_shape_is_tuned_reported_and_explained(tuned):
+    slower = {"AHEAD=0": 100.0, "RECOMPUTE=0": 50.0}
+    run = tuned("4,4,1024,128 bf16 causal backward", "flash_bwd_wgmma", 500.0, slower)
+    assert {row.problem.op for row in open_run(run).trials} == {BACKWARD}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import TEST_GPU
 
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.cases import Case, short_turns, small_cases
@@ -206,32 +205,11 @@ def test_hard_inputs_can_be_made(inputs):
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------
 
 
-def test_a_shape_is_tuned_reported_and_explained(attnsweep, gpu, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    facts = {"arch": "sm_90a", "gpu": "NVIDIA H100", "sm_count": 132}
-    gpu.environment = TEST_GPU.model_copy(update=facts)
-
-    def time_us(name):
-        slow = 100 * ("BLOCK_N=64" in name) + 50 * ("MAXIMA=2" in name)
-        return {"torch_cudnn": 70.0, "torch_flash": 90.0}.get(name, 50.0 + slow)
-
-    gpu.time_us = time_us
-    gpu.times |= dict.fromkeys(("torch_cudnn", "torch_flash"), 0.0)  # they are installed
-    shape = "1,16,2048,192/128 bf16 causal"
-    done = attnsweep("tune", *shape.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()[-1]
-    assert said.startswith("flash_fwd_wgmma is 1.400 ± 0.000 times as fast as")
-    assert said.endswith("(1,16,2048,192/128) bf16 causal.")
-    (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
+def test_a_shape_is_tuned_reported_and_explained(tuned, attnsweep, tmp_path):
+    slower = {"BLOCK_N=64": 100.0, "MAXIMA=2": 50.0}
+    run = tuned("1,16,2048,192/128 bf16 causal", "flash_fwd_wgmma", 50.0, slower)
     assert run.name == "tune-1-16-2048-192v128-bf16-causal"
     assert {row.problem for row in open_run(run).trials} == {MLA}
-    assert MLA.label in attnsweep("report", run).stdout
-    assert f"{MLA.flops / 50 / 1e6:.4g}" in attnsweep("report", run, "--full", width=300).stdout
-    assert "BLOCK_N" in attnsweep("explain", run).stdout
     assert attnsweep("report", run, "--html", tmp_path / "page.html").returncode == 0
-    before = gpu.names("trial")
-    assert attnsweep("tune", *shape.split()).returncode == 0
-    assert gpu.names("trial") == before  # a run is resumed
     listed = attnsweep("list", "flash_fwd_wgmma").stdout
     assert "head_dim_v 8 to 256 in steps of 8" in " ".join(listed.split())
