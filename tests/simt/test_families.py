@@ -65,6 +65,33 @@ def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(
     assert result.ok, str(result)
 
 
+# Problems of each kind that flash_fwd_wgmma alone has, and a config of it.
+KINDS = {
+    "BLOCK_N=64 WARPGROUPS=2 LSE=1": (
+        *(f"(1,4,2048,{dim}) bf16 full" for dim in (8, 40, 72, 136)),
+        *(
+            f"(1,4,2048,{dims}) fp16 {mask}"
+            for dims in ("192/128", "96/64", "64/128", "128/256")
+            for mask in ("full", "causal")
+        ),
+    ),
+    "BLOCK_N=64 WARPGROUPS=2 MAXIMA=1 LSE=1": (
+        *(f"(1,4,2048,64) bf16 {mask} packed(8)" for mask in ("full", "causal")),
+        *(f"(2,4,2048,64) bf16 {of}" for of in ("full bias(item)", "causal softcap(50)")),
+        "(2,4,2048,64) bf16 causal sinks",
+    ),
+}
+
+
+@pytest.mark.nightly(push=3)
+@pytest.mark.parametrize(("words", "label"), [(w, each) for w in KINDS for each in KINDS[w]])
+def test_right_on_hard_cases_of_other_kinds(simulator, words, label):
+    kernel = KERNELS["flash_fwd_wgmma"]
+    for case in small_cases(Problem.parse(label)):
+        result = simulator.check(kernel, config_of(kernel, words), case, schedules=(0,))
+        assert result.ok, (case.label, str(result))
+
+
 SANITIZED = {
     "flash_bwd_wgmma": "RECOMPUTE=0",
     "flash_fwd_fp8_wgmma": "BLOCK_N=96 SUMS=1 INTERVAL=96 OVERLAP=2",

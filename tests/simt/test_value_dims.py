@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.launch import TensorMap
@@ -52,15 +52,6 @@ def test_right_on_some_of_each_push(simulator, dims, mask):
         case = Case(Problem.parse(f"(1,4/2,97x161,{dims}) bf16 {mask}"))
         result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
         assert result.ok, (words, case.label, str(result))
-
-
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("dims", DIMS[:4])
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_right_on_hard_cases(simulator, dims, mask):
-    for case in small_cases(Problem.parse(f"(1,4,2048,{dims}) fp16 {mask}")):
-        result = simulator.check(FAMILY, config_of(FAMILY, PLAIN), case, schedules=(0,))
-        assert result.ok, (case.label, str(result))
 
 
 def with_launch(monkeypatch, stage, change):
