@@ -5,6 +5,8 @@ races and finals ended; `proof.txt` has what each whole run took. What candidate
 shared by the problems, in proportion to the samples that their rounds took.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

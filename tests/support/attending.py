@@ -1,5 +1,7 @@
 """The forward kernel in PyTorch, for the fake driver: what a launch computes on the CPU."""
 
+from __future__ import annotations
+
 import ctypes
 import math
 from typing import Any

@@ -1,5 +1,7 @@
 """Calls of PyTorch's attention, and how often each kind was recorded."""
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path

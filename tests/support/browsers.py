@@ -1,5 +1,7 @@
 """A page as a real browser draws it."""
 
+from __future__ import annotations
+
 import json
 import re
 import shutil

@@ -1,5 +1,7 @@
 """A Dask cluster of fake cards: a local scheduler, and a process for each worker."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

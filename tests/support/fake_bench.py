@@ -1,5 +1,7 @@
 """A bench for the process that owns the GPU; that process imports it by name."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,5 +1,7 @@
 """Cards for tests of several: each is a process of `fake_child`, with faults as a test wants."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

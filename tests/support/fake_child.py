@@ -4,6 +4,8 @@ Run by `fake_cards.start_child` as a program of its own, so that it can be kille
 fail as a real one. The variable FAKE_CARDS holds what happens on which card: see `fake_cards`.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -1,5 +1,7 @@
 """The one compiler for tests whose point is not machine code: it needs no NVRTC and no time."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """A CUDA driver that records what it is asked: stands in for cuda.bindings.driver in tests."""
 
+from __future__ import annotations
+
 import ctypes
 import re
 import struct

@@ -1,5 +1,7 @@
 """What can happen to a process, for tests that have it happen to one."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -5,6 +5,8 @@ stages; `once` in a second line: to the first one alone, also after the worker i
 `<name>.began` gets a line for each stage that the worker begins.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 import time

@@ -1,5 +1,7 @@
 """Sweeps on fake cards, and what must hold of them."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

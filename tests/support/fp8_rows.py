@@ -1,5 +1,7 @@
 """Rows of a problem in FP8, whose candidates differ in accuracy."""
 
+from __future__ import annotations
+
 from samples import baseline, candidate, full_run
 
 from attnsweep.choose.columns import held_to

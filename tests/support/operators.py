@@ -1,5 +1,7 @@
 """Operators of a package over fake drivers, and tensors to call them with. Needs PyTorch."""
 
+from __future__ import annotations
+
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """What the system refuses to an ordinary user, refused to root too."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os

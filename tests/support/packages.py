@@ -1,5 +1,7 @@
 """Small tables of exported packages, without compiling."""
 
+from __future__ import annotations
+
 import hashlib
 import importlib
 import json

@@ -1,5 +1,7 @@
 """HTML pages as their readers see them."""
 
+from __future__ import annotations
+
 import re
 
 

@@ -3,6 +3,8 @@
 tests/unit/test_serve_recorded.py asks the table of each card for them, without a GPU.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections import defaultdict

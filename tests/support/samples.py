@@ -1,5 +1,7 @@
 """Problems, rows, runs and environments that several tests need."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Candidates one by one, where a test needs some of a space and not the whole of it."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import random

@@ -1,5 +1,7 @@
 """Texts of specs, and the schema that editors have of them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jsonschema

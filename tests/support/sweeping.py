@@ -1,5 +1,7 @@
 """A spec of three candidates and two baselines, and what a fake GPU measures of them."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
