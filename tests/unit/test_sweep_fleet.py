@@ -224,6 +224,7 @@ def test_a_problem_whose_candidates_all_fail_on_every_card_is_rows(go, cards):
     assert not outcome.unmeasured
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["gpu", "driver", "power_limit_w"])
 def test_a_card_unlike_the_others_is_left_out_by_name(go, cards, name):
     cards.on(1, environment={name: 1.0 if name == "power_limit_w" else "other"})
@@ -252,6 +253,7 @@ NONSENSE = [
 GARBAGE = ["a library prints", '{"say": "row", "row": {"kernel": "na']
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("tells", [*map(json.dumps, NONSENSE), *GARBAGE])
 def test_nonsense_costs_its_problem_alone(go, cards, tells):
     """A row may have been in it, so it is not passed over."""
@@ -310,6 +312,7 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeyp
     assert is_whole(outcome)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("moment", [1, 8, 14, 30, 50])
 def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, disk, moment):
     """Before the plan is written, between a row and the next, and amid the tables at the end."""
