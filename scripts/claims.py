@@ -45,7 +45,6 @@ ENV.filters |= {
     "percent": lambda share, digits=0: f"{round(100 * share, digits) + 0.0:.{digits}f} %",
     "signed": lambda value, digits=0: f"{value:+.{digits}f}",
     "settings": lambda row, names: " ".join(f"{name}={row.config[name]}" for name in names),
-    "starting": lambda verdicts, text: [v for v in verdicts if v.says.startswith(text)],
     "mean_ratio": counts.mean_ratio,
     "wmma": counts.wmma,
 }

@@ -105,19 +105,17 @@ def cli() -> str:
     """The commands, by Typer's own generator."""
     text = output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
 
-    def block(found: re.Match[str]) -> str:
-        commands = "".join(f"$ {line}\n" for line in found[1].split("\n") if line)
-        return f"**Examples**:\n\n```console\n{commands}```\n"
-
     # Its list of commands is cut off, and each has a heading.
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
     text = re.sub(r"\* `--help`: .*\n", "", text)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", text)  # arguments are listed
     text = text.replace("**Options**:\n\n\n", "")
-    text = re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
-    # What three commands or more take is said once, before them.
+    text = re.sub(r"Examples:\n(?:\nattnsweep .*\n)+", "", text)
+    archs = f"ne of {', '.join(attnsweep.ARCHS)}"
+    text = text.replace(f"o{archs}", "an architecture").replace(f"O{archs}", "An architecture")
+    # What several commands take is said once, before them.
     counts = Counter(re.findall(r"^\* `-.*\n", text, re.MULTILINE))
-    shared = {line: line.split("`")[1].split(" ")[0] for line in counts if counts[line] >= 3}
+    shared = {line: line.split("`")[1].split(" ")[0] for line in counts if counts[line] > 1}
 
     def own(found: re.Match[str]) -> str:
         lines = found[0].splitlines(keepends=True)
@@ -128,7 +126,9 @@ def cli() -> str:
 
     text = re.sub(r"(?:^\* `-.*\n)+", own, text, flags=re.MULTILINE)
     first, rest = text.split("\n## ", 1)
-    return f"{NOTE}{first}\n**Of several commands**:\n\n{''.join(shared)}\n## {rest}"
+    listed = f"**Of several commands**:\n\n{''.join(shared)}"
+    about = f"The `--help` of a command ends in examples. An architecture is o{archs}.\n"
+    return re.sub(r"\n{3,}", "\n\n", f"{NOTE}{first}\n{about}\n{listed}\n## {rest}")
 
 
 def with_blocks(page: str, blocks: dict[str, str]) -> str:
@@ -207,10 +207,11 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def pages(book: Book) -> Iterator[tuple[str, str]]:
     """Path and text of everything that is generated."""
-    card = book.card("mma_h200")
-    known: dict[str, Any] = {"book": book, "api": attnsweep, "card": card, **sheets(book)}
+    known: dict[str, Any] = {"book": book, "api": attnsweep, **sheets(book)}
     specs = known["performance"].data["given"]["specs"]
     known["cards"] = cards(book.results.parent, specs, book)
+    known |= {"masks": masks(masked()), "training": training()}
+    known["training_models"] = training_models()
     for name in TEMPLATES:
         yield PAGES[name], NOTE + render(name, name, known)
     baselines = known["performance"].data["given"]["baselines"]
@@ -220,17 +221,6 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
-    yield (
-        PAGES["use"],
-        with_blocks(
-            "use",
-            {
-                "training": training(),
-                "training_models": training_models(),
-                "masks": masks(masked()),
-            },
-        ),
-    )
     yield from examples(known)
 
 

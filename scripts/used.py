@@ -227,7 +227,7 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
         "own | × its time, median | least | expected × off by, median |",
         "|---|---|" + "---:|" * 11,
     ]
-    notes = []
+    unknown = []
     for name, names in tuned.items():
         for on, more in JUDGES.items():
             place = results / Path(names[0]).parent
@@ -245,11 +245,12 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
                 *(f"{found['gain']['least']:.2f}", _expected(found)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-            unknown = sum(row.regret is None for row in rows)
-            if unknown:
-                notes += [
-                    "",
-                    f"On {unknown} of the shapes of the {name} their own sweeps did not time the "
-                    "choice, and the table leaves them out.",
-                ]
-    return "\n".join(lines + notes) + "\n" if len(lines) > 2 else NOT_RECORDED
+            unknown += [name for row in rows if row.regret is None]
+    if unknown:
+        cards = " and ".join(sorted(set(unknown)))
+        lines += [
+            "",
+            f"The table leaves out {len(unknown)} shapes of the {cards}, whose own sweeps did not "
+            "time the choice.",
+        ]
+    return "\n".join(lines) + "\n" if len(lines) > 2 else NOT_RECORDED

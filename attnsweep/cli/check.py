@@ -107,18 +107,9 @@ def check(
 ) -> None:
     """Check whether the best candidate of a problem got slower.
 
-    SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
-    compiled from today's kernels take turns in one process on one GPU. New code must first be right
-    on every case; unchanged code passes without timing.
-
-    Undecided problems take turns until --budget-s is spent; each verdict is printed as it falls.
-
-    With --gpus, each card checks its share of the problems.
-
-    --recorded OLD NEW compares two recorded runs and needs no GPU.
-
-    On GitHub Actions, each problem that regressed, is wrong or is inconclusive becomes an
-    annotation, and the table the job's summary.
+    SPEC --against RUN times the machine code that RUN kept of its winners and the same configs
+    compiled from today's kernels, in turns on one GPU; with --gpus, each card has its share of the
+    problems. --recorded OLD NEW compares two recorded runs and needs no GPU.
 
     Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
     without a verdict 2, 3 or 70, never 1.

@@ -47,10 +47,7 @@ def explain(
 ) -> None:
     """Explain why a candidate of RUN won or lost, and which parameters mattered; needs no GPU.
 
-    Shows its time next to the winner's, the next ones' and the fastest baseline's, with stages,
-    registers, shared memory and occupancy; what one parameter more or less would have been, or
-    which rule removes it; and the effect of every parameter by the run's own rows. If several
-    candidates fit CONFIG, the best ranked is explained.
+    If several candidates fit CONFIG, the best ranked is explained.
     """
     from attnsweep.family.discover import discover
     from attnsweep.reports.explain import explain as explained

@@ -44,10 +44,9 @@ def export_(
 ) -> None:
     """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.
 
-    The package needs PyTorch and cuda-bindings alone, neither attnsweep nor a compiler. Winners are
-    compiled anew for tensors with any strides, with and without the log-sum-exp, so this needs
-    NVRTC but no GPU. A problem is left out if the run has no time of PyTorch's own attention, which
-    is what a winner must beat; FP8 problems need none, since PyTorch has no attention of FP8.
+    The package needs PyTorch and cuda-bindings alone. Winners are compiled anew, which needs NVRTC
+    but no GPU. Except in FP8, a problem is left out if the run has no time of PyTorch's own
+    attention, which a winner must beat.
     """
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress

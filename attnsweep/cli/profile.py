@@ -45,8 +45,7 @@ def profile(
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
-    Per stage: memory and L2 traffic, use of tensor cores and issue slots, why warps waited. The run
-    keeps them in counters.json. ncu launches every candidate once for each group of counters.
+    The run keeps them in counters.json, of each stage.
     """
     from attnsweep.bench.worker import Worker
     from attnsweep.device.lock import held

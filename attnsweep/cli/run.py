@@ -99,8 +99,7 @@ def run(
 
     An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C and
     SIGTERM print the ranking so far. With --problem or --set the run is stored beside the spec's
-    own, as SPEC-<digits>; the same command continues there. Progress shows the time left once two
-    problems are over; before that nothing tells it.
+    own, as SPEC-<digits>; the same command continues there.
     """
     from attnsweep.choose.search import exhaustively
     from attnsweep.device.lock import BusyError

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 def shapes(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Spec to write.")],
     command: options.Command,
-    arch: Annotated[
-        str | None, options.arch("Architecture of the spec, one of {} (default: this GPU's).")
-    ] = None,
+    arch: Annotated[str | None, options.arch("One of {} (default: this GPU's).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
     every_call: Annotated[
         bool,

@@ -340,7 +340,7 @@ def test_the_page_sums_up_the_training_steps(used):
     backward = [each["pytorch"]["backward"] / each["package"]["backward"] for each in served]
     assert not any(each["ratio"][1] <= 1 <= each["ratio"][2] for each in served)
     assert max(each["ratio"][0] for each in short) < 1
-    page = " ".join((ROOT / "docs/how-to/use.md").read_text().split())
+    page = " ".join((ROOT / "docs/performance.md").read_text().split())
     for told in (
         f"steps are {span([each['ratio'][0] for each in served])} times as fast at the median",
         f"the forward is {span(faster)} times as fast, the backward {span(backward)} times",
