@@ -342,6 +342,18 @@ class Comparer:
         args = [np.uint64(regions.records.pointer), np.uint64(old), np.uint64(new)]
         self._launch("redraw", blocks, args, 0, regions.count)
 
+    def chain(self, regions: Table, contents: Buffer, digests: Buffer, call: int) -> None:
+        """Take inputs to the content of a call of a chain, as contents_of says.
+
+        regions: as for redraw, as they were made before the first call. contents: of the calls so
+        far, of which the first is given. digests: of their outputs.
+        """
+        blocks = self._blocks(regions.most * regions.count, regions.count)
+        args = [
+            np.uint64(at) for at in (regions.records.pointer, contents.pointer, digests.pointer)
+        ]
+        self._launch("chain", blocks, [*args, np.int32(call)], 0, regions.count)
+
     def count_outside(self, buffer: Buffer, slot: int) -> None:
         """Add to a slot the number of bytes of the buffer's guards that something changed."""
         before, after = buffer.guards

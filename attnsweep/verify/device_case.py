@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from attnsweep.core.cases import Case
 from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
+from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.verify import backward, encoding, measures
@@ -35,6 +36,20 @@ if TYPE_CHECKING:
 _PROOF = 1e-11
 # Shared memory that a block has on every card that is swept.
 _MOST_ROW_BYTES = 96 * 1024
+
+
+def can_redraw(problem: Problem) -> bool:
+    """Whether inputs can be drawn anew: what is right for a row of them fits in shared memory."""
+    return problem.op != BACKWARD and row_bytes(problem) <= _MOST_ROW_BYTES
+
+
+def regions_to_redraw(
+    judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
+) -> Table:
+    """See DeviceCase."""
+    signs = {name: 2 if problem.scaled and name != "v" else 1 for name in "qkv"}
+    every = [(copy[name], signs[name]) for copy in copies for name in "qkv"]
+    return judge.regions([(*one, number) for number, one in enumerate(every)])
 
 
 class WrongResult(Exception):
@@ -121,10 +136,8 @@ class DeviceCase:
             _upload(bits, self.buffers[name])
         for name in self.outputs:
             self.buffers[name] = Buffer(problem.bytes_of(name))
-        inputs = [(self.buffers[name], 1 + i, 0) for i, name in enumerate(problem.inputs)]
-        self._inputs = judge.regions(inputs)
-        room = row_bytes(problem) <= _MOST_ROW_BYTES
-        self.redraws = two_sided and room and not self._backward
+        self._inputs = self.regions_to_look_at(self.buffers)
+        self.redraws = two_sided and can_redraw(problem)
         self._to_redraw = self.regions_to_redraw([self.buffers]) if self.redraws else None
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
@@ -256,7 +269,7 @@ class DeviceCase:
 
     def go_to(self, mix: int) -> None:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
-        self._to_content(0)
+        self.to_content(0)
         if self.mix != mix:
             tensors = [self.buffers[name] for name in (("do",) if self._backward else ("k", "v"))]
             self.judge.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
@@ -268,9 +281,10 @@ class DeviceCase:
         Exponents stay, so that values are about as large as before. In FP8 signs of q and k stay
         too: scores of channels that are far from 0 would leave only one key its weight.
         """
-        self._to_content(secrets.randbits(64) or 1)
+        self.to_content(secrets.randbits(64) or 1)
 
-    def _to_content(self, content: int) -> None:
+    def to_content(self, content: int) -> None:
+        """Give q, k and v the content of a number of 64 bits; 0 is as they were made."""
         if content != self.content:
             assert self._to_redraw is not None
             self.judge.redraw(self._to_redraw, self.content, content)
@@ -278,9 +292,24 @@ class DeviceCase:
 
     def regions_to_redraw(self, copies: Sequence[Mapping[str, Buffer]]) -> Table:
         """The inputs of copies for Comparer.redraw, which gives each a content of its own."""
-        signs = {name: 2 if self.case.problem.scaled and name != "v" else 1 for name in "qkv"}
-        every = [(copy[name], signs[name]) for copy in copies for name in "qkv"]
-        return self.judge.regions([(*one, number) for number, one in enumerate(every)])
+        return regions_to_redraw(self.judge, self.case.problem, copies)
+
+    def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> Table:
+        """The inputs and their guards for Comparer.look."""
+        inputs = enumerate(self.case.problem.inputs)
+        return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
+
+    def compare_anew(self, slot: int, output: Buffer) -> _Side:
+        """Compare every element of an output `o` with float64 of the inputs as they are now.
+
+        Returns what is in use until then.
+        """
+        side, problem = self._side(), self.case.problem
+        one = Compared(
+            output.pointer, problem, [side.expected["o"]], None, None, self.floor["o"], self.sample
+        )
+        self.judge.compare(one, slot)
+        return side
 
     def judge_rows(
         self, slot: int, buffers: Mapping[str, Buffer] | None = None, lse: Buffer | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,6 +28,20 @@ def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     found: npt.NDArray[np.bool_] = (x ^ x >> np.uint64(31)) >> np.uint64(63) != 0
+    return found
+
+
+def contents_of(first: int, digests: Sequence[int]) -> list[int]:
+    """The contents of a chain of calls whose outputs have these digests; as compare.cu's chain."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    found = [first]
+    for digest in digests[:-1]:
+        found.append(mixed(found[-1] ^ mixed((digest + 0x9E3779B97F4A7C15) % 2**64)) or 1)
     return found
 
 

@@ -27,7 +27,7 @@ from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
 from attnsweep.verify.compare import Comparer, Table
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
-from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.expected import OPPOSITE, PLAIN, contents_of
 from attnsweep.verify.reference_pool import Maths, ReferencePool
 from attnsweep.verify.sample import Sample
 
@@ -583,9 +583,12 @@ class Verifier:
         counts = self._judge.counts(2 * slots + self._kept[1])
         return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
 
-    def _refuse_rows(self, proven: Proven, slots: int) -> None:
+    def _refuse_rows(self, proven: Proven, slots: int, *, others: int = 0) -> None:
+        """others: the slot, if there is one, of a whole output, without a log-sum-exp."""
         same = self._same(self.timed, proven.rounds_scores)
-        for values in self._judge.found(slots):
+        for slot, values in enumerate(self._judge.found(slots)):
+            if others and slot == others:
+                values = values | {"tile_gain": 0.0}
             self.timed.refuse_rows(values, proven.rounds_scores, same, proven.slack)
 
     def _judge_kept(
@@ -606,6 +609,45 @@ class Verifier:
         self._refuse_rows(proven, len(others))
         judged = np.array([digests[self._kept[0]], *others], np.uint64)
         return int(np.isin(digests, judged).sum())
+
+    @proves("chains")
+    def of_chain(
+        self,
+        proven: Proven,
+        first: int,
+        outputs: Sequence[tuple[Buffer, Buffer | None]],
+        given: Table,
+        *,
+        whole: bool,
+    ) -> None:
+        """Judge what the calls of a chain wrote, each on inputs that the output before chose.
+
+        first: the content of the first call. outputs: `o` and the log-sum-exp of each. given: the
+        inputs that the calls had, after the last, for Comparer.look. whole: compares one call, at
+        random, in every element; all have rows at random compared. Raises WrongResult.
+        """
+        count, timed = len(outputs), self.timed
+        with self._session.stream:
+            timed.go_to(PLAIN)
+            self._judge.clear()
+            for slot, sealed in enumerate(outputs):
+                for one in filter(None, sealed):
+                    self._judge.digest(one, slot)
+            contents = contents_of(first, self._judge.counts(count).tolist())
+            self._judge.clear()
+            drawn, held = secrets.randbelow(count) if whole else -1, None
+            for slot, (content, (out, lse)) in enumerate(zip(contents, outputs, strict=True)):
+                timed.to_content(content)
+                timed.judge_rows(slot, {**timed.buffers, "o": out}, lse)
+                if slot == drawn:
+                    held = timed.compare_anew(count, out)
+            timed.look_at_inputs(0)
+            self._judge.look(given, 1)
+            own, theirs = self._judge.counts(2)
+            self._refuse_rows(proven, count + whole, others=0 if held is None else count)
+        if own != theirs:
+            label = f"{timed.case.label}, drawn anew"
+            raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
 
     def _look_anew(
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven

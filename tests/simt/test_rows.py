@@ -11,6 +11,8 @@ from attnsweep.core.scores import Scores
 from attnsweep.verify import encoding
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import row_bytes
+from attnsweep.verify.device_case import regions_to_redraw
+from attnsweep.verify.expected import contents_of
 from attnsweep.verify.reference import exact_rows
 
 from .device import HostBuffer, uploaded
@@ -125,3 +127,26 @@ def test_bytes_behind_the_last_word_stay(device):
     now = buffer.of(np.uint16)
     assert now[2] == 2
     assert (now[:2] != np.arange(2)).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "e4m3"])
+@pytest.mark.parametrize("first", [1, 2**64 - 1])
+def test_a_chain_draws_what_the_digests_of_outputs_say(dtype, first, device):
+    problem = Problem(1, 2, 2, 20, 33, 16, dtype)
+    made = verify_inputs.make_inputs(Case(problem), 1)
+    judge, rng = device.judge(dtype), np.random.default_rng(first % 97)
+    digests = rng.integers(0, 2**64, 5, dtype=np.uint64)
+    of_digests, contents = uploaded(digests), uploaded(np.array([first, 0, 0, 0, 0], np.uint64))
+    chained, drawn = ({name: uploaded(made[name]) for name in "qkv"} for _ in range(2))
+    one, other = (regions_to_redraw(judge, problem, [buffers]) for buffers in (chained, drawn))
+    expected, before = contents_of(first, digests.tolist()), 0
+    for call, content in enumerate(expected):
+        judge.chain(one, contents, of_digests, call)
+        judge.redraw(other, before, content)
+        before = content
+        for name in "qkv":
+            assert (chained[name].main == drawn[name].main).all()
+    assert contents.of(np.uint64).tolist() == expected
+    assert len({*expected}) == 5
+    digests[1] ^= np.uint64(1)
+    assert contents_of(first, digests.tolist())[2] != expected[2]

@@ -455,11 +455,9 @@ __device__ unsigned to_draw(unsigned word, bool signs) {
     return 0x007FFFFFu | (signs ? 0x80000000u : 0u);
 #endif
 }
-// Takes regions from one content to another, each to one of its own; those whose `digested` is 1
+// Takes a region from one content to another, each to one of its own; those whose `digested` is 1
 // have their signs drawn too. Bytes behind the last whole word stay as they are.
-extern "C" __global__ void __launch_bounds__(256)
-    redraw(const Region* regions, unsigned long long from, unsigned long long to) {
-    Region one = regions[blockIdx.y];
+__device__ void take_to(Region one, unsigned long long from, unsigned long long to) {
     unsigned long long own = mixed(one.slot + 1);
     unsigned long long before = from ? from ^ own : 0, after = to ? to ^ own : 0;
     each_word(reinterpret_cast<unsigned*>(one.at), 0, one.bytes / 4, true,
@@ -467,6 +465,21 @@ extern "C" __global__ void __launch_bounds__(256)
                   unsigned change = drawn(before, i) ^ drawn(after, i);
                   return word ^ (change & to_draw(word, one.digested == 1));
               });
+}
+extern "C" __global__ void __launch_bounds__(256)
+    redraw(const Region* regions, unsigned long long from, unsigned long long to) {
+    take_to(regions[blockIdx.y], from, to);
+}
+// Takes regions to the content of a chain's next call, which follows from the last one's and from
+// the digest of what that call wrote: nobody can know it before. contents[0] is given.
+extern "C" __global__ void __launch_bounds__(256)
+    chain(const Region* regions, unsigned long long* contents, const unsigned long long* digests,
+          int call) {
+    unsigned long long from = call ? contents[call - 1] : 0, to = contents[0];
+    if (call) to = mixed(from ^ mixed(digests[call - 1] + 0x9E3779B97F4A7C15ull));
+    if (!to) to = 1;
+    take_to(regions[blockIdx.y], from, to);
+    if (call && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) contents[call] = to;
 }
 // Fills each region with NaN, and renews its guards.
 extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {
