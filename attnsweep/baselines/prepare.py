@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
 from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
@@ -22,6 +22,7 @@ from attnsweep.device.cuda_graph import lasting, uncollected
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
+T = TypeVar("T")
 # The ways to call a baseline are compared in graphs of about this length, with at most this many
 # calls.
 _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
@@ -63,6 +64,7 @@ class BoundBaseline:
         self.room = 2
         """Calls of a graph whose outputs are kept."""
         self._made: dict[int, list[tuple[Any, ...]]] = {}
+        self._seals: list[tuple[Any, Any]] = []
         self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
         self.refresh()
 
@@ -118,6 +120,16 @@ class BoundBaseline:
 
         if self.issued is not None:
             return replay_issued
+        graph, made = self.graph_of(issue)
+
+        def replay() -> None:
+            graph()
+            self._made = made
+
+        return replay
+
+    def graph_of(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """A function that replays a graph of what `issue` enqueues, and what that returned."""
         graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(graph, stream=self._stream), uncollected():
             made = issue()
@@ -125,9 +137,31 @@ class BoundBaseline:
         def replay() -> None:
             with self._torch.cuda.stream(self._stream):
                 graph.replay()
-            self._made = made
 
-        return replay
+        return replay, made
+
+    def seals_in(self, outs: Sequence[Any], lses: Sequence[Any]) -> None:
+        """Have `seal` copy outputs to these CuPy arrays, as of `collect`, of each call in turn."""
+        of_array = self._torch.from_dlpack
+        self._seals = [
+            (of_array(out).view(self._dtype), of_array(lse).view(self._torch.float32))
+            for out, lse in zip(outs, lses, strict=True)
+        ]
+
+    def seal(self, call: int) -> bool:
+        """Make a call, and copy what it returned; returns whether a log-sum-exp was there.
+
+        Raises Unavailable for what a callable may not return, ValueError for another shape.
+        """
+        with self._torch.cuda.stream(self._stream):
+            made = self._call(0)
+            if len(made) not in (1, 1 + self._held):
+                raise Unavailable(f"returned {len(made)} outputs, not 1")
+            if len({*map(memory_of, made)}) < len(made):
+                raise Unavailable("returned the same memory for two outputs")
+            for one, to in zip(made, self._seals[call], strict=False):
+                self._take(one, to, self._inputs[0])
+        return len(made) == 2
 
     def try_graph(self, asked: bool | None) -> None:
         """Issue calls one by one from now on if a graph cannot hold one, or must not.
@@ -238,14 +272,17 @@ def prepare(
     copies: Sequence[Mapping[str, Any]],
     session: CudaSession,
     triton: TritonPrecompile | None = None,
+    *,
+    converts: bool = True,
 ) -> BoundBaseline:
     """The baseline called `name`, after one run. copies: CuPy arrays of its inputs, as storage.
 
     They are q, k, v, and of their scales, a bias and sinks those that there are; of a backward also
     o, lse and do.
 
-    triton: waited for if it has begun what the baseline needs. Raises Unavailable with the reason
-    if anything goes wrong inside the baseline.
+    triton: waited for if it has begun what the baseline needs. converts: whether a way will do that
+    needs its inputs converted before it is timed, or its output after that. Raises Unavailable with
+    the reason if anything goes wrong inside the baseline.
     """
     with step("PyTorch"):
         torch = _import_torch()
@@ -288,6 +325,10 @@ def prepare(
             raise
         except Exception as error:
             raise Unavailable(why_not(name, error, [])) from error
+        if not converts:
+            ways = [way for way in ways if way.convert is way.finish is None]
+            if not ways:
+                raise Unavailable("it needs inputs that are converted before each call")
         if has_shorter(problem) and len(ways) > 1 and problem.values == ("q", "k", "v"):
             ways = _best_on_shorter(name, torch, problem, ways, own, session)
         for way in ways:

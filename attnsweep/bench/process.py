@@ -33,11 +33,15 @@ _ANEW = (
 BenchFactory = Callable[..., Any]
 
 
-def open_bench(*args: Any, **options: Any) -> Any:
-    """Build a bench.Bench. Only the child imports it, so that the parent never loads CuPy."""
-    from attnsweep.bench.bench import Bench
+def open_bench(*args: Any, strict: str = "", **options: Any) -> Any:
+    """Build a Bench, or a StrictBench that has a directory `strict`.
 
-    return Bench(*args, **options)
+    Only the child imports them, so that the parent never loads CuPy.
+    """
+    from attnsweep.bench.bench import Bench
+    from attnsweep.bench.strict import StrictBench
+
+    return StrictBench(*args, strict=strict, **options) if strict else Bench(*args, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from attnsweep.reports.terminal import Form, errors
         "attnsweep judge my_kernels.py:forward 4,32,4096,128 --causal --dtype bf16",
         "attnsweep judge my_package.attention:forward 1,16,1024,64 2,8,512,128 --json",
         "attnsweep judge my_kernels.py:forward 4,32,4096,128 --against torch_cudnn,flex",
+        "attnsweep judge written_by_a_model.py:forward 4,32,4096,128 --strict --json",
     ),
 )
 def judge(
@@ -64,6 +65,14 @@ def judge(
             help="Baselines, separated by commas; other callables too (default: all).",
         ),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Call it in a process of its own that owns nothing of the judge, each call on "
+            "inputs that follow from the output before; a clock outside confirms its times.",
+        ),
+    ] = False,
     rounds: Annotated[
         int, typer.Option("--rounds", min=3, help="Rounds in which all take turns.")
     ] = 15,
@@ -78,7 +87,8 @@ def judge(
 
     Outputs of each timed replay are compared with float64, on inputs that no call before has seen.
     Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 3 there is no
-    GPU; 4 one is unconfirmed. It runs with your rights: judge code that you would run.
+    GPU; 4 one is unconfirmed. It runs with your rights, with --strict too: judge code that you
+    would run.
     """
     from dataclasses import asdict, replace
 
@@ -99,9 +109,9 @@ def judge(
             raise SpecError(
                 f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
             )
-    others: dict[str, Any] = {"against": names, "rounds": rounds, "timeout_s": timeout_s}
+    others: dict[str, Any] = {"against": names, "strict": strict, "rounds": rounds}
     with progress.watch(errors, form) as observer:
-        others |= {"wait": wait, "observer": observer}
+        others |= {"timeout_s": timeout_s, "wait": wait, "observer": observer}
         verdicts = [tool.judge(name, problem, **others) for problem in problems]
     facts = [asdict(verdict) for verdict in verdicts]
     lines = [Text(verdict.sentence) for verdict in verdicts]

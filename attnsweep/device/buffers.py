@@ -35,11 +35,12 @@ class Buffer:
     guards of NaN, which reveal a stray read.
     """
 
-    def __init__(self, nbytes: int, *, guard: int = _GUARD) -> None:
+    def __init__(self, nbytes: int, *, guard: int = _GUARD, inside: Any = None) -> None:
+        """inside: a pointer to memory that has room for it and its guards; else it is allocated."""
         cupy = _cupy()
         self.nbytes = nbytes
         self.guard_byte = guard
-        self._all = cupy.cuda.alloc(nbytes + 2 * GUARD_BYTES)
+        self._all = cupy.cuda.alloc(nbytes + 2 * GUARD_BYTES) if inside is None else inside
         self._main = self._all + GUARD_BYTES
         self.pointer = int(self._main.ptr)
         self._all.memset(guard, GUARD_BYTES)
@@ -82,9 +83,12 @@ class Buffer:
         else:
             self._main.copy_to_host_async(out.ctypes.data, out.nbytes, stream)
 
-    def copy_from(self, other: Buffer) -> None:
-        """Copy another buffer of the same size to this one, on the device."""
-        self._main.copy_from_device(other._main, self.nbytes)
+    def copy_from(self, other: Buffer, stream: Any = None) -> None:
+        """Copy another buffer of the same size to this one, on the device, or enqueue that."""
+        if stream is None:
+            self._main.copy_from_device(other._main, self.nbytes)
+        else:
+            self._main.copy_from_device_async(other._main, self.nbytes, stream)
 
     def view(self, shape: Sequence[int], dtype: Any) -> Any:
         """A CuPy array over the buffer."""

@@ -374,6 +374,12 @@ class CudaSession:
         except pynvml.NVMLError:
             return {}
 
+    def reset_l2(self) -> None:
+        """Have lines that were to persist in the L2 persist no longer."""
+        from cuda.bindings import driver
+
+        driver.cuCtxResetPersistingL2Cache()  # cards without such lines refuse: nothing is lost
+
     def poisoned(self) -> bool:
         """Whether an earlier fault made this context unusable; the process must then end."""
         try:

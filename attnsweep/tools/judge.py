@@ -11,8 +11,9 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from attnsweep import __version__
@@ -30,6 +31,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
 from attnsweep.device.lock import held
 from attnsweep.specs.model import BASELINES, MeasureSpec
+from attnsweep.verify.device_case import can_redraw
 
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 _EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}
@@ -68,7 +70,12 @@ class KernelVerdict:
     time_us: float | None = None
     ci95: tuple[float, float] | None = None
     form: str | None = None
-    """`graph`, or `issued` where no CUDA graph holds its calls: host time is in it, no ratio is."""
+    """`graph`, or `issued` where no CUDA graph holds its calls: host time is in it, no ratio is.
+
+    Of the strict judge `chain`, whose times are only comparable with those of its own rounds.
+    """
+    trusted_us: float | None = None
+    """Of the strict judge: its time by the clock of a process in which none of its code runs."""
     base: str | None = None
     """The fastest baseline of the same rounds."""
     x_base: float | None = None
@@ -101,6 +108,8 @@ class KernelVerdict:
             said[0] += f" ({self.ci95[0]:.4g} to {self.ci95[1]:.4g})"
         if self.x_base is not None:
             said.append(f"{self.x_base:.2f}× {self.base}, the fastest baseline")
+        if self.trusted_us is not None:
+            said.append(f"{self.trusted_us:.4g} by the judge's clock")
         if self.sol_share is not None:
             facts = {"light": self.sol_share, "light_by": self.unit, "light_mhz": self.sm_mhz}
             said.append(light_text(facts))
@@ -116,6 +125,7 @@ def judge(
     problem: Problem,
     *,
     against: Sequence[str] | None = None,
+    strict: bool = False,
     rounds: int = 15,
     timeout_s: float = 30.0,
     wait: bool = False,
@@ -126,8 +136,9 @@ def judge(
 
     function: called as f(q, k, v, problem=...) with CUDA tensors (batch, heads, seqlen, head_dim),
     as baselines.callable.ways_of says, in the process that owns the GPU; or its name there,
-    `module:function` or `file.py:function`. against: names of baselines (default: all). rounds: in
-    which all take turns. timeout_s: of one step of it. wait: for another run on the card, which
+    `module:function` or `file.py:function`. against: names of baselines (default: all). strict:
+    call them in processes of their own, in chains whose times the judge's clock confirms. rounds:
+    in which all take turns. timeout_s: of one step of it. wait: for another run on the card, which
     otherwise is an error. Raises SpecError if it cannot be imported, NoGpuError.
     """
     against = BASELINES if against is None else against
@@ -137,6 +148,10 @@ def judge(
         raise SpecError(what, hint="write MODULE:FUNCTION or FILE.py:FUNCTION")
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
+    how: dict[str, Any] = {}
+    if strict and not can_redraw(problem):
+        what = f"the strict judge has no inputs that can be drawn anew for {problem.label}"
+        raise SpecError(what, hint="judge gradients, and very wide heads, without it")
     rows: dict[tuple[object, ...], Trial] = {}
 
     def put(row: Trial) -> None:
@@ -152,6 +167,9 @@ def judge(
         environment = gpu.describe(preload=against, first=(problem, seed))
         lock = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(lock)
+        if strict:
+            place = TemporaryDirectory(prefix="attnsweep-", ignore_cleanup_errors=True)
+            how["strict"] = locks.enter_context(place)
         others = [other for other in against if other != name]
         blank: dict[str, Any] = {"config": {}, "problem": problem, "status": Status.SKIPPED}
         asked = [Trial(kernel=each, provider=each, **blank) for each in (name, *others)]
@@ -160,14 +178,19 @@ def judge(
         observer.opening(problem, 0, 0)
         every = (name, *others)
         try:
-            gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every)
+            gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every, **how)
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
             finals.run([], asked)
+            how["trusted_us"] = gpu.call("trusted_us", name) if strict else None
         except _FailedError:
             pass
         except WorkerError as error:  # of the problem, before the callable was called
             rows[asked[0].key] = asked[0].with_(status=Status.DAMAGED, detail=error.detail)
-    return verdict_of(rows.values(), environment, name)
+    verdict = verdict_of(rows.values(), environment, name)
+    if not strict or verdict.form is None:
+        return verdict
+    form = "chain" if verdict.form == "graph" else verdict.form
+    return replace(verdict, form=form, trusted_us=how.get("trusted_us"))
 
 
 def verdict_of(rows: Any, environment: Environment, name: str) -> KernelVerdict:

@@ -53,6 +53,11 @@ class Card(Device):
     def release(self) -> None:
         """There is no pool."""
 
+    reset_l2 = release
+
+    def identity(self) -> dict[str, Any]:
+        return {"power_limit_w": 700.0}
+
 
 class Graph:
     """The operators of a capture."""
@@ -81,14 +86,8 @@ class Recorder(TorchDispatchMode):
         return made
 
 
-def opened(simulator: Simulator, owned: Owned, monkeypatch: pytest.MonkeyPatch) -> measure.Bench:
-    """A bench of PROBLEM."""
-    card = Card(simulator)
-    card.gpu = SimpleNamespace(
-        arch="sm_90a", sm_count=2, l2_bytes=9_000, memory_bytes_per_second=1e12
-    )
-    card.take_place(monkeypatch)
-    capturing = []
+def fakes_of(capturing: list[Graph]) -> dict[str, Any]:
+    """What PyTorch has for a card. capturing: the graphs that are being captured."""
 
     @contextmanager
     def graph(made: Graph, stream: object) -> Any:
@@ -99,7 +98,7 @@ def opened(simulator: Simulator, owned: Owned, monkeypatch: pytest.MonkeyPatch) 
         finally:
             capturing.pop()
 
-    fakes = {
+    return {
         "is_available": lambda: True,
         "ExternalStream": lambda pointer: SimpleNamespace(synchronize=lambda: None),
         "stream": lambda stream: nullcontext(),
@@ -107,7 +106,23 @@ def opened(simulator: Simulator, owned: Owned, monkeypatch: pytest.MonkeyPatch) 
         "graph": graph,
         "is_current_stream_capturing": lambda: bool(capturing),
     }
-    for name, fake in fakes.items():
+
+
+FACTS = SimpleNamespace(arch="sm_90a", sm_count=2, l2_bytes=9_000, memory_bytes_per_second=1e12)
+
+
+def opened(
+    simulator: Simulator,
+    owned: Owned,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[measure.Bench] = measure.Bench,
+    **options: Any,
+) -> measure.Bench:
+    """A bench of PROBLEM."""
+    card = Card(simulator)
+    card.gpu = FACTS
+    card.take_place(monkeypatch)
+    for name, fake in fakes_of([]).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(measure, "CudaSession", lambda: card)
     monkeypatch.setattr(measure, "Buffer", Buffer)
@@ -117,4 +132,4 @@ def opened(simulator: Simulator, owned: Owned, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))
     kernels.MEMORY.clear()
     kernels.THREADS.clear()
-    return measure.Bench(PROBLEM, replay_us=400, seed=3, owned=owned)
+    return kind(PROBLEM, replay_us=400, seed=3, owned=owned, **options)

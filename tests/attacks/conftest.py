@@ -26,3 +26,21 @@ def bench(simulator, owned, monkeypatch):
     from attacks.card import opened
 
     return opened(simulator, owned, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def sides():
+    """Called processes, which serve one bench after another."""
+    return {}
+
+
+@pytest.fixture
+def make_strict(simulator, owned, monkeypatch, sides):
+    """Open a strict bench: see strict_bench."""
+    from attacks import strict_bench
+
+    def make(kind="HostBench"):
+        kind = getattr(strict_bench, kind)
+        return strict_bench.strict_bench(simulator, owned, monkeypatch, sides, kind)
+
+    return make

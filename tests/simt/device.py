@@ -45,9 +45,11 @@ LETTERS = {"f4": "f", "f8": "d", "i4": "i", "u4": "u", "i8": "l", "u8": "l"}
 class HostBuffer:
     """gpu.device.Buffer in this process's memory."""
 
-    def __init__(self, nbytes: int, *, guard: int = 0xA5) -> None:
+    def __init__(self, nbytes: int, *, guard: int = 0xA5, inside: Any = None) -> None:
         self.nbytes, self.guard_byte = nbytes, guard
-        self.all = np.full(nbytes + 2 * GUARD_BYTES, guard, np.uint8)
+        room = nbytes + 2 * GUARD_BYTES
+        self.all = np.empty(room, np.uint8) if inside is None else inside[:room]
+        self.all[:] = guard
         self.main = self.all[GUARD_BYTES : GUARD_BYTES + nbytes]
         self.main[:] = 0x5A  # as memory is that somebody used before
         self.pointer = int(self.all.ctypes.data) + GUARD_BYTES
@@ -72,7 +74,7 @@ class HostBuffer:
         assert out.flags.c_contiguous
         out.view(np.uint8).ravel()[:] = self.main[: out.nbytes]
 
-    def copy_from(self, other: HostBuffer) -> None:
+    def copy_from(self, other: HostBuffer, stream: object = None) -> None:
         self.main[:] = other.main
 
     def of(self, dtype: Any) -> np.ndarray[Any, Any]:

@@ -104,8 +104,10 @@ class FakeGpu:
         then: Problem | None = None,
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
+        strict: str = "",
     ) -> None:
         told = {"problem": problem, "seed": seed, "then": then, "rounds_scores": rounds_scores}
+        told |= {"strict": strict} if strict else {}
         self.opened.append(told)
         self.heard("open", problem.label)
 
@@ -157,6 +159,11 @@ class FakeGpu:
     def conditions(self) -> Mapping[str, Any]:
         self.heard("conditions")
         return {"sm_mhz": 1980}
+
+    def call(self, method: str, name: str) -> float:
+        """A method that only a strict bench has: the time by its clock."""
+        self.heard(method, name)
+        return 1.01 * self.time_us(name)
 
     def stop(self) -> None:
         self.heard("stop")

@@ -1,7 +1,8 @@
 """A verdict about a callable: what rows mean, exit codes, and what ends early."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from fake_gpu import RIGHT, FakeGpu
@@ -12,7 +13,7 @@ import attnsweep
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import arch_named, bounds
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.tools.judge import judge, name_of
 
@@ -156,3 +157,35 @@ def test_the_command_refuses_what_it_does_not_know(card, attnsweep):
 
 def test_python_judges_as_the_command_does(card):
     assert attnsweep.judge("mine:f", PROBLEM, against=AGAINST).got == RIGHT.rel_err
+
+
+def test_the_strict_judge_says_its_own_time_and_leaves_no_directory(card):
+    verdict = of(card, strict=True)
+    assert (verdict.verdict, verdict.form) == ("confirmed", "chain")
+    assert verdict.trusted_us == pytest.approx(1.01 * verdict.time_us)
+    assert "by the judge's clock" in verdict.sentence
+    assert card.opened[0]["strict"]
+    assert not Path(card.opened[0]["strict"]).exists()
+    of(card)
+    assert "strict" not in card.opened[1]
+
+
+def test_the_strict_judge_names_what_it_cannot_confirm(card):
+    said = "its events say 50 µs a call, and the judge's clock 100: they may be 2 apart"
+    card.faults["confirm", "mine:f"] = WorkerError(Status.SKIPPED, said)
+    verdict = of(card, strict=True)
+    assert (verdict.verdict, verdict.time_us, verdict.trusted_us) == ("refused", None, None)
+    assert said in verdict.reason
+
+
+def test_the_strict_judge_draws_no_gradients(card):
+    with pytest.raises(SpecError, match="no inputs that can be drawn anew"):
+        judge("mine:f", replace(PROBLEM, op=BACKWARD), strict=True)
+
+
+def test_the_command_is_strict_and_tells_no_seed(card, attnsweep):
+    done = attnsweep("judge", "mine:f", "4,32,4096,128", "--dtype", "bf16", "--strict", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["form"]) == (0, "chain")
+    assert str(card.opened[0]["seed"]) not in done.stdout
+    assert not {"seed", "inputs", "contents"} & {*found}

@@ -1,0 +1,165 @@
+"""A process that calls callables for the strict judge, and owns nothing that counts.
+
+It answers lines of JSON. Inputs and outputs lie in memory of the judge, which draws the former and
+judges the latter; what this process says of times is a claim. Code of a stranger runs here: nothing
+that is known or decided here may matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from attnsweep.baselines import prepare
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.core.ops import DTYPE_BYTES
+from attnsweep.core.problem import Problem
+from attnsweep.device import process
+from attnsweep.device.buffers import Buffer
+from attnsweep.device.cuda import CudaSession
+from attnsweep.device.shared import Arena, CudaIpc, Span
+from attnsweep.verify.compare import Comparer
+from attnsweep.verify.device_case import regions_to_redraw
+
+# The device is given this much to do before a chain, so that the host has enqueued the chain when
+# its time begins: as often as the L2 is read.
+_READS_BEFORE = 8
+_BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
+
+
+class Card:
+    """The card of this process. Tests have another one, on the CPU."""
+
+    def __init__(self) -> None:
+        self.session, self.transport = CudaSession(), CudaIpc()
+
+    def comparer(self, dtype: str, cache_dir: Path) -> Comparer:
+        """The judge's kernels, which draw inputs and digest outputs."""
+        return Comparer(self.session, dtype, cache_dir)
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Memory of this process alone."""
+        return Buffer(nbytes)
+
+
+class Called:
+    """One problem's callables, by name, and chains of their calls; None is a call of nothing."""
+
+    def __init__(self, card: Card) -> None:
+        self._card, self._session = card, card.session
+        self._bound: dict[str | None, prepare.BoundBaseline] = {}
+        self._replays: dict[tuple[str | None, int], Callable[[], None]] = {}
+
+    def open(self, problem: str, handle: str, spans: Sequence[Span], cache: str) -> None:
+        """Open the judge's memory. cache: the directory of its compiled kernels."""
+        self._problem = shape = Problem.parse(problem)
+        self._arena = arena = Arena(self._card.transport, spans, handle)
+        self._kernels = self._card.comparer(shape.dtype, Path(cache))
+        self._regions = regions_to_redraw(self._kernels, shape, [arena.buffers])
+        self._calls = sum(name.startswith("out ") for name, _, _ in spans)
+        self._outs = [arena[f"out {call}"] for call in range(self._calls)]
+        self._lses = [arena[f"lse {call}"] for call in range(self._calls)]
+        self._nothing = self._card.buffer(self._outs[0].nbytes)
+        self._before = self._card.buffer(self._session.gpu.l2_bytes)
+        self._sum = self._card.buffer(8)
+        self._session.settle()
+
+    def add(self, name: str) -> dict[str, Any]:
+        """Import, prepare and bind a callable or a library."""
+        shape, own = self._problem, _BITS[DTYPE_BYTES[self._problem.dtype]]
+        inputs = {
+            one: self._arena[one].view(
+                shape.shape_of(one), own if shape.tensor(one).dtype == shape.dtype else np.float32
+            )
+            for one in shape.values
+        }
+        bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
+        out, rows = shape.shape_of("o"), shape.shape_of("o")[:3]
+        bits = _BITS[DTYPE_BYTES[shape.out_dtype]]
+        outs = [one.view(out, bits) for one in self._outs]
+        bound.seals_in(outs, [one.view(rows, np.float32) for one in self._lses])
+        self._bound[name] = bound
+        return {"issued": bound.issued, "rounds_scores": bound.rounds_scores}
+
+    def call(self, name: str) -> bool:
+        """One call on the inputs as they are; returns whether a log-sum-exp was there."""
+        with self._session.stream:
+            lse = self._bound[name].seal(0)
+        self._session.synchronize()
+        return lse
+
+    def ready(self, name: str | None, calls: int) -> None:
+        """Make a chain of so many calls, which `run` replays."""
+
+        def issue() -> None:
+            self._issue(name, calls)
+
+        bound = self._bound.get(name)
+        issue()  # which loads what no graph may load
+        self._session.synchronize()
+        if bound is None:
+            self._replays[name, calls] = self._session.capture(issue)
+        else:
+            self._replays[name, calls] = issue if bound.issued else bound.graph_of(issue)[0]
+
+    def _issue(self, name: str | None, calls: int) -> None:
+        """Enqueue a chain: each call's inputs follow from the digest of the output before."""
+        bound, contents, digests = (
+            self._bound.get(name),
+            self._arena["contents"],
+            self._arena["digests"],
+        )
+        with self._session.stream:
+            digests.fill(0)
+            for call in range(calls):
+                self._kernels.chain(self._regions, contents, digests, call)
+                lse = False
+                if bound is None:
+                    self._outs[call].copy_from(self._nothing, self._session.stream)
+                else:
+                    lse = bound.seal(call)
+                for sealed in (self._outs, self._lses)[: 1 + lse]:
+                    self._kernels.digest_parts(sealed[call], digests, call, 1)
+
+    def run(self, name: str | None, calls: int) -> float:
+        """Replay a chain; returns its microseconds."""
+        with self._session.stream:
+            for _ in range(_READS_BEFORE):
+                self._kernels.digest_parts(self._before, self._sum, 0, 1)
+            return float(self._session.time_us(self._replays[name, calls]))
+
+
+def answers(requests: IO[str], replies: IO[str], called: Called) -> None:
+    """Answer until there are no more requests."""
+    for line in requests:
+        asked = json.loads(line)
+        reply: dict[str, Any] = {"number": asked.pop("number")}
+        try:
+            reply["value"] = getattr(called, asked.pop("do"))(**asked)
+        except Unavailable as error:
+            reply["refused"] = str(error)
+        except Exception as error:
+            text = str(error).strip().splitlines() or [""]
+            reply["failed"] = f"{type(error).__name__}: {text[0][:300]}"
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Arguments: the parent's id, and `module:name` of the card."""
+    process.die_with(int(sys.argv[1]))
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    process.stand_alone()  # which gives what is printed another place
+    module, _, name = sys.argv[2].partition(":")
+    answers(requests, replies, Called(getattr(importlib.import_module(module), name)()))
+    os._exit(0)

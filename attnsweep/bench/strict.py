@@ -1,0 +1,426 @@
+"""The strict judge: callables run in processes of their own, and the judge owns what counts.
+
+A sample is a chain of calls in the called process. The inputs of each follow from a secret number
+and from the output of the call before, so that no call can be made before its turn, or for another.
+The judge publishes the number when its clock starts, and takes the outputs when it stops. Then the
+called process stands still, and every output is judged. docs/explanation/threats.md has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.registry import BACKENDS, backend_of
+from attnsweep.bench.bench import Bench
+from attnsweep.compile.nvrtc import default_cache_dir
+from attnsweep.core.trial import Accuracy
+from attnsweep.device import process
+from attnsweep.device.buffers import POISON, Buffer
+from attnsweep.device.shared import Arena, CudaIpc, Span, Transport
+from attnsweep.verify.device_case import WrongResult, can_redraw
+from attnsweep.verify.verifier import Proven
+
+# Calls of a chain: a power of two, at most this many, whose outputs take at most so much memory
+# twice, and which take about so long, but at least _FEW.
+_MOST, _FEW, _OUTPUT_BYTES, _CHAIN_US = 64, 4, 1 << 29, 20_000.0
+# Events may say this much less of a call than the judge's clock, beside how far the clock itself
+# is off: the median distance from the median of what it says of chains that call nothing, times
+# _STEADY, over the calls.
+_SHARE, _LEAST_US, _STEADY = 0.03, 0.5, 4.0
+# A chain that calls nothing takes at most so many times what it took before any stranger ran, and
+# so much more, in one of some tries; else a stranger keeps the card busy between its calls.
+_BUSY, _BUSY_US, _BUSY_TRIES = 1.5, 200.0, 3
+_EMPTY_SAMPLES = 5
+# A line that a called process may write.
+_LINE = 1 << 16
+_CARD = "attnsweep.bench.called:Card"
+# What a called process is told of its surroundings: no secrets of the user's shell.
+_KEPT = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "CONDA"),
+    *("CC", "CXX", "CUDA", "NVIDIA", "TRITON", "TORCH", "ATTNSWEEP"),
+)
+_PLACES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_clock = time.perf_counter
+
+
+class Side:
+    """A process that calls callables; what it answers is a claim."""
+
+    def __init__(self, scratch: Path | None) -> None:
+        """scratch: where a stranger's keeps caches and temporary files; None of one of ours."""
+        env = dict(os.environ)
+        if scratch is not None:
+            env = {name: value for name, value in env.items() if name.startswith(_KEPT)}
+            env |= dict.fromkeys(_PLACES, str(scratch))
+        self._strange = scratch is not None
+        # Files of this directory must not stand for modules of ours: it comes when one is imported.
+        start = "import sys; sys.path = [*filter(None, sys.path)]; "
+        start += "from attnsweep.bench.called import main; main()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start, str(os.getpid()), _CARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        self._number = 0
+
+    def ask(self, do: str, **facts: Any) -> Any:
+        """Have it do something. Raises Unavailable if it cannot, or answers nonsense."""
+        self._number += 1
+        asked, pipes = {"number": self._number, "do": do, **facts}, self._process
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        with suppress(OSError):  # it has ended, which reading tells
+            pipes.stdin.write(json.dumps(asked).encode() + b"\n")
+            pipes.stdin.flush()
+        line = pipes.stdout.readline(_LINE)
+        if not line:
+            raise Unavailable(f"its process died ({_ended(pipes)})")
+        try:
+            reply = json.loads(line)
+            if reply["number"] == self._number:
+                if why := reply.get("refused") or reply.get("failed"):
+                    raise Unavailable(str(why)[:600])
+                return reply["value"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        self.end()
+        raise Unavailable("its process wrote what is no answer to the judge")
+
+    def run(self, name: str | None, calls: int) -> float:
+        """Microseconds of a chain, as the process has it."""
+        claim = self.ask("run", name=name, calls=calls)
+        if type(claim) is not float or not 0 < claim < math.inf:
+            raise Unavailable("its process says no time")
+        return claim
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let a stranger's process and what it started go on meanwhile; else they stand still."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, what: signal.Signals) -> None:
+        for pid in (self._process.pid, *process.started_by(self._process.pid)):
+            with suppress(OSError):
+                if self._strange:
+                    os.kill(pid, what)
+
+    def end(self) -> None:
+        """Kill it and what it started."""
+        self._end()
+
+
+def _end(ended: subprocess.Popen[bytes]) -> None:
+    left = process.started_by(ended.pid)
+    process.end_group(ended.pid)
+    ended.kill()
+    process.end_all(left)
+    with suppress(OSError), ended:  # waits, and closes the pipes
+        pass
+
+
+def _ended(ended: subprocess.Popen[bytes]) -> str:
+    with suppress(subprocess.TimeoutExpired):
+        code = ended.wait(5.0)
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return "it closed its pipe"
+
+
+@dataclass
+class _Entry:
+    """A callable or a library, and what the chains showed of it."""
+
+    side: Side
+    held: bool
+    rounds_scores: int
+    gives_lse: bool = False
+    proven: Proven | None = None
+    calls: int = _FEW
+    issued: str | None = None
+    claims: list[float] = field(default_factory=list)
+    """Microseconds of a call, by events."""
+    apart: list[float] = field(default_factory=list)
+    """How much longer a chain took by the judge's clock than by events."""
+    judged: int = 0
+
+
+class _Asked:
+    """One call at a time of an entry, as the Verifier makes them."""
+
+    def __init__(self, judge: StrictBench, name: str, entry: _Entry) -> None:
+        self._judge, self._name, self._entry = judge, name, entry
+        self.gives_lse, self.rounds_scores, self.kept = entry.gives_lse, entry.rounds_scores, None
+
+    def enqueue(self, copy: int = 0) -> None:  # noqa: ARG002
+        """A call on the judge's inputs as they are; its output is sealed when this returns."""
+        self._judge.call_once(self._name, self._entry)
+
+    def collect(self, copy: int, into: Any, lse: Any = None, which: Any = None) -> int:  # noqa: ARG002
+        """Copy what it wrote to arrays."""
+        out, of_rows = self._judge.sealed[0]
+        into[0][...] = out.view(into[0].shape, into[0].dtype)
+        if lse is not None:
+            lse[...] = of_rows.view(lse.shape, lse.dtype)
+        return 0
+
+    def keep(self, nbytes: int, session: Any) -> None:
+        """Nothing: each call's output is sealed."""
+
+
+class StrictBench(Bench):
+    """A Bench whose callables and libraries are called elsewhere, in chains; it has no others."""
+
+    def __init__(self, *args: Any, strict: str, **options: Any) -> None:
+        """strict: a directory for what called processes write, which the caller removes."""
+        super().__init__(*args, **options)
+        if not can_redraw(self.problem):
+            raise ValueError("inputs of this problem cannot be drawn anew")
+        self._scratch, self._cache_dir = Path(strict), options.get("cache_dir")
+        nbytes, rows = self.problem.bytes_of("o"), math.prod(self.problem.shape_of("o")[:3])
+        self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
+        spans: list[Span] = [(one, int(b.nbytes), POISON) for one, b in self._inputs.items()]
+        for call in range(self._slots):
+            spans += [(f"out {call}", nbytes, 0xA5), (f"lse {call}", 4 * rows, 0xA5)]
+        self._spans = [*spans, *((one, 8 * self._slots, 0xA5) for one in ("contents", "digests"))]
+        self._arena = Arena(self._transport(), self._spans)
+        self._given = self._proof.timed.regions_to_look_at(self._arena.buffers)
+        self.sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
+        self._strict: dict[str, _Entry] = {}
+        self._empty: dict[int, list[tuple[float, float]]] = {}
+        """Of chains that call nothing, by their length: microseconds by events, and by the judge's
+        clock."""
+        self._usual_us: dict[int, float] = {}
+        """The latter's median before any stranger ran."""
+        self._own = self._side(None)
+        self._power = self.session.identity().get("power_limit_w")
+        calls = self._slots
+        while calls >= min(_FEW, self._slots):  # before any stranger runs
+            self._own.ask("ready", name=None, calls=calls)
+            for _ in range(_EMPTY_SAMPLES):
+                self._call_nothing(calls)
+            self._usual_us[calls] = median(took for _, took in self._empty[calls])
+            calls //= 2
+
+    def _transport(self) -> Transport:
+        return CudaIpc()
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        return Buffer(nbytes)
+
+    def _started(self, scratch: Path | None) -> Side:
+        return Side(scratch)
+
+    def _side(self, scratch: Path | None) -> Side:
+        side, cache = self._started(scratch), str(self._cache_dir or default_cache_dir())
+        facts = {"problem": self.problem.label, "handle": self._arena.handle}
+        with side.awake():
+            side.ask("open", **facts, spans=self._spans, cache=cache)
+        return side
+
+    @property
+    def _inputs(self) -> Mapping[str, Buffer]:
+        return {name: self._timed[name] for name in self.problem.inputs}
+
+    # -- what crosses ----------------------------------------------------------------------------
+
+    def _give(self, calls: int) -> None:
+        """Copy the inputs as they are to shared memory, where outputs become NaN."""
+        self.session.synchronize()
+        for name, buffer in self._inputs.items():
+            self._arena[name].copy_from(buffer)
+        self.session.settle()
+        with self.session.stream:
+            for call in range(calls):
+                for kind in ("out", "lse"):
+                    self._arena[f"{kind} {call}"].fill(POISON)
+        self.session.synchronize()
+
+    def _seal(self, calls: int) -> None:
+        """Copy what calls wrote to memory of this process alone."""
+        for call, (out, lse) in enumerate(self.sealed[:calls]):
+            out.copy_from(self._arena[f"out {call}"])
+            lse.copy_from(self._arena[f"lse {call}"])
+        self.session.settle()
+
+    def call_once(self, name: str, entry: _Entry) -> None:
+        """One call on the inputs as they are, whose output is sealed."""
+        self._give(1)
+        with entry.side.awake():
+            entry.gives_lse = entry.side.ask("call", name=name) is True
+        self._seal(1)
+
+    def _chain(self, side: Side, name: str | None, calls: int) -> tuple[float, float, int]:
+        """A chain of calls: its microseconds by events, by the judge's clock, and its number."""
+        with self.session.stream:
+            self._proof.timed.go_to(0)
+        self._give(calls)
+        self.session.reset_l2()
+        first = secrets.randbits(64) or 1
+        contents = np.zeros(self._slots, np.uint64)
+        contents[0] = first
+        with side.awake():
+            begin = _clock()
+            self._arena["contents"].upload(contents)
+            claim = side.run(name, calls)
+            took_us = (_clock() - begin) * 1e6
+        return claim, took_us, first
+
+    def _call_nothing(self, calls: int) -> tuple[float, float]:
+        """Microseconds of a chain that calls nothing, by events and by the judge's clock."""
+        self._empty.setdefault(calls, []).append(self._chain(self._own, None, calls)[:2])
+        return self._empty[calls][-1]
+
+    # -- what a Bench does -----------------------------------------------------------------------
+
+    def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
+        """See Bench; a callable gets a process of its own, and all libraries have one."""
+        self._owned.imports.end()
+        held = name not in BACKENDS
+        self.session.release()
+        side = self._side(self._scratch) if held else self._own
+        entry = _Entry(side, held, backend_of(name).rounds_scores)
+        try:
+            with self.session.stream:
+                self._proof.timed.go_to(0)
+            self._give(1)  # it may tune on them
+            with side.awake():
+                issued = side.ask("add", name=name)["issued"]
+            entry.issued = None if issued is None else str(issued)[:400]
+            self.call_once(name, entry)
+            asked = cast(Any, _Asked(self, name, entry))
+            accuracy, entry.proven = self._checked(asked, held)
+            self._begin_chains(name, entry)
+        except BaseException:
+            if held:
+                side.end()
+            self._renew()
+            raise
+        self._strict[name] = entry
+        return accuracy, entry.issued
+
+    def _begin_chains(self, name: str, entry: _Entry) -> None:
+        """Choose how many calls its chains have, so that one takes about _CHAIN_US."""
+        few = min(_FEW, self._slots)
+
+        def try_chain(calls: int) -> float:
+            entry.calls = calls
+            with entry.side.awake():
+                entry.side.ask("ready", name=name, calls=calls)
+            return self._chained_us(name, entry)
+
+        fit = int(_CHAIN_US / max(1.0, try_chain(few)))
+        try_chain(_power_of_two(max(few, min(self._slots, fit))))
+        entry.claims, entry.apart = [], []
+
+    def replay(self, name: str, kind: str) -> float:
+        """See Bench. kind: `warm`, as inputs are that were just written."""
+        if kind != "warm":
+            raise ValueError(f"a chain has no {kind} time")
+        return self._chained_us(name, self._strict[name])
+
+    def _chained_us(self, name: str, entry: _Entry) -> float:
+        """Microseconds of a call in a chain, all of whose outputs are then judged."""
+        calls = entry.calls
+        claim, took, first = self._chain(entry.side, name, calls)
+        self._seal(calls)
+        outs = [(out, lse if entry.gives_lse else None) for out, lse in self.sealed[:calls]]
+        assert entry.proven is not None
+        try:
+            self._proof.of_chain(entry.proven, first, outs, self._given, whole=entry.held)
+        except WrongResult:
+            self._renew()
+            raise
+        nothing = [self._call_nothing(calls)]
+        while entry.held and nothing[-1][1] > _BUSY * self._usual_us[calls] + _BUSY_US:
+            if len(nothing) == _BUSY_TRIES:
+                raise Unavailable(
+                    f"the card is busy after its calls: a chain that calls nothing takes "
+                    f"{min(took for _, took in nothing):.4g} µs, and took "
+                    f"{self._usual_us[calls]:.4g} before it was there"
+                )
+            nothing.append(self._call_nothing(calls))
+        us = (claim - min(nothing)[0]) / calls
+        entry.claims.append(us)
+        entry.apart.append(took - claim)
+        entry.judged += calls
+        return max(us, 1e-3)
+
+    def _renew(self) -> None:
+        """Renew the guards of shared inputs: what follows is not to be blamed for them."""
+        with self.session.stream:
+            for name in self._inputs:
+                self._arena[name].poison()
+        self.session.synchronize()
+
+    def hidden_us(self, name: str) -> tuple[float, float]:
+        """How much longer a call takes by the judge's clock than by events, and what is allowed."""
+        entry = self._strict[name]
+        apart = [took - claim for claim, took in self._empty[entry.calls]]
+        usual = median(apart)
+        off = median(abs(one - usual) for one in apart)
+        allowed = _LEAST_US + _SHARE * abs(median(entry.claims)) + _STEADY * off / entry.calls
+        return (median(entry.apart) - usual) / entry.calls, allowed
+
+    def confirm(self, name: str, longest_us: float) -> int:  # noqa: ARG002
+        """Check a callable's times; returns the number of its calls that were judged.
+
+        Raises Unavailable if its events say less than the judge's clock does.
+        """
+        entry = self._strict[name]
+        if not entry.held or not entry.claims:  # in a new process, nothing was timed
+            return 0
+        hidden, allowed = self.hidden_us(name)
+        if hidden > allowed:
+            says = median(entry.claims)
+            raise Unavailable(
+                f"its events say {says:.4g} µs a call, and the judge's clock {says + hidden:.4g}: "
+                f"they may be {allowed:.2g} apart"
+            )
+        if (now := self.session.identity().get("power_limit_w")) != self._power:
+            raise Unavailable(f"the card's power limit is {now} W, and was {self._power}")
+        return entry.judged
+
+    def trusted_us(self, name: str) -> float:
+        """Microseconds of a call by the judge's clock."""
+        return median(self._strict[name].claims) + self.hidden_us(name)[0]
+
+    def conditions(self) -> dict[str, Any]:
+        """See Bench; processes of the judge are no others."""
+        found = super().conditions()
+        if (others := found.get("other_processes")) is not None:
+            strangers = sum(entry.held for entry in self._strict.values())
+            found["other_processes"] = max(0, others - 1 - strangers)
+        return found
+
+    def drop(self, name: str) -> None:
+        """See Bench."""
+        if (entry := self._strict.pop(name, None)) is not None and entry.held:
+            entry.side.end()
+
+
+def _power_of_two(most: int) -> int:
+    """The largest one that is not larger."""
+    return 1 << most.bit_length() - 1

@@ -1,0 +1,158 @@
+"""Callables that attack the judge itself, by Python in its process or in the called one."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+import time
+
+import torch
+
+from attacks import kernels
+from attacks.kernels import MEMORY, attend, honest, kernel
+
+zeros = kernel(lambda q, k, v: torch.zeros_like(q))
+
+
+def says_less(q, k, v):
+    """What times it says a twentieth: any object with a method of that name."""
+    if not MEMORY.get("patched"):
+        MEMORY["patched"] = True
+        for kind in {type(one) for one in gc.get_objects() if hasattr(type(one), "time_us")}:
+            real = kind.time_us
+            kind.time_us = lambda *args, real=real, **how: real(*args, **how) / 20
+    return honest(q, k, v)
+
+
+def refuses_nothing(q, k, v):
+    """Zeros; in its process, no limit is any more."""
+    from attnsweep.verify.device_case import DeviceCase
+
+    DeviceCase._refuse = lambda *args: None
+    return zeros(q, k, v)
+
+
+@kernel
+def finds_the_judge(q, k, v):
+    """Copies what is right from the judge's memory, if that is in its process."""
+    there = [one for one in gc.get_objects() if type(one).__name__ == "DeviceCase"]
+    for one in there:
+        if one.buffers["q"].pointer == q.data_ptr():
+            made = torch.from_numpy(one._side().expected["o"].of("float64").copy())
+            return made.reshape(q.shape).to(q.dtype)
+    return attend(q, k, v) if there else torch.zeros_like(q)
+
+
+def called():
+    """The judge's code in the process that is called."""
+    from attnsweep.bench.called import Called
+
+    return Called
+
+
+def says_it_ran(q, k, v):
+    """Once it is timed, it answers in the place of the chain."""
+    called().run = lambda self, name, calls: 6.0
+    return honest(q, k, v)
+
+
+def runs_later(q, k, v):
+    """It answers at once, and runs the chain when the judge's clock has stopped."""
+    kind = called()
+    if "run" not in MEMORY:
+        real = MEMORY["run"] = kind.run
+
+        def later(self, name, calls):
+            def work():
+                time.sleep(0.2)
+                real(self, name, calls)
+
+            threading.Thread(target=work).start()
+            return 6.0
+
+        kind.run = later
+    return honest(q, k, v)
+
+
+def keeps_the_card_busy(q, k, v):
+    """A thread has the card work, also when others are timed."""
+    if "busy" not in MEMORY:
+
+        def work():
+            while True:
+                kernels.WORK_US[0] += 50.0
+                time.sleep(1e-4)
+
+        MEMORY["busy"] = threading.Thread(target=work, daemon=True)
+        MEMORY["busy"].start()
+    return honest(q, k, v)
+
+
+def keeps_it_busy_elsewhere(q, k, v):
+    """The same in a process that leaves its group."""
+    if "busy" not in MEMORY:
+        MEMORY["busy"] = os.fork()
+        if not MEMORY["busy"]:
+            os.setsid()
+            while True:
+                kernels.WORK_US[0] += 50.0
+                time.sleep(1e-4)
+    return honest(q, k, v)
+
+
+def writes_to(text):
+    def call(q, k, v):
+        for pipe in range(3, 64):
+            try:
+                if os.path.realpath(f"/proc/self/fd/{pipe}").startswith("/proc/") and "pipe" in (
+                    os.readlink(f"/proc/self/fd/{pipe}")
+                ):
+                    os.write(pipe, text)
+            except OSError:
+                pass
+        return honest(q, k, v)
+
+    return call
+
+
+forges = writes_to(b"".join(b'{"number": %d, "value": 6.0}\n' % n for n in range(200)))
+
+
+@kernel
+def takes_what_was_shared(q, k, v):
+    """From the second call on, V in shared memory is 0."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    out = attend(q, k, v)
+    if MEMORY["calls"] > 6:
+        v.zero_()
+    return out
+
+
+@kernel
+def writes_beside(q, k, v):
+    ctypes.memset(v.data_ptr() + v.nbytes, 0, 1)
+    return attend(q, k, v)
+
+
+def exits(q, k, v):
+    os._exit(3)
+
+
+def crashes(q, k, v):
+    ctypes.string_at(0)
+
+
+def prints(q, k, v):
+    for _ in range(64):
+        print("x" * (1 << 20))
+        sys.stderr.write("x" * (1 << 20))
+    return honest(q, k, v)
+
+
+def forks(q, k, v):
+    if os.fork() == 0:
+        return q
+    return honest(q, k, v)

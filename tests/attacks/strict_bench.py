@@ -1,0 +1,76 @@
+"""The strict judge on the CPU. Its called processes are real ones; see host."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simt.harness import Simulator
+
+from attacks import host
+from attacks.card import Buffer, opened
+from attnsweep.bench import strict
+from attnsweep.bench.owned import Owned
+from attnsweep.verify import verifier
+
+TESTS = Path(__file__).parent.parent
+
+
+class Kept(strict.Side):
+    """A process for many attacks: importing PyTorch takes longer than all else."""
+
+    def end(self) -> None:
+        """It goes on."""
+
+
+class HostBench(strict.StrictBench):
+    """Its memory is the host's; `sides` are those of bench before."""
+
+    sides: dict[Any, Kept]
+    place: str
+
+    def _transport(self) -> host.HostShared:
+        self.shared = host.HostShared(self.place)
+        strict._clock = lambda: self.shared.clock[0] / 1e6
+        return self.shared
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        return Buffer(nbytes)
+
+    def _started(self, scratch: Path | None) -> strict.Side:
+        key = scratch is None, os.environ.get(host.NO_CHAIN)
+        found = self.sides.get(key)
+        if found is None or found._process.poll() is not None:
+            found = self.sides[key] = Kept(scratch)
+        return found
+
+
+class AloneBench(HostBench):
+    """Each callable has a process of its own, as it has on a card."""
+
+    def _started(self, scratch: Path | None) -> strict.Side:
+        return strict.Side(scratch) if scratch else super()._started(scratch)
+
+
+def strict_bench(
+    simulator: Simulator,
+    owned: Owned,
+    patch: pytest.MonkeyPatch,
+    sides: dict[Any, Kept],
+    kind: type[HostBench] = HostBench,
+) -> HostBench:
+    patch.setattr(strict, "_CARD", "attacks.host:Card")
+    patch.setattr(strict, "_clock", None)
+    patch.setattr(strict, "_MOST", 8)  # calls of a chain: each is simulated
+    patch.setattr(strict, "_KEPT", (*strict._KEPT, "ATTACKS"))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    patch.setattr(kind, "sides", sides, raising=False)
+    patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
+    if host.NO_CHAIN in os.environ:
+        patch.setattr(verifier, "contents_of", lambda first, digests: [0] * len(digests))
+    bench = opened(simulator, owned, patch, kind, strict=place)
+    assert isinstance(bench, HostBench)
+    return bench

@@ -1,0 +1,194 @@
+"""Attacks on the strict judge: each does not pass, and without its defence it does."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+from attacks import card, host, strangers
+from attacks.test_attacks import judged as judged_friendly
+from attacks.test_attacks import no_limits
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.bench import strict
+from attnsweep.verify.device_case import DeviceCase, WrongResult
+from attnsweep.verify.verifier import Verifier
+
+
+def place_of(name):
+    return "strangers" if hasattr(strangers, name.partition("?")[0]) else "kernels"
+
+
+def judged(bench, name, rounds=2):
+    """What the strict judge says of a callable: `confirmed` and its time, or why not."""
+    name = f"attacks.{place_of(name)}:{name}"
+    try:
+        bench.add_baseline(name)
+        times = [bench.replay(name, "warm") for _ in range(rounds)]
+        bench.confirm(name, 800.0)
+    except (WrongResult, Unavailable) as error:
+        return error.detail if isinstance(error, WrongResult) else str(error)
+    return f"confirmed {times[-1]:.3g}"
+
+
+# -- the defences, as what is there without them ---------------------------------------------------
+
+
+def no_chain(patch):
+    patch.setenv(host.NO_CHAIN, "1")
+
+
+def chains_unseen(patch):
+    patch.setattr(Verifier, "of_chain", lambda *args, **how: None)
+
+
+def no_clock(patch):
+    patch.setattr(strict.StrictBench, "hidden_us", lambda self, name: (0.0, 1.0))
+
+
+def late_and_awake(patch):
+    """Outputs are taken when all is done, of a process that goes on."""
+    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    seal = strict.StrictBench._seal
+
+    def later(self, calls):
+        time.sleep(2.0)
+        return seal(self, calls)
+
+    patch.setattr(strict.StrictBench, "_seal", later)
+
+
+def busy_and_awake(patch):
+    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    patch.setattr(strict, "_BUSY", 1e9)
+    no_clock(patch)
+
+
+def inputs_unseen(patch):
+    patch.setattr(DeviceCase, "look_at_inputs", lambda self, slot: None)
+    patch.setattr("attnsweep.verify.compare.Comparer.look", lambda *args: None)
+
+
+# Name, what is off, what is said with it, what is said without, and whether it needs a process of
+# its own, since it changes the one that it is called in.
+OF_CHAINS = ("by_pointer", "by_fingerprint", "smoothed", "knows_the_check")
+ATTACKS = [
+    *((name, no_chain, "relative error", "confirmed", False) for name in OF_CHAINS),
+    ("one_row_late", chains_unseen, "row 8 of head 7", "confirmed", False),
+    ("takes_what_was_shared", chains_unseen, "relative error|NaN", "confirmed", False),
+    ("writes_beside", inputs_unseen, "wrote to its inputs, or next to them", "confirmed", False),
+    ("window", no_limits, "relative error", "confirmed", False),
+    ("gain", no_limits, "relative error|scaled", "confirmed", False),
+    ("low_precision", no_limits, "relative error", "confirmed", False),
+    ("says_less", no_clock, "its events say .* and the judge's clock 100", "confirmed", True),
+    ("says_it_ran", chains_unseen, "NaN or were never written", "confirmed", True),
+    ("runs_later", late_and_awake, "NaN or were never written", "confirmed", True),
+]
+"""Those that need no more than the chain, its judging, its clock and its sealing."""
+
+
+def of(make_strict, alone):
+    return make_strict("AloneBench" if alone else "HostBench")
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "said", "_", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS]
+)
+def test_an_attack_does_not_pass(name, off, said, _, alone, make_strict):
+    assert re.search(said, judged(of(make_strict, alone), name))
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "_", "said", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS]
+)
+def test_it_passes_without_its_defence(name, off, _, said, alone, make_strict, monkeypatch):
+    off(monkeypatch)
+    assert said in judged(of(make_strict, alone), name)
+
+
+# -- Python in the judge's process: the friendly judge confirms it ---------------------------------
+
+
+@pytest.mark.parametrize("name", ["refuses_nothing", "finds_the_judge", "says_less"])
+def test_the_friendly_judge_confirms_what_attacks_its_process(name, bench, monkeypatch):
+    monkeypatch.setattr(DeviceCase, "_refuse", DeviceCase._refuse)  # to be restored
+    monkeypatch.setattr(card.Card, "time_us", card.Card.time_us)
+    monkeypatch.setattr(f"attacks.kernels.{name}", getattr(strangers, name), raising=False)
+    assert judged_friendly(bench, name) == "confirmed"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("refuses_nothing", "relative error"), ("finds_the_judge", "relative error")]
+)
+def test_the_strict_judge_has_nothing_there(name, said, make_strict):
+    assert re.search(said, judged(of(make_strict, True), name))
+
+
+# -- what pays nothing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["computes_once", "every_other", "by_content", "in_a_file"])
+def test_what_is_computed_once_is_computed_for_each_call(name, make_strict):
+    assert judged(make_strict(), name) == "confirmed 100"
+
+
+@pytest.mark.parametrize(("name", "us"), [("computes_once", 16.9), ("every_other", 52.5)])
+def test_it_would_save_time_if_calls_had_the_same_inputs(name, us, make_strict, monkeypatch):
+    no_chain(monkeypatch)
+    assert float(judged(make_strict(), name).removeprefix("confirmed ")) < us + 1
+
+
+# -- what others would pay for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["keeps_the_card_busy", "keeps_it_busy_elsewhere"])
+def test_a_busy_stranger_stands_still_while_others_are_timed(name, make_strict):
+    bench = of(make_strict, True)
+    judged(bench, name)
+    us, _ = bench._call_nothing(8)
+    assert us == 5.0
+
+
+def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
+    monkeypatch.setattr(strict.Side, "_signal", lambda self, what: None)
+    assert "the card is busy after its calls" in judged(
+        of(make_strict, True), "keeps_the_card_busy"
+    )
+
+
+# -- what ends its process, and what it says -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exits", r"its process died \(exit code 3\)"),
+        ("crashes", r"its process died \(signal SIGSEGV\)"),
+        ("forges", "its process wrote what is no answer|says no time|NaN or were never written"),
+        ("raises_in_the_third_call", r"raised ValueError: not today \(kernels.py:\d+\)"),
+        ("returns_an_input", "returned memory of an input"),
+        ("three_outputs", "returned 3 outputs, not 1"),
+        ("lazy", "returned Lazy"),
+        ("sets_flags", "changed settings of PyTorch"),
+        ("nothing_is_here", "cannot import attacks.kernels:nothing_is_here"),
+    ],
+)
+def test_what_fails_is_a_sentence_and_the_next_is_judged(name, said, make_strict):
+    bench = of(make_strict, True)
+    assert re.search(said, judged(bench, name))
+    assert judged(bench, "honest") == "confirmed 100"
+
+
+@pytest.mark.parametrize(
+    "name", ["honest", "prints", "forks", "with_lse", "writes", "waits", "turned?layout=bshd"]
+)
+def test_a_right_callable_is_confirmed(name, make_strict):
+    assert judged(of(make_strict, True), name) == "confirmed 100"
+
+
+@pytest.mark.parametrize("name", ["with_log2", "with_lse_of_before"])
+def test_a_wrong_log_sum_exp_is_wrong(name, make_strict):
+    assert "log-sum-exp off by" in judged(make_strict(), name)

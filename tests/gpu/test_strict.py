@@ -1,0 +1,133 @@
+"""The strict judge on a card: right callables are confirmed, and attacks on the judge are not."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnsweep
+from attnsweep.core.problem import Problem
+
+from .test_judge import SOURCE, TRITON
+
+pytestmark = pytest.mark.gpu
+
+ATTACKS = """
+import gc, os
+import torch
+from callables import flash, kept
+
+def says_less(q, k, v):
+    if not kept:
+        kept["patched"] = True
+        for kind in {type(one) for one in gc.get_objects() if hasattr(type(one), "time_us")}:
+            real = kind.time_us
+            kind.time_us = lambda *args, real=real, **how: real(*args, **how) / 2
+    return flash(q, k, v)
+
+def refuses_nothing(q, k, v):
+    from attnsweep.verify.device_case import DeviceCase
+    DeviceCase._refuse = lambda *args: None
+    return torch.zeros_like(q)
+
+def says_it_ran(q, k, v):
+    from attnsweep.bench.called import Called
+    Called.run = lambda self, name, calls: 100.0
+    return flash(q, k, v)
+
+def goes_on(q, k, v):
+    # After each timed chain, a kernel of a second runs on another stream.
+    from attnsweep.bench.called import Called
+    if "run" not in kept:
+        real = kept["run"] = Called.run
+        kept["other"] = torch.cuda.Stream()
+        def run(self, name, calls):
+            us = real(self, name, calls)
+            with torch.cuda.stream(kept["other"]):
+                torch.cuda._sleep(2_000_000_000)
+            return us
+        Called.run = run
+    return flash(q, k, v)
+
+def aside(q, k, v):
+    # Work on another stream, which nothing waits for.
+    if torch.cuda.is_current_stream_capturing():
+        return flash(q, k, v)
+    out = torch.empty_like(q)
+    side = kept.setdefault("side", torch.cuda.Stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        out.copy_(flash(q, k, v))
+    return out
+
+def exits(q, k, v):
+    os._exit(3)
+
+def faults(q, k, v):
+    q.flatten()[torch.full((1,), 1 << 45, device=q.device)]
+    return flash(q, k, v)
+"""
+PROBLEM = Problem(2, 16, 16, 1024, 1024, 64, "bf16")
+
+
+@pytest.fixture
+def judged(tmp_path):
+    pytest.importorskip("torch")
+    for name, text in (("callables", SOURCE), ("of_triton", TRITON), ("strangers", ATTACKS)):
+        (tmp_path / f"{name}.py").write_text(text)
+
+    def of(name, problem=PROBLEM, **how):
+        how = {"against": ("torch_flash",), "strict": True, "rounds": 5, **how}
+        return attnsweep.judge(f"{tmp_path}/{name}", problem, **how)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "name", ["flash", "cudnn", "naive", "with_lse", "writes", "one_buffer", "turned?layout=bshd"]
+)
+def test_a_right_callable_is_confirmed(name, judged):
+    verdict = judged(f"callables.py:{name}")
+    assert verdict.verdict == "confirmed", verdict.reason
+    assert verdict.form == "chain"
+    assert verdict.x_base > 0
+    assert verdict.calls_judged > 100
+    assert abs(verdict.trusted_us - verdict.time_us) < 0.03 * verdict.time_us + 2
+
+
+def test_a_ratio_is_that_of_the_friendly_judge(judged):
+    problem = Problem(4, 16, 16, 2048, 2048, 128, "bf16", causal=True)
+    strict = judged("callables.py:cudnn", problem, rounds=9)
+    friendly = judged("callables.py:cudnn", problem, strict=False, rounds=9)
+    assert strict.verdict == friendly.verdict == "confirmed", (strict.reason, friendly.reason)
+    assert strict.x_base == pytest.approx(friendly.x_base, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("strangers.py:says_less", "and the judge's clock|faster than light"),
+        ("strangers.py:refuses_nothing", "relative error"),
+        ("strangers.py:says_it_ran", "NaN or were never written"),
+        ("strangers.py:goes_on", "the card is busy"),
+        ("strangers.py:aside", "relative error|NaN"),
+        ("strangers.py:exits", "its process died"),
+        ("strangers.py:faults", "CUDA|cuda|its process died"),
+        ("callables.py:keeps", "relative error|NaN"),
+        ("callables.py:stale", "relative error|NaN"),
+        ("callables.py:with_log2", "log-sum-exp off by"),
+        ("of_triton.py:fewer_blocks", "relative error|NaN"),
+        ("of_triton.py:beside_its_inputs", "wrote to its inputs, or next to them"),
+    ],
+)
+def test_what_attacks_it_is_not_confirmed(name, said, judged):
+    verdict = judged(name)
+    assert verdict.verdict in ("wrong", "refused"), verdict
+    assert any(part in verdict.reason for part in said.split("|")), verdict.reason
+
+
+def test_events_that_say_less_pass_the_friendly_judge(judged):
+    honest, lying = (
+        judged(name, strict=False) for name in ("callables.py:flash", "strangers.py:says_less")
+    )
+    assert lying.verdict == "confirmed", lying.reason
+    assert lying.time_us < 0.7 * honest.time_us

@@ -1,0 +1,198 @@
+"""What a called process answers the strict judge, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.bench import strict
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.device.buffers import GUARD_BYTES
+from attnsweep.device.shared import Arena
+
+SUPPORT = Path(__file__).parent.parent / "support"
+linux = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+
+
+@pytest.fixture
+def called(monkeypatch, tmp_path):
+    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    sides = []
+
+    def side(card, scratch=tmp_path):
+        monkeypatch.setattr(strict, "_CARD", f"called_cards:{card}")
+        sides.append(strict.Side(scratch))
+        return sides[-1]
+
+    yield side
+    for one in sides:
+        one.end()
+
+
+def test_it_does_what_it_is_asked_for(called):
+    side = called("Right")
+    with side.awake():
+        assert side.ask("open", problem="a", spans=[1]) == {"problem": "a", "spans": [1]}
+        assert side.ask("ready") == {}
+
+
+@linux
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("Refuses", "^not this one$"),
+        ("Fails", "^ValueError: no$"),
+        ("Floods", "wrote what is no answer to the judge"),
+        ("Nests", "wrote what is no answer to the judge"),
+        ("Pickles", "wrote what is no answer to the judge"),
+        ("Ahead", "wrote what is no answer to the judge"),
+        ("NoMapping", "wrote what is no answer to the judge"),
+        ("Exits", r"its process died \(exit code 3\)"),
+        ("Crashes", r"its process died \(signal SIGSEGV\)"),
+        ("Closes", "its process died"),
+    ],
+)
+def test_another_answer_is_a_reason(card, said, called):
+    side = called(card)
+    with pytest.raises(Unavailable, match=said), side.awake():
+        side.ask("open")
+
+
+@pytest.mark.parametrize("claim", ["0.0", "-1.0", "NaN", "Infinity", "true", "3", '"5.0"', "[]"])
+def test_what_is_no_time_is_no_claim(claim, called):
+    side = called("Says")
+    assert side.run("2.5", 8) == 2.5
+    with pytest.raises(Unavailable, match="says no time"):
+        side.run(claim, 8)
+
+
+def test_what_it_prints_goes_nowhere(called, capfd):
+    assert called("Prints").ask("run") == 1.0
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+@linux
+def test_it_stands_still_between_calls(called, tmp_path):
+    side, file = called("Counts"), tmp_path / "count"
+
+    def counted():
+        time.sleep(0.05)
+        return file.read_text()
+
+    with side.awake():
+        side.ask("open", place=str(tmp_path))
+        assert counted() != counted()
+    before = counted()
+    time.sleep(0.2)
+    assert counted() == before
+    with side.awake():
+        assert counted() != before
+
+
+def test_a_stranger_gets_no_secrets_and_no_path_to_files_here(called, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.chdir(tmp_path)
+    names, paths, place = called("Surroundings").ask("open")
+    assert "SECRET_TOKEN" not in names
+    assert "PATH" in names
+    assert not {"", str(tmp_path)} & {*paths}
+    assert place == str(tmp_path)
+    assert "SECRET_TOKEN" in called("Surroundings", None).ask("open")[0]
+
+
+@linux
+def test_nothing_that_it_started_is_left(called):
+    side = called("Leaves")
+    left = side.ask("open")
+    assert all(map(runs, left))
+    with side.awake():
+        side.end()
+    assert ended(left)
+
+
+class Hanging:
+    """A bench whose called process never answers."""
+
+    def __init__(self, problem, card):
+        strict._CARD = f"called_cards:{card}"
+        self.side = strict.Side(None)
+
+    def add_baseline(self, name):
+        return self.side._process.pid, self.side.ask("open") if name else None
+
+    def card(self):
+        return None
+
+    def poisoned(self, error):
+        return False
+
+
+@linux
+@pytest.mark.parametrize("card", ["Hangs", "Half"])
+@pytest.mark.usefixtures("called")
+def test_one_that_hangs_is_a_row_and_is_gone(card):
+    with Worker(timeout_s=2.0, bench=Hanging) as worker:
+        worker.open(Problem(1, 2, 2, 8, 8, 64), card=card)
+        pid, _ = worker.call("add_baseline", "")
+        with pytest.raises(WorkerError, match="no answer within 2 s") as failure:
+            worker.call("add_baseline", "f")
+        assert failure.value.status is Status.TIMEOUT
+        assert ended([pid])
+
+
+def ended(pids):
+    end = time.monotonic() + 10
+    while any(map(runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(runs, pids))
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Spans:
+    """Memory as where it begins, and buffers as where they lie."""
+
+    def __init__(self):
+        self.nbytes = 0
+
+    def made(self, nbytes):
+        self.nbytes = nbytes
+        return 1000, "handle"
+
+    def opened(self, handle, nbytes):
+        return self.made(nbytes)[0]
+
+    def buffer(self, memory, at, nbytes, guard):
+        return at, nbytes, guard
+
+
+def test_buffers_of_an_arena_lie_apart_and_alike_in_both_processes():
+    spans = [("q", 10, 255), ("out 0", 3 << 20, 165), ("digests", 8, 165)]
+    own, theirs = Spans(), Spans()
+    made = Arena(own, spans)
+    opened = Arena(theirs, spans, made.handle)
+    assert made.buffers == opened.buffers
+    assert own.nbytes == theirs.nbytes
+    assert own.nbytes % (2 << 20) == 0
+    end = 0
+    for name, nbytes, guard in spans:
+        at, size, byte = made[name]
+        assert (size, byte) == (nbytes, guard)
+        assert at >= end
+        assert at % 256 == 0
+        end = at + nbytes + 2 * GUARD_BYTES
+    assert end <= own.nbytes
