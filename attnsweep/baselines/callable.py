@@ -51,6 +51,8 @@ def source_digest(name: str) -> str | None:
     return None
 
 
+DOES_NOT = "does not support it"
+"""In the reason if a callable says so of a problem."""
 CANNOT_IMPORT = "cannot import"
 """How the reason begins if a callable is not there: that is no verdict about it."""
 
@@ -72,19 +74,25 @@ def ways_of(name: str) -> Builder:
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         module, function = _imported(asked.call)
-
-        def own(name: str) -> Any:
-            return getattr(function, name, None) or getattr(module, name, None)
-
         with _watched(f"{name}: supports or prepare"):
-            answer = supports(problem) if (supports := own("supports")) else True
-            if answer is True and (prepare := own("prepare")):
+            supports = _beside(module, function, "supports")
+            answer = supports(problem) if supports else True
+            if answer is True and (prepare := _beside(module, function, "prepare")):
                 prepare(problem)
         if answer is not True:
-            raise Unavailable(f"{name} does not support it: {str(answer)[:300]}")
+            raise Unavailable(f"{name} {DOES_NOT}: {str(answer)[:300]}")
         return [Way(_Call(torch, problem, name, function))]
 
     return build
+
+
+def says_what_it_supports(name: str) -> bool:
+    """Whether a callable has `supports`. Raises Unavailable."""
+    return _beside(*_imported(Asked.of(name).call), "supports") is not None
+
+
+def _beside(module: Any, function: Any, name: str) -> Any:
+    return getattr(function, name, None) or getattr(module, name, None)
 
 
 class _Call:

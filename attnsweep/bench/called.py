@@ -19,6 +19,7 @@ import numpy as np
 
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.callable import DOES_NOT, says_what_it_supports
 from attnsweep.core.ops import DTYPE_BYTES
 from attnsweep.core.problem import Problem
 from attnsweep.device import process
@@ -71,22 +72,42 @@ class Called:
         self._sum = self._card.buffer(8)
         self._session.settle()
 
-    def add(self, name: str) -> dict[str, Any]:
-        """Import, prepare and bind a callable or a library."""
-        shape, own = self._problem, _BITS[DTYPE_BYTES[self._problem.dtype]]
+    def add(self, name: str) -> str | None:
+        """Import, prepare and bind a callable or a library; returns why no graph holds it."""
+        self._bound[name] = bound = self._bind(name, self._problem, self._arena, self._calls)
+        return bound.issued
+
+    def _bind(self, name: str, shape: Problem, arena: Arena, calls: int) -> prepare.BoundBaseline:
+        own, bits = (_BITS[DTYPE_BYTES[dtype]] for dtype in (shape.dtype, shape.out_dtype))
         inputs = {
-            one: self._arena[one].view(
+            one: arena[one].view(
                 shape.shape_of(one), own if shape.tensor(one).dtype == shape.dtype else np.float32
             )
             for one in shape.values
         }
         bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
         out, rows = shape.shape_of("o"), shape.shape_of("o")[:3]
-        bits = _BITS[DTYPE_BYTES[shape.out_dtype]]
-        outs = [one.view(out, bits) for one in self._outs]
-        bound.seals_in(outs, [one.view(rows, np.float32) for one in self._lses])
-        self._bound[name] = bound
-        return {"issued": bound.issued, "rounds_scores": bound.rounds_scores}
+        bound.seals_in(
+            [arena[f"out {call}"].view(out, bits) for call in range(calls)],
+            [arena[f"lse {call}"].view(rows, np.float32) for call in range(calls)],
+        )
+        return bound
+
+    def case(self, name: str, problem: str, handle: str, spans: Sequence[Span]) -> bool:
+        """One call on another problem, if a callable says that it supports it."""
+        if not says_what_it_supports(name):
+            return False
+        arena = Arena(self._card.transport, spans, handle)
+        try:
+            bound = self._bind(name, Problem.parse(problem), arena, 1)
+        except Unavailable as error:
+            if DOES_NOT in str(error):
+                return False
+            raise Unavailable(f"it supports {problem}, but {error}") from error
+        with self._session.stream:
+            bound.seal(0)
+        self._session.synchronize()
+        return True
 
     def call(self, name: str) -> bool:
         """One call on the inputs as they are; returns whether a log-sum-exp was there."""

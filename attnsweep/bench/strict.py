@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from attnsweep.core.trial import Accuracy
 from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.shared import Arena, CudaIpc, Span, Transport
-from attnsweep.verify.device_case import WrongResult, can_redraw
+from attnsweep.verify.device_case import DeviceCase, WrongResult, can_redraw
 from attnsweep.verify.verifier import Proven
 
 # Calls of a chain: a power of two, at most this many, whose outputs take at most so much memory
@@ -48,6 +48,7 @@ _SHARE, _LEAST_US, _STEADY = 0.03, 0.5, 4.0
 # so much more, in one of some tries; else a stranger keeps the card busy between its calls.
 _BUSY, _BUSY_US, _BUSY_TRIES = 1.5, 200.0, 3
 _EMPTY_SAMPLES = 5
+_CASES_S = 40.0
 # A line that a called process may write.
 _LINE = 1 << 16
 _CARD = "attnsweep.bench.called:Card"
@@ -165,6 +166,8 @@ class _Entry:
     apart: list[float] = field(default_factory=list)
     """How much longer a chain took by the judge's clock than by events."""
     judged: int = 0
+    cases: list[Arena] = field(default_factory=list)
+    """Memory of small cases, which its process has open until it ends."""
 
 
 class _Asked:
@@ -199,13 +202,9 @@ class StrictBench(Bench):
         if not can_redraw(self.problem):
             raise ValueError("inputs of this problem cannot be drawn anew")
         self._scratch, self._cache_dir = Path(strict), options.get("cache_dir")
-        nbytes, rows = self.problem.bytes_of("o"), math.prod(self.problem.shape_of("o")[:3])
+        nbytes, rows = self.problem.bytes_of("o"), self._proof.timed.rows
         self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
-        spans: list[Span] = [(one, int(b.nbytes), POISON) for one, b in self._inputs.items()]
-        for call in range(self._slots):
-            spans += [(f"out {call}", nbytes, 0xA5), (f"lse {call}", 4 * rows, 0xA5)]
-        self._spans = [*spans, *((one, 8 * self._slots, 0xA5) for one in ("contents", "digests"))]
-        self._arena = Arena(self._transport(), self._spans)
+        self._arena, self._spans = self._shared(self._proof.timed, self._slots)
         self._given = self._proof.timed.regions_to_look_at(self._arena.buffers)
         self.sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
         self._strict: dict[str, _Entry] = {}
@@ -240,22 +239,30 @@ class StrictBench(Bench):
             side.ask("open", **facts, spans=self._spans, cache=cache)
         return side
 
-    @property
-    def _inputs(self) -> Mapping[str, Buffer]:
-        return {name: self._timed[name] for name in self.problem.inputs}
-
     # -- what crosses ----------------------------------------------------------------------------
 
-    def _give(self, calls: int) -> None:
+    def _shared(self, of: DeviceCase, calls: int) -> tuple[Arena, list[Span]]:
+        """Memory that a called process opens, with a case's inputs and outputs of NaN."""
+        problem = of.case.problem
+        spans = [(one, int(of.buffers[one].nbytes), POISON) for one in problem.inputs]
+        for call in range(calls):
+            nbytes = problem.bytes_of("o"), 4 * of.rows
+            spans += [(f"out {call}", nbytes[0], 0xA5), (f"lse {call}", nbytes[1], 0xA5)]
+        spans += [(one, 8 * calls, 0xA5) for one in ("contents", "digests")]
+        arena = Arena(self._transport(), spans)
+        self._give(arena, of, calls)
+        return arena, spans
+
+    def _give(self, arena: Arena, of: DeviceCase, calls: int) -> None:
         """Copy the inputs as they are to shared memory, where outputs become NaN."""
         self.session.synchronize()
-        for name, buffer in self._inputs.items():
-            self._arena[name].copy_from(buffer)
+        for name in of.case.problem.inputs:
+            arena[name].copy_from(of.buffers[name])
         self.session.settle()
         with self.session.stream:
             for call in range(calls):
                 for kind in ("out", "lse"):
-                    self._arena[f"{kind} {call}"].fill(POISON)
+                    arena[f"{kind} {call}"].fill(POISON)
         self.session.synchronize()
 
     def _seal(self, calls: int) -> None:
@@ -267,7 +274,7 @@ class StrictBench(Bench):
 
     def call_once(self, name: str, entry: _Entry) -> None:
         """One call on the inputs as they are, whose output is sealed."""
-        self._give(1)
+        self._give(self._arena, self._proof.timed, 1)
         with entry.side.awake():
             entry.gives_lse = entry.side.ask("call", name=name) is True
         self._seal(1)
@@ -276,7 +283,7 @@ class StrictBench(Bench):
         """A chain of calls: its microseconds by events, by the judge's clock, and its number."""
         with self.session.stream:
             self._proof.timed.go_to(0)
-        self._give(calls)
+        self._give(self._arena, self._proof.timed, calls)
         self.session.reset_l2()
         first = secrets.randbits(64) or 1
         contents = np.zeros(self._slots, np.uint64)
@@ -305,13 +312,15 @@ class StrictBench(Bench):
         try:
             with self.session.stream:
                 self._proof.timed.go_to(0)
-            self._give(1)  # it may tune on them
+            self._give(self._arena, self._proof.timed, 1)  # it may tune on them
             with side.awake():
-                issued = side.ask("add", name=name)["issued"]
+                issued = side.ask("add", name=name)
             entry.issued = None if issued is None else str(issued)[:400]
             self.call_once(name, entry)
             asked = cast(Any, _Asked(self, name, entry))
             accuracy, entry.proven = self._checked(asked, held)
+            if held:
+                self._try_cases(name, entry)
             self._begin_chains(name, entry)
         except BaseException:
             if held:
@@ -320,6 +329,25 @@ class StrictBench(Bench):
             raise
         self._strict[name] = entry
         return accuracy, entry.issued
+
+    def _try_cases(self, name: str, entry: _Entry) -> None:
+        """Judge a call on each small and hard case that the callable says it supports.
+
+        They are taken in random order, for _CASES_S: it may compile and tune for each.
+        """
+        end = _clock() + _CASES_S
+        for fixture in secrets.SystemRandom().sample(self._proof.small, len(self._proof.small)):
+            arena, spans = self._shared(fixture, 1)
+            facts = {"problem": fixture.case.problem.label, "handle": arena.handle}
+            entry.cases.append(arena)
+            with entry.side.awake():
+                if entry.side.ask("case", name=name, spans=spans, **facts) is not True:
+                    continue
+            fixture.buffers["o"].copy_from(arena["out 0"])
+            self.session.settle()
+            self._proof.of_small(fixture, entry.rounds_scores)
+            if _clock() > end:
+                break
 
     def _begin_chains(self, name: str, entry: _Entry) -> None:
         """Choose how many calls its chains have, so that one takes about _CHAIN_US."""
@@ -371,7 +399,7 @@ class StrictBench(Bench):
     def _renew(self) -> None:
         """Renew the guards of shared inputs: what follows is not to be blamed for them."""
         with self.session.stream:
-            for name in self._inputs:
+            for name in self.problem.inputs:
                 self._arena[name].poison()
         self.session.synchronize()
 

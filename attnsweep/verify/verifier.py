@@ -200,6 +200,20 @@ class Verifier:
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
         return self._named(worst, found[-3][0], found[-1][0]), proven
 
+    @property
+    def small(self) -> Sequence[DeviceCase]:
+        """Small, odd and hard cases of the problem's kind."""
+        return self._small.fixtures
+
+    def of_small(self, fixture: DeviceCase, rounds_scores: int) -> None:
+        """Judge the output of a small case. Raises WrongResult."""
+        with self._session.stream:
+            self._judge.clear()
+            fixture.compare(0)
+            (found,) = self._judge.found_of(1, len(fixture.outputs))
+        same = self._same(fixture, rounds_scores)
+        fixture.accuracy(Errors(found, {}), rounds_scores, same=same)
+
     def _small_of(self, candidate: Candidate) -> Small:
         """The problem's small cases, or those of a family that does not serve all of them."""
         if candidate.cases is None:

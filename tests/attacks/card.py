@@ -116,6 +116,7 @@ def opened(
     owned: Owned,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[measure.Bench] = measure.Bench,
+    small: tuple[cases.Case, ...] = (),
     **options: Any,
 ) -> measure.Bench:
     """A bench of PROBLEM."""
@@ -127,7 +128,7 @@ def opened(
     monkeypatch.setattr(measure, "CudaSession", lambda: card)
     monkeypatch.setattr(measure, "Buffer", Buffer)
     monkeypatch.setattr("attnsweep.verify.device_case.Buffer", Buffer)
-    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: small)
     # As where all outputs of a graph find room.
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))
     kernels.MEMORY.clear()

@@ -27,17 +27,20 @@ class HostShared:
     """device.shared.CudaIpc with a file's memory; behind it lies the clock, in microseconds."""
 
     def __init__(self, place: str = "") -> None:
-        self.clock, self._place = np.zeros(1), place
+        self.clock = self.last = np.zeros(1)
+        self._place = place
 
     def made(self, nbytes: int) -> tuple[Any, str]:
         name = os.path.join(self._place, f"shared {secrets.token_hex(8)}")
         with open(name, "wb") as file:
             file.truncate(nbytes + 8)
-        return self.opened(name, nbytes), name
+        memory = self.opened(name, nbytes)
+        self.clock = self.clock if self.clock.base is not None else self.last
+        return memory, name
 
     def opened(self, handle: str, nbytes: int) -> Any:
         whole = np.memmap(handle, np.uint8, "r+").view(np.ndarray)
-        self.clock = whole[nbytes:].view(np.float64)
+        self.last = whole[nbytes:].view(np.float64)
         return whole[:nbytes]
 
     def buffer(self, memory: Any, at: int, nbytes: int, guard: int) -> Buffer:
@@ -129,7 +132,7 @@ class Card:
 
     def comparer(self, dtype: str, cache_dir: object) -> Kernels:
         kernels.MEMORY.clear()
-        kernels.WORK_US = self.transport.clock
+        kernels.WORK_US = self.transport.clock = self.transport.last
         return Kernels()
 
     def buffer(self, nbytes: int) -> Buffer:

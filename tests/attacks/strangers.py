@@ -156,3 +156,36 @@ def forks(q, k, v):
     if os.fork() == 0:
         return q
     return honest(q, k, v)
+
+
+@kernel
+def without_a_maximum(q, k, v):
+    """Right on normal inputs, and not a number where scores are large."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    weights = (q.float() @ k.mT * q.shape[-1] ** -0.5).exp()
+    return (weights / weights.sum(-1, keepdim=True) @ v).to(q.dtype)
+
+
+def promised(call, supports=lambda problem: True):
+    """The callable, with what it says that it supports."""
+
+    def promising(q, k, v):
+        return call(q, k, v)
+
+    promising.supports = supports
+    return promising
+
+
+promises_all = promised(without_a_maximum)
+promises_one = promised(without_a_maximum, lambda problem: problem.seqlen_k == 20 or "no other")
+keeps_its_promise = promised(honest)
+
+
+def _needs_it(q, k, v):
+    if k.shape[2] != 20:
+        raise ValueError("never tried")
+    return honest(q, k, v)
+
+
+raises_elsewhere = promised(_needs_it)

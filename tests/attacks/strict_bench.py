@@ -14,6 +14,7 @@ from attacks import host
 from attacks.card import Buffer, opened
 from attnsweep.bench import strict
 from attnsweep.bench.owned import Owned
+from attnsweep.core.cases import Case
 from attnsweep.verify import verifier
 
 TESTS = Path(__file__).parent.parent
@@ -33,8 +34,9 @@ class HostBench(strict.StrictBench):
     place: str
 
     def _transport(self) -> host.HostShared:
-        self.shared = host.HostShared(self.place)
-        strict._clock = lambda: self.shared.clock[0] / 1e6
+        if not hasattr(self, "shared"):
+            self.shared = host.HostShared(self.place)
+            strict._clock = lambda: self.shared.clock[0] / 1e6
         return self.shared
 
     def _buffer(self, nbytes: int) -> Buffer:
@@ -61,7 +63,9 @@ def strict_bench(
     patch: pytest.MonkeyPatch,
     sides: dict[Any, Kept],
     kind: type[HostBench] = HostBench,
+    small: tuple[Case, ...] = (),
 ) -> HostBench:
+    """small: the cases beside the problem."""
     patch.setattr(strict, "_CARD", "attacks.host:Card")
     patch.setattr(strict, "_clock", None)
     patch.setattr(strict, "_MOST", 8)  # calls of a chain: each is simulated
@@ -71,6 +75,6 @@ def strict_bench(
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
         patch.setattr(verifier, "contents_of", lambda first, digests: [0] * len(digests))
-    bench = opened(simulator, owned, patch, kind, strict=place)
+    bench = opened(simulator, owned, patch, kind, strict=place, small=small)
     assert isinstance(bench, HostBench)
     return bench

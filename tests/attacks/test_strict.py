@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from attacks.test_attacks import judged as judged_friendly
 from attacks.test_attacks import no_limits
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
+from attnsweep.core.cases import Case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
 
@@ -157,6 +159,32 @@ def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
     assert "the card is busy after its calls" in judged(
         of(make_strict, True), "keeps_the_card_busy"
     )
+
+
+# -- other shapes and inputs, if it says that it supports them -------------------------------------
+
+SMALL = tuple(
+    Case(replace(card.PROBLEM, batch=1, seqlen_q=q, seqlen_k=k), inputs)
+    for q, k, inputs in ((5, 17, "normal"), (9, 20, "large_scores"), (7, 40, "far_above"))
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("promises_all", "NaN or were never written .*, (large_scores|far_above)"),
+        ("raises_elsewhere", "it supports .* full, but .* raised ValueError: never tried"),
+        ("promises_one", "NaN or were never written .*, large_scores"),
+        ("keeps_its_promise", "confirmed 100"),
+        ("without_a_maximum", "confirmed 100"),
+    ],
+)
+def test_it_is_held_to_what_it_says_that_it_supports(name, said, make_strict):
+    assert re.search(said, judged(make_strict(small=SMALL), name))
+
+
+def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict):
+    assert judged(make_strict(), "promises_all") == "confirmed 100"
 
 
 # -- what ends its process, and what it says -------------------------------------------------------

@@ -48,10 +48,10 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, guard: int = 0xA5, inside: Any = None) -> None:
         self.nbytes, self.guard_byte = nbytes, guard
         room = nbytes + 2 * GUARD_BYTES
-        self.all = np.empty(room, np.uint8) if inside is None else inside[:room]
-        self.all[:] = guard
+        # As memory is that somebody used before.
+        self.all = np.full(room, 0x5A, np.uint8) if inside is None else inside[:room]
         self.main = self.all[GUARD_BYTES : GUARD_BYTES + nbytes]
-        self.main[:] = 0x5A  # as memory is that somebody used before
+        self.all[:GUARD_BYTES] = self.all[GUARD_BYTES + nbytes :] = guard
         self.pointer = int(self.all.ctypes.data) + GUARD_BYTES
 
     @property

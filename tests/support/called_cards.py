@@ -57,14 +57,13 @@ def write_half() -> None:
 
 
 def count(place: str) -> None:
-    """A thread counts in a file."""
+    """A thread makes a file longer."""
 
     def work() -> None:
-        number = 0
-        while True:
-            number += 1
-            Path(place, "count").write_text(str(number))
-            time.sleep(0.002)
+        with open(Path(place, "count"), "ab", buffering=0) as file:
+            while True:
+                file.write(b"x")
+                time.sleep(0.002)
 
     threading.Thread(target=work, daemon=True).start()
 

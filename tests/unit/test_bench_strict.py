@@ -83,19 +83,21 @@ def test_what_it_prints_goes_nowhere(called, capfd):
 @linux
 def test_it_stands_still_between_calls(called, tmp_path):
     side, file = called("Counts"), tmp_path / "count"
+    file.touch()
 
-    def counted():
-        time.sleep(0.05)
-        return file.read_text()
+    def grows(for_s):
+        before, end = file.stat().st_size, time.monotonic() + for_s
+        while file.stat().st_size == before and time.monotonic() < end:
+            time.sleep(0.01)
+        return file.stat().st_size > before
 
     with side.awake():
         side.ask("open", place=str(tmp_path))
-        assert counted() != counted()
-    before = counted()
-    time.sleep(0.2)
-    assert counted() == before
+        assert grows(20.0)
+    time.sleep(0.05)  # a signal takes effect when the process runs next
+    assert not grows(0.3)
     with side.awake():
-        assert counted() != before
+        assert grows(20.0)
 
 
 def test_a_stranger_gets_no_secrets_and_no_path_to_files_here(called, monkeypatch, tmp_path):
