@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ _SHARE, _LEAST_US, _STEADY = 0.03, 0.5, 4.0
 # A chain that calls nothing takes at most so many times what it took before any stranger ran, and
 # so much more, in one of some tries; else a stranger keeps the card busy between its calls.
 _BUSY, _BUSY_US, _BUSY_TRIES = 1.5, 200.0, 3
-_EMPTY_SAMPLES = 5
+_EMPTY_SAMPLES, _LEAST_SAMPLES = 5, 3
 _CASES_S = 40.0
 # A line that a called process may write.
 _LINE = 1 << 16
@@ -307,7 +308,7 @@ class StrictBench(Bench):
         self._owned.imports.end()
         held = name not in BACKENDS
         self.session.release()
-        side = self._side(self._scratch) if held else self._own
+        side = self._side(Path(tempfile.mkdtemp(dir=self._scratch))) if held else self._own
         entry = _Entry(side, held, backend_of(name).rounds_scores)
         try:
             with self.session.stream:
@@ -418,8 +419,10 @@ class StrictBench(Bench):
         Raises Unavailable if its events say less than the judge's clock does.
         """
         entry = self._strict[name]
-        if not entry.held or not entry.claims:  # in a new process, nothing was timed
+        if not entry.held:
             return 0
+        while len(entry.claims) < _LEAST_SAMPLES:  # in a new process, nothing was timed
+            self._chained_us(name, entry)
         hidden, allowed = self.hidden_us(name)
         if hidden > allowed:
             says = median(entry.claims)
@@ -431,9 +434,10 @@ class StrictBench(Bench):
             raise Unavailable(f"the card's power limit is {now} W, and was {self._power}")
         return entry.judged
 
-    def trusted_us(self, name: str) -> float:
-        """Microseconds of a call by the judge's clock."""
-        return median(self._strict[name].claims) + self.hidden_us(name)[0]
+    def trusted_us(self, name: str) -> float | None:
+        """Microseconds of a call by the judge's clock, if it was timed in this process."""
+        timed = self._strict[name].claims
+        return median(timed) + self.hidden_us(name)[0] if timed else None
 
     def conditions(self) -> dict[str, Any]:
         """See Bench; processes of the judge are no others."""

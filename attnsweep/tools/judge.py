@@ -164,7 +164,7 @@ def judge(
         ExitStack() as locks,
         Worker(measure.timeout_s, cache_dir=cache_dir) as gpu,
     ):
-        environment = gpu.describe(preload=against, first=(problem, seed))
+        environment = gpu.describe(preload=() if strict else against, first=(problem, seed))
         lock = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(lock)
         if strict:

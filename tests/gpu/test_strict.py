@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import attnsweep
@@ -94,8 +97,23 @@ def test_a_right_callable_is_confirmed(name, judged):
     assert abs(verdict.trusted_us - verdict.time_us) < 0.03 * verdict.time_us + 2
 
 
+def test_the_tutorials_kernel_keeps_what_it_says_that_it_supports(tmp_path, judged):
+    tutorial = Path(__file__).parent.parent.parent / "docs" / "tutorials" / "judge.md"
+    (block, *_) = re.findall(r"```python\n(.+?)```", tutorial.read_text(), re.DOTALL)
+    (tmp_path / "my_kernel.py").write_text(block)
+    problem = Problem(2, 8, 8, 1024, 1024, 64, "bf16", causal=True)
+    verdict = judged("my_kernel.py:forward", problem)
+    assert verdict.verdict == "confirmed", verdict.reason
+    of_any_size = block.replace("(scores - grown[:, None])", "(scores - 0 * grown[:, None])")
+    of_any_size = of_any_size.replace("tl.exp(largest - grown)", "tl.exp(0 * grown)")
+    assert of_any_size.count("0 * grown") == 2
+    (tmp_path / "my_kernel.py").write_text(of_any_size)
+    assert judged("my_kernel.py:forward", problem, strict=False).verdict == "confirmed"
+    assert judged("my_kernel.py:forward", problem).verdict == "wrong"
+
+
 def test_a_ratio_is_that_of_the_friendly_judge(judged):
-    problem = Problem(4, 16, 16, 2048, 2048, 128, "bf16", causal=True)
+    problem = Problem(4, 16, 16, 2048, 2048, 128, "bf16")
     strict = judged("callables.py:cudnn", problem, rounds=9)
     friendly = judged("callables.py:cudnn", problem, strict=False, rounds=9)
     assert strict.verdict == friendly.verdict == "confirmed", (strict.reason, friendly.reason)
@@ -120,7 +138,7 @@ def test_a_ratio_is_that_of_the_friendly_judge(judged):
     ],
 )
 def test_what_attacks_it_is_not_confirmed(name, said, judged):
-    verdict = judged(name)
+    verdict = judged(name, against=(), rounds=3)
     assert verdict.verdict in ("wrong", "refused"), verdict
     assert any(part in verdict.reason for part in said.split("|")), verdict.reason
 
