@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -168,7 +169,9 @@ def answers(requests: IO[str], replies: IO[str], called: Called) -> None:
             reply["refused"] = str(error)
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
-            reply["failed"] = f"{type(error).__name__}: {text[0][:300]}"
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(at.filename)}:{at.lineno}"
+            reply["failed"] = f"{type(error).__name__}: {text[0][:300]} ({where})"
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

@@ -125,10 +125,10 @@ class Side:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, what: signal.Signals) -> None:
-        for pid in (self._process.pid, *process.started_by(self._process.pid)):
+        own = self._process.pid
+        for pid in (own, *process.started_by(own)) if self._strange else ():
             with suppress(OSError):
-                if self._strange:
-                    os.kill(pid, what)
+                os.kill(pid, what)
 
     def end(self) -> None:
         """Kill it and what it started."""
@@ -446,11 +446,6 @@ class StrictBench(Bench):
             strangers = sum(entry.held for entry in self._strict.values())
             found["other_processes"] = max(0, others - 1 - strangers)
         return found
-
-    def drop(self, name: str) -> None:
-        """See Bench."""
-        if (entry := self._strict.pop(name, None)) is not None and entry.held:
-            entry.side.end()
 
 
 def _power_of_two(most: int) -> int:

@@ -160,7 +160,7 @@ def forks(q, k, v):
 
 @kernel
 def without_a_maximum(q, k, v):
-    """Right on normal inputs, and not a number where scores are large."""
+    """Right on normal inputs, and not a number where all scores are large."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     weights = (q.float() @ k.mT * q.shape[-1] ** -0.5).exp()

@@ -165,16 +165,16 @@ def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
 
 SMALL = tuple(
     Case(replace(card.PROBLEM, batch=1, seqlen_q=q, seqlen_k=k), inputs)
-    for q, k, inputs in ((5, 17, "normal"), (9, 20, "large_scores"), (7, 40, "far_above"))
+    for q, k, inputs in ((5, 17, "normal"), (9, 20, "far_above"), (7, 40, "large_scores"))
 )
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("promises_all", "NaN or were never written .*, (large_scores|far_above)"),
+        ("promises_all", "NaN or were never written .*, far_above"),
         ("raises_elsewhere", "it supports .* full, but .* raised ValueError: never tried"),
-        ("promises_one", "NaN or were never written .*, large_scores"),
+        ("promises_one", "NaN or were never written .*, far_above"),
         ("keeps_its_promise", "confirmed 100"),
         ("without_a_maximum", "confirmed 100"),
     ],

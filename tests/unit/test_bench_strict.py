@@ -49,7 +49,7 @@ def test_it_does_what_it_is_asked_for(called):
     ("card", "said"),
     [
         ("Refuses", "^not this one$"),
-        ("Fails", "^ValueError: no$"),
+        ("Fails", r"^ValueError: no \(called_cards.py:\d+\)$"),
         ("Floods", "wrote what is no answer to the judge"),
         ("Nests", "wrote what is no answer to the judge"),
         ("Pickles", "wrote what is no answer to the judge"),
