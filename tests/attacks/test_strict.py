@@ -187,7 +187,29 @@ def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict):
     assert judged(make_strict(), "promises_all") == "confirmed 100"
 
 
+# -- what is judged, and what is said of it --------------------------------------------------------
+
+
+def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch):
+    monkeypatch.setattr("attnsweep.verify.compare.Comparer.ROWS", 1)
+    assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=6)
+
+
+def test_calls_are_counted_and_the_judges_clock_agrees(make_strict):
+    bench, name = make_strict(), "attacks.kernels:honest"
+    bench.add_baseline(name)
+    before = bench.confirm(name, 0.0)
+    assert bench.trusted_us(name) == pytest.approx(100.0)
+    assert bench.replay(name, "warm") == 100.0
+    assert bench.confirm(name, 0.0) == before + 8
+    with pytest.raises(ValueError, match="no cold time"):
+        bench.replay(name, "cold")
+
+
 # -- what ends its process, and what it says -------------------------------------------------------
+
+ENDS = ("exits", "crashes", "forges")
+"""Those that need a process of their own."""
 
 
 @pytest.mark.parametrize(
@@ -205,16 +227,20 @@ def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict):
     ],
 )
 def test_what_fails_is_a_sentence_and_the_next_is_judged(name, said, make_strict):
-    bench = of(make_strict, True)
+    bench = of(make_strict, name in ENDS)
     assert re.search(said, judged(bench, name))
     assert judged(bench, "honest") == "confirmed 100"
 
 
 @pytest.mark.parametrize(
-    "name", ["honest", "prints", "forks", "with_lse", "writes", "waits", "turned?layout=bshd"]
+    ("name", "us"),
+    [
+        *(("honest", 100), ("prints", 100), ("forks", 100), ("waits", 100)),
+        *(("with_lse", 200), ("writes", 200), ("turned?layout=bshd", 100)),
+    ],
 )
-def test_a_right_callable_is_confirmed(name, make_strict):
-    assert judged(of(make_strict, True), name) == "confirmed 100"
+def test_a_right_callable_is_confirmed(name, us, make_strict):
+    assert judged(of(make_strict, name == "forks"), name) == f"confirmed {us}"
 
 
 @pytest.mark.parametrize("name", ["with_log2", "with_lse_of_before"])
