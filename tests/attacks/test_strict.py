@@ -16,6 +16,7 @@ from attacks.test_attacks import no_limits
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.core.cases import Case
+from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
 
@@ -191,8 +192,12 @@ def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict):
 
 
 def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch):
-    monkeypatch.setattr("attnsweep.verify.compare.Comparer.ROWS", 1)
-    assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=6)
+    rows = Comparer.judge_rows
+    monkeypatch.setattr(Comparer, "ROWS", 1)  # the same one in all calls, which is right
+    monkeypatch.setattr(
+        Comparer, "judge_rows", lambda self, *how: rows(self, *how[:3], 1, *how[4:])
+    )
+    assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=2)
 
 
 def test_calls_are_counted_and_the_judges_clock_agrees(make_strict):
