@@ -23,7 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.trial import Accuracy
 from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
-from attnsweep.device.shared import Arena, CudaIpc, Span, Transport
+from attnsweep.device.shared import Arena, CudaIpc, Span
 from attnsweep.verify.device_case import DeviceCase, WrongResult, can_redraw
 from attnsweep.verify.verifier import Proven
 
@@ -171,31 +172,10 @@ class _Entry:
     """Memory of small cases, which its process has open until it ends."""
 
 
-class _Asked:
-    """One call at a time of an entry, as the Verifier makes them."""
-
-    def __init__(self, judge: StrictBench, name: str, entry: _Entry) -> None:
-        self._judge, self._name, self._entry = judge, name, entry
-        self.gives_lse, self.rounds_scores, self.kept = entry.gives_lse, entry.rounds_scores, None
-
-    def enqueue(self, copy: int = 0) -> None:  # noqa: ARG002
-        """A call on the judge's inputs as they are; its output is sealed when this returns."""
-        self._judge.call_once(self._name, self._entry)
-
-    def collect(self, copy: int, into: Any, lse: Any = None, which: Any = None) -> int:  # noqa: ARG002
-        """Copy what it wrote to arrays."""
-        out, of_rows = self._judge.sealed[0]
-        into[0][...] = out.view(into[0].shape, into[0].dtype)
-        if lse is not None:
-            lse[...] = of_rows.view(lse.shape, lse.dtype)
-        return 0
-
-    def keep(self, nbytes: int, session: Any) -> None:
-        """Nothing: each call's output is sealed."""
-
-
 class StrictBench(Bench):
     """A Bench whose callables and libraries are called elsewhere, in chains; it has no others."""
+
+    _transport, _buffer, _started = CudaIpc, Buffer, Side
 
     def __init__(self, *args: Any, strict: str, **options: Any) -> None:
         """strict: a directory for what called processes write, which the caller removes."""
@@ -207,7 +187,7 @@ class StrictBench(Bench):
         self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
         self._arena, self._spans = self._shared(self._proof.timed, self._slots)
         self._given = self._proof.timed.regions_to_look_at(self._arena.buffers)
-        self.sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
+        self._sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
         self._strict: dict[str, _Entry] = {}
         self._empty: dict[int, list[tuple[float, float]]] = {}
         """Of chains that call nothing, by their length: microseconds by events, and by the judge's
@@ -223,15 +203,6 @@ class StrictBench(Bench):
                 self._call_nothing(calls)
             self._usual_us[calls] = median(took for _, took in self._empty[calls])
             calls //= 2
-
-    def _transport(self) -> Transport:
-        return CudaIpc()
-
-    def _buffer(self, nbytes: int) -> Buffer:
-        return Buffer(nbytes)
-
-    def _started(self, scratch: Path | None) -> Side:
-        return Side(scratch)
 
     def _side(self, scratch: Path | None) -> Side:
         side, cache = self._started(scratch), str(self._cache_dir or default_cache_dir())
@@ -268,12 +239,12 @@ class StrictBench(Bench):
 
     def _seal(self, calls: int) -> None:
         """Copy what calls wrote to memory of this process alone."""
-        for call, (out, lse) in enumerate(self.sealed[:calls]):
+        for call, (out, lse) in enumerate(self._sealed[:calls]):
             out.copy_from(self._arena[f"out {call}"])
             lse.copy_from(self._arena[f"lse {call}"])
         self.session.settle()
 
-    def call_once(self, name: str, entry: _Entry) -> None:
+    def _call_once(self, name: str, entry: _Entry) -> None:
         """One call on the inputs as they are, whose output is sealed."""
         self._give(self._arena, self._proof.timed, 1)
         with entry.side.awake():
@@ -317,9 +288,8 @@ class StrictBench(Bench):
             with side.awake():
                 issued = side.ask("add", name=name)
             entry.issued = None if issued is None else str(issued)[:400]
-            self.call_once(name, entry)
-            asked = cast(Any, _Asked(self, name, entry))
-            accuracy, entry.proven = self._checked(asked, held)
+            self._call_once(name, entry)
+            accuracy, entry.proven = self._checked(self._called(name, entry), held)
             if held:
                 self._try_cases(name, entry)
             self._begin_chains(name, entry)
@@ -330,6 +300,25 @@ class StrictBench(Bench):
             raise
         self._strict[name] = entry
         return accuracy, entry.issued
+
+    def _called(self, name: str, entry: _Entry) -> Any:
+        """An entry as a BoundBaseline is, whose outputs the Verifier looks at."""
+
+        def collect(copy: int, into: Any, lse: Any = None, which: Any = None) -> int:
+            out, of_rows = self._sealed[0]
+            into[0][...] = out.view(into[0].shape, into[0].dtype)
+            if lse is not None:
+                lse[...] = of_rows.view(lse.shape, lse.dtype)
+            return 0
+
+        return SimpleNamespace(
+            enqueue=lambda copy=0: self._call_once(name, entry),  # noqa: ARG005
+            collect=collect,
+            keep=lambda nbytes, session: None,  # noqa: ARG005
+            kept=None,
+            gives_lse=entry.gives_lse,
+            rounds_scores=entry.rounds_scores,
+        )
 
     def _try_cases(self, name: str, entry: _Entry) -> None:
         """Judge a call on each small and hard case that the callable says it supports.
@@ -375,7 +364,7 @@ class StrictBench(Bench):
         calls = entry.calls
         claim, took, first = self._chain(entry.side, name, calls)
         self._seal(calls)
-        outs = [(out, lse if entry.gives_lse else None) for out, lse in self.sealed[:calls]]
+        outs = [(out, lse if entry.gives_lse else None) for out, lse in self._sealed[:calls]]
         assert entry.proven is not None
         try:
             self._proof.of_chain(entry.proven, first, outs, self._given, whole=entry.held)
