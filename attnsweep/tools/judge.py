@@ -155,6 +155,8 @@ def judge(
     rows: dict[tuple[object, ...], Trial] = {}
 
     def put(row: Trial) -> None:
+        if strict and row.status is Status.LAUNCH_ERROR:  # callables fail in their own processes
+            row = row.with_(status=Status.DAMAGED, detail=f"the judge failed: {row.detail}")
         rows[row.key] = row
         observer.tried(row)
         if row.candidate and row.status not in (Status.OK, Status.NOISY):

@@ -178,6 +178,15 @@ def test_the_strict_judge_names_what_it_cannot_confirm(card):
     assert said in verdict.reason
 
 
+def test_a_fault_in_the_strict_judges_process_is_none_of_the_callables(card):
+    fault = WorkerError(Status.LAUNCH_ERROR, "OutOfMemoryError: out of memory")
+    card.faults["replay", "mine:f"] = fault
+    verdict = of(card, strict=True)
+    assert (verdict.verdict, verdict.exit_code) == ("unconfirmed", 4)
+    assert "the judge failed: while timing: OutOfMemoryError" in verdict.reason
+    assert of(card).verdict == "refused"
+
+
 def test_the_strict_judge_draws_no_gradients(card):
     with pytest.raises(SpecError, match="no inputs that can be drawn anew"):
         judge("mine:f", replace(PROBLEM, op=BACKWARD), strict=True)
