@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from test_judge import SOURCE, TRITON
 
 import attnsweep
 from attnsweep.core.problem import Problem
-
-from .test_judge import SOURCE, TRITON
 
 pytestmark = pytest.mark.gpu
 
