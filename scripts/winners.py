@@ -30,17 +30,14 @@ TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
 # Cubins of an archive. A first call unpacks one or two, so they must not be large. 936 kernels
 # were 3086 KiB in groups of 36 cubins, 2551 in groups of 108, 2201 in groups of 288.
 GROUP = 108
-# Runs that judge the shipped table, and so tune nothing in it; and gradients whose calls from
-# PyTorch no test has seen on a card (tests/gpu/test_gradients_served.py): these stay its own.
+# Runs that judge the shipped table, and so tune nothing in it.
 JUDGES = ("held_out_decode", "held_out_decode_later")
-UNSEEN = ("backward_windows", "backward_lengths")
 
 
 def recorded() -> list[Path]:
-    """The runs that were measured, but for JUDGES and UNSEEN; a replay repeats one of them."""
+    """The runs that were measured, but for JUDGES; a replay repeats one of them."""
     runs = find_runs(ROOT / "results")
-    left_out = {*JUDGES, *UNSEEN}
-    return [run for run in runs if run.parent.name != "replay" and run.name not in left_out]
+    return [run for run in runs if run.parent.name != "replay" and run.name not in JUDGES]
 
 
 def grouped(table: Mapping[str, Any]) -> dict[str, list[str]]:
