@@ -48,11 +48,13 @@ class Gpu(Protocol):
         then: Problem | None = None,
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
+        strict: str = "",
     ) -> None:
         """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
 
         then: opened next. baselines: asked for later. rounds_scores: how often the candidates to
-        come round scores. What all these need can be prepared meanwhile.
+        come round scores. What all these need can be prepared meanwhile. strict: a directory for
+        the processes that the strict judge calls callables in; the judge is not strict without.
         """
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:

@@ -18,6 +18,7 @@ float half_values[65536];
 std::vector<void*> arguments;
 std::size_t smem_bytes;
 unsigned schedule;
+bool in_order;  // no kernel here waits for others
 const char* kernel_name = "?";
 unsigned random_bits() {
     static uint64_t state = schedule;
