@@ -46,8 +46,8 @@ _MOST, _FEW, _OUTPUT_BYTES, _CHAIN_US = 64, 4, 1 << 29, 20_000.0
 # is off: the median distance from the median of what it says of chains that call nothing, times
 # _STEADY, over the calls.
 _SHARE, _LEAST_US, _STEADY = 0.03, 0.5, 4.0
-# A chain that calls nothing takes at most so many times what it took before any stranger ran, and
-# so much more, in one of some tries; else a stranger keeps the card busy between its calls.
+# A chain of empty calls may take _BUSY times as long as before any stranger ran, plus _BUSY_US. If
+# it takes longer in each of _BUSY_TRIES tries, a stranger keeps the card busy between its calls.
 _BUSY, _BUSY_US, _BUSY_TRIES = 1.5, 200.0, 3
 _EMPTY_SAMPLES, _LEAST_SAMPLES = 5, 3
 _CASES_S = 40.0
@@ -190,8 +190,8 @@ class StrictBench(Bench):
         self._sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
         self._strict: dict[str, _Entry] = {}
         self._empty: dict[int, list[tuple[float, float]]] = {}
-        """Of chains that call nothing, by their length: microseconds by events, and by the judge's
-        clock."""
+        """Times of chains of empty calls, by their length: microseconds by events, and by the
+        judge's clock."""
         self._usual_us: dict[int, float] = {}
         """The latter's median before any stranger ran."""
         self._own = self._side(None)
@@ -282,9 +282,11 @@ class StrictBench(Bench):
         side = self._side(Path(tempfile.mkdtemp(dir=self._scratch))) if held else self._own
         entry = _Entry(side, held, backend_of(name).rounds_scores)
         try:
+            # It may tune on other inputs than those that its first judged call has: what memory
+            # still holds of an earlier call is not right then.
             with self.session.stream:
-                self._proof.timed.go_to(0)
-            self._give(self._arena, self._proof.timed, 1)  # it may tune on them
+                self._proof.timed.redraw()
+            self._give(self._arena, self._proof.timed, 1)
             with side.awake():
                 issued = side.ask("add", name=name)
             entry.issued = None if issued is None else str(issued)[:400]

@@ -40,7 +40,13 @@ def judged(bench, name, rounds=2):
 # -- the defences, as what is there without them ---------------------------------------------------
 
 
+def same_inputs(patch):
+    """The first judged call has those that a callable may tune on."""
+    patch.setattr(DeviceCase, "redraw", lambda self: self.go_to(0))
+
+
 def no_chain(patch):
+    same_inputs(patch)
     patch.setenv(host.NO_CHAIN, "1")
 
 
@@ -88,6 +94,7 @@ ATTACKS = [
     ("low_precision", no_limits, "relative error", "confirmed", False),
     ("says_less", no_clock, "its events say .* and the judge's clock 100", "confirmed", True),
     ("says_it_ran", chains_unseen, "NaN or were never written", "confirmed", True),
+    ("one_behind_outside_chains", same_inputs, "relative error|NaN", "confirmed", True),
     ("runs_later", late_and_awake, "NaN or were never written", "confirmed", True),
 ]
 """Those that need no more than the chain, its judging, its clock and its sealing."""
