@@ -118,7 +118,7 @@ class Called:
         return lse
 
     def ready(self, name: str | None, calls: int) -> None:
-        """Make a chain of so many calls, which `run` replays."""
+        """Prepare a chain of `calls` calls for `run` to replay. name: None is a call of nothing."""
 
         def issue() -> None:
             self._issue(name, calls)

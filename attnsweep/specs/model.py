@@ -238,7 +238,7 @@ class CallableSpec(_Model):
     )
     layout: Literal["bhsd", "bshd"] = Field(
         default="bhsd",
-        description="Of q, k, v and o. bshd: they are (batch, seqlen, heads, head_dim), as views.",
+        description="Layout of q, k, v and o. bshd: views of (batch, seqlen, heads, head_dim).",
     )
     workspace: Bytes | None = Field(
         default=None,

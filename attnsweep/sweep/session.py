@@ -41,7 +41,7 @@ class SweepOutcome:
 
     @property
     def sentences(self) -> list[str]:
-        """Of each problem, which kernel is the fastest, and by how much."""
+        """The fastest kernel of each problem, and by how much it is faster."""
         return [sentence(section) for section in sections_of(self.run)]
 
     @property

@@ -75,7 +75,7 @@ class KernelVerdict:
     Of the strict judge `chain`, whose times are only comparable with those of its own rounds.
     """
     trusted_us: float | None = None
-    """Of the strict judge: its time by the clock of a process in which none of its code runs."""
+    """Strict only: the time of a call by the clock of a process that runs none of its code."""
     base: str | None = None
     """The fastest baseline of the same rounds."""
     x_base: float | None = None

@@ -68,7 +68,7 @@ class Result:
     limit: float
     """As much of it as shows that the error is no larger: half an ulp is the least it can be."""
     lse_error: float = 0.0
-    """Of the log-sum-exp, by its size if that is above 1; 0 if the config writes none."""
+    """Error of the log-sum-exp, relative where that is above 1; 0 if the config writes none."""
     output: str = "o"
     """The one whose error is too large."""
 

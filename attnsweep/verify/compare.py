@@ -362,7 +362,7 @@ class Comparer:
         self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to], _SUMS)
 
     def blocks_of(self, memory: Sequence[tuple[int, int]]) -> Table:
-        """A table for look of memory without guards, at pointers and of so many bytes."""
+        """A table for `look` of memory without guards: pairs of a pointer and its bytes."""
         records = [(at, nbytes, 0, 1, slot) for slot, (at, nbytes) in enumerate(memory)]
         return _table(np.array(records, _REGION), max(nbytes for _, nbytes in memory))
 
