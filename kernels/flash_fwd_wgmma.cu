@@ -99,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #elif STAGE_MASK
-// Writes which keys each row of a mask sees, and a record for each 64 rows. The grid is (records of
-// a mask, masks). RANGES: 1 with key_range, 2 with packed sequences.
+// Writes which keys each row of a mask sees, and a record for each 64 rows; or, with MASK 2, in
+// `bounds`, what these see together. The grid is (records of a mask, masks), and then parts of the
+// keys. RANGES: 1 with key_range, 2 with packed sequences.
 extern "C" __global__ void __launch_bounds__(MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
                          const int* __restrict__ cu_seqlens_q, const int* __restrict__ cu_seqlens_k,
@@ -109,31 +110,42 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS)
                          int words, int sequences, int masks_of_batch, int batch_stride,
                          int head_stride, int row_stride, int key_stride) {
     extern __shared__ __align__(16) unsigned char smem[];
-    int4* of_row = reinterpret_cast<int4*>(smem);
-    const int own = blockIdx.y;
+    const int own = blockIdx.y, of_64 = own * gridDim.x + blockIdx.x;
     const long long first_row = static_cast<long long>(own) * seqlen_q;
-    int4* record = records + own * gridDim.x + blockIdx.x;
 #if MASK == 1
     const int2 range = RANGES == 1 ? key_range[own] : int2{0, seqlen_k};
     const Sequences packed{cu_seqlens_q, cu_seqlens_k, sequences};
-    see_diagonals<RANGES == 2>(low, high, range, packed, bounds + first_row, record, of_row,
-                               seqlen_q, seqlen_k);
+    see_diagonals<RANGES == 2>(low, high, range, packed, bounds + first_row, records + of_64,
+                               reinterpret_cast<int2*>(smem), seqlen_q, seqlen_k);
 #else
     const int batch = own / masks_of_batch, head = own - batch * masks_of_batch;
     const unsigned char* of_own = mask + static_cast<long long>(batch) * batch_stride +
                                   static_cast<long long>(head) * head_stride;
-    see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, record,
-                                 of_row, seqlen_q, seqlen_k, words);
+    unsigned* together = reinterpret_cast<unsigned*>(bounds) +
+                         of_64 * static_cast<long long>(2 * ceil_div<512>(seqlen_k));
+    see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, together,
+                                 reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
 #endif
 }
 #elif STAGE_ORDER
-// The list of the tiles of queries of all masks, from their records.
+// The list of the tiles of queries of all masks: from their records, or from what each 64 queries
+// see together.
+#if MASK == 2
+#define LIST_OF const unsigned *__restrict__ together, int words, int block_n
+#else
+#define LIST_OF const int4* __restrict__ records
+#endif
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
-    flash_fwd_wgmma_order(const int4* __restrict__ records, int4* __restrict__ work, int* turns,
-                          int masks, int records_of_mask, int seqlen_k) {
+    flash_fwd_wgmma_order(LIST_OF, int4* __restrict__ work, int* turns, int masks,
+                          int records_of_mask, int seqlen_k) {
     extern __shared__ __align__(16) unsigned char smem[];
-    order_tiles<ROW_GROUPS, ORDER_THREADS, ORDER_PLACES>(records, work, masks, records_of_mask,
-                                                         seqlen_k, reinterpret_cast<int*>(smem));
+    int* place = reinterpret_cast<int*>(smem);
+#if MASK == 2
+    list_tiles<ROW_GROUPS, ORDER_THREADS>(together, work, masks, records_of_mask, seqlen_k, words,
+                                          block_n, place);
+#else
+    order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, seqlen_k, place);
+#endif
     if (threadIdx.x < 2) turns[threadIdx.x] = 0;
 }
 #else
@@ -355,15 +367,15 @@ struct ListTurns {
     const Tiles& schedule;
     int4* told;
     int item = blockIdx.x;
-    __device__ __forceinline__ WorkTile next(unsigned place) {
+    __device__ __forceinline__ MaskedTile next(unsigned place) {
         int4* to = told + place * Tiles::ENTRY;
         if (item >= schedule.items()) {
             to->x = -1;
-            return {-1, 0, 0, 0, 0};
+            return {{-1, 0, 0, 0, 0}, 0, 0};
         }
         int head;
         const int4* entry = schedule.entry_of(item, head);
-        int4 first = schedule.with_head(*entry, head);
+        int4 first = schedule.with_head(entry, head);
         *to = first;
 #pragma unroll
         for (int i = 1; i < Tiles::ENTRY; ++i) to[i] = entry[i];
@@ -390,9 +402,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
 #if MASK && PERSISTENT
-        WorkTile work = turns.next(q_phase);
+        auto work = turns.next(q_phase);
 #else
-        WorkTile work = schedule.of(turn);
+        auto work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
 #endif
         auto head_kv = call.layout.of_keys(work.head, PACK_GQA ? 1 : call.queries_per_key_head);
@@ -401,14 +413,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             if (j < work.tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
                 load_tile<KTile, MULTICAST>(at.k + k_at.stage * K_BYTES, k,
-                                            barriers.k_full(k_at.stage),
-                                            schedule.key(j, work.first, work.end), head_kv, rank);
+                                            barriers.k_full(k_at.stage), schedule.key_of(j, work),
+                                            head_kv, rank);
 #if BIAS
 #pragma unroll
                 for (int i = 0; i < ROW_GROUPS; ++i)
                     call.scores.load(at.bias + k_at.stage * BIAS_BYTES + i * BiasTile::BYTES,
                                      barriers.k_full(k_at.stage), work.head, work.row + i * 64,
-                                     schedule.key(j, work.first, work.end));
+                                     schedule.key_of(j, work));
 #endif
                 k_at.next();
             }
@@ -427,7 +439,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
             load_tile<VTile, MULTICAST>(at.v + v_at.stage * V_BYTES, v, barriers.v_full(v_at.stage),
-                                        schedule.key(j - 1, work.first, work.end), head_kv, rank);
+                                        schedule.key_of(j - 1, work), head_kv, rank);
             v_at.next();
         }
         if (!PERSISTENT || (TOLD_TURNS && work.row < 0)) break;
@@ -606,7 +618,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         Place to{work.head, first_row, first_row + lane / 4};
         self.first_tile = work.first, self.end_tile = work.end;
 #if MASK
-        self.look_up(call.list, work.mask, uniform(record), to.row);
+        self.look_up(call.list, work, uniform(record), to.row);
 #else
         self.all_see = call.all_see(first_row);
         self.visible[0] = call.visible_keys(to.row);

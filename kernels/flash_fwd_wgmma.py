@@ -49,7 +49,8 @@ kernel = Family(
 COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
 MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up to 5 % slower
-ORDER_THREADS, ORDER_PLACES = 1024, 1024
+ORDER_THREADS = 1024
+SCANNED_KEYS = 1024  # by a block of the mask stage, of 64 queries
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns
@@ -251,18 +252,30 @@ def workspace(c, p):
     rows = p.batch * p.heads * p.seqlen_q
     split = {"partial": 4 * c.SPLITS * rows * p.value_dim, "partial_lse": 4 * c.SPLITS * rows}
     masks, records, tiles = sizes_of_mask(c, p)
-    seen = {"bounds": 8 * masks * p.seqlen_q} if hopper.mask_define(p) == 1 else {}
+    seen = {"bounds": 8 * masks * p.seqlen_q, "records": 16 * masks * records}
     if hopper.mask_define(p) == 2:
         seen = {"bits": 4 * masks * p.seqlen_q * words_of(p)}
-    listed = {"records": 16 * masks * records, list_of(c): 16 * (1 + c.WARPGROUPS) * tiles}
-    listed |= {"turns": 8}
+        seen |= {"together": 4 * masks * records * words_together(p)}
+    listed = {list_of(c, p): 16 * pitch_of_list(c, p) * tiles, "turns": 8}
     own = {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
-    return own | (seen | listed if seen else {})
+    return own | (seen | listed if hopper.mask_define(p) else {})
 
 
-def list_of(c: Config) -> str:
-    """The name of the list of a mask's tiles of queries, which differs with their size."""
-    return f"work_{block_m(c)}"
+def list_of(c: Config, p: Problem) -> str:
+    """The name of the list of a mask's tiles of queries, which differs with the size of tiles."""
+    of_bits = hopper.mask_define(p) == 2
+    return f"work_{block_m(c)}_{c.BLOCK_N}" if of_bits else f"work_{block_m(c)}"
+
+
+def pitch_of_list(c: Config, p: Problem) -> int:
+    """Sixteens of bytes of an entry of that list: by bits it tells its tiles of keys too."""
+    of_tiles = (words_of(p) // 4 + 1) // 2 if hopper.mask_define(p) == 2 else 0
+    return 1 + c.WARPGROUPS + of_tiles
+
+
+def words_together(p: Problem) -> int:
+    """Words of what 64 queries see together: two bits for each 16 keys."""
+    return 2 * ceil_div(p.seqlen_k, 512)
 
 
 def words_of(p: Problem) -> int:
@@ -292,6 +305,8 @@ def mask(c, p, arch):
     threads = 64 if how == 1 else 1024
     low, high = p.diagonals
     seen = "bits" if how == 2 else "bounds"
+    written = ("together", "bits", "together") if how == 2 else ("bounds", "bounds", "records")
+    blocks = (records, masks, ceil_div(p.seqlen_k, SCANNED_KEYS) if how == 2 else 1)
     # The kernel does not read a pointer to what the problem does not have.
     given = [
         name if name in p.inputs else seen
@@ -303,13 +318,13 @@ def mask(c, p, arch):
     strides = (heads, heads * of_head * p.mask.of_item, of_head, p.seqlen_k, 1)
     return Launch(
         function="flash_fwd_wgmma_mask",
-        grid=(records, masks, 1),
+        grid=blocks,
         threads=threads,
         args=(
-            *(*given, seen, seen, "records", p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
+            *(*given, *written, p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
             *(p.layout.sequences, *strides),
         ),
-        smem_bytes=64 * 16,
+        smem_bytes=64 * 8,
         defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
         once=True,
     )
@@ -317,21 +332,23 @@ def mask(c, p, arch):
 
 @kernel.stage("order", params=(), constants=())
 def order(c, p, arch):
-    if not hopper.mask_define(p):
+    how = hopper.mask_define(p)
+    if not how:
         return None
     masks, records, _ = sizes_of_mask(c, p)
+    of_64 = ("together", words_of(p), c.BLOCK_N) if how == 2 else ("records",)
     return Launch(
         function="flash_fwd_wgmma_order",
         grid=(1, 1, 1),
         threads=ORDER_THREADS,
-        args=("records", list_of(c), "turns", masks, records, p.seqlen_k),
-        smem_bytes=4 * ORDER_PLACES,
+        args=(*of_64, list_of(c, p), "turns", masks, records, p.seqlen_k),
+        smem_bytes=4 * (ORDER_THREADS + 32),
         defines={
             "ROW_GROUPS": c.WARPGROUPS,
             "ORDER_THREADS": ORDER_THREADS,
-            "ORDER_PLACES": ORDER_PLACES,
             "HEAD_DIM": 64,
-        },
+        }
+        | ({"MASK": how} if how == 2 else {}),
         once=True,
     )
 
@@ -373,7 +390,7 @@ def fwd(c, p, arch):
         of_mask = heads_of_mask(p)
         together = hopper.heads_of_section(p, of_mask, masks, MASKED_L2_BYTES)
         seen = "bounds" if how == 1 else "bits"
-        listed = (list_of(c), seen, seen, "turns", tiles, of_mask, words_of(p))
+        listed = (list_of(c, p), seen, seen, "turns", tiles, of_mask, words_of(p))
         if c.PERSISTENT:
             grid = (min(turns, tiles * of_mask), 1, 1)
         else:

@@ -22,7 +22,10 @@ struct Products {
     // with MASK, those that all 64 see, and that any of them sees.
     int first_tile, end_tile;
     KeyRange all_see, visible[2], group_sees;
+#if MASK == 2
     const unsigned* bits[2];  // of each row
+    int key_tiles;            // where its tiles of keys are told
+#endif
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
@@ -168,7 +171,8 @@ struct Products {
         if (__builtin_expect(key + BLOCK_N > all_see.end || (HIDES_EARLIER && key < all_see.first),
                              0)) {
 #if MASK == 2
-            mask_bits(s, bits[0] + key / 32, bits[1] + key / 32);
+            int word = schedule.key_tile(j, key_tiles) / 32;
+            mask_bits(s, bits[0] + word, bits[1] + word);
 #else
             mask_columns(s, visible[0], visible[1], key);
 #endif
@@ -176,18 +180,21 @@ struct Products {
     }
 #if MASK
     // What this thread's rows, `row` and 8 further, see of a mask, and their 64 by its record.
-    __device__ __forceinline__ void look_up(const MaskList& list, int mask, const int4& record,
-                                            int row) {
+    __device__ __forceinline__ void look_up(const MaskList& list, const MaskedTile& work,
+                                            const int4& record, int row) {
         group_sees = {record.x, record.y}, all_see = {record.z, record.w};
+#if MASK == 2
+        key_tiles = work.key_tiles;
+#endif
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            int at = mask * call.rows + min(row + 8 * r, call.rows - 1);
-            if (MASK == 2) {
-                bits[r] = list.bits + static_cast<long long>(at) * list.words;
-            } else {
-                int2 bounds = list.bounds[at];
-                visible[r] = {bounds.x, bounds.y};
-            }
+            int at = work.mask * call.rows + min(row + 8 * r, call.rows - 1);
+#if MASK == 2
+            bits[r] = list.bits + static_cast<long long>(at) * list.words;
+#else
+            int2 bounds = list.bounds[at];
+            visible[r] = {bounds.x, bounds.y};
+#endif
         }
     }
 #endif

@@ -73,6 +73,9 @@ struct Schedule {
         return (KeyGroups == 1 && Splits == 1) || first + j < end ? (end - 1 - j) * BlockN
                                                                   : seqlen_k;
     }
+    __device__ __forceinline__ int key_of(int j, const WorkTile& work) const {
+        return key(j, work.first, work.end);
+    }
 };
 
 }  // namespace attn

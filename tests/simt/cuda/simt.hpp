@@ -252,6 +252,9 @@ To simt_cast(From x) {
     memcpy(&y, &x, sizeof y);
     return y;
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> shift % 32);
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
@@ -287,5 +290,10 @@ template <class T>
 T atomicAdd(T* p, T x) {
     T old = *p;
     *p = old + x;
+    return old;
+}
+inline unsigned atomicOr(unsigned* p, unsigned x) {
+    unsigned old = *p;
+    *p = old | x;
     return old;
 }
