@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from attnsweep.choose.drift import (
-    at_pace,
     last_round,
     pace_of_rounds,
     rounds_at_pace,
+    rounds_of,
     session,
     time_kind,
 )
@@ -26,8 +27,10 @@ from attnsweep.specs.model import in_other_format
 
 def common_rounds(one: Trial, other: Trial) -> tuple[list[float], list[float]]:
     """The times of both in the rounds that both ran; empty if there are none."""
-    if one.time_us is None or other.time_us is None or session(one) != session(other):
+    if not (rounds_of(one) and rounds_of(other)) or session(one) != session(other):
         return [], []
+    assert one.time_us is not None
+    assert other.time_us is not None
     first = max(one.time_us.first_round, other.time_us.first_round)
     last = min(last_round(one), last_round(other))
     count = max(0, last - first)
@@ -35,8 +38,7 @@ def common_rounds(one: Trial, other: Trial) -> tuple[list[float], list[float]]:
     return own, other.time_us.rounds[first - other.time_us.first_round :][:count]
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(NamedTuple):
     """The base's time over a row's. low, high: its 95 % interval, NaN where none can be given.
 
     of: `rounds` (median and sign interval of the paired ratios), `medians` (no round in common),
@@ -69,9 +71,11 @@ class Base:
         if time is None or not time.median > 0 or time_kind(trial) != time_kind(self.trial):
             return Ratio()
         base, own = common_rounds(self.trial, trial)
+        apart = self.us / (paced_us or time.median)
+        if not (own or self.noisy):
+            return Ratio(apart, of="medians")
         paired = zip(base, own, strict=True) if all(us > 0 for us in own) else ()
         ratios = [a / b for a, b in paired]
-        apart = self.us / (paced_us or time.median)
         if self.noisy:
             # The base itself would be faster than itself.
             same = trial.key == self.trial.key
@@ -87,14 +91,17 @@ def fastest_round(trial: Trial) -> float:
     return min([*time.rounds, *time.discarded, time.low]) if time is not None else math.inf
 
 
-def fastest_baseline(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
+def fastest_baseline(
+    trials: Sequence[Trial], statuses: Mapping[int, Status], paced: Mapping[int, float]
+) -> Base | None:
     """The base among the rows of a problem, or None. statuses: by id, as the ranking judges them.
+
+    paced: the times of those that are ok at one pace, by id: see drift.at_pace.
 
     A baseline over the error limit counts, one that is listed below the ranking never does. A noisy
     baseline counts with its fastest round.
     """
     good = [trial for trial in trials if statuses[id(trial)] is Status.OK]
-    paced = at_pace(good)
     found = []
     for trial in trials:
         time, status = trial.time_us, statuses[id(trial)]

@@ -6,123 +6,181 @@ Time against error: which candidates a spec's max_error leaves, and which no oth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attnsweep.choose.baseline_ratio import Base, Ratio, below_ranking, over_limit
-from attnsweep.choose.drift import time_kind
+from attnsweep.choose.drift import settings, time_kind
 from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
+from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
 
-COLUMNS = (
-    *("problem", "rank", "tied", "winner", "baseline", "provider", "kernel", "config", "variant"),
-    *("status", "detail", "time_us", "spread_us", "rounds", "cycles", "timed_as", "warm_us"),
-    *("cold_us", "eager_us", "launch_us", "energy_uj", "energy_spread_uj", "power_w", "ranked_as"),
-    *("us_per_head", "us_per_sequence", "tflops", "gbytes_per_s", "bound_us", "bound"),
-    *(
-        "bound_share",
-        "light",
-        "light_by",
-        "light_mhz",
-        "ratio_to_best_baseline",
-        "ratio_low",
-        "ratio_high",
-        "ratio_of",
-    ),
-    *("best_baseline", "rel_err", "limit", "over_limit", "registers", "spill_bytes", "smem_bytes"),
-    *("occupancy", "recorded", "recorded_on", "trial"),
-)
-Row = dict[str, Any]
+_FLOAT, _TEXT, _BOOL, _WHOLE = "float64", "object", "bool", "Int64"
+COLUMNS = {
+    "problem": _TEXT, "rank": _WHOLE, "tied": _BOOL, "winner": _BOOL, "baseline": _BOOL,
+    "provider": _TEXT, "kernel": _TEXT, "config": _TEXT, "variant": _TEXT, "status": _TEXT,
+    "detail": _TEXT, "time_us": _FLOAT, "spread_us": _FLOAT, "rounds": _WHOLE, "cycles": _FLOAT,
+    "timed_as": _TEXT, "warm_us": _FLOAT, "cold_us": _FLOAT, "eager_us": _FLOAT,
+    "launch_us": _FLOAT, "energy_uj": _FLOAT, "energy_spread_uj": _FLOAT, "power_w": _FLOAT,
+    "ranked_as": _TEXT, "us_per_head": _FLOAT, "us_per_sequence": _FLOAT, "tflops": _FLOAT,
+    "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "bound_share": _FLOAT,
+    "light": _FLOAT, "light_by": _TEXT, "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT,
+    "ratio_low": _FLOAT, "ratio_high": _FLOAT, "ratio_of": _TEXT, "best_baseline": _TEXT,
+    "rel_err": _FLOAT, "limit": _FLOAT, "over_limit": _BOOL, "registers": _WHOLE,
+    "spill_bytes": _WHOLE, "smem_bytes": _WHOLE, "occupancy": _FLOAT, "recorded": _BOOL,
+    "recorded_on": _TEXT, "trial": _TEXT,
+}  # fmt: skip
+"""The columns of a ranking, and their types in a DataFrame."""
 
 
-def facts(
-    trial: Trial, environment: Environment | None, base: Base | None, paced_us: float | None
-) -> Row:
-    """The columns of one trial, and figures that follow from its time.
+class Ground:
+    """What a problem's rows are set against: the card, its bounds and the fastest baseline."""
 
-    paced_us: its time at the pace of the rounds, for a ratio to the base without common rounds.
+    def __init__(self, problem: Problem, environment: Environment | None, base: Base | None):
+        self.problem, self.environment, self.base = problem, environment, base
+        self.label, self.base_name = problem.label, base.trial.provider if base else None
+        self.flops, self.min_bytes = problem.flops, problem.min_bytes
+        self._bounds: dict[tuple[object, ...], tuple[str, float] | None] = {}
+
+    def binding(self, trial: Trial) -> tuple[str, float] | None:
+        """The unit that binds the row's time, and its bound in microseconds."""
+        where, (_, l2) = self.environment, _device_us(trial)
+        if where is None:
+            return None
+        key = (trial.recorded, trial.recorded_on, l2)
+        if key not in self._bounds:
+            limits = bounds_of(trial, where)
+            self._bounds[key] = binding(limits, self.problem, l2_bytes=where.l2_bytes, l2=l2)
+        return self._bounds[key]
+
+
+class Row(Mapping[str, Any]):
+    """One trial of a ranking, by COLUMNS; None stands for an unknown value.
+
+    What follows from its time is found when it is asked for: of most rows of a large run it is not.
     """
-    problem, time, used = trial.problem, trial.time_us, trial.resources
-    median = time.median if time is not None and time.median > 0 else math.nan
-    kind = time_kind(trial)
-    warm = median if kind == "warm" else _number(trial.warm_us)
-    device_us, l2 = _device_us(trial)
-    limits = bounds_of(trial, environment)
-    bound = None
-    if environment is not None:
-        bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
-    accuracy, energy = trial.accuracy, trial.energy_uj
-    error = accuracy.rel_err if accuracy is not None else None
-    ratio = Ratio()
-    if base is not None and below_ranking(trial) is None:
-        ratio = base.ratio(trial, paced_us)
-    return {
-        "problem": problem.label,
-        "baseline": trial.provider != OURS,
-        "provider": trial.provider,
-        "kernel": trial.kernel,
-        "config": named(trial.config),
-        "variant": " ".join(trial.variant.values()),
-        "time_us": median,
-        "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else math.nan,
-        "rounds": len(time.rounds) if time is not None else None,
-        "cycles": _number(time.cycles if time is not None else None),
-        "timed_as": kind,
-        "warm_us": warm,
-        "cold_us": _number(trial.cold_us),
-        "eager_us": _number(trial.eager_us),
-        "launch_us": _number(trial.launch_us),
-        "energy_uj": energy.median if energy is not None else math.nan,
-        "energy_spread_uj": (energy.high - energy.low) / 2 if energy is not None else math.nan,
-        "power_w": _number(trial.power_w),
-        "ranked_as": "energy" if energy is not None and energy.ranks else kind,
-        "us_per_head": median / (problem.batch * problem.heads),
-        "us_per_sequence": median / problem.batch,
-        "tflops": problem.flops / device_us / 1e6,
-        "gbytes_per_s": problem.min_bytes / device_us / 1e3,
-        "bound_us": bound[1] if bound else math.nan,
-        "bound": bound[0] if bound else None,
-        "bound_share": bound[1] / device_us if bound else math.nan,
-        **light_of(trial, environment),
-        "ratio_to_best_baseline": ratio.value,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
-        "ratio_of": ratio.of,
-        "best_baseline": base.trial.provider if base is not None else None,
-        "rel_err": _number(error),
-        "limit": accuracy.limit if accuracy is not None else math.nan,
-        "over_limit": over_limit(trial),
-        "registers": used.registers if used is not None else None,
-        "spill_bytes": used.spill_bytes if used is not None else None,
-        "smem_bytes": used.smem_bytes if used is not None else None,
-        "occupancy": used.occupancy if used is not None else math.nan,
-        "recorded": trial.recorded,
-        "recorded_on": trial.recorded_on,
-        "trial": trial,
-    }
+
+    __slots__ = ("_facts", "_ground", "_paced_us")
+
+    def __init__(
+        self,
+        trial: Trial,
+        ground: Ground,
+        paced_us: float | None,
+        verdict: tuple[Status, str | None],
+        place: tuple[int | None, bool, bool],
+    ) -> None:
+        """paced_us: its time at the pace of the rounds, for a ratio without common rounds.
+
+        place: its rank, whether others share it, and whether the row is the winner.
+        """
+        time, (rank, tied, winner), (status, detail) = trial.time_us, place, verdict
+        self._ground, self._paced_us = ground, paced_us
+        self._facts: dict[str, Any] = {
+            "problem": ground.label,
+            "rank": rank,
+            "tied": tied,
+            "winner": winner,
+            "baseline": trial.provider != OURS,
+            "provider": trial.provider,
+            "kernel": trial.kernel,
+            "status": status.value,
+            "detail": detail,
+            "time_us": time.median if time is not None and time.median > 0 else None,
+            "rounds": len(time.rounds) if time is not None else None,
+            "timed_as": time_kind(trial),
+            "best_baseline": ground.base_name,
+            "over_limit": over_limit(trial),
+            "recorded": trial.recorded,
+            "trial": trial,
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        facts = self._facts
+        if name not in facts and name in COLUMNS:
+            facts |= self._figures() | {"config": named(facts["trial"].config)}
+        return facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COLUMNS)
+
+    def __len__(self) -> int:
+        return len(COLUMNS)
+
+    def columns(self, config: object) -> dict[str, Any]:
+        """All columns, in order. config: what stands for the config, whose text takes time."""
+        whole: dict[str, Any] = dict.fromkeys(COLUMNS)
+        whole.update(self._facts)
+        whole.update(self._figures(), config=config)
+        return whole
+
+    def _figures(self) -> dict[str, Any]:
+        """The columns that take time."""
+        trial, ground, ratio = self._facts["trial"], self._ground, Ratio()
+        problem, time, used = trial.problem, trial.time_us, trial.resources
+        accuracy, energy, kind = trial.accuracy, trial.energy_uj, self._facts["timed_as"]
+        median = self._facts["time_us"] or math.nan
+        device_us, _ = _device_us(trial)
+        bound, bound_us = ground.binding(trial) or (None, math.nan)
+        if ground.base is not None and below_ranking(trial) is None:
+            ratio = ground.base.ratio(trial, self._paced_us)
+        found = {
+            "variant": " ".join(trial.variant.values()),
+            "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else None,
+            "cycles": time.cycles if time is not None else None,
+            "warm_us": median if kind == "warm" else trial.warm_us,
+            "cold_us": trial.cold_us,
+            "eager_us": trial.eager_us,
+            "launch_us": trial.launch_us,
+            "energy_uj": energy.median if energy is not None else None,
+            "energy_spread_uj": (energy.high - energy.low) / 2 if energy is not None else None,
+            "power_w": trial.power_w,
+            "ranked_as": "energy" if energy is not None and energy.ranks else kind,
+            "us_per_head": median / (problem.batch * problem.heads),
+            "us_per_sequence": median / problem.batch,
+            "tflops": ground.flops / device_us / 1e6,
+            "gbytes_per_s": ground.min_bytes / device_us / 1e3,
+            "bound_us": bound_us,
+            "bound": bound,
+            "bound_share": bound_us / device_us,
+            **light_of(trial, ground.environment),
+            "ratio_to_best_baseline": ratio.value,
+            "ratio_low": ratio.low,
+            "ratio_high": ratio.high,
+            "ratio_of": ratio.of,
+            "rel_err": accuracy.rel_err if accuracy is not None else None,
+            "limit": accuracy.limit if accuracy is not None else None,
+            "registers": used.registers if used is not None else None,
+            "spill_bytes": used.spill_bytes if used is not None else None,
+            "smem_bytes": used.smem_bytes if used is not None else None,
+            "occupancy": used.occupancy if used is not None else None,
+            "recorded_on": trial.recorded_on,
+        }
+        return {name: None if value != value else value for name, value in found.items()}
 
 
 # A clock is sampled once a round, and a time errs by a little.
 _FASTER_THAN_LIGHT = 1.02
+_DARK = {"light": math.nan, "light_by": None, "light_mhz": math.nan}
 
 
-def light_of(trial: Trial, environment: Environment | None) -> Row:
+def light_of(trial: Trial, environment: Environment | None) -> Mapping[str, Any]:
     """The share of the speed of light at the SM clock of the rounds, its unit, and that clock.
 
     The speed of light is the bound that `hardware.bounds` has, at the clock that NVML reported in
     the rounds in the place of the boost clock; the memory's is the card's own.
     """
-    mhz, (us, l2) = trial.conditions.get("sm_mhz"), _device_us(trial)
-    none = {"light": math.nan, "light_by": None, "light_mhz": math.nan}
-    if environment is None or not isinstance(mhz, int | float) or not mhz > 0:
-        return none
+    mhz = trial.conditions.get("sm_mhz")
+    if environment is None or not mhz or not isinstance(mhz, int | float) or not mhz > 0:
+        return _DARK
+    us, l2 = _device_us(trial)
     slower = environment.clock_hz / 1e6 / mhz
     limits = bounds_of(trial, environment).items()
     now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
     binds = binding(now, trial.problem, l2_bytes=environment.l2_bytes, l2=l2)
     if binds is None:
-        return none
+        return _DARK
     return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": float(mhz)}
 
 
@@ -134,7 +192,7 @@ def faster_than_light(trial: Trial, environment: Environment | None) -> str | No
     return f"says ok, but is faster than light: {light_text(found)}"
 
 
-def light_text(row: Row) -> str:
+def light_text(row: Mapping[str, Any]) -> str:
     """`61 % of light (matrix, 1755 MHz)`."""
     return f"{100 * row['light']:.0f} % of light ({row['light_by']}, {row['light_mhz']:.0f} MHz)"
 
@@ -154,7 +212,7 @@ def _number(value: float | None) -> float:
 
 def named(config: Mapping[str, object]) -> str:
     """`BLOCK_M=64 BLOCK_N=128`, in the order of the mapping."""
-    return " ".join(f"{name}={value_text(value)}" for name, value in config.items())
+    return settings(tuple(config.items()))
 
 
 def chosen_by(trial: Trial) -> dict[str, str]:

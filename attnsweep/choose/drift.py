@@ -8,7 +8,8 @@ rounds, would seem the best by its median alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
 
@@ -45,8 +46,13 @@ def last_round(trial: Trial) -> int:
 
 def label_of_row(trial: Trial) -> str:
     """The name of a candidate in a race: `flash BLOCK_M=64 SWIZZLE=1`."""
-    values = (f"{n}={int(v) if isinstance(v, bool) else v}" for n, v in trial.config.items())
-    return " ".join([trial.kernel, *values])
+    return f"{trial.kernel} {settings(tuple(trial.config.items()))}".rstrip()
+
+
+@lru_cache(maxsize=2**14)
+def settings(config: tuple[tuple[str, object], ...]) -> str:
+    """`BLOCK_M=64 SWIZZLE=1`: each parameter with its value as -D writes it."""
+    return " ".join(f"{n}={int(v) if isinstance(v, bool) else v}" for n, v in config)
 
 
 def at_pace(trials: Sequence[Trial]) -> dict[int, float]:
@@ -111,19 +117,19 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
         elif whole and end - begin < count:
             # One factor for all that ran the same rounds, whose medians compare as they are.
             us[id(trial)] /= median(median(each[begin:end]) / median(each) for each in whole)
-    scales: list[tuple[Callable[[Trial], float | None], float]] = []
-    for first in (lambda t: t.first_us, _first_cycles):
-        known = [us[id(t)] / value for t in timed if (value := first(t))]
-        scales += [(first, median(known))] if known else []
-    names = {label_of_row(trial): trial for trial in rows}
+    of_first, of_cycles = (
+        median([us[id(t)] / value for t in timed if (value := first(t))] or [0.0])
+        for first in (_first_us, _first_cycles)
+    )
+    raced = [trial for trial in rows if trial.race or rounds_of(trial)]
+    names = {label_of_row(trial): trial for trial in raced} if timed else {}
 
     def of(trial: Trial, seen: frozenset[int]) -> float:
         """A row without rounds, and those that beat it in a race."""
         least = us[id(trial)]
         if rounds_of(trial) or not timed:
             return least
-        told = (value * scale for first, scale in scales if (value := first(trial)))
-        least = max(least, *told, 0.0)
+        least = max(least, _first_us(trial) * of_first, _first_cycles(trial) * of_cycles)
         other = names.get(trial.race.get("against", ""))
         if other is None or other is trial or id(other) in seen:
             return least
@@ -150,8 +156,12 @@ def _steps(whole: Sequence[Sequence[float]]) -> list[float]:
     return [each / usual for each in pace]
 
 
-def _first_cycles(trial: Trial) -> float | None:
-    return trial.first_us * trial.first_mhz if trial.first_us and trial.first_mhz else None
+def _first_us(trial: Trial) -> float:
+    return trial.first_us or 0.0
+
+
+def _first_cycles(trial: Trial) -> float:
+    return (trial.first_us or 0.0) * (trial.first_mhz or 0.0)
 
 
 def _behind(race: Mapping[str, Any]) -> float:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import Any
 
-from attnsweep.choose.columns import value_text
 from attnsweep.core.problem import Value
 from attnsweep.core.trial import OURS, Status, Trial
 
@@ -96,26 +95,39 @@ def effects(
     """
     rows = timed(trials, reference.kernel)
     orders = [sorted(t.config) for t in rows]
+    us = [t.screened_us or math.nan for t in rows]
+    found_us = [*zip(us, map(math.log, us), strict=True)]
     # A number for each value of each parameter: tuples of them are compared a million times.
-    codes: dict[object, int] = {}
+    codes: dict[tuple[str, type, Value], int] = {}
+
+    def code(name: str, value: Value) -> int:  # True is not 1
+        return codes.setdefault((name, type(value), value), len(codes))
+
+    own = {name: code(name, value) for name, value in reference.config.items()}
     settings = [
-        tuple(codes.setdefault((n, _key(t.config[n])), len(codes)) for n in order)
+        [codes.setdefault((n, (v := t.config[n]).__class__, v), len(codes)) for n in order]
         for t, order in zip(rows, orders, strict=True)
     ]
     found: list[Effect] = []
-    for name, own in reference.config.items():
-        of = [(t, order.index(name), each)
-              for t, order, each in zip(rows, orders, settings, strict=True)
-              if name in t.config]  # fmt: skip
-        if len({each[at] for _, at, each in of}) > 1:
-            varied = [(t.config[name], each[:at] + each[at + 1 :], t) for t, at, each in of]
-            found += _effect(varied, name, own)
+    there = [*zip(rows, orders, settings, found_us, strict=True)]
+    for name in reference.config:
+        of = [(o.index(name), each, time) for t, o, each, time in there if name in t.config]
+        if len({each[at] for at, each, _ in of}) > 1:
+            varied = [(each[at], (*each[:at], *each[at + 1 :]), *time) for at, each, time in of]
+            found += _effect(varied, name, own[name], [*codes])
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
-            varied = [(t.variant[axis], tuple(compress(each, (n not in names for n in order))), t)
-                      for t, order, each in zip(rows, orders, settings, strict=True)
-                      if axis in t.variant]  # fmt: skip
-            of_axis = _effect(varied, axis, reference.variant[axis], names)
+            mine = code(axis, reference.variant[axis])
+            varied = [
+                (
+                    code(axis, t.variant[axis]),
+                    (*compress(each, (n not in names for n in o)),),
+                    *time,
+                )
+                for t, o, each, time in there
+                if axis in t.variant
+            ]
+            of_axis = _effect(varied, axis, mine, [*codes], names)
             # What changes with its axis only has no pairs of its own: the axis speaks for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
@@ -145,27 +157,26 @@ def axes_of(variants: object) -> dict[str, list[str]]:
 
 
 def _effect(
-    rows: Sequence[tuple[Value, tuple[object, ...], Trial]],
+    rows: Sequence[tuple[int, tuple[int, ...], float, float]],
     name: str,
-    reference: Value,
+    own: int,
+    codes: Sequence[tuple[str, type, Value]],
     sets: Sequence[str] = (),
 ) -> list[Effect]:
-    """The effect of one setting, none if it has one value. rows: its value, all others, the row."""
-    groups: dict[tuple[object, ...], dict[tuple[str, str], float]] = defaultdict(dict)
-    logs: dict[tuple[str, str], list[float]] = defaultdict(list)
-    values: dict[tuple[str, str], Value] = {}
-    for own_value, others, trial in rows:
-        time_us = trial.screened_us
-        assert time_us is not None  # `timed` keeps only rows with one
-        value = _key(own_value)
-        values.setdefault(value, own_value)
-        groups[others][value] = time_us
-        logs[value].append(math.log(time_us))
-    if len(values) < 2:
+    """The effect of one setting, none if it has one value.
+
+    rows: the code of its value, those of all others, the first time and its logarithm. own: the
+    reference's. codes: by code, what it stands for.
+    """
+    groups: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    logs: dict[int, list[float]] = defaultdict(list)
+    for value, others, us, log in rows:
+        groups[others][value] = us
+        logs[value].append(log)
+    if len(logs) < 2:
         return []
     spreads: list[float] = []
-    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
-    own = _key(reference)
+    ratios: dict[int, list[float]] = defaultdict(list)
     for times in groups.values():
         each = list(times.values())
         spreads += [max(a, b) / min(a, b) for i, a in enumerate(each) for b in each[:i]]
@@ -175,16 +186,18 @@ def _effect(
                     ratios[value].append(time_us / times[own])
     shown = tuple(
         ValueEffect(
-            value,
-            len(logs[key]),
-            len(ratios[key]),
-            statistics.median(ratios[key]) if ratios[key] else None,
-            sum(ratio < 1 for ratio in ratios[key]),
+            codes[code][-1],
+            len(logs[code]),
+            len(ratios[code]),
+            statistics.median(ratios[code]) if ratios[code] else None,
+            sum(ratio < 1 for ratio in ratios[code]),
         )
-        for key, value in sorted(values.items(), key=lambda item: in_order(item[1]))
+        for code in sorted(logs, key=lambda code: in_order(codes[code][-1]))
     )
     share, spread = _share([*logs.values()]), statistics.median(spreads) if spreads else None
-    return [Effect(name, reference, len(rows), share, len(spreads), spread, shown, tuple(sets))]
+    return [
+        Effect(name, codes[own][-1], len(rows), share, len(spreads), spread, shown, tuple(sets))
+    ]
 
 
 def _share(groups: Sequence[Sequence[float]]) -> float | None:
@@ -207,11 +220,6 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
         return None
     left = (within / (count - len(groups))) / (total / (count - 1))
     return max(0.0, 1.0 - left)
-
-
-def _key(value: Value) -> tuple[str, str]:
-    """A value without Python's equality of True and 1."""
-    return type(value).__name__, value_text(value)
 
 
 def in_order(value: Value) -> tuple[bool, int, str]:

@@ -6,10 +6,11 @@ Everything that shows or compares runs is a view of that DataFrame. Needs no GPU
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from statistics import median
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from attnsweep.choose.baseline_ratio import (
     below_ranking,
@@ -19,9 +20,10 @@ from attnsweep.choose.baseline_ratio import (
 )
 from attnsweep.choose.columns import (
     COLUMNS,
+    Ground,
     Row,
-    facts,
     faster_than_light,
+    named,
     too_inaccurate,
 )
 from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
@@ -96,22 +98,27 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     whose error exceeds the limit; it is ranked and serves as base all the same, unless it computes
     in another format.
     """
-    import pandas
+    return frame([row for rows in ranked(trials, environment) for row in rows])
 
+
+def ranked(trials: Sequence[Trial], environment: Environment | None) -> Iterator[list[Row]]:
+    """The rows of each problem: see `rank`."""
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
         by_problem.setdefault(trial.problem, []).append(trial)
-    rows = [
-        row
-        for problem, members in by_problem.items()
-        for row in _rank_problem(problem, members, environment)
-    ]
-    # Column by column: of rows, pandas takes ten times as long to find the types.
-    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in COLUMNS}
-    if not rows:  # not the numbers that empty columns are taken for
-        columns = dict.fromkeys(COLUMNS, pandas.Series(dtype=object))
-    for name in ("rank", "registers", "spill_bytes", "smem_bytes", "rounds"):
-        columns[name] = pandas.array(columns[name], dtype="Int64")
+    for problem, members in by_problem.items():
+        yield _rank_problem(problem, members, environment)
+
+
+def frame(rows: Sequence[Row]) -> pandas.DataFrame:
+    """The rows as a DataFrame: see `rank`."""
+    import pandas
+
+    whole = [row.columns(named(row["trial"].config)) for row in rows]
+    columns = {
+        name: pandas.Series([row[name] for row in whole], dtype=dtype)
+        for name, dtype in COLUMNS.items()
+    }
     return pandas.DataFrame(columns)
 
 
@@ -136,28 +143,51 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
         return Status.INACCURATE, inaccurate
     if time is None:
         return Status.DAMAGED, "says ok, but has no time"
-    times = {f"time_us.{name}": getattr(time, name) for name in ("median", "low", "high")}
-    times |= {f"time_us.rounds[{number}]": us for number, us in enumerate(time.rounds)}
-    others = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
-    times |= {name: getattr(trial, name) for name in others if getattr(trial, name) is not None}
-    times |= {f"stages_us.{name}": us for name, us in trial.stages_us.items()}
-    if (energy := trial.energy_uj) is not None:
-        times |= {"power_w": math.nan if trial.power_w is None else trial.power_w}
-        times |= {f"energy_uj.{name}": getattr(energy, name) for name in ("median", "low", "high")}
-        times |= {f"energy_uj.rounds[{number}]": uj for number, uj in enumerate(energy.rounds)}
-    for name, us in times.items():
-        if not 0 < us < math.inf:  # no sweep writes such a time, and NaN compares as false
-            return Status.DAMAGED, f"says ok, but {name} is {us}"
-    if time.rounds and not abs(time.median / float(np.median(time.rounds)) - 1) < _CONTRADICTS:
-        told = f"says ok, but its median is {time.median:g} and that of its rounds "
-        return Status.DAMAGED, f"{told}{float(np.median(time.rounds)):g}"
+    for us in (*_span(time), *time.rounds, *_times(trial), *trial.stages_us.values()):
+        if us is not None and not 0 < us < math.inf:
+            return Status.DAMAGED, _odd(trial)
+    if trial.energy_uj is not None and (said := _odd(trial)):
+        return Status.DAMAGED, said
+    if time.rounds and not abs(time.median / (middle := median(time.rounds)) - 1) < _CONTRADICTS:
+        told = f"says ok, but its median is {time.median:g} and that of its rounds {middle:g}"
+        return Status.DAMAGED, told
     return trial.status, trial.detail
+
+
+_SPAN = ("median", "low", "high")
+_TIMES = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
+_span, _times = attrgetter(*_SPAN), attrgetter(*_TIMES)
+
+
+def _odd(trial: Trial) -> str | None:
+    """The time or energy of a row that no sweep writes. NaN is none: it compares as false."""
+    named: dict[str, float | None] = {}
+    for name, part in (("time_us", trial.time_us), ("energy_uj", trial.energy_uj)):
+        if part is not None:
+            named |= {f"{name}.{of}": getattr(part, of) for of in _SPAN}
+            named |= {f"{name}.rounds[{number}]": us for number, us in enumerate(part.rounds)}
+        if name == "time_us":
+            named |= dict(zip(_TIMES, _times(trial), strict=True))
+            named |= {f"stages_us.{stage}": us for stage, us in trial.stages_us.items()}
+    if trial.energy_uj is not None:
+        named["power_w"] = math.nan if trial.power_w is None else trial.power_w
+    odd = (n for n, us in named.items() if us is not None and not 0 < us < math.inf)
+    return next((f"says ok, but {name} is {named[name]}" for name in odd), None)
 
 
 def _identity(trial: Trial) -> tuple[Any, ...]:
     """Config order: baselines first, then kernel, then each value in declared order."""
-    values = [(1, 0, v) if isinstance(v, str) else (0, int(v), "") for v in trial.config.values()]
+    values = [(isinstance(v, str), v) for v in trial.config.values()]
     return (trial.provider == OURS, trial.provider, trial.kernel, values)
+
+
+def _sorted(trials: Sequence[Trial], key: Callable[[Trial], Any]) -> list[Trial]:
+    """The rows by a key; those with the same one by their configs, which take longer to compare."""
+    out: list[Trial] = []
+    for _, alike in groupby(sorted(trials, key=key), key):
+        first, *others = alike
+        out += sorted((first, *others), key=_identity) if others else (first,)
+    return out
 
 
 def _median(trial: Trial) -> float:
@@ -178,12 +208,12 @@ def _tied(trial: Trial, leader: Trial) -> bool:
 
 def middle_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """The median of the ratios of paired rounds."""
-    return float(np.median(np.asarray(times) / np.asarray(others)))
+    return median(a / b for a, b in zip(times, others, strict=True))
 
 
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     """The candidates of a shared rank that are as good as the fastest of them."""
-    best = min(trials, key=lambda trial: (_median(trial), _identity(trial)))
+    best = _sorted(trials, _median)[0]
     good = [best]
     for trial in trials:
         own, other = _paired(trial, best)
@@ -192,19 +222,11 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     return good
 
 
-def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """Ok trials in ranking order; those in one list share a rank."""
+def _groups(trials: Sequence[Trial], us: Mapping[int, float]) -> list[list[Trial]]:
+    """Ok trials in ranking order; those in one list share a rank. us: their times at one pace."""
     # Another kind of time cannot compete with that of the rounds: warm times are below cold ones.
     kinds = {time_kind(trial) for trial in trials if rounds_of(trial)}
-    us = at_pace(trials)
-    left = sorted(
-        trials,
-        key=lambda trial: (
-            bool(kinds) and time_kind(trial) not in kinds,
-            us[id(trial)],
-            _identity(trial),
-        ),
-    )
+    left = _sorted(trials, lambda t: (bool(kinds) and time_kind(t) not in kinds, us[id(t)]))
     most: dict[tuple[object, ...], int] = {}
     for trial in left:
         most[session(trial)] = max(last_round(trial), most.get(session(trial), 0))
@@ -247,24 +269,31 @@ def _as_ranked(trial: Trial) -> Trial:
 
 def winner_of(trials: Sequence[Trial]) -> Trial | None:
     """The candidate that wins among these rows of one problem; None if none does. See `rank`."""
-    return _ranked(trials, {id(trial): judged(trial) for trial in trials})[1]
+    return _ranked(trials, {id(trial): judged(trial) for trial in trials}, {})[1]
 
 
 Verdicts = dict[int, tuple[Status, str | None]]
 """What `judged` says of rows, by their ids."""
 
 
-def _ranked(trials: Sequence[Trial], verdicts: Verdicts) -> tuple[list[list[Trial]], Trial | None]:
-    """The rows in ranking order, in one list those that share a rank; and the winner."""
+def _ranked(
+    trials: Sequence[Trial], verdicts: Verdicts, us: Mapping[int, float]
+) -> tuple[list[list[Trial]], Trial | None]:
+    """The rows in ranking order, in one list those that share a rank; and the winner.
+
+    us: the times of right rows at one pace, if they are known.
+    """
     good = [t for t in trials if verdicts[id(t)][0] is Status.OK and below_ranking(t) is None]
     views = [_as_ranked(trial) for trial in good]
     own = {id(view): trial for view, trial in zip(views, good, strict=True)}
-    groups = _groups(views)
+    groups = _groups(views, us if us.keys() == own.keys() else at_pace(views))
     ours = ([t for t in group if t.provider == OURS] for group in groups)
     first = None if _all_noisy(trials, good) else next(filter(None, ours), None)
     winner = None if first is None else min(_equally_good(first), key=thrift)
-    for group in groups:
-        group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
+    groups = [
+        _sorted(group, lambda t: (t is not winner, _median(t))) if group[1:] else group
+        for group in groups
+    ]
     return [[own[id(t)] for t in group] for group in groups], winner and own[id(winner)]
 
 
@@ -273,34 +302,23 @@ def _rank_problem(
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
     for trial in trials:
-        why = faster_than_light(trial, environment)
-        if why is not None and verdicts[id(trial)][0] is Status.OK:
+        if verdicts[id(trial)][0] is Status.OK and (why := faster_than_light(trial, environment)):
             verdicts[id(trial)] = Status.DAMAGED, why
-    groups, winner = _ranked(trials, verdicts)
-    places: list[tuple[Trial, int | None, bool, bool]] = []
+    right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
+    us = at_pace(right)
+    groups, winner = _ranked(trials, verdicts, us)
+    places: list[tuple[Trial, tuple[int | None, bool, bool]]] = []
     for group in groups:
         place = len(places) + 1
-        places += [(t, place, len(group) > 1, t is winner) for t in group]
-    right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
-    below = [t for t in right if below_ranking(t) is not None]
+        places += [(t, (place, len(group) > 1, t is winner)) for t in group]
+    below = _sorted([t for t in right if below_ranking(t) is not None], _median)
     verdicts |= {id(t): (Status.OK, below_ranking(t)) for t in below}
-    below.sort(key=lambda t: (_median(t), _identity(t)))
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
-    rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
-    places += [(t, None, False, False) for t in (*below, *rest)]
-    base = fastest_baseline(trials, {number: status for number, (status, _) in verdicts.items()})
-    us = at_pace(right)
-    return [
-        {
-            "rank": place,
-            "tied": tied,
-            "winner": won,
-            "status": verdicts[id(t)][0].value,
-            "detail": verdicts[id(t)][1],
-            **facts(t, environment, base, us.get(id(t))),
-        }
-        for t, place, tied, won in places
-    ]
+    rest = _sorted(rest, lambda t: _AFTER.index(verdicts[id(t)][0]))
+    places += [(t, (None, False, False)) for t in (*below, *rest)]
+    statuses = {number: status for number, (status, _) in verdicts.items()}
+    ground = Ground(problem, environment, fastest_baseline(trials, statuses, us))
+    return [Row(t, ground, us.get(id(t)), verdicts[id(t)], place) for t, place in places]
 
 
 def _all_noisy(trials: Sequence[Trial], ranked: Sequence[Trial]) -> bool:

@@ -212,7 +212,7 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
     warn(run_)
     quiet = terminal.talk is terminal.Talk.QUIET
     if json_:
-        print_result([], tables.to_json(run_), True)
+        print_result([], tables.json_parts(run_), True)
     elif full:
         tables.print_run(run_, console, top=top or 10)
         brief.print_brief(run_, console, every=every, quiet=True)
@@ -226,14 +226,38 @@ def warn(*runs: Run) -> None:
         errors.print(f"[yellow]warning:[/] {escape(warning)}")
 
 
+def json_texts(data: Any) -> Iterator[str]:
+    """Data as JSON, in parts: what an iterator in a dict gives is written as it comes."""
+    from pydantic_core import to_json
+
+    def text(value: Any, indent: str = "\n") -> str:
+        # json.dumps takes twelve times as long: its indent is written in Python.
+        written = to_json(value, indent=2, inf_nan_mode="constants", fallback=str)
+        return written.decode().replace("\n", indent)
+
+    values = data.values() if isinstance(data, dict) else ()
+    if not any(isinstance(value, Iterator) for value in values):
+        yield text(data)
+        return
+    for number, (name, value) in enumerate(data.items()):
+        yield ("," if number else "{") + f"\n  {text(name)}: "
+        if not isinstance(value, Iterator):
+            yield text(value, "\n  ")
+            continue
+        begin = "["
+        for each in value:
+            yield begin + "\n    " + text(each, "\n    ")
+            begin = ","
+        yield "[]" if begin == "[" else "\n  ]"
+    yield "\n}"
+
+
 def print_result(lines: list[Text], data: Any, json_: bool) -> None:
     """Print a result: its lines, or its data as JSON."""
     if json_:
-        from pydantic_core import to_json
-
-        # json.dumps takes twelve times as long: its indent is written in Python.
-        text = to_json(data, indent=2, inf_nan_mode="constants", fallback=str)
-        console.file.write(text.decode() + "\n")
+        for text in json_texts(data):
+            console.file.write(text)
+        console.file.write("\n")
         return
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -17,7 +17,7 @@ from attnsweep.core.errors import CompileError, KernelError, compiler_errors
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Status, Trial
+from attnsweep.core.trial import OURS, Status, Trial, key_of
 from attnsweep.family.chunks import ChunkPlan, schedule_of
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.family.space import Space
@@ -93,7 +93,7 @@ class Build:
     @property
     def key(self) -> tuple[object, ...]:
         """The key of its row: see Trial.key."""
-        return (self.problem, OURS, self.kernel.name, *sorted(self.config.items()))
+        return key_of(self.problem, OURS, self.kernel.name, self.config)
 
     def submit(self) -> None:
         """Start to compile every stage."""

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -218,11 +219,24 @@ class Trial(_Row):
     @property
     def key(self) -> tuple[object, ...]:
         """Identity of the candidate; a later row with the same key replaces this one."""
-        return (self.problem, self.provider, self.kernel, *sorted(self.config.items()))
+        return key_of(self.problem, self.provider, self.kernel, self.config)
 
     def with_(self, **changes: Any) -> Trial:
         """A copy with some fields replaced."""
         return self.model_copy(update=changes)
+
+
+def key_of(
+    problem: Problem, provider: str, kernel: str, config: Mapping[str, Value]
+) -> tuple[object, ...]:
+    """See Trial.key."""
+    return problem, provider, kernel, _in_order(tuple(config.items()))
+
+
+@lru_cache(maxsize=2**14)
+def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, Value], ...]:
+    """The settings of a config by name. Rows with one config share it: it is large for a key."""
+    return tuple(sorted(settings))
 
 
 def cards_of(trials: Iterable[Trial]) -> list[str]:

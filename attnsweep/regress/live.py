@@ -12,11 +12,11 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import held_to
-from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.launches import Candidate, LaunchPlan
@@ -32,7 +32,7 @@ from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.reports.text import Row, by_problem
+from attnsweep.reports.text import Row, sections_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of, input_seed
 from attnsweep.store.code import read_code, same_code
@@ -177,8 +177,7 @@ def _pairs(
     problems: Sequence[Problem],
 ) -> list[_Pair | Finding]:
     """For each of these problems, a pair that is already compiling, or why there is none."""
-    ranking = rank(baseline.trials, baseline.environment)
-    before = {s.problem: s.winner for s in by_problem(ranking, baseline.environment)}
+    before = {s.problem: s.winner for s in sections_of(baseline)}
     own = {entry.problem: entry.slower for entry in spec.problems}
     limit = workspace_limit(spec, here.memory_bytes)
     found: list[_Pair | Finding] = []
@@ -456,7 +455,7 @@ def _finding(work: _Work, found: AbTestResult) -> Finding:
     return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
 
 
-def _row(row: Row | None) -> Row | None:
+def _row(row: Row | None) -> dict[str, Any] | None:
     """The columns of the baseline's row for the report, without its recorded time."""
     if row is None:
         return None

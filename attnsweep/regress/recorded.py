@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from attnsweep.choose.baseline_ratio import common_rounds
-from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.trial import Status
 from attnsweep.regress.verdicts import (
@@ -29,7 +28,7 @@ from attnsweep.regress.verdicts import (
     other_card,
     other_protocol,
 )
-from attnsweep.reports.text import Row, Section, by_problem
+from attnsweep.reports.text import Row, Section, sections_of
 from attnsweep.store.run import Run
 
 CAN = (
@@ -56,8 +55,8 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
 
     slower: the share by which a best candidate may be slower; beyond it, it is a regression.
     """
-    before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
-    after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
+    before = {s.problem: s for s in sections_of(old)}
+    after = {s.problem: s for s in sections_of(new)}
     both = old.environment, new.environment
     control = other_card(*both) or other_protocol(*both)
     findings = [

@@ -19,7 +19,7 @@ from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.files import install_command
 from attnsweep.core.trial import Environment
 from attnsweep.reports.terminal import GLUE, aligned, wrap
-from attnsweep.reports.text import Row, figure
+from attnsweep.reports.text import figure
 
 
 class Verdict(StrEnum):
@@ -47,8 +47,8 @@ class Finding:
     label: str
     verdict: Verdict
     why: str
-    old: Row | None = None
-    new: Row | None = None
+    old: Mapping[str, Any] | None = None
+    new: Mapping[str, Any] | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -305,7 +305,7 @@ def differences(old: Environment | None, new: Environment | None) -> list[str]:
     return [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
 
 
-def _plain(row: Row | None) -> dict[str, Any] | None:
+def _plain(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     kept = ("kernel", "config", "time_us", "spread_us", "rounds", "registers", "smem_bytes")

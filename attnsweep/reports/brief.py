@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from attnsweep.choose.columns import named
-from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.reports import cards, tables
 from attnsweep.reports.gains import gains, sentences
@@ -144,7 +143,7 @@ def _rows(section: Section, shown: Sequence[Row], width: int, *, marked: bool) -
 
 def first_rows(trials: Sequence[Trial], environment: Environment, width: int) -> list[Line]:
     """The table of one problem's best rows and its baselines; nothing if none is ranked."""
-    (section,) = by_problem(rank(trials, environment), environment)
+    (section,) = by_problem(trials, environment)
     shown = section.shown(TOP)
     return list(_rows(section, shown, width, marked=True)) if shown else []
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Trial
 from attnsweep.reports.terminal import counted
 from attnsweep.reports.text import Row, Section, by_problem, figure
@@ -123,7 +122,7 @@ def by_card(trials: Sequence[Trial], sections: Sequence[Section]) -> ByCard | No
         on[uuid] = {problem.label: whole[problem] for problem in alone if problem in whole}
         shared = [trial for trial in rows if trial.problem not in alone]
         environment = sections[0].environment if sections else None
-        for section in by_problem(rank(shared, environment), environment) if shared else []:
+        for section in by_problem(shared, environment) if shared else []:
             on[uuid][section.problem.label] = section
     order = [section.problem.label for section in sections]
     cards = tuple(

@@ -15,7 +15,6 @@ from typing import Any
 from rich.text import Text
 
 from attnsweep.choose.columns import named
-from attnsweep.choose.ranking import rank
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
@@ -158,7 +157,7 @@ def compare(first: Run, second: Run, families: Mapping[str, Family] | None = Non
 def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
     """The problems that have a winner."""
     trials = [row_of_today(families, trial) for trial in run.trials]
-    sections = by_problem(rank(trials, run.environment), run.environment, run.spaces)
+    sections = by_problem(trials, run.environment, run.spaces)
     return {each.problem: each for each in sections if each.winner is not None}
 
 

@@ -5,7 +5,7 @@ A run has this if its spec says how often a program makes its calls. Times are m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str,
 def _gain(problem: Problem, calls: int, section: Section | None) -> Gain:
     won = None if section is None else section.winner
     best = None if section is None else section.best_baseline
-    row = won or {}
+    row: Mapping[str, Any] = won or {}
     baseline_us = None
     if best is not None:
         # A noisy baseline counts with its fastest round, as × base does.

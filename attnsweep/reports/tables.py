@@ -6,17 +6,16 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
-from attnsweep.choose.ranking import rank
+from attnsweep.choose.ranking import frame
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.reports import cards, gains
 from attnsweep.reports.frontier import frontier_points
@@ -40,6 +39,9 @@ from attnsweep.reports.text import (
     who,
 )
 from attnsweep.store.run import Run
+
+if TYPE_CHECKING:
+    import pandas
 
 NONE = "–"
 MARKDOWN_TOP = 20
@@ -93,9 +95,9 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(line, "dim")
 
 
-def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[Row]:
+def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[dict[str, Any]]:
     """One problem's three best rows and its baselines as plain data."""
-    (section,) = by_problem(rank(trials, environment), environment)
+    (section,) = by_problem(trials, environment)
     return [_json_row(row) for row in section.shown(3)]
 
 
@@ -122,10 +124,10 @@ def print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str],
 
 def files(run: Run) -> dict[str, str]:
     """Names and texts of the files that a finished run keeps: ranking.csv and ranking.md."""
-    ranking = rank(run.trials, run.environment)
+    sections = sections_of(run)
     return {
-        "ranking.csv": to_csv(ranking),
-        "ranking.md": to_markdown(ranking, run.environment, run.spaces, spec_text=run.spec_text),
+        "ranking.csv": to_csv(frame([row for section in sections for row in section.rows])),
+        "ranking.md": to_markdown(sections, run.spec_text),
     }
 
 
@@ -144,13 +146,19 @@ def to_json(run: Run) -> dict[str, Any]:
     "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
     whose spec counts a program's calls has "gains" too, and one of several cards "by_card".
     """
+    parts = json_parts(run)
+    return parts | {"problems": list(parts["problems"])}
+
+
+def json_parts(run: Run) -> dict[str, Any]:
+    """The same with an iterator of problems: those of a large run need not be there all at once."""
     sections = sections_of(run)
     found = gains.gains(sections, run.spec_text)
     several = cards.by_card(run.trials, sections)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
-        "problems": [
+        "problems": (
             {
                 "problem": section.problem.facts,
                 "label": section.problem.label,
@@ -161,20 +169,22 @@ def to_json(run: Run) -> dict[str, Any]:
                 **({"frontier": points} if (points := frontier_points(section)) else {}),
             }
             for section in sections
-        ],
+        ),
         "warnings": list(run.warnings),
         **({} if found is None else {"gains": gains.to_json(found)}),
         **({} if several is None else {"by_card": several.to_json()}),
     }
 
 
-def _json_row(row: Row) -> Row:
+def _json_row(row: Row) -> dict[str, Any]:
     trial = row["trial"]
-    plain = {name: value for name, value in row.items() if name not in ("problem", "trial")}
-    mappings = ("config", "variant", "stages_us", "schedule")
+    plain = row.columns(trial.config)
+    del plain["problem"], plain["trial"]
     plain["chained_us"] = trial.chained_us
     plain["judged"] = trial.accuracy.judged if trial.accuracy else None
-    return plain | {name: dict(getattr(trial, name)) for name in mappings}
+    for name in ("variant", "stages_us", "schedule"):
+        plain[name] = getattr(trial, name)
+    return plain
 
 
 # -- one problem ----------------------------------------------------------------------------
@@ -368,18 +378,11 @@ def terminal(section: Section, width: int, top: int, more: str) -> list[tuple[st
     return out
 
 
-def to_markdown(
-    ranking: pandas.DataFrame,
-    environment: Environment | None,
-    spaces: Sequence[Mapping[str, Any]] = (),
-    *,
-    spec_text: str | None = None,
-) -> str:
+def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> str:
     """The same tables in Markdown; recorded rows are marked there too.
 
     spec_text: the run's spec, which may count a program's calls.
     """
-    sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
         out += [*_pipes(summary(sections, intervals=True), "lrrrll"), ""]
@@ -388,7 +391,8 @@ def to_markdown(
         first, *rest = map(_escaped, gains.sentences(found))
         out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
         out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
-    several = cards.by_card(list(ranking["trial"]), sections)
+    trials = [row["trial"] for section in sections for row in section.rows]
+    several = cards.by_card(trials, sections)
     if several is not None:
         out += ["## Cards", "", *_pipes(several.rows(), cards.ALIGN), "", several.sentence, ""]
     for section in sections:

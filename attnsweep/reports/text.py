@@ -12,19 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas
 import yaml
 
 from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
+from attnsweep.choose.columns import Row as Row
 from attnsweep.choose.columns import bounds_of, light_text
-from attnsweep.choose.ranking import rank
+from attnsweep.choose.ranking import ranked
 from attnsweep.core.errors import errors_of
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Environment, Status
+from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE
 from attnsweep.store.run import Run
 
-Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
 FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
@@ -64,7 +63,7 @@ class Section:
         shown = [row for row in ranked if row["baseline"] or id(row) in keep]
         return shown + [row for row in self.rows if _unranked_baseline(row)] if shown else []
 
-    @property
+    @functools.cached_property
     def best_of_families(self) -> list[Row]:
         """The first ranked candidate of each kernel family."""
         first: dict[str, Row] = {}
@@ -76,49 +75,37 @@ class Section:
     @functools.cached_property
     def differing(self) -> dict[str, list[str]]:
         """Family to the parameters in which its candidates differ, shown or not."""
-        values: dict[str, dict[str, set[str]]] = {}
+        configs: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.rows:
             if not row["baseline"]:
-                family = values.setdefault(row["kernel"], {})
-                for name, value in row["trial"].config.items():
-                    family.setdefault(name, set()).add(str(value))
-        return {
-            kernel: [name for name, seen in family.items() if len(seen) > 1]
-            for kernel, family in values.items()
-        }
+                configs.setdefault(row["kernel"], []).append(row["trial"].config)
+        return {kernel: _varied(those) for kernel, those in configs.items()}
+
+
+def _varied(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parameters in which these configs differ."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    return [name for name in names if len({str(c[name]) for c in configs if name in c}) > 1]
 
 
 def by_problem(
-    ranking: pandas.DataFrame,
+    trials: Sequence[Trial],
     environment: Environment | None,
     spaces: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
-    """The ranking split into its problems, with None for NaN. spaces: those of its Run."""
-    plain = {
-        str(name): [
-            value if there else None
-            for value, there in zip(column.tolist(), column.notna().tolist(), strict=True)
-        ]
-        for name, column in ranking.items()
-    }
-    groups: dict[str, list[Row]] = {}
-    for values in zip(*plain.values(), strict=True):
-        row = dict(zip(plain, values, strict=True))
-        groups.setdefault(str(row["problem"]), []).append(row)
+    """The ranked problems of these rows. spaces: those of their Run."""
+    of: dict[object, list[Mapping[str, Any]]] = {}
+    for facts in spaces:
+        of.setdefault(facts.get("problem"), []).append(facts)
     return [
-        Section(
-            rows[0]["trial"].problem,
-            rows,
-            environment,
-            [facts for facts in spaces if facts.get("problem") == label],
-        )
-        for label, rows in groups.items()
+        Section(rows[0]["trial"].problem, rows, environment, of.get(rows[0]["problem"], ()))
+        for rows in ranked(trials, environment)
     ]
 
 
 def sections_of(run: Run) -> list[Section]:
     """The ranked problems of a run."""
-    return by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    return by_problem(run.trials, run.environment, run.spaces)
 
 
 def kernels_of(spec_text: str | None) -> dict[str, Any]:

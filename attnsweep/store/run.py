@@ -17,6 +17,7 @@ import errno
 import gzip
 import json
 import lzma
+import marshal
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -74,12 +75,13 @@ def _parse_trials(
     """Trials by key, warnings, and the number of whole rows, including replaced ones."""
     trials: dict[tuple[object, ...], Trial] = {}
     warnings: list[str] = []
-    rows = 0
+    rows, known = 0, dict[object, Any]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         parsed = _parse_row(line)
         if isinstance(parsed, Trial):
+            share(parsed, known)
             trials[parsed.key] = parsed
             rows += 1
         elif not line.endswith(b"\n"):
@@ -93,6 +95,39 @@ def _parse_trials(
         rest = len(warnings) - MAX_WARNINGS
         warnings = [*warnings[:MAX_WARNINGS], f"{path}: and {rest} more lines like these"]
     return trials, warnings, rows
+
+
+# Of recorded runs, 0.1 to 27 % of the values of these fields are distinct.
+_SHARED = ("config", "variant", "schedule", "conditions", "machine", "stages_us", "once_us", "race")
+_OWN = _SHARED[-3:]  # which are of one row, unless they are empty
+
+
+def share(trial: Trial, known: dict[object, Any]) -> None:
+    """Give the row the values that a row before it had: so it takes a fourth of the memory.
+
+    known: these values, by their bytes. Rows are frozen, and nobody changes what they hold.
+    """
+    row, accuracy, used = trial.__dict__, trial.accuracy, trial.resources
+    empty = known.setdefault(dict, {})
+    for name in _SHARED:
+        if not (value := row[name]):
+            row[name] = empty
+        elif name not in _OWN:  # version 2 writes equal values as equal bytes
+            row[name] = known.setdefault(marshal.dumps(value, 2), value)
+    if used is not None and not used.model_extra:
+        row["resources"] = known.setdefault(marshal.dumps([used.__dict__], 2), used)
+    if accuracy is not None:
+        shares, case = accuracy.shares, accuracy.case
+        accuracy.__dict__["shares"] = known.setdefault(marshal.dumps(shares, 2), shares)
+        accuracy.__dict__["case"] = known.setdefault(case, case)
+    if (time := trial.time_us) is not None and not (time.rounds or time.discarded):
+        time.__dict__.update(rounds=known.setdefault(list, []), discarded=known[list])
+    for part in (trial, trial.time_us, accuracy):
+        if part is not None:  # nobody asks which fields a line had, whose names take 2 kB
+            names = known.setdefault(type(part), part.__pydantic_fields_set__)
+            object.__setattr__(part, "__pydantic_fields_set__", names)
+            if not part.__pydantic_extra__:
+                object.__setattr__(part, "__pydantic_extra__", empty)
 
 
 def _parse_row(line: bytes) -> Trial | str:

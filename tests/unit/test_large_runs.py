@@ -12,12 +12,12 @@ import pytest
 from attnsweep.core.files import shipped
 
 RECORDED = shipped("results") / "h100-80gb-hbm3" / "h100"
-ROWS = 20_000
+ROWS = 100_000
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """The recorded run again and again, each time with other batches."""
+    """The recorded run again and again, each time with shorter sequences."""
     place = tmp_path_factory.mktemp("runs") / "large"
     place.mkdir()
     for name in ("environment.json", "spec.yaml"):
@@ -27,8 +27,9 @@ def large(tmp_path_factory):
     with (place / "trials.jsonl").open("w") as file:
         for number in range(ROWS):
             row = rows[number % len(rows)]
-            batch = row["problem"]["batch"] + 100 * (number // len(rows))
-            print(json.dumps(row | {"problem": row["problem"] | {"batch": batch}}), file=file)
+            problem, less = row["problem"], number // len(rows)
+            shorter = {name: problem[name] - less for name in ("seqlen_q", "seqlen_k")}
+            print(json.dumps(row | {"problem": problem | shorter}), file=file)
     return place
 
 

@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 from samples import H200, PROBLEM, baseline, candidate, full_run
 
-from attnsweep.choose.ranking import rank
 from attnsweep.reports import tables
 from attnsweep.reports.cards import UNKNOWN, by_card
 from attnsweep.reports.text import by_problem
@@ -85,7 +84,7 @@ def test_a_run_of_one_card_says_nothing_of_cards(uuids):
 )
 def test_winners_of_a_problem_that_two_cards_measured_agree_or_not(second, agree):
     rows = [*on("aaaa", a(10.0), b(12.0)), *on("bbbb", *second)]
-    sections = by_problem(rank(rows, H200), H200)
+    sections = by_problem(rows, H200)
     found = by_card(rows, sections)
     assert found.agreement == {PROBLEM.label: agree}
     assert ("differ on" in found.sentence) is not agree

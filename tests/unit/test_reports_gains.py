@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 from samples import H200, PROBLEM, baseline, candidate, rounds_of
 
-from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Status
 from attnsweep.reports import html, tables
 from attnsweep.reports.gains import gains, sentences, table, to_json
@@ -31,7 +30,7 @@ def run_of(tmp_path, trials, text):
 
 
 def found(trials, text):
-    return gains(by_problem(rank(trials, H200), H200), text)
+    return gains(by_problem(trials, H200), text)
 
 
 def pair(ours, theirs, problem=PROBLEM, **changes):

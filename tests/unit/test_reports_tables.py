@@ -1,11 +1,14 @@
 import csv
 import io
 import json
+import math
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 from pages import visible
+from pydantic_core import to_json
 from rich.cells import cell_len
 from rich.console import Console
 from samples import (
@@ -21,6 +24,7 @@ from samples import (
 )
 
 from attnsweep.choose.ranking import rank
+from attnsweep.cli.app import json_texts
 from attnsweep.core.length import slower_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
@@ -135,7 +139,7 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
     ]
     for text in (
         printed(full_run(spaces=planned)),
-        tables.to_markdown(rank(run.trials, H200), H200, planned),
+        tables.to_markdown(by_problem(run.trials, H200, planned)),
     ):
         assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
         assert "naive: 3 of" not in text
@@ -363,7 +367,7 @@ def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:
     styled = printed(ahead, 120, terminal=True)
     assert "\x1b[1;32m" not in styled  # green is a winner's
     assert "\x1b[1;32m" in printed(run, 120, terminal=True)
-    markdown = tables.to_markdown(rank(ahead.trials, ahead.environment), ahead.environment)
+    markdown = tables.to_markdown(by_problem(ahead.trials, ahead.environment))
     assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
 
 
@@ -439,7 +443,7 @@ def test_markdown_holds_the_same_table() -> None:
 
 def test_a_pipe_does_not_break_the_markdown_table() -> None:
     row = baseline("a|b", 5.0)
-    text = tables.to_markdown(rank([candidate("flash", 3.0), row], H200), H200)
+    text = tables.to_markdown(by_problem([candidate("flash", 3.0), row], H200))
     assert "a\\|b" in text
     assert "a|b" not in text.replace("a\\|b", "")
 
@@ -518,7 +522,7 @@ def long_run(*shares):
 
 
 def said(*shares):
-    (section,) = by_problem(rank(long_run(*shares).trials, None), None)
+    (section,) = by_problem(long_run(*shares).trials, None)
     return judged_line(section.rows)
 
 
@@ -568,3 +572,35 @@ def test_candidates_that_were_slower_on_a_shorter_problem_are_counted_apart():
     (not_tried,) = explain(long_run(0.13), ["THREADS=33"], None, discover())
     text = flat(" ".join(line.plain for line in lines(not_tried, 160)))
     assert f"slower on {SHORT}: 3033 µs, where the best takes 2800" in text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"a": [1, {"b": "two\nlines"}], "c": None},
+        {"run": "é", "problems": [{"x": [1.5, {}]}, [], 3], "after": {"y": [math.inf]}},
+        {"problems": []},
+        {"problems": [[]], "more": []},
+        [1, 2],
+    ],
+)
+def test_json_in_parts_is_the_json_of_the_whole(data) -> None:
+    whole = to_json(data, indent=2, inf_nan_mode="constants").decode()
+    parts = data
+    if isinstance(data, dict):
+        parts = {n: iter(v) if n == "problems" else v for n, v in data.items()}
+    assert "".join(json_texts(parts)) == whole
+
+
+def test_every_column_of_a_row_is_the_one_of_the_data_frame() -> None:
+    run = full_run()
+    frame = rank(run.trials, run.environment)
+    rows = [row for section in by_problem(run.trials, run.environment) for row in section.rows]
+    assert [*frame.columns] == [*rows[0]]
+    for column in frame.columns:
+        told = [None if value is pandas.NA or value != value else value for value in frame[column]]
+        assert [row[column] for row in rows] == told, column
+    best = rows[0]
+    assert {**best} == dict(best) == {name: best.get(name) for name in best}
+    assert (best.get("nonsense"), "nonsense" in best) == (None, False)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import H200, baseline, candidate, failed, rounds_of
 
-from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports.text import by_problem, plus_minus, sentence
 
@@ -15,7 +14,7 @@ LABEL = "(4,16,1024,64) fp16 full"
 
 
 def said(*trials):
-    (section,) = by_problem(rank(list(trials), H200), H200)
+    (section,) = by_problem(trials, H200)
     return sentence(section)
 
 

@@ -55,6 +55,29 @@ def test_a_later_row_replaces_the_earlier_in_its_place(tmp_path: Path) -> None:
     assert [row.detail for row in trials] == ["again", None, None]
 
 
+def test_rows_share_what_they_have_in_common_and_nothing_else(tmp_path: Path) -> None:
+    """Of a run of 100,000 rows, equal configs and resources would be most of its memory."""
+    first = trial(1, conditions={"sm_mhz": 1980}, race={"rounds": 3})
+    rows = [
+        first,
+        first.with_(kernel="other"),
+        first.with_(kernel="flags", config={"FLAG": 1}),
+        first.with_(kernel="bits", config={"FLAG": True}, conditions={"sm_mhz": 1980.0}),
+    ]
+    with Store.open(tmp_path / "run") as store:
+        for row in rows:
+            store.append(row)
+    read, warnings = read_trials(tmp_path / "run" / "trials.jsonl")
+    assert (read, warnings) == (rows, [])
+    one, other, flags, bits = read
+    assert (one.config is other.config, one.conditions is flags.conditions) == (True, True)
+    assert (type(flags.config["FLAG"]), type(bits.config["FLAG"])) == (int, bool)
+    assert (type(one.conditions["sm_mhz"]), type(bits.conditions["sm_mhz"])) == (int, float)
+    changed = one.with_(detail="new", later=1)
+    assert (changed.detail, other.detail) == ("new", None)
+    assert (changed.model_extra, other.model_extra) == ({"later": 1}, {})
+
+
 def test_true_and_one_stay_what_they_are(tmp_path: Path) -> None:
     path = filled(tmp_path, 1)
     config = read_trials(path)[0][0].config
