@@ -15,6 +15,7 @@ from attnsweep.cli import options
 from attnsweep.cli.app import FIND, app, examples, print_result, without_arch
 from attnsweep.cli.tune import write_spec
 from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.ops import ORDERS
 from attnsweep.reports.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def init(
             "--from", metavar="FILE.cu", help="With --kernel: begin with this template of yours."
         ),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option("--layout", help="With --kernel: the order of its tensors, bhsd or bshd."),
+    ] = ORDERS[0],
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
     json_: options.Json = False,
 ) -> None:
@@ -64,10 +69,11 @@ def init(
     if kernel is not None:
         if str(file) != DEFAULT:
             raise SpecError("--kernel writes NAME/, and no FILE", where=str(file))
-        _write_kernel(kernel, from_, arch, problems, force, json_)
+        _write_kernel(kernel, from_, layout, arch, problems, force, json_)
         return
-    if from_ is not None:
-        raise SpecError("--from needs --kernel NAME, the kernel that it becomes")
+    if from_ is not None or layout != ORDERS[0]:
+        option = "--layout" if from_ is None else "--from"
+        raise SpecError(f"{option} needs --kernel NAME, the kernel that it becomes")
     families = discover()
     try:
         target = cards.here(families, problems) if arch is None else cards.named(arch, families)
@@ -94,6 +100,7 @@ def init(
 def _write_kernel(
     name: str,
     source: Path | None,
+    layout: str,
     arch: str | None,
     problems: Sequence[Problem],
     force: bool,
@@ -105,10 +112,12 @@ def _write_kernel(
 
     if not name.isidentifier():
         raise SpecError(f"a kernel's name is a C identifier, not {name!r}", where="--kernel")
-    text = template(name, source)
+    if layout not in ORDERS:
+        raise SpecError(f"one of {', '.join(ORDERS)}, not {layout!r}", where="--layout")
+    text = template(name, source, layout)
     texts = {
         ".cu": text,
-        ".py": declaration(name, None if source is None else text),
+        ".py": declaration(name, None if source is None else text, layout),
         ".yaml": spec_of_kernel(name, problems, arch),
     }
     for ending in texts:

@@ -165,6 +165,7 @@ class Build:
             schedule.eager,
             chains=chains and not schedule.eager,
             lse=schedule.whole and self.kernel.writes_lse(self.config),
+            turned=self.kernel.turned,
         )
 
     def candidate(self) -> Candidate:
@@ -212,7 +213,8 @@ class Build:
             launch = replace(stage.launch, function="empty", args=())
             return replace(stage, cubin=cubin, launch=launch, offsets={})
 
-        return replace(launches, stages=tuple(map(emptied, launches.stages)), workspaces={})
+        stages = tuple(map(emptied, launches.stages))
+        return replace(launches, stages=stages, workspaces={}, turned=False)
 
     def machine_code(self) -> tuple[object, ...]:
         """Equal for two candidates that run the same code in the same way."""

@@ -38,6 +38,8 @@ class LaunchPlan:
     """Whether calls can be chained: the first launch may then begin before the last call ends."""
     lse: bool = False
     """Whether a call writes the log-sum-exp of every row, float32, to the workspace `lse`."""
+    turned: bool = False
+    """Whether its tensors lie as (batch, seqlen, heads, head_dim): see Family.order."""
 
     def chained_launch(self) -> Launch:
         """The first launch as chained calls issue it; only if `chains`."""

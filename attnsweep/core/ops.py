@@ -20,6 +20,11 @@ SCALE_BLOCK = 128
 """Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 
 
+ORDERS = ("bhsd", "bshd")
+"""Where a kernel has tensors of heads: (batch, heads, seqlen, head_dim), or seqlen before heads."""
+_OF_HEADS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An input or output of a call, contiguous."""
@@ -48,6 +53,12 @@ class Op:
 
     def __reduce__(self) -> tuple[Callable[[str], Op], tuple[str]]:
         return _named, (self.name,)  # there is one of each name in a process
+
+
+def of_heads(p: Problem) -> dict[str, tuple[int, ...]]:
+    """The tensors of a call that a family may have in another of ORDERS, and their shapes."""
+    tensors = (*p.op.inputs(p), *p.op.outputs(p))
+    return {each.name: each.shape for each in tensors if each.name in _OF_HEADS}
 
 
 def _named(name: str) -> Op:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnsweep.compile.launches import LaunchPlan
+from attnsweep.core.ops import of_heads
 
 if TYPE_CHECKING:
     from attnsweep.device.buffers import Buffer
@@ -24,6 +25,11 @@ class BoundCall:
         self, session: CudaSession, launches: LaunchPlan, buffers: Sequence[Mapping[str, Buffer]]
     ) -> None:
         """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
+        self._turned: list[list[tuple[Buffer, tuple[int, ...]]]] = [[] for _ in buffers]
+        if launches.turned:
+            shapes = of_heads(launches.problem)
+            self._turned = [[(copy[n], shapes[n]) for n in shapes] for copy in buffers]
+            buffers = [{**copy, **{n: copy[n].turned() for n in shapes}} for copy in buffers]
         self._session = session
         self._eager = launches.eager
         self._streams = session.streams(launches.streams)
@@ -43,18 +49,34 @@ class BoundCall:
                 (stage.name, stage.stream, session.bind(stage, buffers[0])) for stage in chained
             ] + self._copies[0][1:]
 
-    def refresh(self, copies: int | None = None) -> None:  # noqa: ARG002 (copies share them)
-        """Issue the stages that all calls have in common; the others read the inputs themselves."""
-        for name in self.once_names:
-            self.enqueue(stage=name)
+    def refresh(self, copies: int | None = None) -> None:
+        """Issue the stages that all calls have in common; the others read the inputs themselves.
 
-    def enqueue(
+        Tensors of the first copies are turned: see Family.order.
+        """
+        for copy in range(len(self._turned[:copies])):
+            self.turn(copy)
+        for name in self.once_names:
+            self._issue(stage=name)
+
+    def turn(self, copy: int = 0, *, back: bool = False) -> None:
+        """Bring the tensors of a copy where the launches have them, or what these left back."""
+        with self._streams[0]:
+            for buffer, shape in self._turned[copy % len(self._turned)]:
+                buffer.turn(shape, back=back)
+
+    def enqueue(self, copy: int = 0, stage: str | None = None, *, turned: bool = True) -> None:
+        """Issue one call, or one stage of it; does not wait. turned: with what `turn` copies."""
+        if turned:
+            self.turn(copy)
+        self._issue(copy, stage)
+        if turned:
+            self.turn(copy, back=True)
+
+    def _issue(
         self, copy: int = 0, stage: str | None = None, *, chained: bool = False, once: bool = True
     ) -> None:
-        """Issue one call, or one stage of it; does not wait.
-
-        once: with the stages that all calls have in common.
-        """
+        """once: with the stages that all calls have in common."""
         wanted = {stage} if stage else {*self.stage_names, *(self.once_names if once else ())}
         main, *others = self._streams
         bound = self._chained if chained else self._copies[copy % len(self._copies)]
@@ -93,8 +115,11 @@ class BoundCall:
 
         def issue() -> None:
             for call in range(calls):
-                self.enqueue(call if rotate else 0, stage, chained=chained, once=False)
                 if after is not None:
+                    self.turn()
+                self._issue(call if rotate else 0, stage, chained=chained, once=False)
+                if after is not None:
+                    self.turn(back=True)
                     after(call)
 
         return issue if self._eager else self._session.capture(issue)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Buffer:
         cupy = _cupy()
         self.nbytes = nbytes
         self.guard_byte = guard
+        self._turned: Buffer | None = None
         self._all = cupy.cuda.alloc(nbytes + 2 * GUARD_BYTES) if inside is None else inside
         self._main = self._all + GUARD_BYTES
         self.pointer = int(self._main.ptr)
@@ -89,6 +91,27 @@ class Buffer:
             self._main.copy_from_device(other._main, self.nbytes)
         else:
             self._main.copy_from_device_async(other._main, self.nbytes, stream)
+
+    def turned(self) -> Buffer:
+        """A buffer for the same tensor with its heads behind its rows, which `turn` fills."""
+        if self._turned is None:
+            self._turned = Buffer(self.nbytes, guard=self.guard_byte)
+        return self._turned
+
+    def turn(self, shape: Sequence[int], *, back: bool) -> None:
+        """Enqueue a copy of a tensor (batch, heads, rows, columns) to `turned`, or back from there.
+
+        Its guards come with it: what is found around this buffer was written around that one.
+        """
+        other, (batch, heads, rows, columns) = self.turned(), shape
+        kind = f"u{self.nbytes // math.prod(shape)}"
+        there = other.view((batch, rows, heads, columns), kind).transpose(0, 2, 1, 3)
+        here = self.view(shape, kind)
+        to, of = (here, there) if back else (there, here)
+        to[...] = of
+        to_all, of_all = (self._all, other._all) if back else (other._all, self._all)
+        for guard in (0, GUARD_BYTES + self.nbytes):
+            (to_all + guard).copy_from_device_async(of_all + guard, GUARD_BYTES)
 
     def view(self, shape: Sequence[int], dtype: Any) -> Any:
         """A CuPy array over the buffer."""

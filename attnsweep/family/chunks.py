@@ -130,7 +130,10 @@ def is_used(config: Config, problem: Problem) -> bool:
 
 def is_served(kernel: Family, config: Config, problem: Problem) -> bool:
     """Whether the family serves every chunk that the config asks for."""
-    pieces = schedule_of(kernel, config, problem).pieces if kernel.supports else ()
+    own = kernel.supports or kernel.turned
+    pieces = schedule_of(kernel, config, problem).pieces if own else ()
+    if kernel.turned and len(pieces) > 1:  # some heads of all rows are no tensor in this order
+        return False
     return all(kernel.serves(piece.problem) for piece in pieces)
 
 
@@ -152,7 +155,7 @@ def schedule_of(
     def fits(schedule: ChunkPlan) -> bool:
         used = sum(schedule.workspaces.values())
         # Items with keys of their own are one call, and a family may not serve a chunk.
-        whole = bool(kernel.supports) or not _splits(problem)
+        whole = bool(kernel.supports) or kernel.turned or not _splits(problem)
         return whole or workspace_limit is None or used <= workspace_limit
 
     if not _number(config, "CHUNK_HEADS") and not _number(config, "CHUNK_ROWS"):

@@ -17,6 +17,7 @@ from typing import Any
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
+from attnsweep.core.ops import ORDERS
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit, validate
 from attnsweep.family.launch import Arg as Arg
@@ -206,8 +207,9 @@ class Family:
     to the workspace `lse`; it is then checked too. usual_head_dims: those of a range that tests
     compile and check; without, its first, second and last. ops: what its calls compute: forward,
     backward. supports: what else a problem must be, as pairs of a sentence and a function of it;
-    its cases are made to be so. include_dirs: where its headers lie, beside its own directory.
-    compile_options: of NVRTC, for each of its stages.
+    its cases are made to be so. order: `bshd` if q, k, v, o and their gradients lie in memory as
+    (batch, seqlen, heads, head_dim), as FlashAttention has them. include_dirs: where its headers
+    lie, beside its own directory. compile_options: of NVRTC, for each of its stages.
     """
 
     name: str
@@ -227,6 +229,7 @@ class Family:
     head_dims_v: tuple[int, ...] | range = ()
     ops: tuple[str, ...] = ("forward",)
     supports: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
+    order: str = ORDERS[0]
     include_dirs: tuple[str | Path, ...] = ()
     compile_options: tuple[str, ...] = ()
     source: Path = field(init=False)
@@ -415,6 +418,17 @@ class Family:
         if problem.has_empty_rows and not self.empty_rows:
             return f"cannot do queries that see no key, which {problem.label} has"
         return next((f"serves only {said}" for said in self._unserved(problem)), None)
+
+    @property
+    def served_text(self) -> list[str]:
+        """What it serves only, and where its tensors lie, if not as most families have them."""
+        only = [said for said, _ in self.supports]
+        return only + ["tensors (batch, seqlen, heads, head_dim)"] * self.turned
+
+    @property
+    def turned(self) -> bool:
+        """Whether its tensors lie in another order than those of a problem."""
+        return self.order != ORDERS[0]
 
     def serves(self, problem: Problem) -> bool:
         """Whether a problem is as `supports` says."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.ops import DTYPE_BYTES, OPS
+from attnsweep.core.ops import DTYPE_BYTES, OPS, ORDERS
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
@@ -96,6 +96,9 @@ def of_kernel(kernel: Any) -> Fault | None:
     if not isinstance(kernel.scores, tuple) or not {*kernel.scores} <= {*SCORES}:
         what = f"scores are a tuple of {', '.join(SCORES)}, not {kernel.scores!r}"
         return Fault(what, 'write a tuple of one as ("softcap",)')
+    if kernel.order not in ORDERS:
+        what = f"order is one of {', '.join(ORDERS)}, not {kernel.order!r}"
+        return Fault(what, 'write order="bshd" for tensors (batch, seqlen, heads, head_dim)')
     if not isinstance(kernel.ops, tuple) or not kernel.ops or not {*kernel.ops} <= {*OPS}:
         what = f"ops are a tuple of {', '.join(OPS)}, not {kernel.ops!r}"
         return Fault(what, 'write a tuple of one as ("forward",)')

@@ -153,7 +153,7 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
             for param in kernel.params
         ]
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
-        rows += [("  serves only", "rule", text) for text, _ in kernel.supports]
+        rows += [("  serves only", "rule", text) for text in kernel.served_text]
         out += _parameters(rows, width)
         out.append(Text())
     if not baselines:
@@ -207,6 +207,7 @@ def families_json(kernels: Mapping[str, Family], baselines: Iterable[str]) -> di
                 "dtypes": kernel.dtypes,
                 "head_dims": list(kernel.head_dims),
                 "head_dims_v": list(kernel.head_dims_v),
+                "order": kernel.order,
                 "stages": list(kernel.stages),
                 "params": [
                     {"name": p.name, "values": p.values, "help": p.help} for p in kernel.params

@@ -158,7 +158,7 @@ def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> lis
             "candidates": len(space.configs[:cap]),
             "removed": space.removed,
         }
-        | ({"serves": [said for said, _ in space.kernel.supports]} if space.kernel.supports else {})
+        | ({"serves": space.kernel.served_text} if space.kernel.served_text else {})
         for item in planned
         for space in item.spaces
     ] + [

@@ -104,6 +104,7 @@ class Kept:
     def fingerprint(self, build: Build) -> str:
         """Hash of everything that the row of a candidate depends on."""
         issued = [] if build.schedule.whole else [repr(build.schedule)]
+        issued += [build.kernel.order] if build.kernel.turned else []
         if self._spec.require:
             issued.append(repr(sorted(self._spec.require.items())))
         return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)

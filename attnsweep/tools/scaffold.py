@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.files import shipped
+from attnsweep.core.ops import ORDERS
 from attnsweep.tools.inline import kernel_in
 
 _EXAMPLE = "naive"
@@ -55,18 +56,38 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
 """
 
 
-def template(name: str, source: Path | None) -> str:
-    """The user's own text, or that of the smallest family under another name."""
+# What the smallest family has otherwise where rows lie before heads.
+_TURNED = {
+    "(batch, heads, seqlen_q, HEAD_DIM)": "(batch, seqlen_q, heads, HEAD_DIM)",
+    "(batch, heads_kv, seqlen_k, HEAD_DIM)": "(batch, seqlen_k, heads_kv, HEAD_DIM)",
+    "static_cast<long long>(batch * heads_kv + head_kv) * seqlen_k *": (
+        "(static_cast<long long>(batch) * seqlen_k * heads_kv + head_kv) *"
+    ),
+    "(static_cast<long long>(blockIdx.y) * seqlen_q + row)": (
+        "((static_cast<long long>(batch) * seqlen_q + row) * heads + blockIdx.y % heads)"
+    ),
+    "static_cast<long long>(j) * HEAD_DIM": "static_cast<long long>(j) * heads_kv * HEAD_DIM",
+}
+
+
+def template(name: str, source: Path | None, order: str = ORDERS[0]) -> str:
+    """The user's own text, or that of the smallest family under another name, for an order."""
     path = source or shipped("kernels") / f"{_EXAMPLE}.cu"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise KernelError(f"cannot be read: {error}", where=str(path)) from error
+    if source is None and order != ORDERS[0]:
+        for one, other in _TURNED.items():
+            text = text.replace(one, other)
     return text if source else re.sub(rf"\b{_EXAMPLE}\b", name, text)
 
 
-def declaration(name: str, text: str | None) -> str:
+def declaration(name: str, text: str | None, order: str = ORDERS[0]) -> str:
     """The declaration of a template of the user's own, or of the smallest family's copy."""
+    if order != ORDERS[0]:
+        own = f'    order="{order}",  # tensors are (batch, seqlen, heads, head_dim)\n)\n\n\n@'
+        return declaration(name, text).replace(")\n\n\n@", own, 1)
     if text is None:
         own = (shipped("kernels") / f"{_EXAMPLE}.py").read_text(encoding="utf-8")
         return re.sub(rf"\b{_EXAMPLE}\b", name, own)

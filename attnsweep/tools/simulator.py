@@ -25,7 +25,7 @@ from attnsweep.compile.nvrtc import default_cache_dir, source_closure
 from attnsweep.core.cases import Case
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
-from attnsweep.core.ops import BACKWARD
+from attnsweep.core.ops import BACKWARD, of_heads
 from attnsweep.core.problem import Value
 from attnsweep.family.family import Config, Family, Launch, TensorMap
 from attnsweep.verify import backward_limits
@@ -291,8 +291,10 @@ class Simulator:
                 self._runs += 1
                 place = self.root / f"run{self._runs}"
             place.mkdir()
+            turned = of_heads(problem) if kernel.turned else {}
             for name, array in inputs.items():
-                np.asarray(array).tofile(place / name)
+                own = np.asarray(array)
+                (own.swapaxes(1, 2) if name in turned else own).tofile(place / name)
             for name in expected:
                 np.full(problem.bytes_of(name), POISON, np.uint8).tofile(place / name)
             for name, nbytes in sizes.items():
@@ -304,10 +306,14 @@ class Simulator:
                 (place / f"{name}.request").write_text(request)
                 _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
             kind = np.uint32 if problem.dtype == "fp32" else np.uint16
-            got = {
-                name: np.fromfile(place / name, kind).reshape(problem.shape_of(name))
-                for name in expected
-            }
+            got = {}
+            for name in expected:
+                batch, heads, of_rows, columns = problem.shape_of(name)
+                shape = (
+                    (batch, of_rows, heads, columns) if turned else (batch, heads, of_rows, columns)
+                )
+                got[name] = np.fromfile(place / name, kind).reshape(shape)
+                got[name] = got[name].swapaxes(1, 2) if turned else got[name]
             if lse is not None:
                 written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
                 size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))

@@ -674,6 +674,8 @@ class Verifier:
             if proven.collect is not None:
                 which, lse = proven.collect(number, at), proven.lse
                 self._look_at_kept(proven, which, 2 * len(copies))
+            else:
+                cast(BoundCall, proven.call).turn(number, back=True)
             self.timed.judge_rows(slot, at, lse)
             if proven.deterministic:
                 self._judge.digest(at["o"], slot, poison=True)
@@ -700,7 +702,7 @@ class Verifier:
         for first in range(0, len(copies), self._most_slots):
             some = copies[first : first + self._most_slots]
             if not looked:
-                self._look_at(some, proven)
+                self._look_at(some, proven, first)
             self._compare(proven, len(some))
 
     @property
@@ -708,11 +710,16 @@ class Verifier:
         """Calls whose outputs the judge can look at together."""
         return Comparer.SLOTS // len(self.timed.outputs)
 
-    def _look_at(self, copies: Sequence[Mapping[str, Buffer]], proven: Proven) -> None:
+    def _look_at(
+        self, copies: Sequence[Mapping[str, Buffer]], proven: Proven, first: int = 0
+    ) -> None:
+        """first: the number of the first of these copies."""
         self._judge.clear()
         for number, copy in enumerate(copies):
             if proven.collect is not None:
-                proven.collect(number, copy)
+                proven.collect(first + number, copy)
+            else:
+                cast(BoundCall, proven.call).turn(first + number, back=True)
             if proven.deterministic:
                 for name in proven.fixture.outputs:
                     self._judge.digest(copy[name], number)
