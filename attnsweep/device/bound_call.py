@@ -25,10 +25,11 @@ class BoundCall:
         self, session: CudaSession, launches: LaunchPlan, buffers: Sequence[Mapping[str, Buffer]]
     ) -> None:
         """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
-        self._turned: list[list[tuple[Buffer, tuple[int, ...]]]] = [[] for _ in buffers]
+        self._turned: list[dict[str, tuple[Buffer, tuple[int, ...]]]] = [{} for _ in buffers]
+        self._outputs = launches.problem.outputs
         if launches.turned:
             shapes = of_heads(launches.problem)
-            self._turned = [[(copy[n], shapes[n]) for n in shapes] for copy in buffers]
+            self._turned = [{n: (copy[n], shapes[n]) for n in shapes} for copy in buffers]
             buffers = [{**copy, **{n: copy[n].turned() for n in shapes}} for copy in buffers]
         self._session = session
         self._eager = launches.eager
@@ -59,11 +60,15 @@ class BoundCall:
         for name in self.once_names:
             self._issue(stage=name)
 
-    def turn(self, copy: int = 0, *, back: bool = False) -> None:
-        """Bring the tensors of a copy where the launches have them, or what these left back."""
+    def turn(self, copy: int = 0, *, back: bool = False, every: bool = True) -> None:
+        """Bring the tensors of a copy where the launches have them, or what these left back.
+
+        every: the inputs too. What a replay left is judged by those that it was given.
+        """
         with self._streams[0]:
-            for buffer, shape in self._turned[copy % len(self._turned)]:
-                buffer.turn(shape, back=back)
+            for name, (buffer, shape) in self._turned[copy % len(self._turned)].items():
+                if every or name in self._outputs:
+                    buffer.turn(shape, back=back)
 
     def enqueue(self, copy: int = 0, stage: str | None = None, *, turned: bool = True) -> None:
         """Issue one call, or one stage of it; does not wait. turned: with what `turn` copies."""

@@ -675,7 +675,7 @@ class Verifier:
                 which, lse = proven.collect(number, at), proven.lse
                 self._look_at_kept(proven, which, 2 * len(copies))
             else:
-                cast(BoundCall, proven.call).turn(number, back=True)
+                cast(BoundCall, proven.call).turn(number, back=True, every=False)
             self.timed.judge_rows(slot, at, lse)
             if proven.deterministic:
                 self._judge.digest(at["o"], slot, poison=True)
@@ -719,7 +719,7 @@ class Verifier:
             if proven.collect is not None:
                 proven.collect(first + number, copy)
             else:
-                cast(BoundCall, proven.call).turn(first + number, back=True)
+                cast(BoundCall, proven.call).turn(first + number, back=True, every=False)
             if proven.deterministic:
                 for name in proven.fixture.outputs:
                     self._judge.digest(copy[name], number)

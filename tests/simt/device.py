@@ -77,6 +77,23 @@ class HostBuffer:
     def copy_from(self, other: HostBuffer, stream: object = None) -> None:
         self.main[:] = other.main
 
+    @functools.cached_property
+    def _turned(self) -> HostBuffer:
+        return HostBuffer(self.nbytes, guard=self.guard_byte)
+
+    def turned(self) -> HostBuffer:
+        return self._turned
+
+    def turn(self, shape: Sequence[int], *, back: bool) -> None:
+        batch, heads, rows, columns = shape
+        kind = f"u{self.nbytes // int(np.prod(shape))}"
+        there = self._turned.of(kind).reshape(batch, rows, heads, columns).swapaxes(1, 2)
+        here = self.of(kind).reshape(shape)
+        (here if back else there)[:] = there if back else here
+        to, of = (self, self._turned) if back else (self._turned, self)
+        for guard in (slice(GUARD_BYTES), slice(GUARD_BYTES + self.nbytes, None)):
+            to.all[guard] = of.all[guard]
+
     def of(self, dtype: Any) -> np.ndarray[Any, Any]:
         """Its bytes as an array, which is no copy."""
         return self.main.view(dtype)
@@ -133,6 +150,13 @@ class Device:
             _launch(runtime, path, name, grid, block, args, shared_mem, self.schedule)
 
         return launch
+
+    def streams(self, count: int) -> list[Any]:
+        assert count == 1
+        return [self.stream]
+
+    def marks(self, count: int) -> list[None]:
+        return [None] * count
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
         return np.zeros(tuple(shape), dtype)

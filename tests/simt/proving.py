@@ -28,6 +28,9 @@ class Call:
         self.write(self.problem, {**self.buffers, **at}, self.number)
         self.number += 1
 
+    def turn(self, copy=0, *, back=False, every=True):
+        """Its tensors lie as those of a problem: see Family.order."""
+
     def capture(self, calls, *, after):
         def replay():
             for number in range(calls):
