@@ -321,3 +321,14 @@ def test_a_backward_is_one_call():
     for mode, value in (("CHUNK_HEADS", 4), ("CHUNK_ROWS", 256), ("STREAMS", 2)):
         assert not is_used(Config({**config, mode: value}), problem)
     assert is_used(Config({**config, "LAUNCH": "eager"}), problem)
+
+
+@pytest.mark.parametrize("chunks", [{"CHUNK_HEADS": 2}, {"STREAMS": 4}, {"CHUNK_ROWS": 256}])
+def test_heads_behind_rows_are_one_launch(chunks, monkeypatch):
+    """Some heads of all rows, or some rows, are no tensor in that order."""
+    monkeypatch.setattr(FAMILY, "order", "bshd")
+    selection = Selection({name: (value,) for name, value in chunks.items()})
+    space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
+    assert (space.configs, space.removed[CHUNKS]) == ((), 2)
+    config = next(iter(Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"]).configs))
+    assert len(schedule_of(FAMILY, config, PROBLEM, workspace_limit=1).pieces) == 1

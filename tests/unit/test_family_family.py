@@ -357,3 +357,17 @@ def test_chunks_that_are_not_served_are_no_candidates(mine):
     configs = Space.build(kernel, problem, ARCHS["sm_90a"], chosen).configs
     assert {(c["CHUNK_ROWS"], c["CHUNK_HEADS"]) for c in configs} == {(0, 0), (0, 1)}
     assert all(isinstance(config, Config) for config in configs)
+
+
+def test_an_order_that_no_kernel_has_is_refused_with_the_orders_there_are(mine, attnsweep):
+    (mine / "mine.py").write_text(DECLARED.replace("supports", 'order="sbhd",\n    supports'))
+    result = attnsweep("list", "--kernels", mine)
+    assert result.returncode == 2
+    assert "order is one of bhsd, bshd, not 'sbhd'" in result.stderr
+
+
+def test_where_tensors_lie_stands_with_what_is_served(mine, attnsweep):
+    (mine / "mine.py").write_text(DECLARED.replace("supports", 'order="bshd",\n    supports'))
+    kernel = discover(mine)["mine"]
+    assert kernel.served_text == ["one length", "tensors (batch, seqlen, heads, head_dim)"]
+    assert "(batch, seqlen, heads, head_dim)" in attnsweep("list", "--kernels", mine).stdout

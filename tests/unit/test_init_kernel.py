@@ -38,6 +38,23 @@ def test_a_new_kernel_is_found_counted_and_right(attnsweep, here):
         assert attnsweep("verify", "mine", "--problem", "1,2,33,64").returncode == 0
 
 
+@pytest.mark.parametrize("words", [(), ("--from", "attention.cu")])
+def test_a_new_kernel_has_seqlen_before_heads_if_that_is_asked_for(attnsweep, here, words):
+    (here / "attention.cu").write_text(OWN)
+    done = attnsweep("init", "--kernel", "mine", "--layout", "bshd", *words)
+    assert done.returncode == 0, done.stderr
+    assert load_kernel(here / "mine" / "mine.py").order == "bshd"
+    own = (here / "mine" / "mine.cu").read_text()
+    if words:
+        assert own == OWN
+        return
+    assert "q, o: (batch, seqlen_q, heads, HEAD_DIM)" in own
+    if COMPILER is not None:
+        assert attnsweep("verify", "mine", "--problem", "2,4/2,33x40,64").returncode == 0
+    done = attnsweep("list", "--kernels", "mine")
+    assert "tensors (batch, seqlen, heads, head_dim)" in " ".join(done.stdout.split())
+
+
 def test_problem_and_arch_are_the_specs(attnsweep, here):
     words = ("--problem", "2,8,512,128 bf16 causal", "--arch", "sm_80")
     assert attnsweep("init", "--kernel", "mine", *words).returncode == 0
@@ -65,6 +82,8 @@ def test_a_template_of_ones_own_gets_the_arguments_that_its_names_say(attnsweep,
         (["--kernel", "mine", "--from", "absent.cu"], "cannot be read"),
         (["--from", "absent.cu"], "--from needs --kernel"),
         (["other.yaml", "--kernel", "mine"], "no FILE"),
+        (["--layout", "bshd"], "--layout needs --kernel"),
+        (["--kernel", "mine", "--layout", "sbhd"], "one of bhsd, bshd, not 'sbhd'"),
     ],
 )
 def test_what_cannot_be_written_is_refused(attnsweep, here, words, said):

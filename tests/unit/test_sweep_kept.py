@@ -1,5 +1,6 @@
 """Resume: which rows of an earlier run hold, and what makes each of them void."""
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -87,6 +88,13 @@ def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
     assert kept_of(rows=[row], **changed)[0].rows([build]) == {}
 
 
+def in_rows_first(kernel):
+    """The family as if its tensors had seqlen before heads."""
+    other = copy.copy(kernel)
+    other.order = "bshd"
+    return other
+
+
 def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, constants):
     kept, _ = kept_of()
     name, launch = next(iter(build.launches.items()))
@@ -96,6 +104,7 @@ def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build,
         replace(build, launches={**build.launches, name: grid}),
         replace(build, problem=replace(PROBLEM, batch=PROBLEM.batch + 1)),
         replace(build, schedule=replace(build.schedule, eager=True)),
+        replace(build, kernel=in_rows_first(build.kernel)),
     ]
     first = kept.fingerprint(build)
     found = {kept.fingerprint(other) for other in others}
