@@ -77,6 +77,9 @@ class FakePipeline:
     def refresh(self, copies=None):
         pass
 
+    def turn(self, copy=0, *, back=False, every=True):
+        pass
+
     def capture(self, calls, *, after=None, **how):
         return lambda: [after(number) for number in range(calls)] if after else None
 

@@ -351,7 +351,7 @@ class Captured(FakePipeline):
         super().__init__(None, None, [])
         self.graphs, self.alone = [], 0
 
-    def enqueue(self, copy=0, stage=None):
+    def enqueue(self, copy=0, stage=None, *, turned=True):
         self.alone += 1
 
     def capture(self, calls, *, after=None, **how):
