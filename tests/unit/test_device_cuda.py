@@ -124,6 +124,39 @@ def test_what_calls_have_in_common_is_in_no_graph_of_them(session):
     assert [line for line in session.log if "@" in line] == ["fwd@s0(a+8)"] * 2
 
 
+class Tensor:
+    """A buffer of which the log says when it is turned, and back."""
+
+    def __init__(self, log, name):
+        self._log, self._name = log, name
+
+    def turned(self):
+        return f"{self._name}'"
+
+    def turn(self, shape, *, back):
+        self._log.append(f"{self._name} {'back' if back else 'there'} {shape}")
+
+
+def test_tensors_are_turned_before_a_call_and_back_but_in_no_timed_graph(session):
+    shape, names = (1, 1, 1, 64), ("q", "k", "v", "o")
+    stages = replace(plan(("fwd", 0)), turned=True)
+    call = BoundCall(session, stages, [{name: Tensor(session.log, name) for name in names}])
+    there, back = ([f"{n} {way} {shape}" for n in names] for way in ("there", "back"))
+
+    def logged(work):
+        session.log.clear()
+        work()
+        return [line for line in session.log if "@" in line or line[1] == " "]
+
+    assert logged(call.enqueue) == [*there, "fwd@s0(q'+0)", *back]
+    assert logged(lambda: call.enqueue(turned=False)) == ["fwd@s0(q'+0)"]
+    assert logged(lambda: call.capture(2)) == ["fwd@s0(q'+0)"] * 2
+    assert logged(lambda: call.refresh(1)) == there
+    assert logged(lambda: call.turn(back=True, every=False)) == back[-1:]
+    judged = logged(lambda: call.capture(2, after=lambda n: session.log.append(f"n {n}")))
+    assert judged == [*there, "fwd@s0(q'+0)", *back, "n 0", *there, "fwd@s0(q'+0)", *back, "n 1"]
+
+
 def test_streams_fork_from_and_join_the_first(session):
     stages = (("qk", 0), ("pv", 0), ("qk", 1), ("pv", 1))
     BoundCall(session, plan(*stages, streams=2), [{"q": "a"}]).enqueue()
