@@ -230,25 +230,25 @@ def json_texts(data: Any) -> Iterator[str]:
     """Data as JSON, in parts: what an iterator in a dict gives is written as it comes."""
     from pydantic_core import to_json
 
-    def text(value: Any, indent: str = "\n") -> str:
+    def text(value: Any) -> str:
         # json.dumps takes twelve times as long: its indent is written in Python.
-        written = to_json(value, indent=2, inf_nan_mode="constants", fallback=str)
-        return written.decode().replace("\n", indent)
+        return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
 
-    values = data.values() if isinstance(data, dict) else ()
-    if not any(isinstance(value, Iterator) for value in values):
+    if not isinstance(data, dict) or not any(isinstance(v, Iterator) for v in data.values()):
         yield text(data)
         return
-    for number, (name, value) in enumerate(data.items()):
-        yield ("," if number else "{") + f"\n  {text(name)}: "
+    comma, end = "{", "\n  ]"
+    for name, value in data.items():
         if not isinstance(value, Iterator):
-            yield text(value, "\n  ")
-            continue
-        begin = "["
-        for each in value:
-            yield begin + "\n    " + text(each, "\n    ")
-            begin = ","
-        yield "[]" if begin == "[" else "\n  ]"
+            yield comma + text({name: value})[1:-2]
+        else:
+            begin = text({name: []})[1:-3]  # `\n  "problems": [`
+            yield comma + begin
+            count = 0
+            for count, each in enumerate(value, 1):
+                yield "," * (count > 1) + text({name: [each]})[1 + len(begin) : -2 - len(end)]
+            yield end if count else "]"
+        comma = ","
     yield "\n}"
 
 

@@ -77,7 +77,7 @@ def _parse_trials(
     warnings: list[str] = []
     rows, known = 0, dict[object, Any]()
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
+        if line.isspace():
             continue
         parsed = _parse_row(line)
         if isinstance(parsed, Trial):
