@@ -43,9 +43,9 @@ class Ground:
         self.flops, self.min_bytes = problem.flops, problem.min_bytes
         self._bounds: dict[tuple[object, ...], tuple[str, float] | None] = {}
 
-    def binding(self, trial: Trial) -> tuple[str, float] | None:
-        """The unit that binds the row's time, and its bound in microseconds."""
-        where, (_, l2) = self.environment, _device_us(trial)
+    def binding(self, trial: Trial, l2: str) -> tuple[str, float] | None:
+        """The unit that binds the row's time with a warm or cold L2, and its bound in us."""
+        where = self.environment
         if where is None:
             return None
         key = (trial.recorded, trial.recorded_on, l2)
@@ -121,8 +121,8 @@ class Row(Mapping[str, Any]):
         problem, time, used = trial.problem, trial.time_us, trial.resources
         accuracy, energy, kind = trial.accuracy, trial.energy_uj, self._facts["timed_as"]
         median = self._facts["time_us"] or math.nan
-        device_us, _ = _device_us(trial)
-        bound, bound_us = ground.binding(trial) or (None, math.nan)
+        device_us, l2 = _device_us(trial)
+        bound, bound_us = ground.binding(trial, l2) or (None, math.nan)
         if ground.base is not None and below_ranking(trial) is None:
             ratio = ground.base.ratio(trial, self._paced_us)
         found = {
@@ -157,7 +157,8 @@ class Row(Mapping[str, Any]):
             "occupancy": used.occupancy if used is not None else None,
             "recorded_on": trial.recorded_on,
         }
-        return {name: None if value != value else value for name, value in found.items()}
+        found.update(dict.fromkeys([name for name, value in found.items() if value != value]))
+        return found
 
 
 # A clock is sampled once a round, and a time errs by a little.

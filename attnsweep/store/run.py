@@ -108,7 +108,7 @@ def share(trial: Trial, known: dict[object, Any]) -> None:
     known: these values, by their bytes. Rows are frozen, and nobody changes what they hold.
     """
     row, accuracy, used = trial.__dict__, trial.accuracy, trial.resources
-    empty = known.setdefault(dict, {})
+    empty, set_in_frozen = known.setdefault(dict, {}), object.__setattr__
     for name in _SHARED:
         if not (value := row[name]):
             row[name] = empty
@@ -125,9 +125,9 @@ def share(trial: Trial, known: dict[object, Any]) -> None:
     for part in (trial, trial.time_us, accuracy):
         if part is not None:  # nobody asks which fields a line had, whose names take 2 kB
             names = known.setdefault(type(part), part.__pydantic_fields_set__)
-            object.__setattr__(part, "__pydantic_fields_set__", names)
+            set_in_frozen(part, "__pydantic_fields_set__", names)
             if not part.__pydantic_extra__:
-                object.__setattr__(part, "__pydantic_extra__", empty)
+                set_in_frozen(part, "__pydantic_extra__", empty)
 
 
 def _parse_row(line: bytes) -> Trial | str:
