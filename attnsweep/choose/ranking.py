@@ -101,10 +101,12 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     return frame([row for rows in ranked(trials, environment) for row in rows])
 
 
-def ranked(trials: Sequence[Trial], environment: Environment | None) -> Iterator[list[Row]]:
-    """The rows of each problem: see `rank`."""
+def ranked(
+    trials: Sequence[Trial], environment: Environment | None, *, distinct: bool = False
+) -> Iterator[list[Row]]:
+    """The rows of each problem: see `rank`. distinct: no two have one key, as those of a Run."""
     by_problem: dict[Problem, list[Trial]] = {}
-    for trial in {trial.key: trial for trial in trials}.values():
+    for trial in trials if distinct else {trial.key: trial for trial in trials}.values():
         by_problem.setdefault(trial.problem, []).append(trial)
     for problem, members in by_problem.items():
         yield _rank_problem(problem, members, environment)

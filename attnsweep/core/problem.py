@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import marshal
 import math
 import re
 from collections.abc import Mapping
@@ -341,7 +341,7 @@ class Problem:
             if isinstance(given, Problem):
                 return given
             with suppress(Exception):  # what is wrong is said below
-                return _of_text(repr(given))
+                return _of_bytes(marshal.dumps(given, 2))
             try:
                 return cls.of(given)
             except (ProblemError, TypeError, AttributeError) as error:
@@ -429,9 +429,9 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _of_text(facts: str) -> Problem:
-    """The problem of facts in Python's notation: the rows of a run share one."""
-    return Problem.of(ast.literal_eval(facts))
+def _of_bytes(facts: bytes) -> Problem:
+    """The problem of facts as marshal writes them: the rows of a run share one."""
+    return Problem.of(marshal.loads(facts))
 
 
 def _all_bytes(p: Problem) -> int:

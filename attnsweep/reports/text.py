@@ -92,20 +92,22 @@ def by_problem(
     trials: Sequence[Trial],
     environment: Environment | None,
     spaces: Sequence[Mapping[str, Any]] = (),
+    *,
+    distinct: bool = False,
 ) -> list[Section]:
-    """The ranked problems of these rows. spaces: those of their Run."""
+    """The ranked problems of these rows. spaces: those of their Run. distinct: see `ranked`."""
     of: dict[object, list[Mapping[str, Any]]] = {}
     for facts in spaces:
         of.setdefault(facts.get("problem"), []).append(facts)
     return [
         Section(rows[0]["trial"].problem, rows, environment, of.get(rows[0]["problem"], ()))
-        for rows in ranked(trials, environment)
+        for rows in ranked(trials, environment, distinct=distinct)
     ]
 
 
 def sections_of(run: Run) -> list[Section]:
     """The ranked problems of a run."""
-    return by_problem(run.trials, run.environment, run.spaces)
+    return by_problem(run.trials, run.environment, run.spaces, distinct=True)
 
 
 def kernels_of(spec_text: str | None) -> dict[str, Any]:
