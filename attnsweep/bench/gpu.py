@@ -97,6 +97,9 @@ class Gpu(Protocol):
     def confirm(self, name: str, longest_us: float) -> int:
         """Check an entry again, in calls of about longest_us; returns the number compared."""
 
+    def trusted_us(self, name: str) -> float | None:
+        """Microseconds of a call by the strict judge's clock; None if this process timed none."""
+
     def conditions(self) -> Mapping[str, Any]:
         """Clocks, power, temperature, throttle reasons and other processes, from NVML."""
 

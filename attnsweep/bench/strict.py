@@ -181,7 +181,7 @@ class StrictBench(Bench):
         """strict: a directory for what called processes write, which the caller removes."""
         super().__init__(*args, **options)
         if not can_redraw(self.problem):
-            raise ValueError("inputs of this problem cannot be drawn anew")
+            raise Unavailable("inputs of this problem cannot be drawn anew")
         self._scratch, self._cache_dir = Path(strict), options.get("cache_dir")
         nbytes, rows = self.problem.bytes_of("o"), self._proof.timed.rows
         self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))

@@ -147,6 +147,11 @@ class Worker:
         """See `Gpu`."""
         return int(self.call("confirm", name, longest_us))
 
+    def trusted_us(self, name: str) -> float | None:
+        """See `Gpu`."""
+        found: float | None = self.call("trusted_us", name)
+        return found
+
     def conditions(self) -> Mapping[str, Any]:
         """See `Gpu`."""
         found: Mapping[str, Any] = self.call("conditions")

@@ -134,10 +134,16 @@ def over_limit(trial: Trial) -> bool:
 def below_ranking(trial: Trial) -> str | None:
     """Why a baseline is listed below the ranking and never the base; None if it competes.
 
-    One that computes in another format solves another problem, and the time of one that no CUDA
-    graph holds has the host's in it. One over the error limit competes:
+    One that computes in another format solves another problem, the time of one that no CUDA graph
+    holds has the host's in it, and that of one that is judged strictly is of chains. One over the
+    error limit competes:
     the limit is our own rule, and the ratio to a slower baseline would flatter us.
     """
     if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
         return f"it does not compute in {trial.problem.dtype}"
+    if (facts := trial.strict) and trial.issued is None:
+        said = [f"{facts['ratio']:.2f}× {facts['base']}"] if "base" in facts else []
+        if (us := facts.get("trusted_us")) is not None:
+            said.append(f"{us:.4g} µs by the judge's clock")
+        return ": ".join(["judged strictly", ", ".join(said)])
     return trial.issued

@@ -54,7 +54,9 @@ class Measurement(_Row):
     high: float
     samples: int
     l2: str = "warm"
-    """Kind of time: a call with a `warm` or `cold` L2, or `eager`, the host's cost of one call."""
+    """Kind of time: a call with a `warm` or `cold` L2, `eager`, the host's cost of one call, or
+    `chain`, a call of the strict judge, whose inputs follow from the output before.
+    """
     rounds: list[float] = Field(default_factory=list)
     """One value a round; the rounds of all finalists of one problem are paired by position."""
     first_round: int = 0
@@ -183,6 +185,12 @@ class Trial(_Row):
     """Whether a callable is judged here, and is no baseline that others are compared with."""
     issued: str | None = None
     """Why no CUDA graph holds a callable's calls: its time then includes the host's."""
+    strict: dict[str, Any] = Field(default_factory=dict)
+    """What the strict judge adds of a callable, whose `time_us` is then of chains.
+
+    `trusted_us`: a call by the judge's clock. `ratio`: the time of `base`, the fastest baseline of
+    the same chains, over its own.
+    """
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     conditions: dict[str, Any] = Field(default_factory=dict)

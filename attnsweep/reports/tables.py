@@ -307,7 +307,7 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
         present = [column for column in present if column.name != "spill_bytes"]
     if any(column.name == "light" for column in present):  # the same at another clock
         present = [column for column in present if column.name != "bound_share"]
-    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} or {"warm"}
+    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
     if len(kinds) == 1:  # time_us shows this kind already
         present = [column for column in present if column.name != f"{min(kinds)}_us"]
     number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}

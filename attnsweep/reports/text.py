@@ -22,6 +22,7 @@ from attnsweep.core.errors import errors_of
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE
+from attnsweep.specs.model import in_other_format
 from attnsweep.store.run import Run
 
 # Each reason takes one line; a problem lists at most this many.
@@ -136,7 +137,8 @@ def marks(row: Row) -> list[str]:
     said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
     said += ["noisy"] if row["status"] == Status.NOISY else []
     if below_ranking(row["trial"]) is not None:
-        return [*said, "other format"]
+        other = in_other_format(row["provider"], row["trial"].problem)
+        return [*said, "other format" if other else "not ranked"]
     return said + (["over the limit"] if row["over_limit"] else [])
 
 

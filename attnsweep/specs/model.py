@@ -81,6 +81,10 @@ def _baseline_name(value: object) -> object:
             "{name} cannot be {value}",
             f"{nearest(str(value), KNOWN_BASELINES)}, or a callable of yours as MODULE:FUNCTION",
         )
+    if Asked.of(str(value)).strict:
+        raise wrong(
+            "{name} cannot be {value}", "strict is for candidates: kernels are not timed so"
+        )
     return value
 
 
@@ -125,11 +129,11 @@ def _arch_name(value: object) -> object:
         raise wrong(error.what, nearest(value, ARCHS)) from error
 
 
-def _callables(value: object) -> object:
-    """Names of callables of a mapping; anything else as it is."""
+def _callables(value: object, *, strict: bool = False) -> object:
+    """Names of callables of a mapping; anything else as it is. strict: whether that is a key."""
     if not isinstance(value, dict):
         return value
-    named = TypeAdapter(_Labelled).validate_python(value)
+    named = TypeAdapter[Any](_Candidates if strict else _Labelled).validate_python(value)
     return [str(Asked(label=label, **dict(one))) for label, one in named.items()]
 
 
@@ -247,7 +251,18 @@ class CallableSpec(_Model):
     )
 
 
+class CandidateSpec(CallableSpec):
+    """A callable that is judged, and how."""
+
+    strict: StrictBool = Field(
+        default=False,
+        description="true: it is called in a process of its own, in chains whose times the judge's "
+        "clock confirms, in rounds with the baselines alone, as by `attnsweep judge --strict`.",
+    )
+
+
 _Labelled = dict[Annotated[str, AfterValidator(_label)], CallableSpec]
+_Candidates = dict[Annotated[str, AfterValidator(_label)], CandidateSpec]
 Baselines = Annotated[
     list[_OneBaseline],
     BeforeValidator(
@@ -264,7 +279,9 @@ _OneCallable = Annotated[
 ]
 Callables = Annotated[
     list[_OneCallable],
-    BeforeValidator(_callables, json_schema_input_type=list[_OneCallable] | _Labelled),
+    BeforeValidator(
+        partial(_callables, strict=True), json_schema_input_type=list[_OneCallable] | _Candidates
+    ),
 ]
 
 
@@ -620,7 +637,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "": SpecFile,
     "problems": ProblemSpec,
     "baselines": CallableSpec,
-    "candidates": CallableSpec,
+    "candidates": CandidateSpec,
     "search": SearchSpec,
     "measure": MeasureSpec,
     "limits": LimitsSpec,

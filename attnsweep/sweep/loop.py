@@ -6,19 +6,24 @@ row is on disk before the next candidate begins; only the user ends a sweep.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.choose.baseline_ratio import Base, fastest_baseline
 from attnsweep.choose.columns import held_to
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import Pair, race
-from attnsweep.choose.ranking import winner_of
+from attnsweep.choose.ranking import judged, winner_of
 from attnsweep.choose.rounds import prepared
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.callables import Asked
 from attnsweep.core.errors import StoreError
 from attnsweep.core.length import has_shorter
 from attnsweep.core.observer import Observer
@@ -32,6 +37,9 @@ from attnsweep.sweep import scout
 from attnsweep.sweep.candidates import Candidates, SameCode
 from attnsweep.sweep.kept import Kept
 from attnsweep.sweep.scout import Scout
+
+_OF_CHAINS = {"rank_by": "warm", "cold": False, "eager": False, "energy": False}
+"""How the strict judge measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +238,50 @@ class _ProblemSweep:
         keep = self._store.append
         measure, seed = self._spec.measure, self._spec.search.seed
         finals = Finals(measure, gpu, seed=seed, put=self._put, keep=keep, observer=observer)
-        for build, trial in finals.run(raced, self._kept.baselines(self._problem)):
+        rows = self._kept.baselines(self._problem)
+        strict = [row for row in rows if Asked.of(row.provider).strict]
+        for build, trial in finals.run(raced, [row for row in rows if row not in strict]):
             self._timed[trial.key] = build
+        if strict:
+            self._judge_strictly(strict)
+
+    def _judge_strictly(self, asked: Sequence[Trial]) -> None:
+        """Time callables in chains, beside baselines whose rows stay those of the finals."""
+        gpu, observer, rows = self._gpu, self._observer, dict[str, Trial]()
+        others = [row for row in self._kept.baselines(self._problem) if not row.candidate]
+        names = [row.provider for row in (*asked, *others)]
+        measure = self._spec.measure.model_copy(update=_OF_CHAINS)
+
+        def put(row: Trial) -> None:
+            rows[row.provider] = row
+
+        with TemporaryDirectory(prefix="attnsweep-", ignore_cleanup_errors=True) as place:
+            how: dict[str, Any] = {"replay_us": measure.replay_us, "baselines": names}
+            try:
+                with prepared("strict judge", gpu, observer):
+                    gpu.open(self._problem, seed=secrets.randbits(32), strict=place, **how)
+            except WorkerError as error:
+                detail = f"cannot be judged strictly: {error.detail}"
+                for row in asked:
+                    self._put(row.with_(status=error.status, detail=detail))
+                return
+            finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
+            finals.run([], [*asked, *others])
+            base = fastest_baseline([*rows.values()], {id(t): judged(t)[0] for t in rows.values()})
+            for row in (rows[row.provider] for row in asked):
+                self._put(row if row.time_us is None else self._of_chains(row, base))
+
+    def _of_chains(self, row: Trial, base: Base | None) -> Trial:
+        """A row of the strict judge as it is stored: its time compares with no other's."""
+        assert row.time_us is not None
+        try:
+            facts: dict[str, Any] = {"trusted_us": self._gpu.trusted_us(row.provider)}
+        except WorkerError as error:
+            return row.with_(status=error.status, detail=error.detail)
+        if base is not None and row.issued is None:
+            facts |= {"ratio": base.ratio(row).value, "base": base.trial.provider}
+        chain = row.time_us.model_copy(update={"l2": "chain"})
+        return row.with_(time_us=chain, warm_us=None, strict=facts)
 
     def keep_winner(self) -> None:
         """Copy the machine code and the launches of the winner into the run.

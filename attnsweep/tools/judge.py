@@ -24,7 +24,7 @@ from attnsweep.choose.columns import light_text
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
-from attnsweep.core.callables import CALLABLE
+from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.errors import SpecError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -146,6 +146,7 @@ def judge(
     if CALLABLE.fullmatch(name) is None:
         what = f"{name!r} is no callable's name"
         raise SpecError(what, hint="write MODULE:FUNCTION or FILE.py:FUNCTION")
+    strict |= any(Asked.of(each).strict for each in (name, *against))
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
     how: dict[str, Any] = {}
@@ -183,7 +184,7 @@ def judge(
             gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every, **how)
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
             finals.run([], asked)
-            how["trusted_us"] = gpu.call("trusted_us", name) if strict else None
+            how["trusted_us"] = gpu.trusted_us(name) if strict else None
         except _FailedError:
             pass
         except WorkerError as error:  # of the problem, before the callable was called

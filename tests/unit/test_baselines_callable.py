@@ -133,7 +133,10 @@ def test_scales_of_fp8_are_keywords(mine):
 
 @pytest.mark.parametrize(
     "name",
-    ["a.b:c", "mine=a.b:c", "x/y.py:f?layout=bshd", "a=b:c?graph=false&layout=bshd&workspace=7"],
+    [
+        *("a.b:c", "mine=a.b:c", "x/y.py:f?layout=bshd", "m:f?strict=true"),
+        "a=b:c?graph=false&layout=bshd&workspace=7&strict=true",
+    ],
 )
 def test_how_a_callable_is_asked_for_is_its_name(name):
     assert str(Asked.of(name)) == name
@@ -144,13 +147,14 @@ def test_a_spec_says_how_a_callable_is_called(tmp_path):
     text = (
         "problems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\nkernels: {naive: {}}\n"
         "baselines: {theirs: {call: 'a:b'}}\n"
-        "candidates: {mine: {call: 'm:f', graph: true, layout: bshd, workspace: 2 GiB}}\n"
+        "candidates: {mine: {call: 'm:f', graph: true, layout: bshd, workspace: 2 GiB, "
+        "strict: true}}\n"
     )
     path.write_text(text)
     asked = load_spec(path)
     assert (asked.baselines, [*map(Asked.of, asked.candidates)]) == (
         ("theirs=a:b",),
-        [Asked("m:f", "mine", True, "bshd", 2**31)],
+        [Asked("m:f", "mine", True, "bshd", 2**31, True)],
     )
     path.write_text(asked.resolved(tmp_path))
     assert load_spec(path).candidates == asked.candidates
@@ -160,6 +164,10 @@ def test_a_spec_says_how_a_callable_is_called(tmp_path):
         ("'m:f'", "'mf'", "4:27: call cannot be 'mf'\n  write a callable as MODULE:FUNCTION"),
         ("bshd", "shbd", r"4:\d+: layout cannot be shbd\n  did you mean 'bshd'"),
         ("2 GiB", "2 GB B", r"4:\d+: workspace must be a number of bytes or a size"),
+        ("strict: true", "strict: maybe", r"4:\d+: strict must be true or false, not maybe"),
+        ("strict: true", "strict:\n    7", r"5:5: strict must be true or false, not 7"),
+        ("call: 'a:b'}", "call: 'a:b', strict: true}", "3:35: unknown key 'strict'"),
+        ("{theirs: {call: 'a:b'}}", "['a:b?strict=true']", r"3:13: .*\n  strict is for candidates"),
         ("mine:", "Mine!:", "4:21: Mine! cannot name a callable\n  take a-z"),
     ):
         path.write_text(text.replace(right, wrong))

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import time
 from copy import deepcopy
 from dataclasses import replace
@@ -15,6 +16,7 @@ from samples import TEST_GPU
 from sweeping import SPEC, Notes, by_config
 
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
@@ -525,3 +527,48 @@ def test_a_callable_that_is_judged_is_timed_and_checked_again_and_is_no_baseline
     assert {"mine:f", "theirs:g"} <= set(gpu.names("confirm"))
     assert "torch_flash" not in gpu.names("confirm")
     assert rows["mine:f"].accuracy.calls == 100
+
+
+STRICT = SPEC + "candidates: {mine: {call: 'm:f', strict: true}, lax: {call: 'm:g'}}\n"
+NAME = "mine=m:f?strict=true"
+
+
+def test_a_strict_candidate_is_judged_by_itself_beside_the_baselines(go, gpu):
+    gpu.times |= {NAME: 22.0, "lax=m:g": 20.0, "flash_attn_3": 26.4}
+    outcome = go(STRICT)
+    rows = by_config(outcome)
+    row = rows[NAME]
+    assert (row.time_us.median, row.time_us.l2, row.candidate) == (22.0, "chain", True)
+    assert row.strict == {"trusted_us": 1.01 * 22, "ratio": 25 / 22, "base": "torch_flash"}
+    assert (rows["lax=m:g"].strict, rows["flash_attn_3"].time_us.l2) == ({}, "warm")
+    assert [opened.get("strict", "") != "" for opened in gpu.opened] == [False, True]
+    assert gpu.opened[0]["seed"] != gpu.opened[1]["seed"]  # a spec may say the former
+    asked = gpu.names("add_baseline")
+    assert asked[asked.index(NAME) :].count("lax=m:g") == 0
+    ranking = rank(outcome.run.trials, TEST_GPU)
+    (shown,) = ranking[ranking["provider"] == NAME].to_dict("records")
+    assert shown["detail"] == "judged strictly: 1.14× torch_flash, 22.22 µs by the judge's clock"
+    assert shown["rank"] is None
+    assert math.isnan(shown["ratio_to_best_baseline"])  # kernels are not timed in chains
+    gpu.calls.clear()
+    go(STRICT)
+    assert "add_baseline" not in [method for method, _ in gpu.calls]  # all is kept
+
+
+@pytest.mark.parametrize("method", ["open", "add_baseline", "replay", "trusted_us"])
+def test_a_strict_candidate_that_fails_leaves_the_other_rows(method, go, gpu):
+    gpu.times |= {NAME: 22.0, "lax=m:g": 20.0, "flash_attn_3": 33.0}
+    wrong = WorkerError(Status.SKIPPED, "so it is")
+    real = gpu.open
+
+    def opened(problem, **how):
+        if how.get("strict") and method == "open":
+            raise wrong
+        real(problem, **how)
+
+    gpu.open = opened
+    gpu.faults[method, NAME] = wrong
+    rows = by_config(go(STRICT))
+    assert rows[NAME].status is Status.SKIPPED
+    assert rows[NAME].detail.endswith("so it is")
+    assert rows["flash_attn_3"].status is Status.OK
