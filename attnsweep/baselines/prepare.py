@@ -64,7 +64,8 @@ class BoundBaseline:
         self.room = 2
         """Calls of a graph whose outputs are kept."""
         self._made: dict[int, list[tuple[Any, ...]]] = {}
-        self._seals: list[tuple[Any, Any]] = []
+        self._seals: list[list[Any]] = []
+        self._outputs = 1
         self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
         self.refresh()
 
@@ -140,12 +141,16 @@ class BoundBaseline:
 
         return replay, made
 
-    def seals_in(self, outs: Sequence[Any], lses: Sequence[Any]) -> None:
-        """Have `seal` copy outputs to these CuPy arrays, as of `collect`, of each call in turn."""
-        of_array = self._torch.from_dlpack
+    def seals_in(self, every: Sequence[Sequence[Any]], outputs: int) -> None:
+        """Have `seal` copy outputs to CuPy arrays, as of `collect`, of each call in turn.
+
+        outputs: how many a call has; behind them is a forward's log-sum-exp, in float32.
+        """
+        of_array, kinds = self._torch.from_dlpack, [self._dtype] * outputs + [self._torch.float32]
+        self._outputs = outputs
         self._seals = [
-            (of_array(out).view(self._dtype), of_array(lse).view(self._torch.float32))
-            for out, lse in zip(outs, lses, strict=True)
+            [of_array(one).view(kind) for one, kind in zip(each, kinds, strict=False)]
+            for each in every
         ]
 
     def seal(self, call: int) -> bool:
@@ -155,13 +160,14 @@ class BoundBaseline:
         """
         with self._torch.cuda.stream(self._stream):
             made = self._call(0)
-            if len(made) not in (1, 1 + self._held):
-                raise Unavailable(f"returned {len(made)} outputs, not 1")
+            most = len(self._seals[call]) if self._held else self._outputs
+            if not self._outputs <= len(made) <= most:
+                raise Unavailable(f"returned {len(made)} outputs, not {self._outputs}")
             if len({*map(memory_of, made)}) < len(made):
                 raise Unavailable("returned the same memory for two outputs")
             for one, to in zip(made, self._seals[call], strict=False):
                 self._take(one, to, self._inputs[0])
-        return len(made) == 2
+        return len(made) > self._outputs
 
     def try_graph(self, asked: bool | None) -> None:
         """Issue calls one by one from now on if a graph cannot hold one, or must not.

@@ -21,7 +21,7 @@ import numpy as np
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.callable import DOES_NOT, says_what_it_supports
-from attnsweep.core.ops import DTYPE_BYTES
+from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
 from attnsweep.core.problem import Problem
 from attnsweep.device import process
 from attnsweep.device.buffers import Buffer
@@ -51,6 +51,11 @@ class Card:
         return Buffer(nbytes)
 
 
+def sealed_of(problem: Problem) -> tuple[str, ...]:
+    """What is sealed of a call: its outputs, and of a forward the log-sum-exp that it may give."""
+    return problem.outputs if problem.op == BACKWARD else (*problem.outputs, "lse")
+
+
 class Called:
     """One problem's callables, by name, and chains of their calls; None is a call of nothing."""
 
@@ -65,10 +70,11 @@ class Called:
         self._arena = arena = Arena(self._card.transport, spans, handle)
         self._kernels = self._card.comparer(shape.dtype, Path(cache))
         self._regions = regions_to_redraw(self._kernels, shape, [arena.buffers])
-        self._calls = sum(name.startswith("out ") for name, _, _ in spans)
-        self._outs = [arena[f"out {call}"] for call in range(self._calls)]
-        self._lses = [arena[f"lse {call}"] for call in range(self._calls)]
-        self._nothing = self._card.buffer(self._outs[0].nbytes)
+        self._calls = sum(name.startswith(f"{shape.outputs[0]} ") for name, _, _ in spans)
+        self._sealed = [
+            [arena[f"{one} {call}"] for one in sealed_of(shape)] for call in range(self._calls)
+        ]
+        self._nothing = [self._card.buffer(shape.bytes_of(one)) for one in shape.outputs]
         self._before = self._card.buffer(self._session.gpu.l2_bytes)
         self._sum = self._card.buffer(8)
         self._session.settle()
@@ -87,11 +93,14 @@ class Called:
             for one in shape.values
         }
         bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
-        out, rows = shape.shape_of("o"), shape.shape_of("o")[:3]
-        bound.seals_in(
-            [arena[f"out {call}"].view(out, bits) for call in range(calls)],
-            [arena[f"lse {call}"].view(rows, np.float32) for call in range(calls)],
-        )
+
+        def sealed(one: str, call: int) -> Any:
+            if one in shape.outputs:
+                return arena[f"{one} {call}"].view(shape.shape_of(one), bits)
+            return arena[f"{one} {call}"].view(shape.shape_of("o")[:3], np.float32)
+
+        each = [[sealed(one, call) for one in sealed_of(shape)] for call in range(calls)]
+        bound.seals_in(each, len(shape.outputs))
         return bound
 
     def case(self, name: str, problem: str, handle: str, spans: Sequence[Span]) -> bool:
@@ -142,13 +151,11 @@ class Called:
             digests.fill(0)
             for call in range(calls):
                 self._kernels.chain(self._regions, contents, digests, call)
-                lse = False
-                if bound is None:
-                    self._outs[call].copy_from(self._nothing, self._session.stream)
-                else:
-                    lse = bound.seal(call)
-                for sealed in (self._outs, self._lses)[: 1 + lse]:
-                    self._kernels.digest_parts(sealed[call], digests, call, 1)
+                written, lse = self._sealed[call], bound is not None and bound.seal(call)
+                for number, to in enumerate(written[: None if lse else len(self._nothing)]):
+                    if bound is None:
+                        to.copy_from(self._nothing[number], self._session.stream)
+                    self._kernels.digest_parts(to, digests, call, 1)
 
     def run(self, name: str | None, calls: int) -> float:
         """Replay a chain; returns its microseconds."""

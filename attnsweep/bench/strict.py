@@ -31,12 +31,14 @@ import numpy as np
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.bench.bench import Bench
+from attnsweep.bench.called import sealed_of
 from attnsweep.compile.nvrtc import default_cache_dir
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.trial import Accuracy
 from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.shared import Arena, CudaIpc, Span
-from attnsweep.verify.device_case import DeviceCase, WrongResult, can_redraw
+from attnsweep.verify.device_case import DeviceCase, WrongResult, can_chain
 from attnsweep.verify.verifier import Proven
 
 # Calls of a chain: a power of two, at most this many, whose outputs take at most so much memory
@@ -53,6 +55,7 @@ _EMPTY_SAMPLES, _LEAST_SAMPLES = 5, 3
 _CASES_S = 40.0
 # A line that a called process may write.
 _LINE = 1 << 16
+_AS_GIVEN = "in chains o is drawn too, and lse stays: both must be taken as they are given"
 _CARD = "attnsweep.bench.called:Card"
 # What a called process is told of its surroundings: no secrets of the user's shell.
 _KEPT = (
@@ -180,14 +183,17 @@ class StrictBench(Bench):
     def __init__(self, *args: Any, strict: str, **options: Any) -> None:
         """strict: a directory for what called processes write, which the caller removes."""
         super().__init__(*args, **options)
-        if not can_redraw(self.problem):
+        if not can_chain(self.problem):
             raise Unavailable("inputs of this problem cannot be drawn anew")
         self._scratch, self._cache_dir = Path(strict), options.get("cache_dir")
-        nbytes, rows = self.problem.bytes_of("o"), self._proof.timed.rows
+        nbytes = sum(map(self.problem.bytes_of, self.problem.outputs))
         self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
         self._arena, self._spans = self._shared(self._proof.timed, self._slots)
         self._given = self._proof.timed.regions_to_look_at(self._arena.buffers)
-        self._sealed = [(self._buffer(nbytes), self._buffer(4 * rows)) for _ in range(self._slots)]
+        self._sealed = [
+            {one: self._buffer(self._arena[f"{one} 0"].nbytes) for one in sealed_of(self.problem)}
+            for _ in range(self._slots)
+        ]
         self._strict: dict[str, _Entry] = {}
         self._empty: dict[int, list[tuple[float, float]]] = {}
         """Times of chains of empty calls, by their length: microseconds by events, and by the
@@ -218,8 +224,9 @@ class StrictBench(Bench):
         problem = of.case.problem
         spans = [(one, int(of.buffers[one].nbytes), POISON) for one in problem.inputs]
         for call in range(calls):
-            nbytes = problem.bytes_of("o"), 4 * of.rows
-            spans += [(f"out {call}", nbytes[0], 0xA5), (f"lse {call}", nbytes[1], 0xA5)]
+            for one in sealed_of(problem):
+                nbytes = 4 * of.rows if one == "lse" else problem.bytes_of(one)
+                spans.append((f"{one} {call}", nbytes, 0xA5))
         spans += [(one, 8 * calls, 0xA5) for one in ("contents", "digests")]
         arena = Arena(self._transport(), spans)
         self._give(arena, of, calls)
@@ -233,15 +240,15 @@ class StrictBench(Bench):
         self.session.settle()
         with self.session.stream:
             for call in range(calls):
-                for kind in ("out", "lse"):
-                    arena[f"{kind} {call}"].fill(POISON)
+                for one in sealed_of(of.case.problem):
+                    arena[f"{one} {call}"].fill(POISON)
         self.session.synchronize()
 
     def _seal(self, calls: int) -> None:
         """Copy what calls wrote to memory of this process alone."""
-        for call, (out, lse) in enumerate(self._sealed[:calls]):
-            out.copy_from(self._arena[f"out {call}"])
-            lse.copy_from(self._arena[f"lse {call}"])
+        for call, sealed in enumerate(self._sealed[:calls]):
+            for one, to in sealed.items():
+                to.copy_from(self._arena[f"{one} {call}"])
         self.session.settle()
 
     def _call_once(self, name: str, entry: _Entry) -> None:
@@ -307,10 +314,9 @@ class StrictBench(Bench):
         """An entry as a BoundBaseline is, whose outputs the Verifier looks at."""
 
         def collect(copy: int, into: Any, lse: Any = None, which: Any = None) -> int:
-            out, of_rows = self._sealed[0]
-            into[0][...] = out.view(into[0].shape, into[0].dtype)
-            if lse is not None:
-                lse[...] = of_rows.view(lse.shape, lse.dtype)
+            given = [*into, *([] if lse is None else [lse])]
+            for to, one in zip(given, self._sealed[0].values(), strict=False):
+                to[...] = one.view(to.shape, to.dtype)
             return 0
 
         return SimpleNamespace(
@@ -335,7 +341,8 @@ class StrictBench(Bench):
             with entry.side.awake():
                 if entry.side.ask("case", name=name, spans=spans, **facts) is not True:
                     continue
-            fixture.buffers["o"].copy_from(arena["out 0"])
+            for one in fixture.outputs:
+                fixture.buffers[one].copy_from(arena[f"{one} 0"])
             self.session.settle()
             self._proof.of_small(fixture, entry.rounds_scores)
             if _clock() > end:
@@ -366,12 +373,16 @@ class StrictBench(Bench):
         calls = entry.calls
         claim, took, first = self._chain(entry.side, name, calls)
         self._seal(calls)
-        outs = [(out, lse if entry.gives_lse else None) for out, lse in self._sealed[:calls]]
+        written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
+        outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]
         assert entry.proven is not None
         try:
-            self._proof.of_chain(entry.proven, first, outs, self._given, whole=entry.held)
-        except WrongResult:
+            whole = entry.held or self.problem.op == BACKWARD
+            self._proof.of_chain(entry.proven, first, outs, self._given, whole=whole)
+        except WrongResult as error:
             self._renew()
+            if self.problem.op == BACKWARD:
+                raise WrongResult(f"{error.detail}; {_AS_GIVEN}", error.accuracy) from error
             raise
         nothing = [self._call_nothing(calls)]
         while entry.held and nothing[-1][1] > _BUSY * self._usual_us[calls] + _BUSY_US:

@@ -31,7 +31,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
 from attnsweep.device.lock import held
 from attnsweep.specs.model import BASELINES, MeasureSpec
-from attnsweep.verify.device_case import can_redraw
+from attnsweep.verify.device_case import can_chain
 
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 _EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}
@@ -150,9 +150,9 @@ def judge(
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
     how: dict[str, Any] = {}
-    if strict and not can_redraw(problem):
+    if strict and not can_chain(problem):
         what = f"the strict judge has no inputs that can be drawn anew for {problem.label}"
-        raise SpecError(what, hint="judge gradients, and very wide heads, without it")
+        raise SpecError(what, hint="judge very wide heads without it")
     rows: dict[tuple[object, ...], Trial] = {}
 
     def put(row: Trial) -> None:

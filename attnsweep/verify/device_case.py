@@ -43,12 +43,18 @@ def can_redraw(problem: Problem) -> bool:
     return problem.op != BACKWARD and row_bytes(problem) <= _MOST_ROW_BYTES
 
 
+def can_chain(problem: Problem) -> bool:
+    """Whether a chain of calls can be judged: its inputs can be drawn anew, of a backward too."""
+    return problem.op == BACKWARD or can_redraw(problem)
+
+
 def regions_to_redraw(
     judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
 ) -> Table:
-    """See DeviceCase."""
-    signs = {name: 2 if problem.scaled and name != "v" else 1 for name in "qkv"}
-    every = [(copy[name], signs[name]) for copy in copies for name in "qkv"]
+    """See DeviceCase. Of a backward, o and dO are drawn too; its log-sum-exps stay as they are."""
+    drawn = ("q", "k", "v", "o", "do") if problem.op == BACKWARD else ("q", "k", "v")
+    signs = {name: 2 if problem.scaled and name != "v" else 1 for name in drawn}
+    every = [(copy[name], signs[name]) for copy in copies for name in drawn]
     return judge.regions([(*one, number) for number, one in enumerate(every)])
 
 
@@ -138,7 +144,9 @@ class DeviceCase:
             self.buffers[name] = Buffer(problem.bytes_of(name))
         self._inputs = self.regions_to_look_at(self.buffers)
         self.redraws = two_sided and can_redraw(problem)
-        self._to_redraw = self.regions_to_redraw([self.buffers]) if self.redraws else None
+        self._to_redraw: Table | None = None
+        if two_sided and can_chain(problem):
+            self._to_redraw = self.regions_to_redraw([self.buffers])
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows, self.sample = rows, sample
@@ -299,16 +307,16 @@ class DeviceCase:
         inputs = enumerate(self.case.problem.inputs)
         return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 
-    def compare_anew(self, slot: int, output: Buffer) -> _Side:
-        """Compare every element of an output `o` with float64 of the inputs as they are now.
+    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> _Side:
+        """Compare every element of outputs with float64 of the inputs as they are now.
 
-        Returns what is in use until then.
+        Findings go to slots from this one on. Returns what is in use until then.
         """
         side, problem = self._side(), self.case.problem
-        one = Compared(
-            output.pointer, problem, [side.expected["o"]], None, None, self.floor["o"], self.sample
-        )
-        self.judge.compare(one, slot)
+        for number, name in enumerate(self.outputs):
+            how = (None, None, self.floor[name], self.sample, name)
+            one = Compared(outputs[name].pointer, problem, [side.expected[name]], *how)
+            self.judge.compare(one, slot + number)
         return side
 
     def judge_rows(
@@ -324,15 +332,23 @@ class DeviceCase:
         rounds_scores: int,
         same: verify_limits.Same | None,
         slack: float,
+        output: str = "o",
+        *,
+        lse: bool = True,
     ) -> None:
-        """Raise WrongResult if what judge_rows found is over `slack` times a limit."""
-        most = verify_limits.of_outputs(self.case, rounds_scores, same)["o"]
+        """Raise WrongResult if what judge_rows or compare_anew found is over `slack` times a limit.
+
+        lse: whether it is of judge_rows, and has a log-sum-exp.
+        """
+        most = verify_limits.of_outputs(self.case, rounds_scores, same)[output]
         taken = Measures(**{name: values[name] for name in ("row", "element", "row_gain")})
         label = f"{self.case.label}, drawn anew"
+        label = f"{output}, {label}" if self._backward else label
         if values["nans"]:
             raise WrongResult(f"outputs are NaN or were never written ({label})")
-        self._refuse("o", values, taken, most, label, slack, None)
-        self._refuse_lse(values["tile_gain"], label, None)
+        self._refuse(output, values, taken, most, label, slack, None)
+        if lse:
+            self._refuse_lse(values["tile_gain"], label, None)
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""

@@ -37,6 +37,8 @@ _ISSUED = 64
 _COLD_JUDGED = 16
 # Outputs of a replay that are judged in their rows, of those that differ from one another.
 _KEPT_JUDGED = 16
+# Gradients of a chain that are compared in every element: of as many calls as these allow, or one.
+_WHOLE_FLOPS, _WHOLE_BYTES = 4e10, 1 << 30
 _TABLES = 32  # of kept outputs: calls that no graph holds have other ones each time
 Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
 _Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
@@ -597,13 +599,14 @@ class Verifier:
         counts = self._judge.counts(2 * slots + self._kept[1])
         return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
 
-    def _refuse_rows(self, proven: Proven, slots: int, *, others: int = 0) -> None:
-        """others: the slot, if there is one, of a whole output, without a log-sum-exp."""
-        same = self._same(self.timed, proven.rounds_scores)
-        for slot, values in enumerate(self._judge.found(slots)):
-            if others and slot == others:
-                values = values | {"tile_gain": 0.0}
-            self.timed.refuse_rows(values, proven.rounds_scores, same, proven.slack)
+    def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
+        """whole: outputs whose every element was compared, into the slots behind these."""
+        often, outputs = proven.rounds_scores, self.timed.outputs
+        same = self._same(self.timed, often)
+        for slot, values in enumerate(self._judge.found(slots + whole)):
+            rows = slot < slots
+            name = "o" if rows else outputs[(slot - slots) % len(outputs)]
+            self.timed.refuse_rows(values, often, same, proven.slack, name, lse=rows)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
@@ -629,39 +632,54 @@ class Verifier:
         self,
         proven: Proven,
         first: int,
-        outputs: Sequence[tuple[Buffer, Buffer | None]],
+        outputs: Sequence[Mapping[str, Buffer]],
         given: Table,
         *,
         whole: bool,
     ) -> None:
         """Judge what the calls of a chain wrote, each on inputs that the output before chose.
 
-        first: the content of the first call. outputs: `o` and the log-sum-exp of each. given: the
-        inputs that the calls had, after the last, for Comparer.look. whole: compares one call, at
-        random, in every element; all have rows at random compared. Raises WrongResult.
+        first: the content of the first call. outputs: of each, beside them the log-sum-exp, if it
+        gives one. given: the inputs that the calls had, after the last, for Comparer.look. whole:
+        compares calls at random in every element, one of a forward, of which all have rows at
+        random compared. Raises WrongResult.
         """
-        count, timed = len(outputs), self.timed
+        count, timed, gradients = len(outputs), self.timed, not self.timed.redraws
         with self._session.stream:
             timed.go_to(PLAIN)
             self._judge.clear()
             for slot, sealed in enumerate(outputs):
-                for one in filter(None, sealed):
+                for one in sealed.values():
                     self._judge.digest(one, slot)
             contents = contents_of(first, self._judge.counts(count).tolist())
             self._judge.clear()
-            drawn, held = secrets.randbelow(count) if whole else -1, None
-            for slot, (content, (out, lse)) in enumerate(zip(contents, outputs, strict=True)):
-                timed.to_content(content)
-                timed.judge_rows(slot, {**timed.buffers, "o": out}, lse)
-                if slot == drawn:
-                    held = timed.compare_anew(count, out)
+            chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
+            rows, held = 0 if gradients else count, list[object]()
+            for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
+                if slot < rows:
+                    timed.to_content(content)
+                    timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
+                if slot in chosen:
+                    timed.to_content(content)
+                    at = rows + len(held) * len(timed.outputs)
+                    held.append(timed.compare_anew(at, sealed))
+            timed.to_content(contents[-1])
             timed.look_at_inputs(0)
             self._judge.look(given, 1)
             own, theirs = self._judge.counts(2)
-            self._refuse_rows(proven, count + whole, others=0 if held is None else count)
+            self._refuse_rows(proven, rows, len(held) * len(timed.outputs))
         if own != theirs:
             label = f"{timed.case.label}, drawn anew"
             raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
+
+    def _whole(self, calls: int) -> int:
+        """How many calls of a chain are compared in every element."""
+        problem = self.timed.case.problem
+        if self.timed.redraws:
+            return 1
+        nbytes = 8 * sum(math.prod(problem.shape_of(name)) for name in self.timed.outputs)
+        fit = min(_WHOLE_FLOPS / problem.flops, _WHOLE_BYTES / nbytes)
+        return max(1, min(calls, int(fit)))
 
     def _look_anew(
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven

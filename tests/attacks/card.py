@@ -117,9 +117,10 @@ def opened(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[measure.Bench] = measure.Bench,
     small: tuple[cases.Case, ...] = (),
+    problem: Problem = PROBLEM,
     **options: Any,
 ) -> measure.Bench:
-    """A bench of PROBLEM."""
+    """A bench of a problem."""
     card = Card(simulator)
     card.gpu = FACTS
     card.take_place(monkeypatch)
@@ -133,4 +134,4 @@ def opened(
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))
     kernels.MEMORY.clear()
     kernels.THREADS.clear()
-    return kind(PROBLEM, replay_us=400, seed=3, owned=owned, **options)
+    return kind(problem, replay_us=400, seed=3, owned=owned, **options)

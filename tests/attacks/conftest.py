@@ -39,8 +39,8 @@ def make_strict(simulator, owned, monkeypatch, sides):
     """Open a strict bench: see strict_bench."""
     from attacks import strict_bench
 
-    def make(kind="HostBench", small=()):
+    def make(kind="HostBench", small=(), **how):
         kind = getattr(strict_bench, kind)
-        return strict_bench.strict_bench(simulator, owned, monkeypatch, sides, kind, small)
+        return strict_bench.strict_bench(simulator, owned, monkeypatch, sides, kind, small, **how)
 
     return make

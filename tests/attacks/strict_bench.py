@@ -64,6 +64,7 @@ def strict_bench(
     sides: dict[Any, Kept],
     kind: type[HostBench] = HostBench,
     small: tuple[Case, ...] = (),
+    **how: Any,
 ) -> HostBench:
     """small: the cases beside the problem."""
     patch.setattr(strict, "_CARD", "attacks.host:Card")
@@ -75,6 +76,6 @@ def strict_bench(
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
         patch.setattr(verifier, "contents_of", lambda first, digests: [0] * len(digests))
-    bench = opened(simulator, owned, patch, kind, strict=place, small=small)
+    bench = opened(simulator, owned, patch, kind, strict=place, small=small, **how)
     assert isinstance(bench, HostBench)
     return bench

@@ -187,9 +187,12 @@ def test_a_fault_in_the_strict_judges_process_is_none_of_the_callables(card):
     assert of(card).verdict == "refused"
 
 
-def test_the_strict_judge_draws_no_gradients(card):
+def test_the_strict_judge_takes_gradients_and_no_rows_that_are_too_wide(card):
+    backward = replace(PROBLEM, op=BACKWARD)
+    card.times = {name: 9 * us for name, us in card.times.items()}
+    assert judge("mine:f", backward, strict=True).form == "chain"
     with pytest.raises(SpecError, match="no inputs that can be drawn anew"):
-        judge("mine:f", replace(PROBLEM, op=BACKWARD), strict=True)
+        judge("mine:f", replace(PROBLEM, head_dim=2048), strict=True)
 
 
 def test_the_command_is_strict_and_tells_no_seed(card, attnsweep):

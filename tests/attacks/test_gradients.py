@@ -1,0 +1,96 @@
+"""Attacks on the strict judge of gradients: each does not pass, and without its defence it does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from attacks import card
+from attacks.test_attacks import no_limits
+from attacks.test_strict import chains_unseen, no_chain
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import BACKWARD
+from attnsweep.verify import verifier
+from attnsweep.verify.device_case import WrongResult
+
+PROBLEM = replace(card.PROBLEM, op=BACKWARD)
+
+
+def judged(make_strict, name, rounds=2, **how):
+    """What the strict judge says of a backward: `confirmed` and its time, or why not."""
+    bench, name = make_strict(problem=PROBLEM, **how), f"attacks.gradients:{name}"
+    try:
+        bench.add_baseline(name)
+        times = [bench.replay(name, "warm") for _ in range(rounds)]
+        bench.confirm(name, 800.0)
+    except (WrongResult, Unavailable) as error:
+        return error.detail if isinstance(error, WrongResult) else str(error)
+    return f"confirmed {times[-1]:.3g}"
+
+
+ATTACKS = [
+    ("by_pointer", no_chain, "d[qkv], "),
+    ("by_fingerprint", no_chain, "d[qkv], "),
+    ("keeps_weights", no_chain, "d[qkv], "),
+    ("one_row_late", chains_unseen, "row 19 of head 3 .dv, .*, drawn anew"),
+    ("swapped_late", chains_unseen, "d[kv], .*, drawn anew"),
+    ("swapped", no_limits, "d[kv], "),
+]
+
+
+@pytest.mark.parametrize(("name", "off", "said"), ATTACKS, ids=[a[0] for a in ATTACKS])
+def test_an_attack_does_not_pass(name, off, said, make_strict):
+    assert re.search(said, judged(make_strict, name, rounds=4))
+
+
+@pytest.mark.parametrize(("name", "off", "said"), ATTACKS, ids=[a[0] for a in ATTACKS])
+def test_it_passes_without_its_defence(name, off, said, make_strict, monkeypatch):
+    off(monkeypatch)
+    assert judged(make_strict, name) == "confirmed 100"
+
+
+def test_right_gradients_are_confirmed(make_strict):
+    assert judged(make_strict, "honest") == "confirmed 100"
+
+
+def test_what_is_computed_once_is_computed_for_each_call(make_strict):
+    assert judged(make_strict, "computes_once") == "confirmed 100"
+
+
+def test_it_would_save_time_if_calls_had_the_same_inputs(make_strict, monkeypatch):
+    no_chain(monkeypatch)
+    assert float(judged(make_strict, "computes_once").removeprefix("confirmed ")) < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("two_late", "returned 2 outputs, not 3"),
+        ("one_buffer_late", "returned the same memory for two outputs"),
+        ("of_its_own_forward", "must be taken as they are given"),
+    ],
+)
+def test_what_breaks_the_contract_is_a_sentence(name, said, make_strict):
+    assert said in judged(make_strict, name)
+
+
+def test_it_is_held_to_what_it_says_that_it_supports(make_strict):
+    small = (Case(replace(PROBLEM, batch=1, seqlen_q=5, seqlen_k=17), "normal"),)
+    assert re.search("d[qkv], .1,4/2,5x17", judged(make_strict, "promises_all", small=small))
+    assert judged(make_strict, "promises_all") == "confirmed 100"
+
+
+def test_each_call_of_a_chain_is_judged_in_every_element_where_that_is_cheap(
+    make_strict, monkeypatch
+):
+    assert "row 19 of head 3 (dv" in judged(make_strict, "one_call_wrong", rounds=1)
+    monkeypatch.setattr(verifier, "_WHOLE_FLOPS", 0.0)  # then one of them is, at random
+    random = SimpleNamespace(sample=lambda of, most: [*of][:most])
+    monkeypatch.setattr(verifier.secrets, "SystemRandom", lambda: random)
+    assert judged(make_strict, "one_call_wrong", rounds=1) == "confirmed 100"
