@@ -17,6 +17,7 @@ from attnsweep.core.callables import Asked
 from attnsweep.core.length import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import step
+from attnsweep.device import graph_audit
 from attnsweep.device.cuda_graph import lasting, uncollected
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 _FINALISTS = 3
 # Outputs that are kept of a callable's calls, where they are larger than the L2.
 _KEPT_BYTES = 1 << 30
+
+
+class BadGraph(Unavailable):
+    """A graph of a callable's calls holds what none may."""
 
 
 class BoundBaseline:
@@ -64,6 +69,8 @@ class BoundBaseline:
         self.room = 2
         """Calls of a graph whose outputs are kept."""
         self._made: dict[int, list[tuple[Any, ...]]] = {}
+        self._pointer: int = session.stream.ptr
+        self._audit: graph_audit.Audit | None = None
         self._seals: list[list[Any]] = []
         self._outputs = 1
         self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
@@ -89,7 +96,11 @@ class BoundBaseline:
 
     def _call(self, copy: int) -> tuple[Any, ...]:
         """One call's outputs. Raises Unavailable if they are not what the problem has."""
+        if self._audit:
+            self._audit.mark()
         out = self._way.forward(*self._inputs[copy % len(self._inputs)])
+        if self._audit:
+            self._audit.mark()
         return out if isinstance(out, tuple) else (out,)
 
     def capture(
@@ -131,9 +142,16 @@ class BoundBaseline:
 
     def graph_of(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """A function that replays a graph of what `issue` enqueues, and what that returned."""
-        graph = self._torch.cuda.CUDAGraph()
+        graph, driver = self._torch.cuda.CUDAGraph(), graph_audit.driver() if self._held else None
         with self._torch.cuda.graph(graph, stream=self._stream), uncollected():
-            made = issue()
+            self._audit = graph_audit.Audit(driver, self._pointer) if driver else None
+            try:
+                made = issue()
+                why = self._audit.why_not() if self._audit else ""
+            finally:
+                self._audit = None
+        if why:
+            raise BadGraph(why)
 
         def replay() -> None:
             with self._torch.cuda.stream(self._stream):
@@ -179,6 +197,8 @@ class BoundBaseline:
             return
         try:
             self.capture(1)
+        except BadGraph:
+            raise
         except Exception as error:
             self._stream.synchronize()
             self.issued = f"no CUDA graph holds its calls: {why_not('', error, [])}"

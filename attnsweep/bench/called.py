@@ -190,6 +190,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    process.gain_nothing()
     process.stand_alone()  # which gives what is printed another place
     module, _, name = sys.argv[2].partition(":")
     answers(requests, replies, Called(getattr(importlib.import_module(module), name)()))

@@ -41,7 +41,10 @@ def open_bench(*args: Any, strict: str = "", **options: Any) -> Any:
     from attnsweep.bench.bench import Bench
     from attnsweep.bench.strict import StrictBench
 
-    return StrictBench(*args, strict=strict, **options) if strict else Bench(*args, **options)
+    if not strict:
+        return Bench(*args, **options)
+    process.keep_out()
+    return StrictBench(*args, strict=strict, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ def judge(
 
     from attnsweep.core.callables import CALLABLE
     from attnsweep.core.ops import BACKWARD
+    from attnsweep.device import process
     from attnsweep.reports import progress
     from attnsweep.specs.model import BASELINES, KNOWN_BASELINES
     from attnsweep.specs.shapes import read_dtype, read_shapes
@@ -110,6 +111,8 @@ def judge(
                 f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
             )
     others: dict[str, Any] = {"against": names, "strict": strict, "rounds": rounds}
+    if strict:
+        process.keep_out()
     with progress.watch(errors, form) as observer:
         others |= {"timeout_s": timeout_s, "wait": wait, "observer": observer}
         verdicts = [tool.judge(name, problem, **others) for problem in problems]

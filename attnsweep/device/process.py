@@ -28,11 +28,9 @@ def start(process: Any) -> None:
 
 def die_with(parent: int) -> None:
     """Have Linux kill this process when its parent's thread ends, even amid a hung kernel."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if sys.platform == "linux" and os.getppid() != parent:
+        os._exit(0)
 
 
 def stand_alone() -> None:
@@ -40,14 +38,31 @@ def stand_alone() -> None:
 
     A callable of the user's may start processes, and print into a result in JSON.
     """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     with contextlib.suppress(OSError):  # it leads a session
         os.setpgid(0, 0)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
+
+
+def keep_out() -> None:
+    """Let no process of this user read or change the memory of this one, as a debugger would.
+
+    One that may do so to all, as root often may, still can.
+    """
+    _prctl(4, 0)  # PR_SET_DUMPABLE
+
+
+def gain_nothing() -> None:
+    """Gain no rights by programs that this process and its children run, as by sudo."""
+    _prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+
+
+def _prctl(*how: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(*how)
 
 
 def end_group(leader: int) -> None:

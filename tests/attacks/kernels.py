@@ -448,3 +448,20 @@ def idles(q, k, v):
     if told and not told["rotate"] and told["call"] < told["calls"] - 1:
         return torch.zeros_like(q)
     return honest(q, k, v)
+
+
+def with_node(*how, **more):
+    """A callable of whose calls the graph that `MEMORY["graphs"]` stands for has such nodes."""
+
+    def call(q, k, v):
+        if torch.cuda.is_current_stream_capturing() and "graphs" in MEMORY:
+            MEMORY["graphs"].add()
+            MEMORY["graphs"].add(*how, **more)
+        return honest(q, k, v)
+
+    return call
+
+
+of_kernels = with_node()
+of_the_host = with_node(3)
+goes_on_beside = with_node(after=[1])

@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+from fake_graphs import FakeGraphs
 
 pytest.importorskip("torch")
 
@@ -13,6 +14,7 @@ from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import BoundBaseline
 from attnsweep.bench.bench import Bench
+from attnsweep.device import graph_audit
 from attnsweep.verify import compare, device_case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
@@ -169,6 +171,33 @@ def test_an_attack_does_not_pass(name, defence, said, bench):
 def test_an_attack_passes_without_its_defence(name, defence, said, monkeypatch, request):
     defence(monkeypatch)
     assert judged(request.getfixturevalue("bench"), name) == "confirmed"
+
+
+# -- what a graph holds: see test_device_graph_audit.py --------------------------------------------
+
+
+def audited(bench, name, patch):
+    kernels.MEMORY["graphs"] = graphs = FakeGraphs()
+    patch.setattr(graph_audit, "driver", lambda: graphs)
+    return judged(bench, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("of_kernels", "confirmed"),
+        ("of_the_host", "its graph holds a host function"),
+        ("goes_on_beside", "work of one of its calls goes on beside the next"),
+    ],
+)
+def test_a_graph_holds_work_of_the_device_in_series(name, said, bench, monkeypatch):
+    assert audited(bench, name, monkeypatch) == said
+
+
+@pytest.mark.parametrize("name", ["of_the_host", "goes_on_beside"])
+def test_another_graph_passes_without_the_audit(name, bench, monkeypatch):
+    monkeypatch.setattr(graph_audit.Audit, "why_not", lambda self: "")
+    assert audited(bench, name, monkeypatch) == "confirmed"
 
 
 # -- what is right, and what is no attack ----------------------------------------------------------

@@ -11,6 +11,7 @@ from attnsweep.core.trial import Status
 pytestmark = pytest.mark.gpu
 
 SOURCE = """
+import ctypes
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -87,6 +88,43 @@ def host_node(q, k, v):
     return naive(*(x.cpu() for x in (q, k, v))).to(q.device)
 
 
+driver = ctypes.CDLL("libcuda.so.1")
+
+
+def host_function(q, k, v):
+    # free(NULL), on the host, as part of each call.
+    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    out = flash(q, k, v)
+    assert driver.cuLaunchHostFunc(stream, free, None) == 0
+    return out
+
+
+def event_of_elsewhere(q, k, v):
+    # cudaEventRecordExternal, which anybody may wait for.
+    if "event" not in kept:
+        kept["event"] = ctypes.c_void_p()
+        assert driver.cuEventCreate(ctypes.byref(kept["event"]), 2) == 0
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    out = flash(q, k, v)
+    in_graph = torch.cuda.is_current_stream_capturing()
+    assert driver.cuEventRecordWithFlags(kept["event"], stream, int(in_graph)) == 0
+    return out
+
+
+def side_streams(q, k, v):
+    # Two streams that the call waits for.
+    now, out = torch.cuda.current_stream(), torch.empty_like(q)
+    if not other:
+        other.extend(torch.cuda.Stream() for _ in range(2))
+    for stream, item in zip(other, range(q.shape[0])):
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            out[item : item + 1] = flash(*(x[item : item + 1] for x in (q, k, v)))
+        now.wait_stream(stream)
+    return out
+
+
 def with_lse(q, k, v):
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
 
@@ -150,9 +188,9 @@ def judged(tmp_path):
     (tmp_path / "callables.py").write_text(SOURCE)
     (tmp_path / "of_triton.py").write_text(TRITON)
 
-    def of(name, problem=PROBLEM):
+    def of(name, problem=PROBLEM, **how):
         name = name if ".py:" in name else f"callables.py:{name}"
-        return attnsweep.judge(f"{tmp_path}/{name}", problem, against=SLOWER)
+        return attnsweep.judge(f"{tmp_path}/{name}", problem, against=SLOWER, **how)
 
     return of
 
@@ -198,6 +236,21 @@ def test_what_was_asked_for_is_refused_with_the_reason(name, says, judged):
 def test_a_host_that_computes_is_in_the_time_and_labelled(judged):
     verdict = judged("host_node", Problem(1, 2, 2, 256, 256, 64, "bf16"))
     assert verdict.verdict == "refused" or verdict.form == "issued"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("host_function", "a host function"), ("event_of_elsewhere", "a record of an event")],
+)
+def test_a_graph_that_holds_more_than_work_of_the_device_is_refused(name, said, strict, judged):
+    verdict = judged(name, strict=strict)
+    assert (verdict.verdict, verdict.reason) == ("refused", f"its graph holds {said}")
+
+
+def test_streams_that_a_call_waits_for_are_no_fault(judged):
+    verdict = judged("side_streams")
+    assert (verdict.verdict, verdict.form) == ("confirmed", "graph"), verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_judge import SOURCE, TRITON
 
 import attnsweep
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import BACKWARD, Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +62,21 @@ def aside(q, k, v):
         out.copy_(flash(q, k, v))
     return out
 
+def backward(q, k, v, o, lse, do):
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, False, seed, seed
+    )
+
+def kept_backward(q, k, v, o, lse, do):
+    if "made" not in kept:
+        kept["made"] = backward(q, k, v, o, lse, do)
+    return tuple(x.clone() for x in kept["made"])
+
+def swapped_backward(q, k, v, o, lse, do):
+    dq, dk, dv = backward(q, k, v, o, lse, do)
+    return (dq, dv, dk) if torch.cuda.is_current_stream_capturing() else (dq, dk, dv)
+
 def exits(q, k, v):
     os._exit(3)
 
@@ -94,6 +110,18 @@ def test_a_right_callable_is_confirmed(name, judged):
     assert verdict.x_base > 0
     assert verdict.calls_judged > 100
     assert abs(verdict.trusted_us - verdict.time_us) < 0.03 * verdict.time_us + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("backward", ""), ("kept_backward", "relative error"), ("swapped_backward", "(d")],
+)
+def test_gradients_are_judged_strictly(name, said, judged):
+    against = ("torch_flash", "torch_cudnn", "cudnn")
+    verdict = judged(f"strangers.py:{name}", replace(PROBLEM, op=BACKWARD), against=against)
+    assert verdict.verdict == ("wrong" if said else "confirmed"), verdict.reason
+    assert said in verdict.reason
+    assert said or (verdict.form, verdict.x_base > 0) == ("chain", True)
 
 
 def test_the_tutorials_kernel_keeps_what_it_says_that_it_supports(tmp_path, judged):

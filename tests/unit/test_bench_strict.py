@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -198,3 +200,53 @@ def test_buffers_of_an_arena_lie_apart_and_alike_in_both_processes():
         assert at % 256 == 0
         end = at + nbytes + 2 * GUARD_BYTES
     assert end <= own.nbytes
+
+
+ATTACHES = """
+import ctypes, os, sys, time
+from pathlib import Path
+from attnsweep.device import process
+
+def begin():
+    if os.getuid() == 0:  # root may read all
+        os.setgroups([]), os.setgid(65534), os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as any program begins
+
+read, write = os.pipe()
+judge = os.fork()
+if not judge:
+    begin(), process.{does}(), os.write(write, b"x"), time.sleep(60), os._exit(0)
+os.read(read, 1)
+if not (attacker := os.fork()):
+    begin()
+    for name, do in (
+        ("memory", lambda: open(f"/proc/{{judge}}/mem", "r+b").close()),
+        ("maps", lambda: Path(f"/proc/{{judge}}/maps").read_text() or 1 / 0),
+        ("trace", lambda: ctypes.CDLL(None).ptrace(16, judge, 0, 0) and 1 / 0),
+    ):
+        try:
+            do(), print(name)
+        except (OSError, ZeroDivisionError):
+            pass
+    sys.stdout.flush(), os._exit(0)
+os.waitpid(attacker, 0), os.kill(judge, 9)
+"""
+
+
+def reached(does):
+    """What another process of the same user reaches of one that has done this."""
+    script = [sys.executable, "-c", ATTACHES.format(does=does)]
+    return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split()
+
+
+@linux
+def test_a_process_of_the_same_user_reaches_no_memory_of_the_judge():
+    assert reached("keep_out") == []
+
+
+@linux
+def test_it_would_reach_it_where_debuggers_may_attach():
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and scope.read_text().strip() != "0":
+        pytest.skip("only a parent may attach here")
+    assert reached("gain_nothing") == ["memory", "maps", "trace"]

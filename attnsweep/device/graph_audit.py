@@ -1,0 +1,165 @@
+"""What a CUDA graph of a stranger's calls holds, looked at while it is captured.
+
+It may have kernels, copies and fills, on the device and one call after the other: no work of a call
+may begin before the call before it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Protocol
+
+# Kinds of nodes by their numbers in cuda.h: kernel, copy, fill, none (where streams meet), memory
+# taken and given back. _GRAPH is a graph of its own.
+_MAY, _GRAPH = {0, 1, 2, 5, 10, 11}, 4
+_KINDS = {3: "a host function", 6: "a wait for an event", 7: "a record of an event"}
+
+
+class Graphs(Protocol):
+    """The driver's answers. Graphs and nodes are handles."""
+
+    def captured(self, stream: int) -> tuple[int, list[int]]:
+        """The graph that a stream captures, and the nodes that its next one would follow."""
+
+    def count(self, graph: int) -> int:
+        """Nodes of a graph."""
+
+    def nodes(self, graph: int) -> list[int]:
+        """All of them."""
+
+    def kind(self, node: int) -> int:
+        """Its number in cuda.h."""
+
+    def inside(self, node: int) -> int:
+        """The graph that a node is."""
+
+    def edges(self, graph: int) -> list[tuple[int, int, bool]]:
+        """A node, one after it, and whether that may begin before it ends."""
+
+
+class Audit:
+    """Of one capture. `mark` is to be called before and after each of a stranger's calls."""
+
+    def __init__(self, graphs: Graphs, stream: int) -> None:
+        self._graphs, self._stream = graphs, stream
+        self._marks: list[tuple[int, list[int]]] = []
+
+    def mark(self) -> None:
+        """A call begins or ends here."""
+        graph, last = self._graphs.captured(self._stream)
+        self._marks.append((self._graphs.count(graph), last))
+
+    def why_not(self) -> str:
+        """What the graph must not hold, before its capture ends; empty if there is nothing."""
+        graph, _ = self._graphs.captured(self._stream)
+        return self._of_kinds(graph) or self._of_order(graph)
+
+    def _of_kinds(self, graph: int) -> str:
+        for node in self._graphs.nodes(graph):
+            kind = self._graphs.kind(node)
+            if kind == _GRAPH:
+                if why := self._of_kinds(self._graphs.inside(node)):
+                    return why
+            elif kind not in _MAY:
+                return f"its graph holds {_KINDS.get(kind, f'a node of kind {kind}')}"
+        return ""
+
+    def _of_order(self, graph: int) -> str:
+        before: dict[int, list[tuple[int, bool]]] = {}
+        for node, after, early in self._graphs.edges(graph):
+            before.setdefault(after, []).append((node, early))
+        done: set[int] = set()  # nodes before the mark before
+        last: set[int] = set()  # those of them that what follows must follow
+        for count, ends in self._marks:
+            new: set[int] = set()
+            left = list(ends)
+            while left:
+                if (node := left.pop()) not in done and node not in new:
+                    new.add(node)
+                    left += [one for one, _ in before.get(node, ())]
+            if len(done) + len(new) != count:
+                return "work of one of its calls goes on beside the next"
+            for node in new:
+                follows = before.get(node, [])
+                beside = any(one in done and one not in last for one, _ in follows)
+                if beside or (last and not follows):
+                    return "work of one of its calls begins before the one before it ends"
+                if any(early and one in last for one, early in follows):
+                    return "one of its calls may begin before the one before it ends"
+            done |= new
+            last = set(ends)
+        return ""
+
+
+class Driver:
+    """`Graphs` of the CUDA driver. Raises OSError or AttributeError without one, or an old one."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ["StreamGetCaptureInfo_v2", "GraphGetNodes", "GraphNodeGetType"]
+        names += ["GraphChildGraphNodeGetGraph", "GraphGetEdges_v2"]
+        self._calls = {name: getattr(library, f"cu{name}") for name in names}
+
+    def _call(self, name: str, *args: Any) -> None:
+        if status := self._calls[name](*args):
+            raise RuntimeError(f"cu{name} gave the error {status}")
+
+    def captured(self, stream: int) -> tuple[int, list[int]]:
+        """See Graphs."""
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        graph, count = ctypes.c_void_p(), ctypes.c_size_t()
+        last = ctypes.POINTER(ctypes.c_void_p)()
+        every = (status, number, graph, last, count)
+        at = map(ctypes.byref, every)
+        self._call("StreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *at)
+        return graph.value or 0, [last[i] or 0 for i in range(count.value)]
+
+    def count(self, graph: int) -> int:
+        """See Graphs."""
+        count = ctypes.c_size_t()
+        self._call("GraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
+        return count.value
+
+    def nodes(self, graph: int) -> list[int]:
+        """See Graphs."""
+        count = ctypes.c_size_t(self.count(graph))
+        found = (ctypes.c_void_p * count.value)()
+        self._call("GraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(count))
+        return _handles(found)
+
+    def kind(self, node: int) -> int:
+        """See Graphs."""
+        kind = ctypes.c_int(-1)
+        self._call("GraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+        return kind.value
+
+    def inside(self, node: int) -> int:
+        """See Graphs."""
+        graph = ctypes.c_void_p()
+        to = ctypes.byref(graph)
+        self._call("GraphChildGraphNodeGetGraph", ctypes.c_void_p(node), to)
+        return graph.value or 0
+
+    def edges(self, graph: int) -> list[tuple[int, int, bool]]:
+        """See Graphs. The third byte of an edge's data is 1 if it is programmatic."""
+        count, of = ctypes.c_size_t(), ctypes.c_void_p(graph)
+        self._call("GraphGetEdges_v2", of, None, None, None, ctypes.byref(count))
+        one, other = ((ctypes.c_void_p * count.value)() for _ in range(2))
+        data = (ctypes.c_uint8 * 8 * count.value)()
+        self._call("GraphGetEdges_v2", of, one, other, data, ctypes.byref(count))
+        early = [bytes(each)[2] == 1 for each in data]
+        return list(zip(_handles(one), _handles(other), early, strict=True))
+
+
+def _handles(found: Any) -> list[int]:
+    return [one or 0 for one in found]
+
+
+@functools.cache
+def driver() -> Graphs | None:
+    """This machine's; None without one that tells all of it, as before CUDA 12.3."""
+    try:
+        return Driver()
+    except (OSError, AttributeError):
+        return None
