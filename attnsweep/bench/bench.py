@@ -206,6 +206,8 @@ class Bench:
                 self.replay(name, "warm")
             self._refuse_reuse(entry)
             alone = self._proof.repeat(entry.proven, _CALLABLE_REPEATS, longest_us)
+            if not self._long:
+                self._proof.on_hard(entry.proven, entry.graphs["warm"][0])
             return alone + self._judged.pop(entry.call, 0)
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
@@ -436,6 +438,8 @@ class Bench:
         try:
             call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
             accuracy, proven = self._checked(call, held)
+            if held:
+                self._proof.hard(call.rounds_scores)  # for `confirm`, which has less time
         except Exception:
             if held:
                 self._proof.mend(self._cold())

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -171,6 +171,8 @@ class _Entry:
     apart: list[float] = field(default_factory=list)
     """How much longer a chain took by the judge's clock than by events."""
     judged: int = 0
+    hard: DeviceCase | None = None
+    """The timed problem on hard inputs, on which a chain of a callable's is judged at the end."""
     cases: list[Arena] = field(default_factory=list)
     """Memory of small cases, which its process has open until it ends."""
 
@@ -258,11 +260,17 @@ class StrictBench(Bench):
             entry.gives_lse = entry.side.ask("call", name=name) is True
         self._seal(1)
 
-    def _chain(self, side: Side, name: str | None, calls: int) -> tuple[float, float, int]:
-        """A chain of calls: its microseconds by events, by the judge's clock, and its number."""
+    def _chain(
+        self, side: Side, name: str | None, calls: int, of: DeviceCase | None = None
+    ) -> tuple[float, float, int]:
+        """A chain of calls: its microseconds by events, by the judge's clock, and its number.
+
+        of: the case of its inputs before they are drawn anew (default: the timed one).
+        """
+        of = of or self._proof.timed
         with self.session.stream:
-            self._proof.timed.go_to(0)
-        self._give(self._arena, self._proof.timed, calls)
+            of.go_to(0)
+        self._give(self._arena, of, calls)
         self.session.reset_l2()
         first = secrets.randbits(64) or 1
         contents = np.zeros(self._slots, np.uint64)
@@ -301,6 +309,7 @@ class StrictBench(Bench):
             accuracy, entry.proven = self._checked(self._called(name, entry), held)
             if held:
                 self._try_cases(name, entry)
+                entry.hard = self._proof.hard(entry.rounds_scores)
             self._begin_chains(name, entry)
         except BaseException:
             if held:
@@ -371,19 +380,7 @@ class StrictBench(Bench):
     def _chained_us(self, name: str, entry: _Entry) -> float:
         """Microseconds of a call in a chain, all of whose outputs are then judged."""
         calls = entry.calls
-        claim, took, first = self._chain(entry.side, name, calls)
-        self._seal(calls)
-        written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
-        outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]
-        assert entry.proven is not None
-        try:
-            whole = entry.held or self.problem.op == BACKWARD
-            self._proof.of_chain(entry.proven, first, outs, self._given, whole=whole)
-        except WrongResult as error:
-            self._renew()
-            if self.problem.op == BACKWARD:
-                raise WrongResult(f"{error.detail}; {_AS_GIVEN}", error.accuracy) from error
-            raise
+        claim, took = self._judged_chain(name, entry, self._proof.timed)
         nothing = [self._call_nothing(calls)]
         while entry.held and nothing[-1][1] > _BUSY * self._usual_us[calls] + _BUSY_US:
             if len(nothing) == _BUSY_TRIES:
@@ -398,6 +395,24 @@ class StrictBench(Bench):
         entry.apart.append(took - claim)
         entry.judged += calls
         return max(us, 1e-3)
+
+    def _judged_chain(self, name: str, entry: _Entry, of: DeviceCase) -> tuple[float, float]:
+        """A chain on inputs of a case whose outputs are judged, and its times as of _chain."""
+        calls = entry.calls
+        claim, took, first = self._chain(entry.side, name, calls, of)
+        self._seal(calls)
+        written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
+        outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]
+        assert entry.proven is not None
+        proven, whole = replace(entry.proven, fixture=of), entry.held or self.problem.op == BACKWARD
+        try:
+            self._proof.of_chain(proven, first, outs, self._given, whole=whole)
+        except WrongResult as error:
+            self._renew()
+            if self.problem.op == BACKWARD:
+                raise WrongResult(f"{error.detail}; {_AS_GIVEN}", error.accuracy) from error
+            raise
+        return claim, took
 
     def _renew(self) -> None:
         """Renew the guards of shared inputs: what follows is not to be blamed for them."""
@@ -425,6 +440,8 @@ class StrictBench(Bench):
             return 0
         while len(entry.claims) < _LEAST_SAMPLES:  # in a new process, nothing was timed
             self._chained_us(name, entry)
+        if entry.hard is not None:
+            self._judged_chain(name, entry, entry.hard)
         hidden, allowed = self.hidden_us(name)
         if hidden > allowed:
             says = median(entry.claims)
@@ -434,7 +451,7 @@ class StrictBench(Bench):
             )
         if (now := self.session.identity().get("power_limit_w")) != self._power:
             raise Unavailable(f"the card's power limit is {now} W, and was {self._power}")
-        return entry.judged
+        return entry.judged + (entry.calls if entry.hard else 0)
 
     def trusted_us(self, name: str) -> float | None:
         """Microseconds of a call by the judge's clock, if it was timed in this process."""

@@ -21,6 +21,7 @@ TILE = 64
 Inputs = Literal[
     "normal",
     "large_scores",
+    "huge_scores",
     "equal_keys",
     "far_below",
     "far_above",
@@ -135,6 +136,14 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         _padded(case, number, percent)
         for number, (case, percent) in enumerate(zip((*cases, *more), least, strict=True))
     )
+
+
+def hard_case(problem: Problem) -> Case:
+    """The problem itself with scores whose exponentials overflow, or large ones in few bits.
+
+    They stay so where mantissas and signs are drawn anew.
+    """
+    return Case(problem, "huge_scores" if problem.dtype in ("fp16", "bf16") else "large_scores")
 
 
 def served_cases(

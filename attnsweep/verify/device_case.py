@@ -145,8 +145,6 @@ class DeviceCase:
         self._inputs = self.regions_to_look_at(self.buffers)
         self.redraws = two_sided and can_redraw(problem)
         self._to_redraw: Table | None = None
-        if two_sided and can_chain(problem):
-            self._to_redraw = self.regions_to_redraw([self.buffers])
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows, self.sample = rows, sample
@@ -294,7 +292,9 @@ class DeviceCase:
     def to_content(self, content: int) -> None:
         """Give q, k and v the content of a number of 64 bits; 0 is as they were made."""
         if content != self.content:
-            assert self._to_redraw is not None
+            if self._to_redraw is None:
+                self._to_redraw = self.regions_to_redraw([self.buffers])
+                self._session.settle()
             self.judge.redraw(self._to_redraw, self.content, content)
             self.content = content
 

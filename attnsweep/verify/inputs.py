@@ -156,8 +156,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     q, k, v = made
     if case.inputs == "normal" and problem.scaled:
         _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
-    elif case.inputs == "large_scores":
-        q *= 8
+    elif case.inputs in ("large_scores", "huge_scores"):
+        q *= 8 if case.inputs == "large_scores" else 64
     elif case.inputs == "equal_keys":
         k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):

@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -136,6 +136,7 @@ class Verifier:
         if then is not None:
             pool.begin(then, seed)
             self._begin(then, rounds_scores)  # a baseline needs its limits soon
+        self._hard: DeviceCase | None = None
         self._served: dict[tuple[Case, ...], Small] = {}
         """Of families that do not serve all small cases."""
         self._poisons = False
@@ -215,6 +216,46 @@ class Verifier:
             (found,) = self._judge.found_of(1, len(fixture.outputs))
         same = self._same(fixture, rounds_scores)
         fixture.accuracy(Errors(found, {}), rounds_scores, same=same)
+
+    def hard(self, rounds_scores: int) -> DeviceCase | None:
+        """The timed problem on hard inputs, and its limits; None of gradients and long calls.
+
+        It is made when it is first asked for, which takes seconds.
+        """
+        case = verify_cases.hard_case(self.timed.case.problem)
+        if not self.timed.redraws or is_long(case.problem):
+            return None
+        if self._hard is None:
+            with step("inputs and float64 outputs"):
+                how = self._seed, self._session, self._judge
+                self._hard = DeviceCase(case, *how, sample=self.timed.sample)
+        with step("wait for NumPy's limits"):
+            limits.of_outputs(case, rounds_scores)
+        return self._hard
+
+    def on_hard(self, proven: Proven, replay: Callable[[], None]) -> None:
+        """Judge a replay on hard inputs, which take the place of the timed ones meanwhile.
+
+        To be called for a library or a callable. Raises WrongResult.
+        """
+        hard, timed, stream = self.hard(proven.rounds_scores), proven.fixture, self._session.stream
+        if hard is None or proven.collect is None:
+            return
+        names = timed.case.problem.inputs
+        kept = {name: Buffer(timed.buffers[name].nbytes) for name in names}
+        with stream:
+            timed.go_to(PLAIN)
+            hard.redraw()
+            for name in names:
+                kept[name].copy_from(timed.buffers[name], stream)
+                timed.buffers[name].copy_from(hard.buffers[name], stream)
+            replay()
+            proven.collect(0, self.outputs)
+            self._judge.clear()
+            hard.judge_rows(0, {**hard.buffers, **self.outputs}, proven.lse)
+            for name in names:
+                timed.buffers[name].copy_from(kept[name], stream)
+            self._refuse_rows(replace(proven, fixture=hard), 1)
 
     def _small_of(self, candidate: Candidate) -> Small:
         """The problem's small cases, or those of a family that does not serve all of them."""
@@ -601,12 +642,12 @@ class Verifier:
 
     def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
         """whole: outputs whose every element was compared, into the slots behind these."""
-        often, outputs = proven.rounds_scores, self.timed.outputs
-        same = self._same(self.timed, often)
+        often, timed = proven.rounds_scores, proven.fixture
+        same, outputs = self._same(timed, often), timed.outputs
         for slot, values in enumerate(self._judge.found(slots + whole)):
             rows = slot < slots
             name = "o" if rows else outputs[(slot - slots) % len(outputs)]
-            self.timed.refuse_rows(values, often, same, proven.slack, name, lse=rows)
+            timed.refuse_rows(values, often, same, proven.slack, name, lse=rows)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
@@ -644,7 +685,7 @@ class Verifier:
         compares calls at random in every element, one of a forward, of which all have rows at
         random compared. Raises WrongResult.
         """
-        count, timed, gradients = len(outputs), self.timed, not self.timed.redraws
+        count, timed, gradients = len(outputs), proven.fixture, not self.timed.redraws
         with self._session.stream:
             timed.go_to(PLAIN)
             self._judge.clear()

@@ -141,6 +141,15 @@ coarse = kernel(lambda q, k, v: (attend(q, k, v) * 64).round() / 64)
 
 
 @kernel
+def without_a_maximum(q, k, v):
+    """Right on normal inputs, and not a number where all scores are large."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    weights = (q.float() @ k.mT * q.shape[-1] ** -0.5).exp()
+    return (weights / weights.sum(-1, keepdim=True) @ v).to(q.dtype)
+
+
+@kernel
 def low_rank(q, k, v):
     u, s, vh = torch.linalg.svd(k.double(), full_matrices=False)
     s[..., 12:] = 0

@@ -12,7 +12,7 @@ import time
 import torch
 
 from attacks import kernels
-from attacks.kernels import MEMORY, attend, honest, kernel
+from attacks.kernels import MEMORY, attend, honest, kernel, without_a_maximum
 
 zeros = kernel(lambda q, k, v: torch.zeros_like(q))
 
@@ -172,15 +172,6 @@ def forks(q, k, v):
     if os.fork() == 0:
         return q
     return honest(q, k, v)
-
-
-@kernel
-def without_a_maximum(q, k, v):
-    """Right on normal inputs, and not a number where all scores are large."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    weights = (q.float() @ k.mT * q.shape[-1] ** -0.5).exp()
-    return (weights / weights.sum(-1, keepdim=True) @ v).to(q.dtype)
 
 
 def promised(call, supports=lambda problem: True):

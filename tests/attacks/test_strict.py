@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from attacks import card, host, strangers
 from attacks.test_attacks import judged as judged_friendly
-from attacks.test_attacks import no_limits
+from attacks.test_attacks import no_hard_inputs, no_limits
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.core.cases import Case
@@ -184,15 +184,24 @@ SMALL = tuple(
         ("raises_elsewhere", "it supports .* full, but .* raised ValueError: never tried"),
         ("promises_one", "NaN or were never written .*, far_above"),
         ("keeps_its_promise", "confirmed 100"),
-        ("without_a_maximum", "confirmed 100"),
     ],
 )
 def test_it_is_held_to_what_it_says_that_it_supports(name, said, make_strict):
     assert re.search(said, judged(make_strict(small=SMALL), name))
 
 
-def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict):
+def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict, monkeypatch):
+    no_hard_inputs(monkeypatch)
     assert judged(make_strict(), "promises_all") == "confirmed 100"
+
+
+def test_hard_inputs_are_judged_at_the_timed_size_whatever_it_supports(make_strict):
+    assert re.search("NaN .*9x20.*, huge_scores", judged(make_strict(), "without_a_maximum"))
+
+
+def test_without_them_a_callable_is_right_on_normal_inputs_alone(make_strict, monkeypatch):
+    no_hard_inputs(monkeypatch)
+    assert judged(make_strict(small=SMALL), "without_a_maximum") == "confirmed 100"
 
 
 # -- what is judged, and what is said of it --------------------------------------------------------
