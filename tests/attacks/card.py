@@ -55,6 +55,9 @@ class Card(Device):
 
     reset_l2 = release
 
+    def sm_mhz(self) -> float:
+        return 1980.0
+
     def identity(self) -> dict[str, Any]:
         return {"power_limit_w": 700.0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import replace
@@ -169,6 +170,48 @@ def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
     )
 
 
+def all_empty_chains_count(patch):
+    """As those that follow a stranger's calls did."""
+    call = strict.StrictBench._call_nothing
+
+    def counted(self, calls):
+        self._empty.setdefault(calls, []).append(call(self, calls))
+        return self._empty[calls][-1]
+
+    patch.setattr(strict.StrictBench, "_call_nothing", counted)
+
+
+def least_us(make_strict, patch):
+    """Of one whose kernel goes on where its process stands still."""
+    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    bench, name = of(make_strict, True), "attacks.strangers:slows_what_is_taken_off"
+    bench.add_baseline(name)
+    return min(bench.replay(name, "warm") for _ in range(12))
+
+
+def test_a_kernel_that_goes_on_makes_no_call_shorter(make_strict, monkeypatch):
+    assert least_us(make_strict, monkeypatch) > 99.9
+
+
+def test_it_would_if_all_that_empty_calls_take_were_taken_off(make_strict, monkeypatch):
+    monkeypatch.setattr(strict, "_DRIFT", math.inf)
+    assert least_us(make_strict, monkeypatch) < 85
+
+
+def of_a_clock_that_varies(make_strict, patch):
+    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    return judged(of(make_strict, True), "makes_the_clock_vary", rounds=12)
+
+
+def test_a_stranger_does_not_choose_by_how_much_its_events_may_be_off(make_strict, monkeypatch):
+    assert "its events say 88 " in of_a_clock_that_varies(make_strict, monkeypatch)
+
+
+def test_it_would_if_chains_that_follow_its_own_counted(make_strict, monkeypatch):
+    all_empty_chains_count(monkeypatch)
+    assert of_a_clock_that_varies(make_strict, monkeypatch) == "confirmed 88"
+
+
 # -- other shapes and inputs, if it says that it supports them -------------------------------------
 
 SMALL = tuple(
@@ -197,6 +240,13 @@ def test_what_it_promises_is_not_looked_at_without_small_cases(make_strict, monk
 
 def test_hard_inputs_are_judged_at_the_timed_size_whatever_it_supports(make_strict):
     assert re.search("NaN .*9x20.*, huge_scores", judged(make_strict(), "without_a_maximum"))
+
+
+def test_one_that_sleeps_in_a_small_case_is_not_spared_the_others(make_strict, monkeypatch):
+    no_hard_inputs(monkeypatch)
+    assert "relative error" in judged(make_strict(small=SMALL), "sleeps_in_a_case")
+    monkeypatch.setattr(strict, "_LEAST_CASES", 1)
+    assert judged(make_strict(small=SMALL), "sleeps_in_a_case") == "confirmed 100"
 
 
 def test_without_them_a_callable_is_right_on_normal_inputs_alone(make_strict, monkeypatch):
