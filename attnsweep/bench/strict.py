@@ -415,9 +415,9 @@ class StrictBench(Bench):
         written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
         outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]
         assert entry.proven is not None
-        proven, whole = replace(entry.proven, fixture=of), entry.held or self.problem.op == BACKWARD
+        proven = replace(entry.proven, fixture=of)
         try:
-            self._proof.of_chain(proven, first, outs, self._given, whole=whole)
+            self._proof.of_chain(proven, first, outs, self._given, whole=entry.held)
         except WrongResult as error:
             self._renew()
             if self.problem.op == BACKWARD:

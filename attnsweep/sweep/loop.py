@@ -249,7 +249,7 @@ class _ProblemSweep:
         """Time callables in chains, beside baselines whose rows stay those of the finals."""
         gpu, observer, rows = self._gpu, self._observer, dict[str, Trial]()
         others = [row for row in self._kept.baselines(self._problem) if not row.candidate]
-        names = [row.provider for row in (*asked, *others)]
+        names = [row.provider for row in (*others, *asked)]
         measure = self._spec.measure.model_copy(update=_OF_CHAINS)
 
         def put(row: Trial) -> None:
@@ -266,7 +266,7 @@ class _ProblemSweep:
                     self._put(row.with_(status=error.status, detail=detail))
                 return
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
-            finals.run([], [*asked, *others])
+            finals.run([], [*others, *asked])
             base = fastest_baseline([*rows.values()], {id(t): judged(t)[0] for t in rows.values()})
             for row in (rows[row.provider] for row in asked):
                 self._put(row if row.time_us is None else self._of_chains(row, base))

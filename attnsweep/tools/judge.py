@@ -183,7 +183,8 @@ def judge(
         try:
             gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every, **how)
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
-            finals.run([], asked)
+            # A stranger finds them prepared, and can take neither memory nor files from them.
+            finals.run([], [*asked[1:], asked[0]] if strict else asked)
             how["trusted_us"] = gpu.trusted_us(name) if strict else None
         except _FailedError:
             pass

@@ -6,6 +6,7 @@ that tell whether many calls gave the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -192,6 +193,39 @@ class Comparer:
         self._launch("judge_rows", blocks, args, row_bytes(problem))
         self._summarise(blocks, slot)
 
+    def judge_gradient_rows(
+        self,
+        at: Mapping[str, Buffer],
+        problem: Problem,
+        floor: Mapping[str, float],
+        seed: int,
+        slot: int,
+    ) -> None:
+        """Compare some rows of dq, dk and dv with float64 of the inputs as they are now.
+
+        See judge_rows. Findings of the three go to a slot and those behind it.
+        """
+        sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+        how = [*map(np.int32, (*sizes, problem.head_dim)), np.float64(problem.scale)]
+        how += [*map(np.int32, problem.diagonals)]
+        how.append(np.uint64(at["key_range"].pointer if "key_range" in at else 0))
+        for name, (one, other), of in (
+            ("judge_queries", ("dq", "dq"), "q"),
+            ("judge_keys", ("dk", "dv"), "k"),
+        ):
+            rows = math.prod(problem.shape_of(of)[:3])
+            blocks, outputs = min(self.ROWS, rows), dict.fromkeys((one, other))
+            self._hold_tiles(len(outputs) * blocks)
+            assert self._tiles is not None
+            given = ("q", "k", "v", "o", "do", "lse", one, other)
+            args: list[Any] = [np.uint64(at[each].pointer) for each in given]
+            args += [np.uint64(self._tiles.pointer), *how, np.int32(problem.heads)]
+            args += [np.uint64(seed), np.int64(rows), *map(np.float64, (floor[one], floor[other]))]
+            self._launch(name, blocks, args, 8 * 18 * problem.head_dim)
+            for number in range(len(outputs)):
+                self._summarise(blocks, slot, first=number * blocks)
+                slot += 1
+
     def gradients(
         self, inputs: dict[str, Buffer], problem: Problem, outs: Mapping[str, Buffer]
     ) -> None:
@@ -258,11 +292,11 @@ class Comparer:
         if self._tiles is None or self._tiles.nbytes < count * 8 * len(_FOUND):
             self._tiles = Buffer(count * 8 * len(_FOUND))
 
-    def _summarise(self, tiles: int, slot: int) -> None:
+    def _summarise(self, tiles: int, slot: int, first: int = 0) -> None:
         assert self._tiles is not None
         record = 8 * len(_FOUND)
         to = np.uint64(self._found.pointer + slot * record)
-        all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
+        all_of = [np.uint64(self._tiles.pointer + first * record), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
 
     def outputs(self, every: Sequence[Compared]) -> Table:

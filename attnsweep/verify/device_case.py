@@ -322,8 +322,14 @@ class DeviceCase:
     def judge_rows(
         self, slot: int, buffers: Mapping[str, Buffer] | None = None, lse: Buffer | None = None
     ) -> None:
-        """Compare rows at random with float64 of the inputs as they are, its own or of a copy."""
+        """Compare rows at random with float64 of the inputs as they are, its own or of a copy.
+
+        Findings of each of a backward's three outputs have a slot: the slot-th of such groups.
+        """
         at, seed = buffers or self.buffers, secrets.randbits(64)
+        if self._backward:
+            self.judge.judge_gradient_rows(at, self.case.problem, self.floor, seed, 3 * slot)
+            return
         self.judge.judge_rows(at, self.case.problem, self.floor["o"], seed, slot, lse)
 
     def refuse_rows(

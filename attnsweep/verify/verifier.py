@@ -641,13 +641,13 @@ class Verifier:
         return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
 
     def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
-        """whole: outputs whose every element was compared, into the slots behind these."""
+        """slots: calls of which rows were compared. whole: those behind them, in every element."""
         often, timed = proven.rounds_scores, proven.fixture
         same, outputs = self._same(timed, often), timed.outputs
-        for slot, values in enumerate(self._judge.found(slots + whole)):
-            rows = slot < slots
-            name = "o" if rows else outputs[(slot - slots) % len(outputs)]
-            timed.refuse_rows(values, often, same, proven.slack, name, lse=rows)
+        for slot, values in enumerate(self._judge.found((slots + whole) * len(outputs))):
+            name = outputs[slot % len(outputs)]
+            lse = slot < slots and name == "o"
+            timed.refuse_rows(values, often, same, proven.slack, name, lse=lse)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
@@ -682,10 +682,10 @@ class Verifier:
 
         first: the content of the first call. outputs: of each, beside them the log-sum-exp, if it
         gives one. given: the inputs that the calls had, after the last, for Comparer.look. whole:
-        compares calls at random in every element, one of a forward, of which all have rows at
+        compares a call at random in every element, or several of a backward; all have rows at
         random compared. Raises WrongResult.
         """
-        count, timed, gradients = len(outputs), proven.fixture, not self.timed.redraws
+        count, timed = len(outputs), proven.fixture
         with self._session.stream:
             timed.go_to(PLAIN)
             self._judge.clear()
@@ -695,20 +695,17 @@ class Verifier:
             contents = contents_of(first, self._judge.counts(count).tolist())
             self._judge.clear()
             chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
-            rows, held = 0 if gradients else count, list[object]()
+            held = list[object]()
             for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
-                if slot < rows:
-                    timed.to_content(content)
-                    timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
+                timed.to_content(content)
+                timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
                 if slot in chosen:
-                    timed.to_content(content)
-                    at = rows + len(held) * len(timed.outputs)
+                    at = (count + len(held)) * len(timed.outputs)
                     held.append(timed.compare_anew(at, sealed))
-            timed.to_content(contents[-1])
             timed.look_at_inputs(0)
             self._judge.look(given, 1)
             own, theirs = self._judge.counts(2)
-            self._refuse_rows(proven, rows, len(held) * len(timed.outputs))
+            self._refuse_rows(proven, count, len(held))
         if own != theirs:
             label = f"{timed.case.label}, drawn anew"
             raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")

@@ -17,6 +17,7 @@ from attnsweep.baselines.backend import Unavailable
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import BACKWARD
 from attnsweep.verify import verifier
+from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import WrongResult
 
 PROBLEM = replace(card.PROBLEM, op=BACKWARD)
@@ -86,11 +87,29 @@ def test_it_is_held_to_what_it_says_that_it_supports(make_strict):
     assert judged(make_strict, "promises_all") == "confirmed 100"
 
 
-def test_each_call_of_a_chain_is_judged_in_every_element_where_that_is_cheap(
-    make_strict, monkeypatch
-):
-    assert "row 19 of head 3 (dv" in judged(make_strict, "one_call_wrong", rounds=1)
-    monkeypatch.setattr(verifier, "_WHOLE_FLOPS", 0.0)  # then one of them is, at random
+def the_same_row(patch):
+    """Of each call, which is not the wrong one."""
+    rows = Comparer.judge_gradient_rows
+    patch.setattr(Comparer, "ROWS", 1)
+    patch.setattr(
+        Comparer, "judge_gradient_rows", lambda self, *how: rows(self, *how[:3], 1, how[4])
+    )
+
+
+def the_first_call(patch):
+    """Of each chain alone is compared in every element."""
+    patch.setattr(verifier, "_WHOLE_FLOPS", 0.0)
     random = SimpleNamespace(sample=lambda of, most: [*of][:most])
-    monkeypatch.setattr(verifier.secrets, "SystemRandom", lambda: random)
+    patch.setattr(verifier.secrets, "SystemRandom", lambda: random)
+
+
+@pytest.mark.parametrize("off", [the_same_row, the_first_call])
+def test_rows_of_each_call_are_compared_and_all_of_some(off, make_strict, monkeypatch):
+    off(monkeypatch)
+    assert "row 19 of head 3 (dv" in judged(make_strict, "one_call_wrong", rounds=1)
+
+
+def test_one_wrong_row_of_one_call_passes_without_either(make_strict, monkeypatch):
+    the_same_row(monkeypatch)
+    the_first_call(monkeypatch)
     assert judged(make_strict, "one_call_wrong", rounds=1) == "confirmed 100"

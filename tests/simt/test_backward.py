@@ -19,12 +19,14 @@ from attnsweep.family.discover import discover
 from attnsweep.verify import measures
 from attnsweep.verify.backward import gradients
 from attnsweep.verify.device_case import WrongResult
+from attnsweep.verify.encoding import from_bits, to_bits
 from attnsweep.verify.expected import PLAIN
 from attnsweep.verify.inputs import make_inputs
 
 from .device import Device, HostBuffer, uploaded
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of, sources
 from .proving import Bench, Call, differentiate, inputs_in
+from .test_rows import drawn_rows
 from .test_window import WINDOWS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -629,6 +631,35 @@ def test_the_device_has_the_gradients_that_numpy_has(problem, device):
         for name, exact in expected.items():
             found = outs[name].of(np.float64).reshape(exact.shape)
             assert measures.row_error(found, exact) <= 1e-11, (kind, name)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
+def test_rows_of_gradients_are_those_of_the_inputs_as_they_are(problem, device):
+    """A wrong element of each output is found once its row is drawn, and no other row is wrong."""
+    inputs = make_inputs(Case(problem), 1)
+    every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    (exact,) = gradients(inputs, problem, *every)
+    bits = {name: to_bits(rows.astype(np.float32), problem.dtype) for name, rows in exact.items()}
+    floor = dict.fromkeys(exact, 1e-3)
+    judge = device.judge(problem.dtype)
+    for changed in (False, True):
+        if changed:
+            for name in bits:
+                bits[name].reshape(-1, problem.head_dim)[-1, 3] ^= 0x8000
+        at = {name: uploaded(each) for name, each in (inputs | bits).items()}
+        for seed in (5, 6):
+            judge.clear()
+            judge.judge_gradient_rows(at, problem, floor, seed, 4)
+            for name, found in zip(problem.outputs, judge.found(7)[4:], strict=True):
+                rows = exact[name].reshape(-1, problem.head_dim)
+                out = from_bits(bits[name], problem.dtype).astype(np.float64).reshape(rows.shape)
+                chosen = drawn_rows(seed, min(judge.ROWS, len(rows)), len(rows))
+                norms = np.maximum(np.linalg.norm(rows[chosen], axis=1), 1e-3)
+                errors = np.linalg.norm((out - rows)[chosen], axis=1) / norms
+                assert found["nans"] == 0
+                assert found["norm"] == pytest.approx((rows[chosen] ** 2).sum(), rel=1e-9)
+                assert found["row"] == pytest.approx(errors.max(), rel=1e-6, abs=1e-12)
 
 
 # -- calls that are judged ------------------------------------------------------------------------

@@ -187,6 +187,11 @@ def test_a_fault_in_the_strict_judges_process_is_none_of_the_callables(card):
     assert of(card).verdict == "refused"
 
 
+def test_a_stranger_is_prepared_when_the_libraries_are(card):
+    of(card, strict=True)
+    assert card.names("add_baseline") == [*AGAINST, "mine:f"]
+
+
 def test_the_strict_judge_takes_gradients_and_no_rows_that_are_too_wide(card):
     backward = replace(PROBLEM, op=BACKWARD)
     card.times = {name: 9 * us for name, us in card.times.items()}

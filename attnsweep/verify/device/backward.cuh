@@ -142,3 +142,60 @@ __device__ void gradients(const void* q_all, const void* k_all, const void* v_al
             if (KEYS) of_p[at] = sum_p[i][j];
         }
 }
+
+// dQ of one query by a block of 256 threads, of which each warp takes some of the keys; or, KEYS,
+// dK of one key and behind it dV, over all `group` query heads. Returns where it is in shared
+// memory, in which there is room for 18 * head_dim doubles.
+template <class T, bool KEYS>
+__device__ const double* gradient_row(const void* q_all, const void* k_all, const void* v_all,
+                                      const void* o_all, const void* d_o_all, const float* lse_all,
+                                      long long head, int own, int group, int seqlen_q,
+                                      int seqlen_k, int head_dim, double scale, int low, int high,
+                                      const int* ranges, int heads) {
+    extern __shared__ double shared[];
+    using Bits = typename T::Bits;
+    constexpr int WARPS = 8;
+    double *with_s = shared, *with_dp = with_s + head_dim, *parts = with_dp + head_dim;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    double *of_ds = parts + 2 * warp * head_dim, *of_p = of_ds + head_dim;
+    long long at = (head * (KEYS ? seqlen_k : seqlen_q) + own) * head_dim;
+    for (int d = threadIdx.x; d < head_dim; d += 256) {
+        with_s[d] = T::value(static_cast<const Bits*>(KEYS ? k_all : q_all)[at + d]);
+        with_dp[d] = T::value(static_cast<const Bits*>(KEYS ? v_all : d_o_all)[at + d]);
+    }
+    for (int d = lane; d < 2 * head_dim; d += 32) of_ds[d] = 0;
+    __syncthreads();
+    for (int number = 0; number < (KEYS ? group : 1); ++number) {
+        long long head_q = KEYS ? head * group + number : head, head_k = KEYS ? head : head / group;
+        const int* range = ranges ? ranges + 2 * (head_q / heads) : nullptr;
+        int first_key = range ? range[0] : 0, end_key = range ? range[1] : seqlen_k;
+        for (int other = warp; other < (KEYS ? seqlen_q : seqlen_k); other += WARPS) {
+            int row = KEYS ? other : own, key = KEYS ? own : other;
+            if (key - row < low || key - row > high || key < first_key || key >= end_key) continue;
+            long long at_q = (head_q * seqlen_q + row) * head_dim;
+            long long at_k = (head_k * seqlen_k + key) * head_dim;
+            const Bits* o = static_cast<const Bits*>(o_all) + at_q;
+            const Bits* d_o = static_cast<const Bits*>(d_o_all) + at_q;
+            const Bits* x = KEYS ? static_cast<const Bits*>(q_all) + at_q
+                                 : static_cast<const Bits*>(k_all) + at_k;
+            const Bits* y = KEYS ? d_o : static_cast<const Bits*>(v_all) + at_k;
+            double s = 0, dp = 0, delta = 0;
+            for (int d = lane; d < head_dim; d += 32) {
+                s += with_s[d] * T::value(x[d]), dp += with_dp[d] * T::value(y[d]);
+                delta += T::value(o[d]) * T::value(d_o[d]);
+            }
+            double p = exp(over_warp(s) * scale - lse_all[head_q * seqlen_q + row]);
+            double ds = p * (over_warp(dp) - over_warp(delta)) * scale;
+            for (int d = lane; d < head_dim; d += 32)
+                of_ds[d] += ds * T::value(x[d]), of_p[d] += p * T::value(y[d]);
+        }
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < 2 * head_dim; d += 256) {
+        double sum = 0;
+        for (int i = 0; i < WARPS; ++i) sum += parts[2 * i * head_dim + d];
+        shared[d] = sum;
+    }
+    __syncthreads();
+    return shared;
+}

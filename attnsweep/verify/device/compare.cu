@@ -241,6 +241,48 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     found[blockIdx.x] = one;
 }
 
+// The same of rows of dQ, or of dK and dV, whose findings follow one another.
+template <bool KEYS>
+__device__ void judge_gradients(const void* q, const void* k, const void* v, const void* o,
+                                const void* d_o, const float* lse, const void* of_ds,
+                                const void* of_p, Found* found, int group, int seqlen_q,
+                                int seqlen_k, int head_dim, double scale, int low, int high,
+                                const int* ranges, int heads, unsigned long long seed,
+                                long long rows, double floor, double floor_of_p) {
+    long long at = mixed(seed ^ blockIdx.x * 0x9E3779B97F4A7C15ull) % rows;
+    if (rows <= gridDim.x) at = blockIdx.x;
+    int length = KEYS ? seqlen_k : seqlen_q;
+    const double* expected =
+        gradient_row<In, KEYS>(q, k, v, o, d_o, lse, at / length, at % length, group, seqlen_q,
+                               seqlen_k, head_dim, scale, low, high, ranges, heads);
+    if (threadIdx.x >= 32) return;
+    for (int which = 0; which < 1 + KEYS; ++which) {
+        const Out::Bits* bits = static_cast<const Out::Bits*>(which ? of_p : of_ds) + at * head_dim;
+        Found one = of_row<Out>(bits, expected + which * head_dim, nullptr, head_dim,
+                                which ? floor_of_p : floor, at);
+        if (threadIdx.x == 0) found[which * gridDim.x + blockIdx.x] = one;
+    }
+}
+extern "C" __global__ void __launch_bounds__(256, 2)
+    judge_queries(const void* q, const void* k, const void* v, const void* o, const void* d_o,
+                  const float* lse, const void* dq, const void* unused, Found* found, int group,
+                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
+                  const int* ranges, int heads, unsigned long long seed, long long rows,
+                  double floor, double floor_of_p) {
+    judge_gradients<false>(q, k, v, o, d_o, lse, dq, unused, found, group, seqlen_q, seqlen_k,
+                           head_dim, scale, low, high, ranges, heads, seed, rows, floor,
+                           floor_of_p);
+}
+extern "C" __global__ void __launch_bounds__(256, 2)
+    judge_keys(const void* q, const void* k, const void* v, const void* o, const void* d_o,
+               const float* lse, const void* dk, const void* dv, Found* found, int group,
+               int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
+               const int* ranges, int heads, unsigned long long seed, long long rows, double floor,
+               double floor_of_p) {
+    judge_gradients<true>(q, k, v, o, d_o, lse, dk, dv, found, group, seqlen_q, seqlen_k, head_dim,
+                          scale, low, high, ranges, heads, seed, rows, floor, floor_of_p);
+}
+
 // Many tiles' findings as one, by a block of at most 256 threads.
 __device__ void summarise(const Found* found, long long tiles, Found* all) {
     extern __shared__ double shared[];
