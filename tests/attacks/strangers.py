@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import random
 import sys
 import threading
 import time
@@ -120,49 +119,8 @@ def keeps_it_busy_elsewhere(q, k, v):
     return honest(q, k, v)
 
 
-def watches(when, add):
-    """A device's kernel that goes on: it looks at shared memory, and works in the chain of empty
-    calls that follows its own.
-
-    when: of `contents`, the one whose change it waits for. add: microseconds of work then.
-    """
-    kind = called()
-    if "watches" not in MEMORY:
-        real, MEMORY["empty"] = kind.run, False
-
-        def run(self, name, calls):
-            us = real(self, name, calls)
-            time.sleep(1e-3)
-            MEMORY["empty"] = True
-            return us
-
-        kind.run = run
-        (one,) = (each for each in gc.get_objects() if type(each) is kind)
-        contents = one._arena["contents"].of("uint64")
-
-        def work():
-            last = contents[when]
-            while True:
-                if contents[when] != last:
-                    last = contents[when]
-                    if last and MEMORY["empty"]:
-                        kernels.WORK_US[0] += add()
-                        MEMORY["empty"] = False
-                time.sleep(2e-5)
-
-        MEMORY["watches"] = threading.Thread(target=work, daemon=True)
-        MEMORY["watches"].start()
-
-
-def slows_what_is_taken_off(q, k, v):
-    """A chain of empty calls takes 160 µs more, which is taken off its own time."""
-    watches(1, lambda: 160.0)
-    return honest(q, k, v)
-
-
-def makes_the_clock_vary(q, k, v):
-    """Its events say 12 µs less of a call, which a clock that varies by so much would allow."""
-    watches(0, lambda: random.choice((20.0, 180.0)))
+def says_a_little_less(q, k, v):
+    """Its events say 12 µs less of a call."""
     kind = called()
     if "less" not in MEMORY:
         real, MEMORY["less"] = kind.run, True

@@ -37,7 +37,12 @@ def judged(bench, name, rounds=2):
 # -- the defences, as what is there without them ---------------------------------------------------
 
 
+def no_hard_inputs(patch):
+    patch.setattr(Verifier, "hard", lambda self, often: None)
+
+
 def inputs_stay(patch):
+    no_hard_inputs(patch)
     patch.setattr(Verifier, "begin", lambda self, *proven, **how: None)
     patch.setattr(Verifier, "begin_cold", lambda self, copies, **how: None)
     patch.setattr(DeviceCase, "draw", lambda self: None)
@@ -56,6 +61,7 @@ def two_contents(patch):
 
 def replays_unseen(patch):
     """As it was for callables: one output is judged, before the rounds."""
+    no_hard_inputs(patch)
     patch.setattr(Verifier, "look", lambda self, proven: None)
     patch.setattr(Verifier, "end", lambda *args, **options: 0)
     patch.setattr(Verifier, "repeat", lambda *args, **options: 0)
@@ -75,6 +81,7 @@ def nan_is_near(patch):
 
 
 def inputs_unseen(patch):
+    no_hard_inputs(patch)
     patch.setattr(DeviceCase, "renew_inputs", lambda self, count: False)
     patch.setattr(Verifier, "repeat", lambda *args, **options: 0)
 
@@ -116,10 +123,6 @@ def lse_unseen(patch):
 
 def what_was_returned(patch):
     patch.setattr(callables._Call, "_written", lambda self, made, into: made)
-
-
-def no_hard_inputs(patch):
-    patch.setattr(Verifier, "hard", lambda self, often: None)
 
 
 def series_alone(patch):
