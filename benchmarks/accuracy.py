@@ -37,9 +37,7 @@ def judged(run: Run) -> list[Trial]:
     return [
         trial
         for trial in run.trials
-        if trial.status in (Status.OK, Status.NOISY)
-        and trial.accuracy is not None
-        and trial.accuracy.shares
+        if trial.status in (Status.OK, Status.NOISY) and trial.accuracy is not None and trial.accuracy.shares
     ]
 
 

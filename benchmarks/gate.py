@@ -113,9 +113,7 @@ class Comparison:
         with contextlib.suppress(_Abandoned):
             try:
                 old, new = self._sides
-                self.outcome = compare_candidates(
-                    old, new, self._another(), self._next, slower=SLOWER, seed=self._seed
-                )
+                self.outcome = compare_candidates(old, new, self._another(), self._next, slower=SLOWER, seed=self._seed)
             except WorkerError as error:
                 self.failure = str(error)
             self._paused.put(True)
@@ -169,10 +167,7 @@ class Series:
         """The counts, and the ratio of each process."""
         outcomes = [one.outcome for one in self.ended if one.outcome is not None]
         ratios = [
-            process.interval.median
-            for outcome in outcomes
-            for process in outcome.each
-            if process.interval is not None
+            process.interval.median for outcome in outcomes for process in outcome.each if process.interval is not None
         ]
         verdicts = Counter(outcome.verdict.value for outcome in outcomes)
         seconds = [outcome.shown.spent_s for outcome in outcomes]
@@ -226,9 +221,7 @@ def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
 def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
     """The candidate and then a launch that waits for `cycles` clock cycles."""
     burn = CompiledStage("burn", cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
-    return replace(
-        candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn))
-    )
+    return replace(candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn)))
 
 
 def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[float]:

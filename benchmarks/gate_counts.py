@@ -27,9 +27,7 @@ def counted(count: int, trials: int) -> dict[str, Any]:
     return {"count": count, "bounds": [round(p, 5) for p in proportion_interval(count, trials)]}
 
 
-def summary(
-    rows: Sequence[dict[str, Any]], processes: int, opened_s: float | None
-) -> dict[str, Any]:
+def summary(rows: Sequence[dict[str, Any]], processes: int, opened_s: float | None) -> dict[str, Any]:
     """All figures: false alarms and misses with bounds, detections, and each series."""
 
     def total(rows: Sequence[dict[str, Any]], verdict: Verdict) -> int:
@@ -138,10 +136,7 @@ def show(facts: dict[str, Any]) -> None:
     head = f"{'slowed':>6}  {'kernel':54} {'pass':>5} {'slower':>6} {'open':>5} {'faster':>6}"
     console.print(f"{head} {'ratio':>8} {'sd':>7}")
     for row in [*facts["itself"]["cases"], *facts["slowed"]["cases"]]:
-        counts = [
-            row["verdicts"].get(verdict, 0)
-            for verdict in ("pass", "regression", "inconclusive", "improvement")
-        ]
+        counts = [row["verdicts"].get(verdict, 0) for verdict in ("pass", "regression", "inconclusive", "improvement")]
         said = f"{100 * row['share']:>4g} %  {row['case']:54} "
         said += "{:>5} {:>6} {:>5} {:>6} ".format(*counts)
         console.print(f"{said} {row['ratio'] or 0:>7.4f} {100 * (row['process_sd'] or 0):>5.2f} %")

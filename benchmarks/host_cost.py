@@ -118,10 +118,7 @@ def callers_of(package: Any, explain: Any, shape: Any) -> dict[str, Caller]:
     """Everyone who is timed on a shape. Raises SystemExit if the package has no kernel for it."""
     (batch, heads, seqlen, head_dim), dtype, causal = shape
     # As a model has them: views of (batch, seqlen, heads, head_dim).
-    tensors = [
-        torch.randn(batch, seqlen, heads, head_dim, device="cuda").to(dtype).transpose(1, 2)
-        for _ in range(3)
-    ]
+    tensors = [torch.randn(batch, seqlen, heads, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(3)]
     q, k, v = tensors
     why = explain(q, k, v, is_causal=causal)
     if why.kernel is None:
@@ -148,9 +145,7 @@ def callers_of(package: Any, explain: Any, shape: Any) -> dict[str, Caller]:
         "package_new_addresses": Caller(at_new_addresses),
         "view_of_new_addresses": Caller(moved),
         "package_gradients": Caller(lambda _: attention(*leaves, is_causal=causal)),
-        "sdpa_gradients": Caller(
-            lambda _: F.scaled_dot_product_attention(*leaves, is_causal=causal)
-        ),
+        "sdpa_gradients": Caller(lambda _: F.scaled_dot_product_attention(*leaves, is_causal=causal)),
         "empty_like": Caller(lambda _: torch.empty_like(q)),
         "nothing": Caller(lambda _: None),
     }

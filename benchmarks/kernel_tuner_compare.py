@@ -36,17 +36,7 @@ import numpy as np
 import setting
 from setting import console
 
-from attnsweep import (
-    Config,
-    Space,
-    SweepSpec,
-    Worker,
-    arch_named,
-    builds,
-    open_run,
-    plan,
-    winners,
-)
+from attnsweep import Config, Space, SweepSpec, Worker, arch_named, builds, open_run, plan, winners
 
 SPEC = """
 name: compare
@@ -99,9 +89,7 @@ def tunable(space: Space, configs: tuple[Config, ...], arch_name: str) -> dict[s
     }
 
 
-def row(
-    tool: str, wall_s: float, first_s: float, done: int, total: int, stopped: bool
-) -> dict[str, Any]:
+def row(tool: str, wall_s: float, first_s: float, done: int, total: int, stopped: bool) -> dict[str, Any]:
     """Row of a tool that took `wall_s`, of which `first_s` before its first config."""
     whole = done >= total
     each = (wall_s - first_s) / max(1, done)
@@ -149,9 +137,7 @@ def _run_attnsweep(directory: Path, arch_name: str, limit: int | None, begun: fl
     harness_s = time.monotonic() - begun
     _say(configs=0, harness_s=harness_s)
     command = [sys.executable, "-m", "attnsweep", "run", str(directory / "compare.yaml")]
-    subprocess.run(
-        [*command, "--results", str(directory / "results")], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([*command, "--results", str(directory / "results")], check=True, stdout=subprocess.DEVNULL)
     ended = time.monotonic()
     (found,) = (directory / "results").glob("*/compare")
     run = open_run(found)
@@ -218,13 +204,11 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
 
     problem = space.problem
     random = np.random.default_rng(0)
-    tensors = {
-        name: random.standard_normal(problem.shape_of(name)).astype(np.float16) for name in "qkv"
-    } | {"o": np.zeros(problem.shape_of("o"), np.float16)}
+    tensors = {name: random.standard_normal(problem.shape_of(name)).astype(np.float16) for name in "qkv"} | {
+        "o": np.zeros(problem.shape_of("o"), np.float16)
+    }
     kinds = {int: np.int32, float: np.float32}
-    arguments = [
-        tensors[arg] if isinstance(arg, str) else kinds[type(arg)](arg) for arg in given["args"]
-    ]
+    arguments = [tensors[arg] if isinstance(arg, str) else kinds[type(arg)](arg) for arg in given["args"]]
     _say(configs=0, harness_s=harness_s)
     results, _ = kernel_tuner.tune_kernel(
         given["function"],
@@ -237,10 +221,7 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
         grid_div_z=[],
         restrictions=exists,
         smem_args={"size": lambda params: of(params)["smem_bytes"]},
-        defines={
-            name: (lambda params, name=name: of(params)["defines"][name])
-            for name in given["macros"]
-        },
+        defines={name: (lambda params, name=name: of(params)["defines"][name]) for name in given["macros"]},
         compiler_options=["-std=c++17", "-default-device", f"-I{space.kernel.source.parent}"],
         lang="CUPY",
         observers=[Counts()],
@@ -290,11 +271,7 @@ def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: f
         )
 
 
-RUN = {
-    "attnsweep": _run_attnsweep,
-    "kernel_tuner": _run_kernel_tuner,
-    "hundred_ms": _run_hundred_ms,
-}
+RUN = {"attnsweep": _run_attnsweep, "kernel_tuner": _run_kernel_tuner, "hundred_ms": _run_hundred_ms}
 
 
 def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int) -> dict[str, Any]:
@@ -306,11 +283,7 @@ def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int
         begun = time.monotonic()
         command += ["--begun", repr(begun)]
         child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | caches,
-            start_new_session=True,
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | caches, start_new_session=True
         )
         facts: dict[str, Any] = {"configs": 0}
         first_s, stopped = None, threading.Event()

@@ -142,18 +142,12 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
         }
     elif kind == "window of 1024":
         mask = mask_of(kind, batch, seqlen)
-        ways = {
-            "sdpa": lambda: sdpa(q, *whole, mask),
-            "ours": lambda: ours(q, k, v, window=(1023, 0), **options),
-        }
+        ways = {"sdpa": lambda: sdpa(q, *whole, mask), "ours": lambda: ours(q, k, v, window=(1023, 0), **options)}
     elif kind.startswith("bias"):
         items, own = (1, heads) if kind == "bias of heads" else (batch, heads)
         rows = 1 if kind == "bias of keys" else seqlen
         bias = torch.randn(items, own, rows, seqlen, device="cuda", dtype=q.dtype)
-        ways = {
-            "sdpa": lambda: sdpa(q, *whole, bias),
-            "ours": lambda: ours(q, k, v, bias, **options),
-        }
+        ways = {"sdpa": lambda: sdpa(q, *whole, bias), "ours": lambda: ours(q, k, v, bias, **options)}
     elif "softcap" in kind or "sinks" in kind:
         changes = time_scores(kind, heads)
         mask = mask_of("causal" if "causal" in kind else "window of 128", batch, seqlen)
@@ -173,9 +167,7 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
         packed = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
         how = inspect.signature(varlen_attn).parameters
         gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in how else {}
-        causal: dict[str, Any] = (
-            {"window_size": (-1, 0)} if "window_size" in how else {"is_causal": True}
-        )
+        causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in how else {"is_causal": True}
         ways = {
             "sdpa": lambda: varlen_attn(*packed, cu, cu, longest, longest, **causal, **gqa),
             "ours": lambda: attnsweep.attention_varlen(*packed, cu, cu, causal=True),
@@ -198,9 +190,7 @@ def time_scores(kind: str, heads: int) -> dict[str, Any]:
     return {"sinks": torch.linspace(-2, 2, heads, device="cuda")}
 
 
-def eager(
-    q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None
-) -> Any:
+def eager(q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None) -> Any:
     """As models of transformers compute it that SDPA cannot serve."""
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     scores = q @ k.mT * q.shape[3] ** -0.5

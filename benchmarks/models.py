@@ -151,9 +151,7 @@ def counted(package: Any) -> Iterator[dict[str, int]]:
     calls |= {n: c - before.get(n, 0) for n, c in now.items() if c != before.get(n, 0)}
 
 
-def turns(
-    runs: Mapping[str, Callable[[], Any]], package: Any = None, rounds: int = ROUNDS
-) -> dict[str, list[float]]:
+def turns(runs: Mapping[str, Callable[[], Any]], package: Any = None, rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Milliseconds of each run in each round; they take turns, and each begins every other time.
 
     package: if given, each run has the attention of its name. To enable one is not timed.
@@ -245,13 +243,10 @@ def error(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
             rows[who] = model.rows(ids, LAST).double()
     right = rows.pop("float64")
     size = right.norm()
-    found: dict[str, Any] = {
-        who: float(f"{float((own - right).norm() / size):.4g}") for who, own in rows.items()
-    }
+    found: dict[str, Any] = {who: float(f"{float((own - right).norm() / size):.4g}") for who, own in rows.items()}
     if model.vocabulary:
         found["top"] = {
-            who: round(float((own.argmax(-1) == right.argmax(-1)).double().mean()), 4)
-            for who, own in rows.items()
+            who: round(float((own.argmax(-1) == right.argmax(-1)).double().mean()), 4) for who, own in rows.items()
         }
     return found
 
@@ -331,9 +326,7 @@ def training(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
 
     times = turns({"sdpa": whole, "flash": whole, "package": whole}, package)
     # The package's gradient is that of PyTorch's flash backend: what that alone costs or gains.
-    result["time"] = before_and_after(times) | {
-        "flash_ms": round(statistics.median(times["flash"]), 4)
-    }
+    result["time"] = before_and_after(times) | {"flash_ms": round(statistics.median(times["flash"]), 4)}
     return result
 
 
@@ -356,8 +349,7 @@ def measured(
     """All measurements, the most telling first, until the seconds are spent."""
     began = time.monotonic()
     results: dict[str, Any] = {
-        model.name: {"facts": dict(model.facts), "prefill": {str(n): {} for n in tokens}}
-        for model in models
+        model.name: {"facts": dict(model.facts), "prefill": {str(n): {} for n in tokens}} for model in models
     }
     left_out: list[str] = []
 
@@ -366,9 +358,7 @@ def measured(
         most = model.vocabulary or 1024
         return torch.randint(0, most, (1, count), generator=generator, device=device)
 
-    def take(
-        model: Model, what: Callable[[Model, torch.Tensor, Any], dict[str, Any]], count: int
-    ) -> None:
+    def take(model: Model, what: Callable[[Model, torch.Tensor, Any], dict[str, Any]], count: int) -> None:
         name = what.__name__
         label = f"{model.name} {name} {count}"
         if time.monotonic() - began > seconds:

@@ -72,9 +72,7 @@ def simulate(slowdown: float, offset: float, trials: int) -> dict[str, Any]:
     for number in range(trials):
         card: Any = Card(1 + slowdown, offset, NOISE, f"{slowdown} {offset} {number}")
         none: Any = None
-        found = compare_candidates(
-            none, none, card, card.another, slower=SLOWER, budget_s=600, seed=str(number)
-        )
+        found = compare_candidates(none, none, card, card.another, slower=SLOWER, budget_s=600, seed=str(number))
         verdicts[found.verdict.value] += 1
         processes.append(found.processes)
         rounds.append(found.shown.interval.rounds if found.shown.interval else 0)
@@ -85,9 +83,7 @@ def simulate(slowdown: float, offset: float, trials: int) -> dict[str, Any]:
         "verdicts": {
             verdict.value: {
                 "count": verdicts[verdict.value],
-                "bounds": [
-                    round(p, 5) for p in proportion_interval(verdicts[verdict.value], trials)
-                ],
+                "bounds": [round(p, 5) for p in proportion_interval(verdicts[verdict.value], trials)],
             }
             for verdict in Verdict
             if verdict is not Verdict.WRONG

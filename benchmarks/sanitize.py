@@ -39,16 +39,8 @@ TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"
 CASES = (
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 1, PINGPONG: 1", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 1, MAXIMA: 2, PERSISTENT: 2", BOTH),
-    (
-        "flash_fwd_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4",
-        BOTH,
-    ),
-    (
-        "flash_fwd_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, O_OVER_Q: 1",
-        BOTH,
-    ),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4", BOTH),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, O_OVER_Q: 1", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
@@ -56,14 +48,12 @@ CASES = (
     ("flash_fwd_fp32_wgmma", "SLICES: 8, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
     (
         "flash_fwd_fp32_wgmma",
-        "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2, OUTPUT_SLICES: 8, "
-        "OUTPUT_WARPGROUPS: 4",
+        "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2, OUTPUT_SLICES: 8, OUTPUT_WARPGROUPS: 4",
         BOTH,
     ),
     (
         "flash_fwd_fp8_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, MAXIMA: 1, "
-        "PERSISTENT: 0",
+        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, MAXIMA: 1, PERSISTENT: 0",
         BOTH,
     ),
     (
@@ -74,8 +64,7 @@ CASES = (
     ),
     (
         "flash_fwd_fp8_wgmma",
-        "BLOCK_N: 128, WARPGROUPS: 2, OVERLAP: 2, INTERVAL: 128, SUMS: 1, PERSISTENT: 2, "
-        "V_STAGES: 1",
+        "BLOCK_N: 128, WARPGROUPS: 2, OVERLAP: 2, INTERVAL: 128, SUMS: 1, PERSISTENT: 2, V_STAGES: 1",
         BOTH,
     ),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
@@ -83,10 +72,8 @@ CASES = (
 )
 PROBLEM = "{{batch: 1, heads: 4, seqlen: 300, head_dim: 64, causal: {}}}"
 PROBLEMS = {
-    "flash_fwd_fp8_wgmma": "{{batch: 1, heads: 4, heads_kv: 2, seqlen: 300, head_dim: 64, "
-    "dtype: e4m3, causal: {}}}",
-    "flash_fwd_fp32_wgmma": "{{batch: 1, heads: 2, seqlen: 40, head_dim: 2048, dtype: fp32, "
-    "causal: {}}}",
+    "flash_fwd_fp8_wgmma": "{{batch: 1, heads: 4, heads_kv: 2, seqlen: 300, head_dim: 64, dtype: e4m3, causal: {}}}",
+    "flash_fwd_fp32_wgmma": "{{batch: 1, heads: 2, seqlen: 40, head_dim: 2048, dtype: fp32, causal: {}}}",
 }
 
 
@@ -122,9 +109,7 @@ def run(command: Sequence[str], budget_s: float) -> Done:
     if budget_s <= 0:
         return Done("", None, 0.0)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=budget_s, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=budget_s, check=False)
     except subprocess.TimeoutExpired as late:
         parts = (late.stdout or b"", late.stderr or b"")
         output = "".join(part.decode(errors="replace") for part in parts)
@@ -192,11 +177,7 @@ def main() -> None:
         for tool, each in running.items():
             found.append(row(tool, [future.result() for future in each]))
             console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
-    setting.write(
-        arguments.file,
-        environment,
-        {"cases": [" ".join(CASES[n][:2]) for n in numbers], "tools": found},
-    )
+    setting.write(arguments.file, environment, {"cases": [" ".join(CASES[n][:2]) for n in numbers], "tools": found})
 
 
 if __name__ == "__main__":

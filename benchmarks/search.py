@@ -70,10 +70,7 @@ EVERYWHERE = (*HISTORY, "random")
 # those that take seconds a seed a tenth.
 SLOW = ("kernel_tuner bayes_opt",)
 KERNEL_TUNER = ("genetic_algorithm", "simulated_annealing", "bayes_opt")
-CURVES = (
-    ("h200/flash_short", "(1,8,512,64) fp16 causal"),
-    ("h200/three_kernel_stages", "(1,16,1024,64) fp16 full"),
-)
+CURVES = (("h200/flash_short", "(1,8,512,64) fp16 causal"), ("h200/three_kernel_stages", "(1,16,1024,64) fp16 full"))
 
 
 @dataclass(frozen=True)
@@ -228,10 +225,7 @@ def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -
     """Trials to 1 % and to the end over the seeds, and the worst regret of the end, in percent."""
     best = min(finals.values())
     reached = sorted(first_good(configs, finals) or math.inf for configs in tried)
-    regret = max(
-        min((finals[config] for config in configs if config in finals), default=math.inf)
-        for configs in tried
-    )
+    regret = max(min((finals[config] for config in configs if config in finals), default=math.inf) for configs in tried)
     middle, worst = reached[len(reached) // 2], reached[-1]
     return {
         "median_trials_to_1_percent": None if middle == math.inf else middle,
@@ -301,11 +295,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys(row["strategy"] for row in rows):
         for least, below in ((LARGE, math.inf), (LEAST, LARGE)):
-            mine = [
-                row
-                for row in rows
-                if row["strategy"] == name and least <= row["candidates"] < below
-            ]
+            mine = [row for row in rows if row["strategy"] == name and least <= row["candidates"] < below]
             if not mine:
                 continue
 

@@ -226,9 +226,7 @@ def simulate(of: Recorded, seed: int, first_noise: float | None = None) -> dict[
         name = label(row)
         first = of.levels[name] * math.exp(off())
         once = Measurement(median=first, low=first, high=first, samples=1)
-        trial = row.with_(
-            time_us=once, first_us=first, first_mhz=None, race={}, status=Status.OK, stages_us={}
-        )
+        trial = row.with_(time_us=once, first_us=first, first_mhz=None, race={}, status=Status.OK, stages_us={})
         build = SimpleNamespace(
             kernel=SimpleNamespace(name=row.kernel),
             config=SimpleNamespace(label=name.partition(" ")[2]),
@@ -339,16 +337,11 @@ def _one(task: tuple[Recorded, int, float | None]) -> dict[str, Any]:
 def kept_of(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What FILE.json tells, simulated alike, of problems that --only leaves out."""
     told = json.loads(file.read_text()) if file.exists() else {"of": []}
-    if told["of"] and (told["runs"], told["first_noise"]) != (
-        arguments.runs,
-        arguments.first_noise,
-    ):
+    if told["of"] and (told["runs"], told["first_noise"]) != (arguments.runs, arguments.first_noise):
         raise SystemExit(f"{file} has {told['runs']} runs, first noise {told['first_noise']}")
     runs = {name_of(directory) for directory in arguments.results}
     return [
-        each
-        for each in told["of"]
-        if each["run"] in runs and arguments.only not in f"{each['run']} {each['problem']}"
+        each for each in told["of"] if each["run"] in runs and arguments.only not in f"{each['run']} {each['problem']}"
     ]
 
 

@@ -21,19 +21,7 @@ from typing import Any
 
 from setting import RESULTS, console, recorded
 
-from attnsweep import (
-    Build,
-    Config,
-    Environment,
-    Run,
-    Skips,
-    Status,
-    Trial,
-    arch_named,
-    bounds,
-    families,
-    open_run,
-)
+from attnsweep import Build, Config, Environment, Run, Skips, Status, Trial, arch_named, bounds, families, open_run
 
 RUNS = (
     *("three_kernel", "three_kernel_stages", "three_kernel_tuned", "ladder"),
@@ -52,8 +40,7 @@ def timed_rows(run: Run) -> list[list[Timed]]:
     kernels = families()
     # Nothing is compiled: code is the same where source and defines are the same.
     compiler: Any = SimpleNamespace(
-        arch=arch_named(run.environment.arch),
-        key=lambda source, defines: repr((source.name, sorted(defines.items()))),
+        arch=arch_named(run.environment.arch), key=lambda source, defines: repr((source.name, sorted(defines.items())))
     )
     spaces = defaultdict(list)
     for trial in run.trials:
@@ -61,13 +48,7 @@ def timed_rows(run: Run) -> list[list[Timed]]:
             kernel = kernels[trial.kernel]
             # A parameter newer than the run has its first value, which changes nothing.
             config = Config({p.name: p.values[0] for p in kernel.params} | trial.config)
-            build = Build.of(
-                kernel,
-                config,
-                trial.problem,
-                compiler,
-                workspace_limit=run.environment.memory_bytes // 4,
-            )
+            build = Build.of(kernel, config, trial.problem, compiler, workspace_limit=run.environment.memory_bytes // 4)
             spaces[trial.problem, trial.kernel].append((build, trial))
     return list(spaces.values())
 

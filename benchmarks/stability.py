@@ -120,9 +120,7 @@ def near(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     return found
 
 
-def verdict(
-    runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Sequence[float]]]
-) -> dict[str, Any]:
+def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """Judge the winners. oracle: for each of its processes, the rounds of every candidate.
 
     A candidate's level is the median over the processes of the median over rounds of its time over
@@ -149,19 +147,13 @@ def verdict(
         "regret_percent": [round(100 * regret, 3) for regret in regrets],
         "largest_regret_percent": round(100 * max(regrets), 3),
         "race_launch_share": round(
-            sum(run["launches"] for run in runs)
-            / max(1, sum(run["launches_of_100_ms"] for run in runs)),
-            4,
+            sum(run["launches"] for run in runs) / max(1, sum(run["launches_of_100_ms"] for run in runs)), 4
         ),
-        "oracle_levels": dict(
-            sorted(((n, round(x / level[best], 5)) for n, x in level.items()), key=lambda i: i[1])
-        ),
+        "oracle_levels": dict(sorted(((n, round(x / level[best], 5)) for n, x in level.items()), key=lambda i: i[1])),
     }
 
 
-def oracle_rounds(
-    problem: Problem, chosen: Mapping[str, Build], seed: int
-) -> dict[str, list[float]]:
+def oracle_rounds(problem: Problem, chosen: Mapping[str, Build], seed: int) -> dict[str, list[float]]:
     """Time the candidates in interleaved rounds in one fresh process."""
     order = random.Random(seed)
     rounds: dict[str, list[float]] = {name: [] for name in chosen}
@@ -195,9 +187,7 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
             results = directory / str(number)
             command = [sys.executable, "-m", "attnsweep", "run", str(directory / "stability.yaml")]
             began = time.monotonic()
-            subprocess.run(
-                [*command, "--results", str(results)], check=True, stdout=subprocess.DEVNULL
-            )
+            subprocess.run([*command, "--results", str(results)], check=True, stdout=subprocess.DEVNULL)
             seconds.append(round(time.monotonic() - began, 2))
             runs.append(facts(open_run(results / environment.slug / "stability")))
             console.print(f"{number + 1}: {runs[-1]['winner']} of {len(runs[-1]['ties'])} ties")
@@ -211,9 +201,7 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
     return environment, {"problem": problem.label, **result}
 
 
-def merged(
-    old: Mapping[str, Any], case: str, environment: Environment, result: Mapping[str, Any]
-) -> dict[str, Any]:
+def merged(old: Mapping[str, Any], case: str, environment: Environment, result: Mapping[str, Any]) -> dict[str, Any]:
     """The file's content with a case's result: the easy one at its top, the others under `hard`."""
     hard = dict(old.get("hard", {}))
     if case == "easy":

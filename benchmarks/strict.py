@@ -47,9 +47,7 @@ def opened_by(user: int) -> str:
     python = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
     command = [python, "-c", OPENS, handle]
     try:
-        done = subprocess.run(
-            command, user=user, cwd="/", capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
     return done.stdout.strip() or done.stderr.strip()[-300:] or f"exit code {done.returncode}"

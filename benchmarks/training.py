@@ -80,9 +80,9 @@ class Step:
         batch, heads, heads_kv, seqlen, head_dim, causal = shape
         draw = torch.Generator("cuda").manual_seed(0)
         q, k, v, self.grad = (
-            torch.randn(
-                *(batch, seqlen, n, head_dim), generator=draw, device="cuda", dtype=torch.bfloat16
-            ).transpose(1, 2)
+            torch.randn(*(batch, seqlen, n, head_dim), generator=draw, device="cuda", dtype=torch.bfloat16).transpose(
+                1, 2
+            )
             for n in (heads, heads_kv, heads_kv, heads)
         )
         self.grad = self.grad.transpose(1, 2).flatten(2)
@@ -121,18 +121,13 @@ class Step:
 
     def halves_us(self, steps: int = 4) -> tuple[float, float]:
         """Microseconds of forward and of backward on the device, which is busy before them."""
-        all_events = [
-            [torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(steps)
-        ]
+        all_events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(steps)]
         torch.cuda.synchronize()
         torch.cuda._sleep(AHEAD_CYCLES)
         for events in all_events:
             self(events)
         torch.cuda.synchronize()
-        halves = [
-            [float(a.elapsed_time(b)) * 1e3 for a, b in itertools.pairwise(events)]
-            for events in all_events
-        ]
+        halves = [[float(a.elapsed_time(b)) * 1e3 for a, b in itertools.pairwise(events)] for events in all_events]
         forward, backward = (statistics.median(each) for each in zip(*halves, strict=True))
         return forward, backward
 
@@ -192,8 +187,7 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
         pairs = zip(both["pytorch"]["step"], both["package"]["step"], strict=True)
         ratios = sorted(theirs / ours for theirs, ours in pairs)
         row[mode] = {
-            who: {name: round(statistics.median(us), 1) for name, us in times.items()}
-            for who, times in both.items()
+            who: {name: round(statistics.median(us), 1) for name, us in times.items()} for who, times in both.items()
         }
         row[mode]["ratio"] = [
             round(each, 3)
@@ -223,10 +217,7 @@ def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
                         steps_us[who].append(took_us)
             torch.cuda.synchronize()
     gc.enable()
-    found = {
-        who: [sorted(us)[len(us) * part // 100] for part in PERCENTILES]
-        for who, us in steps_us.items()
-    }
+    found = {who: [sorted(us)[len(us) * part // 100] for part in PERCENTILES] for who, us in steps_us.items()}
     pairs = zip(found["pytorch"], found["package"], strict=True)
     row = {who: [round(each, 1) for each in us] for who, us in found.items()}
     ratio = [round(theirs / ours, 3) for theirs, ours in pairs]

@@ -138,8 +138,7 @@ def curve(package: Any, device: str, steps: int, length: int) -> dict[str, Any]:
                 found.append(loss.detach())
         served, losses[who] = calls, [round(float(each), 4) for each in found[EVERY - 1 :: EVERY]]
     apart = {
-        who: round(max(abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)), 4)
-        for who, own in losses.items()
+        who: round(max(abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)), 4) for who, own in losses.items()
     }
     return {"steps": steps, "tokens": length, "losses": losses, "apart": apart, "calls": served}
 

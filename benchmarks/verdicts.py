@@ -79,9 +79,7 @@ def call(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # The child finds this attnsweep where it is not installed or PYTHONPATH is relative.
     path = os.pathsep.join(filter(None, [str(ROOT.resolve()), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":

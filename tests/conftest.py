@@ -156,9 +156,7 @@ class Done:
 
 
 @pytest.fixture
-def attnsweep(
-    constants: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def attnsweep(constants: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Run the command line in this process: errors become exit codes as they do for a user.
 
     width: of what it writes to, which is no terminal.

@@ -406,9 +406,7 @@ def sets_the_default(q, k, v):
 
 
 def sets_flags(q, k, v):
-    torch.backends.cuda.matmul.allow_tf32 = not MEMORY.setdefault(
-        "tf32", torch.backends.cuda.matmul.allow_tf32
-    )
+    torch.backends.cuda.matmul.allow_tf32 = not MEMORY.setdefault("tf32", torch.backends.cuda.matmul.allow_tf32)
     return honest(q, k, v)
 
 

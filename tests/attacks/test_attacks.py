@@ -74,9 +74,7 @@ def no_limits(patch):
 def nan_is_near(patch):
     no_limits(patch)
     found = compare.Comparer.found
-    patch.setattr(
-        compare.Comparer, "found", lambda self, n: [one | {"nans": 0} for one in found(self, n)]
-    )
+    patch.setattr(compare.Comparer, "found", lambda self, n: [one | {"nans": 0} for one in found(self, n)])
     patch.setattr(device_case, "_worst", lambda accuracy: 0.0)
 
 
@@ -275,9 +273,7 @@ def test_all_calls_of_a_replay_are_judged_and_counted(bench):
     assert bench.confirm(name, 800.0) == alone + 3 * 4
 
 
-@pytest.mark.parametrize(
-    "name", ["honest", "waits", "with_lse", "writes", "forks", "turned?layout=bshd"]
-)
+@pytest.mark.parametrize("name", ["honest", "waits", "with_lse", "writes", "forks", "turned?layout=bshd"])
 def test_a_right_callable_is_confirmed(name, bench):
     assert judged(bench, name) == "confirmed"
 

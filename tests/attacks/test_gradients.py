@@ -91,9 +91,7 @@ def the_same_row(patch):
     """Of each call, which is not the wrong one."""
     rows = Comparer.judge_gradient_rows
     patch.setattr(Comparer, "ROWS", 1)
-    patch.setattr(
-        Comparer, "judge_gradient_rows", lambda self, *how: rows(self, *how[:3], 1, how[4])
-    )
+    patch.setattr(Comparer, "judge_gradient_rows", lambda self, *how: rows(self, *how[:3], 1, how[4]))
 
 
 def the_first_call(patch):

@@ -107,16 +107,12 @@ def of(make_strict, alone):
     return make_strict("AloneBench" if alone else "HostBench")
 
 
-@pytest.mark.parametrize(
-    ("name", "off", "said", "_", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS]
-)
+@pytest.mark.parametrize(("name", "off", "said", "_", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS])
 def test_an_attack_does_not_pass(name, off, said, _, alone, make_strict):
     assert re.search(said, judged(of(make_strict, alone), name))
 
 
-@pytest.mark.parametrize(
-    ("name", "off", "_", "said", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS]
-)
+@pytest.mark.parametrize(("name", "off", "_", "said", "alone"), ATTACKS, ids=[a[0] for a in ATTACKS])
 def test_it_passes_without_its_defence(name, off, _, said, alone, make_strict, monkeypatch):
     off(monkeypatch)
     assert said in judged(of(make_strict, alone), name)
@@ -167,9 +163,7 @@ def test_a_busy_stranger_stands_still_while_others_are_timed(name, make_strict):
 
 def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
     monkeypatch.setattr(strict.Side, "_signal", lambda self, what: None)
-    assert "the card is busy after its calls" in judged(
-        of(make_strict, True), "keeps_the_card_busy"
-    )
+    assert "the card is busy after its calls" in judged(of(make_strict, True), "keeps_the_card_busy")
 
 
 def all_empty_chains_count(patch):
@@ -277,9 +271,7 @@ def test_without_them_a_callable_is_right_on_normal_inputs_alone(make_strict, mo
 def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch):
     rows = Comparer.judge_rows
     monkeypatch.setattr(Comparer, "ROWS", 1)  # the same one in all calls, which is right
-    monkeypatch.setattr(
-        Comparer, "judge_rows", lambda self, *how: rows(self, *how[:3], 1, *how[4:])
-    )
+    monkeypatch.setattr(Comparer, "judge_rows", lambda self, *how: rows(self, *how[:3], 1, *how[4:]))
     assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=2)
 
 

@@ -58,12 +58,7 @@ def test_a_header_of_a_header_is_looked_up_beside_it(tmp_path):
     (tmp_path / "deep" / "b.cuh").write_text("#define PART 1.0f\n")
     (tmp_path / "deep" / "c.cuh").write_text("#define VALUE 1.0f\n")
     made = compiler(tmp_path)
-    assert set(source_closure(tmp_path / "f.cu")) == {
-        "f.cu",
-        "deep/a.cuh",
-        "deep/b.cuh",
-        "deep/c.cuh",
-    }
+    assert set(source_closure(tmp_path / "f.cu")) == {"f.cu", "deep/a.cuh", "deep/b.cuh", "deep/c.cuh"}
     digests = {made.compile(tmp_path / "f.cu", {}).digest}
     for header in ("b", "c"):
         path = tmp_path / "deep" / f"{header}.cuh"
@@ -100,9 +95,7 @@ def packages(tmp_path, monkeypatch):
     installed_headers.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "place", ["nvidia/cu{}/include", "nvidia/cu{}/include/cccl", "cutlass_library/source/include"]
-)
+@pytest.mark.parametrize("place", ["nvidia/cu{}/include", "nvidia/cu{}/include/cccl", "cutlass_library/source/include"])
 def test_headers_of_installed_packages_are_found_and_part_of_the_address(packages, place, tmp_path):
     header = packages / place.format(nvrtc_version()[0]) / "deep" / "part.h"
     header.parent.mkdir(parents=True)

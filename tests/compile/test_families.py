@@ -53,12 +53,7 @@ def corners(space):
     values = [sorted(set(column)) for column in columns]
     # [configs, parameters]: whether a config has the least value of each, and the largest.
     least, most = (
-        np.array(
-            [
-                [value == own[end] for value in column]
-                for own, column in zip(values, columns, strict=True)
-            ]
-        ).T
+        np.array([[value == own[end] for value in column] for own, column in zip(values, columns, strict=True)]).T
         for end in (0, -1)
     )
     chosen = {}
@@ -89,11 +84,7 @@ def problems(kernel):
 
 
 @pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(name, marks=() if name == "sm_90a" else pytest.mark.nightly(push=10))
-        for name in ARCH_NAMES
-    ],
+    "arch", [pytest.param(name, marks=() if name == "sm_90a" else pytest.mark.nightly(push=10)) for name in ARCH_NAMES]
 )
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
 def test_corners_compile_as_planned(kernel, arch, compilers, request, some):
@@ -279,12 +270,7 @@ def test_a_stage_sees_only_its_own_parameters(compilers):
 
 def test_logs_carry_registers_and_no_warning(compilers):
     compiler = compilers("sm_90a")
-    build = Build.of(
-        KERNELS["naive"],
-        Space.build(KERNELS["naive"], BASE, compiler.arch).configs[0],
-        BASE,
-        compiler,
-    )
+    build = Build.of(KERNELS["naive"], Space.build(KERNELS["naive"], BASE, compiler.arch).configs[0], BASE, compiler)
     build.submit()
     log = build.cubins()["fwd"].log
     assert functions(log)["naive"]["registers"] > 16

@@ -102,9 +102,7 @@ class Asker:
         at_end.callback(self.compiler.close)
         at_end.callback(self._gate.set)
         self.helpers = at_end.enter_context(contextlib.ExitStack())
-        self.helpers.enter_context(
-            dask_compile.shared(client, self.compiler, lambda text: self.notes.append(text))
-        )
+        self.helpers.enter_context(dask_compile.shared(client, self.compiler, lambda text: self.notes.append(text)))
 
     def free(self):
         self._gate.set()
@@ -124,9 +122,7 @@ def asker(tmp_path):
         yield lambda on, busy=True: Asker(on.client, tmp_path, at_end, busy)
 
 
-def test_a_worker_without_a_gpu_compiles_what_would_be_compiled_here(
-    started, asker, source, tmp_path
-):
+def test_a_worker_without_a_gpu_compiles_what_would_be_compiled_here(started, asker, source, tmp_path):
     on = started("card0", "host1")
     asking = asker(on)
     other = Compiler(ARCH, tmp_path / "alone")
@@ -154,9 +150,7 @@ def test_shipped_families_have_the_same_machine_code_there(started, asker, tmp_p
     builds = []
     for name in ("naive", "flash_fwd_mma", "three_kernel_mma", "flash_fwd_wgmma"):
         config = next(candidates(kernels[name], PROBLEM, ARCH))
-        builds.append(
-            [Build.of(kernels[name], config, PROBLEM, c) for c in (asking.compiler, other)]
-        )
+        builds.append([Build.of(kernels[name], config, PROBLEM, c) for c in (asking.compiler, other)])
     for there, here in builds:
         there.submit()
         here.submit()
@@ -255,9 +249,7 @@ def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, 
         ("__version__", "9.9", ("it has attnsweep ", "not 9.9", "pip install")),
     ],
 )
-def test_another_version_is_left_out_by_name(
-    started, asker, source, constants, patched, value, words
-):
+def test_another_version_is_left_out_by_name(started, asker, source, constants, patched, value, words):
     constants(dask_compile, **{patched: value})
     on = started("host1")
     asking = asker(on)
@@ -313,16 +305,14 @@ def test_a_worker_that_hangs_is_left_out(started, asker, source, constants, faul
     assert set(on.began("host2")) == keys
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED and process.environ().get(
-                CACHE_VARIABLE
-            ) == str(on.place / "host1"):
+            if process.status() == psutil.STATUS_STOPPED and process.environ().get(CACHE_VARIABLE) == str(
+                on.place / "host1"
+            ):
                 process.kill()
 
 
 @LOST
-@pytest.mark.parametrize(
-    ("fault", "word"), [("full", "No space left on device"), ("damaged", "arrived damaged")]
-)
+@pytest.mark.parametrize(("fault", "word"), [("full", "No space left on device"), ("damaged", "arrived damaged")])
 def test_a_worker_that_fails_again_and_again_is_left_out(started, asker, source, fault, word):
     on = started("host1")
     on.fault("host1", fault)

@@ -66,10 +66,7 @@ def spill_nothing(compiler, asked, family=FAMILY):
     assert len(made) >= 4
     for problem, config, future in made:
         log = future.result().log
-        assert [facts["spill_bytes"] for facts in functions(log).values()] == [0], (
-            problem.label,
-            config.label,
-        )
+        assert [facts["spill_bytes"] for facts in functions(log).values()] == [0], (problem.label, config.label)
         assert not compiler_warnings(log), (problem.label, config.label)
 
 
@@ -164,9 +161,7 @@ def tightest_gradients(problem: Problem, count: int) -> list:
     return [
         config
         for kind in sorted(kinds)
-        for config in sorted(
-            (c for c in space if (c.RECOMPUTE, c.DKV_WARPGROUPS) == kind), key=spare
-        )[:count]
+        for config in sorted((c for c in space if (c.RECOMPUTE, c.DKV_WARPGROUPS) == kind), key=spare)[:count]
     ]
 
 
@@ -180,11 +175,7 @@ DIMS = sorted({*BACKWARD_FAMILY.head_dims} - {64, 128})
 
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
-    "head_dim",
-    [
-        pytest.param(dim, marks=[SERIALISED] if dim in (40, 48, 104, 136, 144) else [])
-        for dim in DIMS
-    ],
+    "head_dim", [pytest.param(dim, marks=[SERIALISED] if dim in (40, 48, 104, 136, 144) else []) for dim in DIMS]
 )
 def test_gradients_of_other_head_dims_spill_next_to_nothing(compiler, head_dim):
     family, number, asked = BACKWARD_FAMILY, head_dim // 8, []

@@ -57,11 +57,7 @@ def test_functions_of_a_header_are_short(header):
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("dtype", "arch"),
-    [
-        *((dtype, "sm_90a") for dtype in ("FP16", "BF16", "FP32", "E4M3")),
-        ("FP32", "sm_80"),
-        ("E4M3", "sm_100a"),
-    ],
+    [*((dtype, "sm_90a") for dtype in ("FP16", "BF16", "FP32", "E4M3")), ("FP32", "sm_80"), ("E4M3", "sm_100a")],
 )
 def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
     compiler = Compiler(ARCHS[arch], tmp_path / "cubins")

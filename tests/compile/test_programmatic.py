@@ -41,9 +41,7 @@ CONFIGS = {
         *("STATS=0 PDL=1 SOFTMAX_THREADS=32", "STATS=0 PDL=1 SOFTMAX_THREADS=32 SOFTMAX_PASSES=3"),
         *(f"STATS={stats} PDL=1 SOFTMAX_THREADS=32" for stats in (1, 2, 3)),
     ),
-    "flash_fwd_fp32_wide": (
-        "SCORES=workspace SLICES=8 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1 MATH=ffma",
-    ),
+    "flash_fwd_fp32_wide": ("SCORES=workspace SLICES=8 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1 MATH=ffma",),
     "flash_fwd_fp32_wgmma": ("SLICES=16 CLUSTER=8 BLOCK_M=16 WARPGROUPS=2 NUM_STAGES=2 PDL=2",),
 }
 # Inputs, which no launch of a call writes.
@@ -82,9 +80,7 @@ def compiler():
 
 def constant_loads(cubin):
     """Instructions that load through the cache of constants."""
-    done = subprocess.run(
-        [str(sass.nvdisasm()), "-c", str(cubin.path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([str(sass.nvdisasm()), "-c", str(cubin.path)], capture_output=True, text=True, check=True)
     assert "EXIT" in done.stdout
     return CONSTANT.findall(done.stdout)
 
@@ -100,9 +96,7 @@ def test_every_family_with_a_programmatic_launch_is_here():
 
 @pytest.mark.nightly(push=4)
 @pytest.mark.parametrize(("kernel", "config", "problem", "stage"), list(launches()))
-def test_a_programmatic_launch_loads_no_constants(
-    compiler, tmp_path, kernel, config, problem, stage
-):
+def test_a_programmatic_launch_loads_no_constants(compiler, tmp_path, kernel, config, problem, stage):
     launch = kernel.launches(config, problem, ARCH)[stage]
     defines = kernel.stages[stage].defines(config, problem, launch)
     source = kernel.source

@@ -76,9 +76,7 @@ OF_OTHERS = (
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-@pytest.mark.parametrize(
-    "problem", [*PROBLEMS[:2], PROBLEMS[8], PROBLEMS[11]], ids=lambda p: p.label
-)
+@pytest.mark.parametrize("problem", [*PROBLEMS[:2], PROBLEMS[8], PROBLEMS[11]], ids=lambda p: p.label)
 def test_gradients_of_baselines_are_right_and_timed(problem, name, worker):
     pytest.importorskip("torch")
     worker.open(problem, replay_us=300, seed=1)

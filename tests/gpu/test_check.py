@@ -27,10 +27,7 @@ CYCLES = 400_000  # what a block of the family takes
 
 def attnsweep(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "attnsweep", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-m", "attnsweep", *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
 
 
@@ -39,9 +36,7 @@ def recorded(tmp_path_factory):
     """The run of the unchanged family."""
     place = tmp_path_factory.mktemp("recorded")
     (place / "burns.yaml").write_text(SPEC)
-    done = attnsweep(
-        *("run", place / "burns.yaml", "--results", place / "results", "--kernels", FAMILIES)
-    )
+    done = attnsweep(*("run", place / "burns.yaml", "--results", place / "results", "--kernels", FAMILIES))
     assert done.returncode == 0, done.stderr
     (path,) = (place / "results").rglob("trials.jsonl")
     return path.parent
@@ -119,16 +114,12 @@ def test_wrong_code_is_wrong_however_fast(check, edit, why):
     assert why in finding["why"]
 
 
-def test_a_run_s_kept_code_is_what_is_timed_and_an_accepted_slowdown_passes(
-    check, recorded, tmp_path
-):
+def test_a_run_s_kept_code_is_what_is_timed_and_an_accepted_slowdown_passes(check, recorded, tmp_path):
     """After `accept` the slower code is the baseline, and today's faster code an improvement."""
     families = Path(shutil.copytree(FAMILIES, tmp_path / "slow"))
     source = families / "burns.cu"
     source.write_text(source.read_text().replace(*slower_by(0.1)))
-    done = attnsweep(
-        *("run", tmp_path / "burns.yaml", "--results", tmp_path / "new", "--kernels", families)
-    )
+    done = attnsweep(*("run", tmp_path / "burns.yaml", "--results", tmp_path / "new", "--kernels", families))
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "new").rglob("trials.jsonl")
     baseline = Path(shutil.copytree(recorded, tmp_path / "baseline"))

@@ -169,9 +169,7 @@ def test_a_graph_decodes_again(always):
 def test_compiled(always):
     torch._dynamo.reset()
     given = tensors(SHAPES[0])
-    compiled = torch.compile(
-        lambda q, k, v: always.attention(q * 1.0, k, v, enable_gqa=True) * 1.0, fullgraph=True
-    )
+    compiled = torch.compile(lambda q, k, v: always.attention(q * 1.0, k, v, enable_gqa=True) * 1.0, fullgraph=True)
     before = always.counters().get("kernel", 0)
     check(compiled(*given), given)
     assert always.counters()["kernel"] == before + 1

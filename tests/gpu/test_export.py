@@ -130,9 +130,7 @@ def test_gradients(always, shape, layout, backend):
     got = torch.autograd.grad(out, leaves, direction)
     assert out.grad_fn.by[1].__name__ == f"_{backend.split('_')[0].lower()}_gradients"
     doubles = [t.detach().double().requires_grad_() for t in given]
-    exact = torch.autograd.grad(
-        F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double()
-    )
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double())
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = F.scaled_dot_product_attention(*leaves, **options)
     theirs = torch.autograd.grad(flash, leaves, direction)
@@ -154,9 +152,7 @@ def test_compiled_gradients(always, backend):
     backward = re.compile(r"_scaled_dot_product_\w+_backward")
     assert backward.findall(ours[-1]) == backward.findall(theirs[-1]) != []
     doubles = [t.detach().double().requires_grad_() for t in given]
-    exact = torch.autograd.grad(
-        F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double()
-    )
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double())
     for mine, right in zip(got, exact, strict=True):
         assert error(mine, right) <= 1e-2
 

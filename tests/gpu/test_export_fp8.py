@@ -110,10 +110,7 @@ def exact_rows(given, problem, rows):
 
     q = values(q, scales[0], problem.heads)
     group = problem.heads // problem.heads_kv
-    k, v = (
-        values(t, s, problem.heads_kv).repeat_interleave(group, 1)
-        for t, s in zip((k, v), scales[1:], strict=True)
-    )
+    k, v = (values(t, s, problem.heads_kv).repeat_interleave(group, 1) for t, s in zip((k, v), scales[1:], strict=True))
     scores = q @ k.mT * problem.scale
     if problem.causal:
         seen = torch.arange(problem.seqlen_k, device=DEVICE) <= rows[:, None]

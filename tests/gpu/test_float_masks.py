@@ -40,9 +40,7 @@ def served(given, mask, attention=None):
     """By a kernel, and right in every row."""
     before = attnsweep.attention_counters().get("kernel", 0)
     out = (attention or attnsweep.attention)(*given, mask)
-    assert attnsweep.attention_counters().get("kernel", 0) > before, str(
-        attnsweep.explain_attention(*given, mask)
-    )
+    assert attnsweep.attention_counters().get("kernel", 0) > before, str(attnsweep.explain_attention(*given, mask))
     q, k, v = (x.double() for x in given)
     scores = q @ k.mT * q.shape[-1] ** -0.5 + mask.double()
     want = torch.softmax(scores, -1).nan_to_num(0) @ v
@@ -95,10 +93,9 @@ def test_rows_without_a_key_are_0():
 @pytest.mark.parametrize("how", ["every second key", "float32"])
 def test_what_no_kernel_reads_is_pytorchs(how):
     given = tensors()
-    mask = {
-        "every second key": lambda: bias(ROWS, 2 * KEYS)[:, ::2],
-        "float32": lambda: bias(ROWS, KEYS).float(),
-    }[how]()
+    mask = {"every second key": lambda: bias(ROWS, 2 * KEYS)[:, ::2], "float32": lambda: bias(ROWS, KEYS).float()}[
+        how
+    ]()
     before = attnsweep.attention_counters().get("kernel", 0)
     if how == "float32":
         assert attnsweep.explain_attention(*given, mask).code == "mask"

@@ -44,9 +44,7 @@ def test_the_reference_of_scaled_inputs_is_numpys(worker, dtype, causal):
 
 @pytest.mark.parametrize("name", ["flash_attn_3_fp8", "cudnn", OWN_BF16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_baseline_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(
-    worker, name, dtype
-):
+def test_a_baseline_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(worker, name, dtype):
     if arch_named(worker.describe().arch).compute_capability < (8, 9):
         pytest.skip("this GPU has no FP8")
     opened(worker, dtype)
@@ -81,9 +79,7 @@ def test_the_tensor_cores_sum_products_as_fp8_sums_does(k, spread):
     left, right = (torch.tensor(x).cuda().to(torch.float8_e4m3fn) for x in (a, b))
     one = torch.ones((), device="cuda")
     # Without fast accumulation cuBLAS adds sums of 128 products in fp32.
-    product = torch._scaled_mm(
-        left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
-    )
+    product = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True)
     found, exact = product.cpu().numpy().astype(np.float64), a.astype(np.float64) @ b.T
     model = rounded.matmul(a, b.T, by_term=True)
     assert (found == model).mean() > 0.5

@@ -64,8 +64,7 @@ def rows_of(run, shape, changes):
     alike = [
         t
         for t in run.trials
-        if t.problem.head_dim == shape.head_dim
-        and t.problem.causal == (shape.causal and shape.kind == "causal")
+        if t.problem.head_dim == shape.head_dim and t.problem.causal == (shape.causal and shape.kind == "causal")
     ]
     forward, arch = discover()[FAMILY], arch_named(run.environment.arch)
     won = next(
@@ -73,9 +72,7 @@ def rows_of(run, shape, changes):
         for t in rank(alike, run.environment)["trial"]
         if t.kernel == FAMILY and not forward.refused_by(config_of(t, forward), shape, arch)
     )
-    (pytorchs, *_) = [
-        t for t in alike if t.provider.startswith("torch_") and t.problem == won.problem
-    ]
+    (pytorchs, *_) = [t for t in alike if t.provider.startswith("torch_") and t.problem == won.problem]
     values = {param.name: param.values[0] for param in family.params}
     backward = won.with_(problem=other, kernel=family.name, config=values | changes)
     both = (won.with_(problem=shape), pytorchs.with_(problem=shape))
@@ -169,9 +166,7 @@ def test_recomputed_gradients_are_equal_bit_for_bit(operator):
     direction = torch.randn_like(leaves[0])
     torch.use_deterministic_algorithms(True)
     try:
-        first, *others = (
-            torch.autograd.grad(operator.attention(*leaves), leaves, direction) for _ in range(20)
-        )
+        first, *others = (torch.autograd.grad(operator.attention(*leaves), leaves, direction) for _ in range(20))
     finally:
         torch.use_deterministic_algorithms(False)
     assert operator.counters()["kernel_backward"] >= 20
@@ -219,9 +214,7 @@ def check_intervals(got, given, direction, limits):
     group = q.shape[1] // k.shape[1]
     mask = seen(q, k, **{name: x for name, x in limits.items() if name != "enable_gqa"})
     empty = ~mask.any(-1, keepdim=True)
-    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(
-        ~(mask | empty), -torch.inf
-    )
+    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~(mask | empty), -torch.inf)
     out = (torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)).masked_fill(empty, 0)
     exact = torch.autograd.grad(out, leaves, direction.double())
     for mine, right in zip(got, exact, strict=True):

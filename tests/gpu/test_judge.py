@@ -210,9 +210,7 @@ def test_what_waits_is_labelled(judged):
     assert (verdict.verdict, verdict.form, verdict.x_base) == ("confirmed", "issued", None)
 
 
-@pytest.mark.parametrize(
-    "name", ["with_lse", "writes", "turned?layout=bshd", "flash?graph=true&workspace=2147483648"]
-)
+@pytest.mark.parametrize("name", ["with_lse", "writes", "turned?layout=bshd", "flash?graph=true&workspace=2147483648"])
 def test_a_right_callable_is_called_as_it_asks(name, judged):
     verdict = judged(name)
     assert verdict.verdict == "confirmed", verdict.reason
@@ -240,8 +238,7 @@ def test_a_host_that_computes_is_in_the_time_and_labelled(judged):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("host_function", "a host function"), ("event_of_elsewhere", "a record of an event")],
+    ("name", "said"), [("host_function", "a host function"), ("event_of_elsewhere", "a record of an event")]
 )
 def test_a_graph_that_holds_more_than_work_of_the_device_is_refused(name, said, strict, judged):
     verdict = judged(name, strict=strict)

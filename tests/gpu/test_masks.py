@@ -81,9 +81,7 @@ def test_masks_of_every_kind(served, kind, head_dim):
         mask = KINDS[kind](i, j, lengths).expand(shape).contiguous()
         before = served()
         got = attnsweep.attention(*given, mask, enable_gqa=heads != heads_kv)
-        assert served() == before + 1, attnsweep.explain_attention(
-            *given, mask, enable_gqa=heads != heads_kv
-        )
+        assert served() == before + 1, attnsweep.explain_attention(*given, mask, enable_gqa=heads != heads_kv)
         check(got, given, mask)
 
 

@@ -39,9 +39,7 @@ def command(spec, results, *options):
 
 
 def attnsweep(spec, results, *options):
-    return subprocess.run(
-        command(spec, results, *options), capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command(spec, results, *options), capture_output=True, text=True, timeout=300)
 
 
 def rows(results):
@@ -51,9 +49,7 @@ def rows(results):
 
 
 def test_each_fault_is_its_own_row(tmp_path):
-    spec = write_spec(
-        tmp_path / "faults.yaml", kernels="{misbehaves: {}, naive: {THREADS: [64, 128]}}"
-    )
+    spec = write_spec(tmp_path / "faults.yaml", kernels="{misbehaves: {}, naive: {THREADS: [64, 128]}}")
     done = attnsweep(spec, tmp_path / "results")
     trials, warnings, _ = rows(tmp_path / "results")
     assert warnings == []
@@ -89,13 +85,7 @@ def test_baselines_are_rows_and_skipped_ones_say_why(tmp_path):
     assert done.returncode == 0, done.stderr
     trials, _, _ = rows(tmp_path / "results")
     baselines = {t.provider: t for t in trials if t.provider != "attnsweep"}
-    assert set(baselines) >= {
-        "torch_flash",
-        "torch_cudnn",
-        "torch_efficient",
-        "unfused",
-        "triton_flash",
-    }
+    assert set(baselines) >= {"torch_flash", "torch_cudnn", "torch_efficient", "unfused", "triton_flash"}
     for baseline in baselines.values():
         assert baseline.status in (Status.OK, Status.NOISY, Status.SKIPPED)
         assert baseline.time_us is not None or baseline.detail

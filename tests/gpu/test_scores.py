@@ -12,11 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 BATCH, ROWS = 2, 1500
 CHANGES = {"sinks": (64, 8, 64), "softcap": (8, 4, 256)}
 """heads, heads_kv and head_dim of each: as in gpt-oss, and in Gemma 2."""
-MASKS = {
-    "causal": {"is_causal": True},
-    "window": {"window": (127, 0)},
-    "bottom-right": {"causal_offset": 0},
-}
+MASKS = {"causal": {"is_causal": True}, "window": {"window": (127, 0)}, "bottom-right": {"causal_offset": 0}}
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +90,7 @@ def test_gradients(change):
     if change == "sinks":
         how["sinks"].requires_grad_()
     attnsweep.attention(*inputs, **how).backward(seed)
-    got = [each.grad for each in inputs] + [
-        each.grad for each in [how.get("sinks")] if each is not None
-    ]
+    got = [each.grad for each in inputs] + [each.grad for each in [how.get("sinks")] if each is not None]
     exacts = [each.double().requires_grad_() for each in (q, k, v)]
     if change == "sinks":
         how = how | {"sinks": how["sinks"].detach().double().requires_grad_()}
@@ -187,10 +181,7 @@ def test_other_keys_and_cu_seqlens_that_change():
     qkv = (q[0], *kv[1:])
     for number in (130, 130, 10):
         of_q[1] = number % 120
-        right(
-            attnsweep.attention_varlen(*qkv, of_q, of_k, causal=True),
-            one_by_one(*qkv, of_q, of_k, causal=True),
-        )
+        right(attnsweep.attention_varlen(*qkv, of_q, of_k, causal=True), one_by_one(*qkv, of_q, of_k, causal=True))
 
 
 def test_cu_seqlens_that_decrease_touch_no_memory_of_others():
@@ -206,8 +197,7 @@ def test_flash_attns_functions():
     out = served(lambda: attnsweep.flash_attn_varlen_func(*qkv, cu, cu, 1000, 1000, causal=True))
     right(out, one_by_one(*qkv, cu, cu, causal=True))
     q, k, v = (
-        torch.randn(2, n, h, 128, device="cuda", dtype=torch.bfloat16)
-        for n, h in ((700, 32), (1000, 8), (1000, 8))
+        torch.randn(2, n, h, 128, device="cuda", dtype=torch.bfloat16) for n, h in ((700, 32), (1000, 8), (1000, 8))
     )
     out = attnsweep.flash_attn_func(q, k, v, causal=True, window_size=(300, 0))
     heads_first = [each.transpose(1, 2) for each in (q, k, v)]

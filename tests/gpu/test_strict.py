@@ -100,9 +100,7 @@ def judged(tmp_path):
     return of
 
 
-@pytest.mark.parametrize(
-    "name", ["flash", "cudnn", "naive", "with_lse", "writes", "one_buffer", "turned?layout=bshd"]
-)
+@pytest.mark.parametrize("name", ["flash", "cudnn", "naive", "with_lse", "writes", "one_buffer", "turned?layout=bshd"])
 def test_a_right_callable_is_confirmed(name, judged):
     verdict = judged(f"callables.py:{name}")
     assert verdict.verdict == "confirmed", verdict.reason
@@ -113,8 +111,7 @@ def test_a_right_callable_is_confirmed(name, judged):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("backward", ""), ("kept_backward", "relative error"), ("swapped_backward", "(d")],
+    ("name", "said"), [("backward", ""), ("kept_backward", "relative error"), ("swapped_backward", "(d")]
 )
 def test_gradients_are_judged_strictly(name, said, judged):
     against = ("torch_flash", "torch_cudnn", "cudnn")
@@ -171,8 +168,6 @@ def test_what_attacks_it_is_not_confirmed(name, said, judged):
 
 
 def test_events_that_say_less_pass_the_friendly_judge(judged):
-    honest, lying = (
-        judged(name, strict=False) for name in ("callables.py:flash", "strangers.py:says_less")
-    )
+    honest, lying = (judged(name, strict=False) for name in ("callables.py:flash", "strangers.py:says_less"))
     assert lying.verdict == "confirmed", lying.reason
     assert lying.time_us < 0.7 * honest.time_us

@@ -176,9 +176,7 @@ def test_compiled(operator, layout):
     torch._dynamo.reset()
     shape, *_ = SHAPES
     given, options = tensors(shape, layout), options_of(shape)
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q * 1.0, k, v, **options) * 1.0, fullgraph=True
-    )
+    compiled = torch.compile(lambda q, k, v: operator.attention(q * 1.0, k, v, **options) * 1.0, fullgraph=True)
     before = operator.counters().get("kernel", 0)
     check(compiled(*given), given, shape)
     assert operator.counters()["kernel"] == before + 1

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.gpu
 KERNEL = load_kernel(Path(__file__).parent.parent / "families/wrong.py")
 FAULTS = KERNEL.params[0].help.split(", ")
 PROBLEMS = [
-    Problem.parse(f"2,6/3,520x777,64 {dtype} {mask}")
-    for dtype in ("fp16", "bf16")
-    for mask in ("full", "causal")
+    Problem.parse(f"2,6/3,520x777,64 {dtype} {mask}") for dtype in ("fp16", "bf16") for mask in ("full", "causal")
 ]
 # What bf16's own rounding hides: a sum in fp16 has three bits more than bf16.
 WITHIN_BF16 = ("SUM_IN_FP16",)

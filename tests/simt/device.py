@@ -35,9 +35,7 @@ KERNEL = re.compile(r"__global__ void __launch_bounds__\(256(?:, 2)?\)\s+(\w+)\(
 STAGE_FLAGS = ("-O2", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing", "-w")
 DTYPES = ("fp16", "bf16", "fp32")
 # A launch takes milliseconds, and each example some.
-few_examples = functools.partial(
-    settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few_examples = functools.partial(settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 small = few_examples(max_examples=settings.default.max_examples // 3)
 LETTERS = {"f4": "f", "f8": "d", "i4": "i", "u4": "u", "i8": "l", "u8": "l"}
 
@@ -138,12 +136,7 @@ class Device:
             monkeypatch.setattr(module, "Buffer", HostBuffer)
 
     def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:
-        def launch(
-            grid: tuple[int, ...],
-            block: tuple[int, ...],
-            args: tuple[Any, ...],
-            shared_mem: int = 0,
-        ) -> None:
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
             assert shared_mem <= max(smem_bytes, 48 * 1024), "more than the function was allowed"
             runtime = _runtime(self._simulator)
             self.launched.append(name)

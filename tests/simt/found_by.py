@@ -65,9 +65,7 @@ def found_by(simulator: Simulator, name: str) -> tuple[str, str]:
 def main() -> None:
     """Ask for the bugs that the command names."""
     wanted = sys.argv[1:] or [
-        name
-        for name, bug in MUTATIONS.items()
-        if bug["stage"].startswith(FAMILIES) and "missed" not in bug
+        name for name, bug in MUTATIONS.items() if bug["stage"].startswith(FAMILIES) and "missed" not in bug
     ]
     count: Counter[str] = Counter()
     with Simulator(1) as simulator:

@@ -8,9 +8,7 @@ from typing import Any
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 
-MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("mutations.toml").read_text()
-)
+MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutations.toml").read_text())
 CASES = {
     "grouped": Case(Problem(2, 4, 2, 97, 161, 64)),
     "causal": Case(Problem(1, 2, 1, 97, 161, 64, causal=True)),

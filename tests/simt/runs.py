@@ -34,27 +34,16 @@ UNUSUAL = {
         "BLOCK_M=32 BLOCK_N=128 STAGES=3 PRODUCER_WARPS=0 EARLY=1 LAYOUT=1 CTAS=2",
     ),
     # Without branches, tiles past the last key are there all the same.
-    "ladder_5_swizzled": (
-        "BLOCK_N=128 BRANCHES=0",
-        "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4",
-    ),
+    "ladder_5_swizzled": ("BLOCK_N=128 BRANCHES=0", "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4"),
 }
 # A push runs these of them, which between them meet most seeded bugs, and as many others as PUSH.
-EACH_PUSH = {
-    "flash_fwd_fp8_wgmma": (0, 1, 2),
-    "flash_fwd_wgmma": (0, 1, 2, 8),
-    "three_kernel_wgmma": (0, 3, 4, 7),
-}
+EACH_PUSH = {"flash_fwd_fp8_wgmma": (0, 1, 2), "flash_fwd_wgmma": (0, 1, 2, 8), "three_kernel_wgmma": (0, 3, 4, 7)}
 PUSH = 1
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
     "flash_fwd_fp32_wide": (
         ("SLICES=4 MATH=ffma CHUNK=32 NUM_STAGES=3 NUM_WARPS=4 BLOCK_N=32", 1540, True),
-        (
-            "SLICES=8 MATH=tf32x3 CHUNK=16 NUM_STAGES=2 NUM_WARPS=8 SHARE_ROWS=0 V_EARLY=2",
-            516,
-            False,
-        ),
+        ("SLICES=8 MATH=tf32x3 CHUNK=16 NUM_STAGES=2 NUM_WARPS=8 SHARE_ROWS=0 V_EARLY=2", 516, False),
         ("SLICES=2 MATH=tf32x3 CHUNK=32 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 V_EARLY=1", 512, True),
         ("SCORES=workspace SLICES=3 MATH=ffma NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1", 772, False),
     ),
@@ -76,7 +65,7 @@ MORE_DIMS = {
     "flash_fwd_fp8_wgmma": (
         ("BLOCK_N=96 V_STAGES=1 OVERLAP=2", 256, True),
         ("BLOCK_N=64 V_STAGES=1 INTERVAL=32", 256, False),
-    ),
+    )
 }
 # Families of few parts of their own, or that take long to build: of mask, dtype and head_dim every
 # third of the eight that there are, which takes each value.
@@ -102,10 +91,7 @@ def covering(name: str, causal: bool, head_dim: int, dtype: Dtype = "fp16") -> l
 def runs():
     """Kernel, problem, config: the values of an unusual one, or the number of a covering one."""
     for kernel in KERNELS.values():
-        for words, head_dim, causal in (
-            *WIDE.get(kernel.name, ()),
-            *MORE_DIMS.get(kernel.name, ()),
-        ):
+        for words, head_dim, causal in (*WIDE.get(kernel.name, ()), *MORE_DIMS.get(kernel.name, ())):
             facts = {"head_dim": head_dim, "dtype": kernel.dtypes[0], "causal": causal}
             yield kernel, replace(BASE, **facts), words
         if kernel.name in WIDE:

@@ -69,9 +69,7 @@ def cases(compiled: Problem, config: Config) -> list[Case]:
     return [Case(_as(compiled, *shape), inputs) for shape, inputs in shapes.items()]
 
 
-def _as(
-    compiled: Problem, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
-) -> Problem:
+def _as(compiled: Problem, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Problem:
     """The shape with the compile-time facts of a problem.
 
     Causal ones have a key for each query, and packed ones one item.

@@ -29,9 +29,7 @@ SHAPES |= dict.fromkeys([(1, 2, 64, 64), (1, 3, 200, 333), (1, 1, 1, 77)], 6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    "shape",
-    [pytest.param(of, marks=pytest.mark.nightly(push=push)) for of, push in SHAPES.items()],
-    ids=str,
+    "shape", [pytest.param(of, marks=pytest.mark.nightly(push=push)) for of, push in SHAPES.items()], ids=str
 )
 def test_accepted(simulator, shape, causal, settings):
     kernel = discover()["wmma_pipeline"]

@@ -173,16 +173,7 @@ OF_WAVES = (
     ("DQ_RING=3 AHEAD=2", 72, "fp16", (4, 2, 2, 300, 130), Interval(100, 0), DENSE, 1, False),
     ("DQ_RING=3", 40, "bf16", (6, 2, 1, 130, 450), CAUSAL, Padded("right", 40), 1, False),
     ("DQ_RING=2", 120, "fp16", (3, 3, 1, 257, 330), FULL, DENSE, 1, True),
-    (
-        f"{APART} DQ_ADD=1 DQ_RING=3 CLUSTER=2",
-        136,
-        "bf16",
-        (5, 2, 1, 130, 450),
-        FULL,
-        DENSE,
-        1,
-        True,
-    ),
+    (f"{APART} DQ_ADD=1 DQ_RING=3 CLUSTER=2", 136, "bf16", (5, 2, 1, 130, 450), FULL, DENSE, 1, True),
 )
 
 
@@ -219,8 +210,7 @@ WRONG_WAVES = {
     ),
     "a unit loaded before it is read": (
         *("keys", "            round(Memory::at(Memory::UNITS)", 1),
-        "            if (lane == 0 && i + 2 < count) load(i + 2);\n"
-        "            round(Memory::at(Memory::UNITS)",
+        "            if (lane == 0 && i + 2 < count) load(i + 2);\n            round(Memory::at(Memory::UNITS)",
     ),
     "zeros stored before they are there": (
         "keys",
@@ -228,12 +218,7 @@ WRONG_WAVES = {
         1,
         "            __syncwarp();\n            if (lane != 0)",
     ),
-    "delta of other rows": (
-        "keys",
-        "put(query, first + 32, sum_32)",
-        1,
-        "put(query, first + 32, sum)",
-    ),
+    "delta of other rows": ("keys", "put(query, first + 32, sum_32)", 1, "put(query, first + 32, sum)"),
     "delta of the first columns": ("keys", "sum = sum_32 = 0.f;", 1, ""),
 }
 
@@ -246,18 +231,8 @@ WRONG = {
     "no scale of dK": ("keys", "(dk, scale,", 1, "(dk, 1.f,"),
     "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", 1, "i < BLOCK_N / 32"),
     "queries released before dK has read them": ("keys", SUMS, 2, f"release(j); {SUMS}"),
-    "dS overwritten before dQ has read it": (
-        "keys",
-        "ds_empty(at.stage), at.phase ^ 1",
-        1,
-        "ds_empty(0), 1",
-    ),
-    "dQ's staging overwritten before it is added": (
-        "keys",
-        "added(part), (j & 1) ^ 1",
-        1,
-        "added(part), 1",
-    ),
+    "dS overwritten before dQ has read it": ("keys", "ds_empty(at.stage), at.phase ^ 1", 1, "ds_empty(0), 1"),
+    "dQ's staging overwritten before it is added": ("keys", "added(part), (j & 1) ^ 1", 1, "added(part), 1"),
     "dK written over K before dQ has read it": (
         "keys",
         "if (DQ) named_barrier_sync(K_READ_BARRIER",
@@ -273,14 +248,8 @@ WRONG_CAUSAL = {
     "a tile is masked too late": ("keys", "last = own + 63;", 1, "last = own;"),
     "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
     "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
-    "keys that the last query sees are passed by": (
-        *("queries", "seen_by(own + 63)", 1),
-        "seen_by(own)",
-    ),
-    "keys of another head": (
-        *("queries", "of_keys(work.head, group)", 1),
-        "of_keys(work.head, 1)",
-    ),
+    "keys that the last query sees are passed by": (*("queries", "seen_by(own + 63)", 1), "seen_by(own)"),
+    "keys of another head": (*("queries", "of_keys(work.head, group)", 1), "of_keys(work.head, 1)"),
     "V given back before it is read": (
         *("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);", 1),
         "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);",
@@ -294,18 +263,8 @@ WRONG_WINDOWS = {
         *("keys", "row + BLOCK_M > own + 1 + call.reach", 1),
         "row > own + 1 + call.reach",
     ),
-    "a query too many sees a key": (
-        "keys",
-        "(i & 2 ? most + other : most)",
-        1,
-        "(i & 2 ? most + 9 : most + 1)",
-    ),
-    "the other key of a thread is seen as long as the first": (
-        "keys",
-        "? most + other :",
-        1,
-        "? most :",
-    ),
+    "a query too many sees a key": ("keys", "(i & 2 ? most + other : most)", 1, "(i & 2 ? most + 9 : most + 1)"),
+    "the other key of a thread is seen as long as the first": ("keys", "? most + other :", 1, "? most :"),
     "a warpgroup ends with its first key": (
         *("keys", "min(own + 64, call.seqlen_k) + call.reach", 1),
         "own + 1 + call.reach",
@@ -323,10 +282,7 @@ WRONG_WINDOWS = {
         "key(j) < own + low",
     ),
     "a query sees a key too early": ("queries", "< row + low)", 1, "< row + low - 1)"),
-    "the other query of a thread sees what the first does": (
-        *("queries", "of_i - (i & 2 ? 8 : 0) <", 1),
-        "of_i <",
-    ),
+    "the other query of a thread sees what the first does": (*("queries", "of_i - (i & 2 ? 8 : 0) <", 1), "of_i <"),
     "a warpgroup ends with the first key of its last query": (
         *("queries", "max(PADDED ? first_key : 0, own + low)", 1),
         "max(0, own + 63 + low)",
@@ -335,10 +291,7 @@ WRONG_WINDOWS = {
         *("queries", "max(first_key, query + low)", 1),
         "max(0, query + BLOCK_M - 1 + low)",
     ),
-    "a warpgroup of queries begins a tile late": (
-        *("queries", "seen - before)", 1),
-        "seen - before - 1)",
-    ),
+    "a warpgroup of queries begins a tile late": (*("queries", "seen - before)", 1), "seen - before - 1)"),
     "keys as if the block began at the first": ("queries", "(after - 1 - j)", 1, "(tiles - 1 - j)"),
 }
 
@@ -347,34 +300,18 @@ WRONG_WINDOWS = {
 WRONG_LENGTHS = {
     "keys of the first item": ("keys", "work.head / heads_of_item,", 1, "0,"),
     "queries of the first item": ("queries", "work.head / heads_of_item,", 1, "0,"),
-    "the item after its own": (
-        *("keys", "work.head / heads_of_item,", 1),
-        "(work.head + 1) / heads_of_item,",
-    ),
+    "the item after its own": (*("keys", "work.head / heads_of_item,", 1), "(work.head + 1) / heads_of_item,"),
     "a key too many in dK": ("keys", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
     "a key too few in dK": ("keys", "min(seqlen_k, end)", 1, "end - 1"),
     "a key too many in dQ": ("queries", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
-    "the last tile of keys is left out of dQ": (
-        "queries",
-        "+ BLOCK_N - 1) / BLOCK_N;",
-        2,
-        ") / BLOCK_N;",
-    ),
-    "the gradients of padding are not written": (
-        "keys",
-        "<= first_key) end = 0;",
-        1,
-        "<= first_key) return;",
-    ),
+    "the last tile of keys is left out of dQ": ("queries", "+ BLOCK_N - 1) / BLOCK_N;", 2, ") / BLOCK_N;"),
+    "the gradients of padding are not written": ("keys", "<= first_key) end = 0;", 1, "<= first_key) return;"),
     "a block with some keys of the item computes nothing": (
         *("keys", "work.tile * CLUSTER_N >= seqlen_k", 1),
         "(work.tile + 1) * CLUSTER_N >= seqlen_k",
     ),
     "a tile with padding is not masked": ("keys", "last = last_key;", 1, "last = own + 63;"),
-    "the other key of a thread is there if the first is": (
-        *("keys", "opaque(key_8) - key", 1),
-        "8",
-    ),
+    "the other key of a thread is there if the first is": (*("keys", "opaque(key_8) - key", 1), "8"),
     "the length of all": ("keys", "seqlen_k = own_keys.end, first_key", 1, "first_key"),
 }
 # The same with padding on the left, which leaves some queries no key.
@@ -383,12 +320,7 @@ WRONG_FIRST_KEYS = {
     "a key too few in dQ": ("queries", "max(0, first)", 1, "first + 1"),
     "padding is seen": ("queries", "if (PADDED && of_i < first_key)", 1, "if (false)"),
     "a tile with padding is not masked": ("queries", "!(PADDED && key(j) < first_key)", 1, "true"),
-    "queries without a key wait for some": (
-        "queries",
-        "if (PADDED) unseen =",
-        1,
-        "if (false) unseen =",
-    ),
+    "queries without a key wait for some": ("queries", "if (PADDED) unseen =", 1, "if (false) unseen ="),
     "a warpgroup with some keys of the item passes them by": (
         *("keys", "own + 64 <= call.first_key", 1),
         "own <= call.first_key",
@@ -402,29 +334,17 @@ WRONG_FIRST_KEYS = {
 
 # The same where one warpgroup has dV of its keys, and another dK; of 256 columns.
 WRONG_APART = {
-    "P overwritten before the other has read it": (
-        *("keys", "p_empty(at.stage), at.phase ^ 1", 1),
-        "p_empty(0), 1",
-    ),
-    "P read before it is there": (
-        "keys",
-        "mbarrier_wait(Memory::p_full(at.stage), at.phase);",
-        1,
-        "",
-    ),
+    "P overwritten before the other has read it": (*("keys", "p_empty(at.stage), at.phase ^ 1", 1), "p_empty(0), 1"),
+    "P read before it is there": ("keys", "mbarrier_wait(Memory::p_full(at.stage), at.phase);", 1, ""),
     "dO given back before dV has read it": (
         *("keys", "if constexpr (Second) take_p(x, a, j);", 1),
-        "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); "
-        "if constexpr (Second) take_p(x, a, j);",
+        "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); if constexpr (Second) take_p(x, a, j);",
     ),
     "dV written over V before dP has read it": (
         *("keys", "named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));", 1),
         "",
     ),
-    "the second half of the columns has the first one's": (
-        *("keys", "(Width / 64 * Panel + i", 1),
-        "(0 * Panel + i",
-    ),
+    "the second half of the columns has the first one's": (*("keys", "(Width / 64 * Panel + i", 1), "(0 * Panel + i"),
     "dQ of the first columns in all parts": (
         *("keys", "part % PARTS_OF_ROW * KTile::PANEL_BYTES", 1),
         "0 * KTile::PANEL_BYTES",
@@ -433,24 +353,9 @@ WRONG_APART = {
 }
 # Where two blocks with neighbouring keys load half of the queries each.
 WRONG_CLUSTERS = {
-    "both load the same half": (
-        "keys",
-        "p * 64, row, head, rank);",
-        2,
-        "p * 64, row, head, 0);",
-    ),
-    "queries given back to one block alone": (
-        "keys",
-        "cluster_address(empty, lane % CLUSTER)",
-        1,
-        "empty",
-    ),
-    "each begins at its own keys": (
-        "keys",
-        "max(0, work.tile * CLUSTER_N + diagonal)",
-        1,
-        "max(0, key + diagonal)",
-    ),
+    "both load the same half": ("keys", "p * 64, row, head, rank);", 2, "p * 64, row, head, 0);"),
+    "queries given back to one block alone": ("keys", "cluster_address(empty, lane % CLUSTER)", 1, "empty"),
+    "each begins at its own keys": ("keys", "max(0, work.tile * CLUSTER_N + diagonal)", 1, "max(0, key + diagonal)"),
     "a block ends before the other has told it": (
         *("keys", "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", 1),
         "",
@@ -459,12 +364,7 @@ WRONG_CLUSTERS = {
         *("keys", "if constexpr (CLUSTER == 1) return place;", 1),
         "return place;",
     ),
-    "heads dealt to blocks and not to clusters": (
-        "keys",
-        "work(blockIdx.x / CLUSTER,",
-        1,
-        "work(blockIdx.x,",
-    ),
+    "heads dealt to blocks and not to clusters": ("keys", "work(blockIdx.x / CLUSTER,", 1, "work(blockIdx.x,"),
 }
 # The same where queries see a window.
 WRONG_WINDOWS_OF_CLUSTERS = {
@@ -473,7 +373,7 @@ WRONG_WINDOWS_OF_CLUSTERS = {
         "min((work.tile + 1) * CLUSTER_N, seqlen_k)",
         1,
         "min(key + BLOCK_N, seqlen_k)",
-    ),
+    )
 }
 WRONG_TURNS = {
     "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", 1, "TURNS ? 2 * j : j"),
@@ -494,16 +394,8 @@ def problem_of(*sizes, head_dim, dtype="bf16", mask=FULL, layout=DENSE):
 PLANTED = [
     pytest.param(wrong, words, case, id=name)
     for table, words, case in (
-        (
-            WRONG,
-            "RECOMPUTE=0",
-            Case(problem_of(1, 2, 1, 350, 200, head_dim=64), "far_below"),
-        ),
-        (
-            WRONG_CAUSAL,
-            "RECOMPUTE=1",
-            Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=CAUSAL)),
-        ),
+        (WRONG, "RECOMPUTE=0", Case(problem_of(1, 2, 1, 350, 200, head_dim=64), "far_below")),
+        (WRONG_CAUSAL, "RECOMPUTE=1", Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=CAUSAL))),
         (
             WRONG_WINDOWS,
             "RECOMPUTE=1 Q_BLOCK_N=64",
@@ -515,16 +407,9 @@ PLANTED = [
                 "RECOMPUTE=1 Q_BLOCK_N=64",
                 Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout)),
             )
-            for table, layout in (
-                (WRONG_LENGTHS, Padded("right", 30)),
-                (WRONG_FIRST_KEYS, Padded("left", 30)),
-            )
+            for table, layout in ((WRONG_LENGTHS, Padded("right", 30)), (WRONG_FIRST_KEYS, Padded("left", 30)))
         ),
-        (
-            WRONG_APART,
-            f"RECOMPUTE=0 {APART} DQ_ADD=1",
-            Case(problem_of(1, 2, 1, 350, 70, head_dim=256)),
-        ),
+        (WRONG_APART, f"RECOMPUTE=0 {APART} DQ_ADD=1", Case(problem_of(1, 2, 1, 350, 70, head_dim=256))),
         (
             WRONG_CLUSTERS,
             f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",

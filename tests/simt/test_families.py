@@ -48,9 +48,7 @@ def test_unusual_config_is_right(simulator, name):
 
 
 @pytest.mark.parametrize(("turns", "heads"), [(0, 4), (3, 5)])
-def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(
-    simulator, monkeypatch, turns, heads
-):
+def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(simulator, monkeypatch, turns, heads):
     """Small problems all fit, so the family is told of a small L2: two heads, and one that is left.
 
     Without turns the groups must be equal.

@@ -102,10 +102,7 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
     ("name", "configs", "labels"),
-    [
-        ("flash_fwd_mma", MMA_CONFIGS, PROBLEMS[:3]),
-        ("flash_fwd_fp32_mma", FP32_CONFIGS, FP32_PROBLEMS),
-    ],
+    [("flash_fwd_mma", MMA_CONFIGS, PROBLEMS[:3]), ("flash_fwd_fp32_mma", FP32_CONFIGS, FP32_PROBLEMS)],
 )
 def test_right_with_mma(simulator, name, configs, labels, dim):
     family, tried = FAMILIES[name], 0

@@ -44,9 +44,7 @@ SHAPES = (
     Problem(1, 1, 1, 129, 129, 3, "fp16", causal=True),  # an odd head
     Problem(2, 4, 2, 9, 300, 16, "e4m3", causal=True),  # a scale of each head
     Problem(2, 2, 2, 5, 140, 64, "e4m3_tensor"),
-    Problem(
-        2, 4, 2, 5, 300, 48, "e4m3_block", causal=True
-    ),  # of each block of keys, the last short
+    Problem(2, 4, 2, 5, 300, 48, "e4m3_block", causal=True),  # of each block of keys, the last short
     Problem(1, 2, 1, 3, 128, 144, "e4m3_block"),  # one block, and columns in two parts
 )
 
@@ -166,9 +164,7 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
 # -- a sample of the tiles ----------------------------------------------------------------------
 
 SPARSE = Sample(every=3, phase=1)
-WIDE = Problem(
-    2, 2, 1, 400, 450, 24, "bf16", causal=True
-)  # tiles 0 to 6, of which 0, 1, 4, 6 are judged
+WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", causal=True)  # tiles 0 to 6, of which 0, 1, 4, 6 are judged
 
 
 def sampled(device):
@@ -348,9 +344,7 @@ def test_what_was_not_compared_is_nan(device):
 
 
 @small
-@given(
-    mix=st.sampled_from([PLAIN, OPPOSITE]) | st.integers(2, 2**64 - 1), heads_kv=st.integers(1, 5)
-)
+@given(mix=st.sampled_from([PLAIN, OPPOSITE]) | st.integers(2, 2**64 - 1), heads_kv=st.integers(1, 5))
 def test_each_head_is_compared_with_its_side(device, mix, heads_kv):
     group = 2
     rng = np.random.default_rng(0)

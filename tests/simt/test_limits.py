@@ -37,11 +37,7 @@ TIMED = (
 )
 # Relative errors of P's exp: of ex2.approx, of a polynomial, and half of what rounding P costs.
 # Factors that rescale sums have that of ex2.approx: an error in them meets a whole tile alike.
-EXP_ERRORS = {
-    "fp16": (2e-7, 2e-5, 2.0**-13),
-    "bf16": (2e-7, 2e-5, 2.0**-10),
-    "fp32": (0.0, 6e-8, 2e-7),
-}
+EXP_ERRORS = {"fp16": (2e-7, 2e-5, 2.0**-13), "bf16": (2e-7, 2e-5, 2.0**-10), "fp32": (0.0, 6e-8, 2e-7)}
 EACH, ROUNDS = 10, 100
 
 
@@ -132,9 +128,7 @@ def test_no_right_output_is_over_a_limit(number):
         out = right_output(inputs, problem, rounds_scores, rng)
         tilted = None
         if case.inputs == "normal" and case is not cases[0]:
-            tilted = verify_rounded.reference(
-                inputs, problem, rows, verify_rounded.Maths(tilted=True)
-            )
+            tilted = verify_rounded.reference(inputs, problem, rows, verify_rounded.Maths(tilted=True))
         taken = measures.measures(out, exact, dtype, tilted)
         if tilted is not None:  # as verify/compare.py takes it
             usual = limits.scale_of_rounding(case, seed, rounds_scores)

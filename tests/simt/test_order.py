@@ -41,9 +41,7 @@ def family(tmp_path):
 @pytest.mark.parametrize("heads", ["4/2", "1"])
 @pytest.mark.parametrize("declared", ["bhsd", "bshd"])
 @pytest.mark.parametrize("written", ["bhsd", "bshd"])
-def test_a_template_is_right_in_the_order_that_it_declares(
-    written, declared, heads, family, simulator
-):
+def test_a_template_is_right_in_the_order_that_it_declares(written, declared, heads, family, simulator):
     mine = family(written, declared)
     problem = Problem.parse(f"2,{heads},65x131,64")
     found = simulator.check(mine, config_of(mine, ""), Case(problem))

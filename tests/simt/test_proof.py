@@ -48,9 +48,7 @@ def bench(opened, device, no_small_cases):
     return opened
 
 
-@pytest.mark.parametrize(
-    "problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM, OTHER_V, ODD_V], ids=str
-)
+@pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM, OTHER_V, ODD_V], ids=str)
 def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_small_cases):
     bench = Bench(device, problem)
     assert bench.repeat(attend) >= 12
@@ -340,9 +338,7 @@ def test_the_log_sum_exp_is_checked_in_every_call(bench):
 
 
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize(
-    ("wrong", "words"), [(2e-3, "off by 2.0e-03"), (np.nan, "off by 1.0e+300")]
-)
+@pytest.mark.parametrize(("wrong", "words"), [(2e-3, "off by 2.0e-03"), (np.nan, "off by 1.0e+300")])
 def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
     def write(problem, buffers, number):
         attend_with_lse(problem, buffers)
@@ -357,11 +353,7 @@ def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
 
 def test_no_two_looks_share_a_slot(bench, monkeypatch):
     judge, slots = bench.proof._judge, []
-    looks = [
-        (judge, "count_outside"),
-        (judge, "compare_lse"),
-        (bench.proof.timed, "look_at_inputs"),
-    ]
+    looks = [(judge, "count_outside"), (judge, "compare_lse"), (bench.proof.timed, "look_at_inputs")]
     for owner, name in looks:
 
         def look(*args, right=getattr(owner, name)):  # noqa: B008

@@ -95,9 +95,7 @@ TRIES, STEPS = 100_000, 24
 MOST = 5e8
 
 
-def random_config(
-    kernel: Family, rng: random.Random, packed: bool = False
-) -> tuple[Problem, Config]:
+def random_config(kernel: Family, rng: random.Random, packed: bool = False) -> tuple[Problem, Config]:
     """What is compiled in, as a problem, and a config that the rules allow for it.
 
     packed: the problem has few queries of grouped heads, and the config packs them.
@@ -119,9 +117,7 @@ def random_config(
             break
     else:
         raise AssertionError(f"{kernel.name} has hardly a config for {problem.label}")
-    values = {
-        p.name: (*p.on(ARCH), *MORE.get(kernel.name, {}).get(p.name, ())) for p in kernel.params
-    }
+    values = {p.name: (*p.on(ARCH), *MORE.get(kernel.name, {}).get(p.name, ())) for p in kernel.params}
     for _ in range(STEPS):
         step = dict(config)
         for name in rng.sample(sorted(values), min(len(values), rng.choice((1, 1, 2, 3)))):
@@ -144,9 +140,7 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
     while True:
         seqlen_q = rng.choice((1, queries - 1, queries + 1, *(rng.randint(1, 3 * queries),) * 3))
         seqlen_k = rng.choice((1, keys - 1, keys, keys + 1, rng.randint(1, 3 * keys)))
-        seqlen_q, seqlen_k = (
-            max(1, min(length, problem.seqlen_k)) for length in (seqlen_q, seqlen_k)
-        )
+        seqlen_q, seqlen_k = (max(1, min(length, problem.seqlen_k)) for length in (seqlen_q, seqlen_k))
         shape = replace(
             problem,
             batch=rng.choice((1, 1, 2)),

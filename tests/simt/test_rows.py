@@ -112,9 +112,9 @@ def test_inputs_drawn_anew_have_the_sizes_of_before_and_come_back(dtype, device)
             assert (bits != made[name]).mean() > (0.8 if dtype == "e4m3" else 0.9)
     for one, other in itertools.pairwise(contents):
         assert all((one[name] != other[name]).mean() > 0.8 for name in "qkv")
-    assert (contents[0]["q"] ^ made["q"]).ravel()[:900].tolist() != (
-        contents[0]["k"] ^ made["k"]
-    ).ravel()[:900].tolist()
+    assert (contents[0]["q"] ^ made["q"]).ravel()[:900].tolist() != (contents[0]["k"] ^ made["k"]).ravel()[
+        :900
+    ].tolist()
     judge.redraw(regions, 2**63 + 5, 0)
     for name in "qkv":
         assert (at[name].of(made[name].dtype).reshape(made[name].shape) == made[name]).all()

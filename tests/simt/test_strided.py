@@ -38,11 +38,7 @@ LAYOUTS = {
     "packed": ((0, 2, 1), 3),
     "rows_outermost": ((2, 0, 1), 1),
 }
-PLAIN = (
-    "BLOCK_N=64 WARPGROUPS=2",
-    "BLOCK_N=96 WARPGROUPS=1 SPLITS=2 PDL=2",
-    "BLOCK_N=64 WARPGROUPS=2 ORDER=1",
-)
+PLAIN = ("BLOCK_N=64 WARPGROUPS=2", "BLOCK_N=96 WARPGROUPS=1 SPLITS=2 PDL=2", "BLOCK_N=64 WARPGROUPS=2 ORDER=1")
 # Packed heads need few queries: see test_packed_heads.
 CONFIGS = (*PLAIN, *(words for words in FLASH_FWD_WGMMA if "PACK_GQA=1" not in words))
 POISON = 0xFFFF
@@ -103,9 +99,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         if tensor in "qo" and group > 1:
             found = rows_of_group(found, group)
         strides[tensor] = found.strides[:3]
-    launches = served.launches(
-        *(declaration, config, problem, problem.scale), lse=lse or backward, strides=strides
-    )
+    launches = served.launches(*(declaration, config, problem, problem.scale), lse=lse or backward, strides=strides)
     launches = {name: _strided(made, rows_of_heads, strides) for name, made in launches.items()}
     declared = family.launches(code, rows_of_heads, ARCH)
     sizes = {**family.workspaces(code, rows_of_heads)}
@@ -187,9 +181,7 @@ def test_contiguous_queries_of_packed_heads(simulator, words):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_right(simulator, layout, number):
     words = CONFIGS[number]
-    causal = "ORDER=1" in words or (
-        "CLUSTER=" not in words.replace("SPLIT_CLUSTER", "") and number % 2 == 0
-    )
+    causal = "ORDER=1" in words or ("CLUSTER=" not in words.replace("SPLIT_CLUSTER", "") and number % 2 == 0)
     dtype = FAMILY.dtypes[number % 2]
     head_dim = (128, 64, 72)[number % 3]
     problem = Problem(3, 4, 2, 150, 330, head_dim, dtype, causal=causal)

@@ -69,9 +69,7 @@ def test_constants_are_the_same():
     assert dict(constant.findall(text)) == dict(constant.findall(twin)) != {}
 
 
-@pytest.mark.parametrize(
-    ("header", "define"), [("wgmma.cuh", "WGMMA_DEFINE"), ("fp8.cuh", "WGMMA_E4M3_DEFINE")]
-)
+@pytest.mark.parametrize(("header", "define"), [("wgmma.cuh", "WGMMA_DEFINE"), ("fp8.cuh", "WGMMA_E4M3_DEFINE")])
 def test_the_twin_multiplies_the_widths_that_there_are(header, define):
     text = (KERNELS / "common/ptx" / header).read_text()
     there = {int(width) for width in re.findall(rf"^{define}\((\d+),", text, re.MULTILINE)}

@@ -116,8 +116,5 @@ def test_room_for_an_output_that_is_wider_than_q_is_counted():
     wide, same = (Problem.parse(f"(1,2,97x161,{dims}) bf16 full") for dims in ("64/128", "128"))
     of_k = 2 * 64 * 64 * 2  # two tiles of 64 keys, with 64 columns fewer
     for words, of_q in ((PLAIN, 0), (f"{PLAIN} PERSISTENT=1", 128 * 64 * 2)):
-        sizes = [
-            FAMILY.launches(config_of(FAMILY, words), problem, ARCH)["fwd"].smem_bytes
-            for problem in (same, wide)
-        ]
+        sizes = [FAMILY.launches(config_of(FAMILY, words), problem, ARCH)["fwd"].smem_bytes for problem in (same, wide)]
         assert sizes[0] - sizes[1] == of_k + of_q, words

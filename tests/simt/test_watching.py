@@ -173,9 +173,7 @@ def test_poison_fills_every_byte_and_no_other(size, device):
 
 @pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "each", "of_v"), [(1, 7, 7), (1, 1, 5), (5, 6, 6), (5, 40, 6), (11, 2, 24)]
-)
+@pytest.mark.parametrize(("heads", "each", "of_v"), [(1, 7, 7), (1, 1, 5), (5, 6, 6), (5, 40, 6), (11, 2, 24)])
 def test_heads_are_negated_each_for_itself(dtype, heads, each, of_v, device):
     """An odd number of elements is one piece, and the guards behind it stay as they are."""
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)

@@ -82,9 +82,7 @@ class MaskedKernel(Kernel):
             to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
 
     @staticmethod
-    def _bound(
-        masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int
-    ) -> None:
+    def _bound(masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int) -> None:
         bounds, _, _, rows, keys, low, high, _, sequences, *_other = rest
         first, end = np.zeros((masks, 1), int), np.full((masks, 1), keys)
         i = at = np.arange(rows)
@@ -308,17 +306,14 @@ class Fp8Kernel:
         assert (seqlen_q, seqlen_k) == (q.shape[1], k.shape[1])
         blocks = -(-seqlen_k // self.scale_block) if self.scale_block else 1
         q_scale, k_scale, v_scale = (
-            _floats(each, len(k) * count)
-            for each, count in zip(scales, (1, blocks, blocks), strict=True)
+            _floats(each, len(k) * count) for each, count in zip(scales, (1, blocks, blocks), strict=True)
         )
 
         def values(tensor: Any, scale: Any) -> Any:
             of_rows = scale.view(len(k), -1).repeat_interleave(self.scale_block or seqlen_k, 1)
             return _e4m3(tensor) * of_rows[:, :seqlen_k, None]
 
-        keys, of_keys = (
-            each.repeat_interleave(group, 0) for each in (values(k, k_scale), values(v, v_scale))
-        )
+        keys, of_keys = (each.repeat_interleave(group, 0) for each in (values(k, k_scale), values(v, v_scale)))
         queries = _e4m3(q) * q_scale.repeat_interleave(group)[:, None, None]
         scores = queries @ keys.mT * (factor / math.log2(math.e))
         if self.causal:

@@ -22,9 +22,7 @@ def qkv(*shape: int, **options: Any) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(3, *(shape or (1, 2, 64, 32)), **options))
 
 
-def recorded(
-    tmp_path: Path, program: Callable[[Recording], object], every_call: bool = False
-) -> Recorded:
+def recorded(tmp_path: Path, program: Callable[[Recording], object], every_call: bool = False) -> Recorded:
     """What is recorded of a program; at its end all of PyTorch's is in its place."""
     folder = tmp_path / secrets.token_hex(4)
     folder.mkdir()

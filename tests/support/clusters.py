@@ -75,15 +75,10 @@ def worker(place: Path, name: str, environment: Mapping[str, str], **options: An
 def local(place: Path, workers: Mapping[str, Mapping[str, str]], **options: Any) -> Iterator[Any]:
     """A cluster with these workers. workers: their environments, by name."""
     specification = {name: worker(place, name, of, **options) for name, of in workers.items()}
-    scheduler = {
-        "cls": distributed.Scheduler,
-        "options": {"dashboard_address": None, "dashboard": False},
-    }
+    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard_address": None, "dashboard": False}}
     with (
         dask.config.set(QUICK),
-        distributed.SpecCluster(
-            workers=specification, scheduler=scheduler, silence_logs=50
-        ) as started,
+        distributed.SpecCluster(workers=specification, scheduler=scheduler, silence_logs=50) as started,
     ):
         yield started
 

@@ -84,14 +84,7 @@ class Cudnn(ModuleType):
     def set_stream(self, handle: int, stream: int) -> None:
         self.streams[handle] = stream
 
-    def pygraph(
-        self,
-        *,
-        handle: int,
-        io_data_type: str,
-        intermediate_data_type: str,
-        compute_data_type: str,
-    ) -> Graph:
+    def pygraph(self, *, handle: int, io_data_type: str, intermediate_data_type: str, compute_data_type: str) -> Graph:
         graph = Graph(self, handle, (io_data_type, intermediate_data_type, compute_data_type))
         self.graphs.append(graph)
         return graph
@@ -105,12 +98,7 @@ class Graph:
         self.executed: list[Any] = []
 
     def tensor(
-        self,
-        dim: list[int],
-        stride: list[int],
-        data_type: str | None = None,
-        name: str = "",
-        uid: int = -1,
+        self, dim: list[int], stride: list[int], data_type: str | None = None, name: str = "", uid: int = -1
     ) -> str:
         self.tensors[name] = {"dim": dim, "stride": stride, "type": data_type, "uid": uid}
         return name

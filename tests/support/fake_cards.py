@@ -26,13 +26,9 @@ class FakeCards:
     nursery: forks their processes; without it each is a program that imports everything.
     """
 
-    def __init__(
-        self, place: Path, count: int = 2, nursery: Nursery | None = None, **everywhere: Any
-    ) -> None:
+    def __init__(self, place: Path, count: int = 2, nursery: Nursery | None = None, **everywhere: Any) -> None:
         self._nursery = nursery
-        self.cards = [
-            InstalledCard(number, f"GPU-{number:08d}", "NVIDIA Test 1") for number in range(count)
-        ]
+        self.cards = [InstalledCard(number, f"GPU-{number:08d}", "NVIDIA Test 1") for number in range(count)]
         self.facts: dict[str, Any] = {"all": everywhere, "log": str(place / "calls.log")}
         self.children: list[Process] = []
         self.started: Counter[int] = Counter()
@@ -50,11 +46,7 @@ class FakeCards:
         """As process.start_child, which it stands in for."""
         support = Path(__file__).parent
         path = [str(support), str(Path(attnsweep.__file__).parent.parent)]
-        environment = {
-            VISIBLE: card.uuid,
-            "FAKE_CARDS": json.dumps(self.facts),
-            "PYTHONPATH": os.pathsep.join(path),
-        }
+        environment = {VISIBLE: card.uuid, "FAKE_CARDS": json.dumps(self.facts), "PYTHONPATH": os.pathsep.join(path)}
         self.started[card.number] += 1
         command = [sys.executable, str(support / "fake_child.py")]
         popen = subprocess.Popen if self._nursery is None else self._nursery.popen

@@ -83,9 +83,7 @@ class FaultyGpu(FakeGpu):
     def _hold(self) -> None:
         """If it `holds` its n-th candidate, wait there for `FakeCards.go_on`."""
         ends = time.monotonic() + 20
-        while (
-            self._trials == self._facts.get("holds") and not self._log.with_name("go on").exists()
-        ):
+        while self._trials == self._facts.get("holds") and not self._log.with_name("go on").exists():
             assert time.monotonic() < ends, "nobody said to go on"
             time.sleep(0.005)
 

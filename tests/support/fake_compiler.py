@@ -16,9 +16,7 @@ from attnsweep.core.files import shipped, write_file
 from attnsweep.core.hardware import Arch
 
 REGISTERS = 32
-_ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:[A-Z_]+\s+)?(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\('
-)
+_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:[A-Z_]+\s+)?(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(')
 # An ELF file of no sections: what a cubin is to code that reads it with pyelftools.
 _EMPTY_ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xbe\x00\x01\x00\x00\x00"
 _EMPTY_ELF += bytes(28) + b"\x40\x00" + b"\x38\x00\x00\x00" + b"\x40\x00\x00\x00\x00\x00"
@@ -63,9 +61,7 @@ class FakeCompiler:
     hangs = False
     """Whether no stage is ever ready; not at the start of a test."""
 
-    def __init__(
-        self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
-    ) -> None:
+    def __init__(self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None) -> None:
         self.arch = arch
         self.made.append(arch)
         self.cache_dir = cache_dir or default_cache_dir() / "fake"

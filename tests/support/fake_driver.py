@@ -127,9 +127,7 @@ class FakeDriver:
         made = {"pointer": pointer, "dims": dims, "strides": strides, "box": box}
         self.maps.append(made | {"swizzle": swizzle})
         encoded = TensorMap()
-        alike = [
-            made | {"pointer": 0, "swizzle": swizzle} == one | {"pointer": 0} for one in self.maps
-        ]
+        alike = [made | {"pointer": 0, "swizzle": swizzle} == one | {"pointer": 0} for one in self.maps]
         content = struct.pack(_NUMBER_AND_ADDRESS, alike.index(True), pointer)
         ctypes.memmove(encoded.getPtr(), content, len(content))
         return Status.CUDA_SUCCESS, encoded

@@ -35,10 +35,7 @@ class FakeGpu:
     """
 
     def __init__(
-        self,
-        times: Mapping[str, float] | None = None,
-        *,
-        environment: Environment | NoGpuError = TEST_GPU,
+        self, times: Mapping[str, float] | None = None, *, environment: Environment | NoGpuError = TEST_GPU
     ) -> None:
         self.times: dict[str, float] = dict(times or {})
         self.environment = environment
@@ -87,9 +84,7 @@ class FakeGpu:
 
     # -- the protocol -------------------------------------------------------------------------
 
-    def describe(
-        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
-    ) -> Environment:
+    def describe(self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None) -> Environment:
         self.first = first
         if isinstance(self.environment, NoGpuError):
             raise self.environment

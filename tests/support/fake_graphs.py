@@ -19,12 +19,7 @@ class FakeGraphs:
         self._inside: dict[int, list[int]] = {}
 
     def add(
-        self,
-        kind: int = 0,
-        after: list[int] | None = None,
-        *,
-        early: bool = False,
-        inside: tuple[int, ...] = (),
+        self, kind: int = 0, after: list[int] | None = None, *, early: bool = False, inside: tuple[int, ...] = ()
     ) -> int:
         """A node after these, or on the stream after its last ones, whose next one follows it."""
         self._kinds.append(kind)

@@ -76,9 +76,7 @@ def torch_of() -> Any:
     torch.empty = lambda size, dtype, device: SimpleNamespace(size=size, dtype=dtype)
     torch.full = lambda shape, value, dtype, device: Tensor(np.full(shape, value), dtype)
     torch.empty_like = lambda tensor: tensor
-    torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(
-        strides=strides, dtype=dtype
-    )
+    torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(strides=strides, dtype=dtype)
     torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
     torch.cuda = SimpleNamespace(
         is_available=lambda: True,

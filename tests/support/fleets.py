@@ -76,11 +76,7 @@ class OnCard(Observer):
 
 
 def swept(
-    place: Path,
-    cards: FakeCards,
-    text: str = SPEC,
-    on: Sequence[int] | None = None,
-    **options: Any,
+    place: Path, cards: FakeCards, text: str = SPEC, on: Sequence[int] | None = None, **options: Any
 ) -> tuple[SweepOutcome, Heard]:
     """A sweep in a directory. text: of its spec. on: the numbers of some of the cards."""
     for met in place.glob("GPU-* here"):

@@ -15,9 +15,7 @@ def fp8_run(bound: float | None = None) -> Run:
     problem = Problem(1, 16, 16, 4096, 4096, 128, "e4m3", causal=True)
 
     def row(us: float, error: float, **config: int) -> Trial:
-        accuracy = Accuracy(
-            rel_err=error, limit=0.1, timed_err=error, format_err=0.07, total_err=0.075
-        )
+        accuracy = Accuracy(rel_err=error, limit=0.1, timed_err=error, format_err=0.07, total_err=0.075)
         made = candidate("flash_fwd_fp8_wgmma", us, **config)
         return held_to(made.with_(problem=problem, accuracy=accuracy), bound)
 

@@ -42,9 +42,7 @@ def label(**changes: int) -> str:
 PLAIN = CompiledKernel(64, "bf16", "full", label(), ({}, {}))
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 _FIRST_BACKWARD = {param.name: param.values[0] for param in WGMMA_BACKWARD.kernel.params}
-PLAIN_BACKWARD = CompiledKernel(
-    *(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({},), "flash_bwd_wgmma")
-)
+PLAIN_BACKWARD = CompiledKernel(*(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({},), "flash_bwd_wgmma"))
 RECOMPUTED = replace(PLAIN_BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
 
 
@@ -96,9 +94,7 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
     return replace(kernel, stages=(both[0], both[1]))
 
 
-def winner(
-    of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None
-) -> Winner:
+def winner(of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None) -> Winner:
     """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
     own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.variant)
     return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)

@@ -21,16 +21,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.export import export
-from attnsweep.serve.runtime.table import (
-    CUBINS,
-    FORMAT,
-    TABLE,
-    GpuKey,
-    Guard,
-    Table,
-    TunedGpu,
-    read_table,
-)
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, Table, TunedGpu, read_table
 from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -49,9 +40,7 @@ def cards(names: Collection[str]) -> dict[GpuKey, list[Path]]:
             capability = arch_named(facts["arch"]).compute_capability
             found[GpuKey(capability, facts["sm_count"], facts["l2_bytes"])].append(run)
     return {
-        key: runs
-        for key, runs in sorted(found.items())
-        if {run.name for run in runs} == set(names) and key.l2_bytes
+        key: runs for key, runs in sorted(found.items()) if {run.name for run in runs} == set(names) and key.l2_bytes
     }
 
 
@@ -70,11 +59,7 @@ def runs_for(key: GpuKey, names: Collection[str]) -> list[Path]:
 
 
 def exported_for(
-    key: GpuKey,
-    runs: Sequence[Path],
-    place: Path,
-    name: str,
-    compilers: Mapping[str, Compiler] | None = None,
+    key: GpuKey, runs: Sequence[Path], place: Path, name: str, compilers: Mapping[str, Compiler] | None = None
 ) -> Path:
     """A project with a package of runs of one kind, which takes a GPU for one of that kind."""
     done = export(runs, place / name, discover(), name=name, compilers=compilers)
@@ -108,9 +93,7 @@ def changed(run: Run, place: Path, trials: Iterable[Trial]) -> Path:
 
 
 # ---- calls in 16 bits ----
-def call(
-    batch: int, heads: int, heads_kv: int, seqlen: int, head_dim: int, dtype: Any, causal: bool
-) -> Problem:
+def call(batch: int, heads: int, heads_kv: int, seqlen: int, head_dim: int, dtype: Any, causal: bool) -> Problem:
     """A call with as many queries as keys."""
     return Problem(batch, heads, heads_kv, seqlen, seqlen, head_dim, dtype, causal=causal)
 
@@ -122,18 +105,14 @@ OUTPUTS = tuple(
     for heads_kv, head_dim, dtype in ((16, 64, "fp16"), (16, 128, "bf16"), (4, 128, "bf16"))
     for causal in BOTH
 )
-GRADIENTS = tuple(
-    call(1, 16, heads_kv, 700, 64, "fp16", causal) for heads_kv in (16, 4) for causal in BOTH
-)
+GRADIENTS = tuple(call(1, 16, heads_kv, 700, 64, "fp16", causal) for heads_kv in (16, 4) for causal in BOTH)
 PLAIN = call(1, 16, 16, 1024, 64, "fp16", False)
 """In graphs, in threads, and at other addresses; also with the guard of a package."""
 COMPILED = call(2, 16, 16, 512, 64, "fp16", True)
 MAPPED = tuple(call(2, 16, 4, 1000, head_dim, "bf16", False) for head_dim in (64, 128))
 CHANGING = tuple(range(500, 1200))
 """Lengths of calls whose shapes keep changing."""
-SHIPPED = tuple(
-    call(4, 16, 16, 2048, head_dim, "bf16", causal) for head_dim in (64, 128) for causal in BOTH
-)
+SHIPPED = tuple(call(4, 16, 16, 2048, head_dim, "bf16", causal) for head_dim in (64, 128) for causal in BOTH)
 """By the winners that come with attnsweep, on each card that they are of."""
 
 

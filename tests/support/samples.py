@@ -78,18 +78,14 @@ def timed(rounds: Sequence[float], **changes: object) -> Measurement:
 def built(name: str, kernel: str = "k") -> Any:
     """The part of a Build that a race and the finals need."""
     return SimpleNamespace(
-        kernel=SimpleNamespace(name=kernel),
-        config=SimpleNamespace(label=name),
-        candidate=lambda: None,
+        kernel=SimpleNamespace(name=kernel), config=SimpleNamespace(label=name), candidate=lambda: None
     )
 
 
 def rounds_of(time_us: float, wobble: float = 0.01) -> Measurement:
     """Twelve rounds in one pattern: rows of different time are never a tie."""
     rounds = [time_us + wobble * (i % 4 - 1.5) for i in range(12)]
-    return Measurement(
-        median=time_us, low=time_us - wobble, high=time_us + wobble, samples=12, rounds=rounds
-    )
+    return Measurement(median=time_us, low=time_us - wobble, high=time_us + wobble, samples=12, rounds=rounds)
 
 
 def candidate(kernel: str, time_us: float | None, **config: int) -> Trial:
@@ -133,18 +129,12 @@ def full_run(directory: Path = Path("results/h200/h100"), **changes: object) -> 
         fast.with_(stages_us={"qk": 10.1, "softmax": 9.0, "pv": 8.2}),
         candidate("three_kernel_wgmma", 33.3, QK_BLOCK_M=64, PV_BLOCK_M=64, SOFTMAX_THREADS=128),
         *(
-            failed(
-                "flash_fwd_wgmma", Status.PRUNED, f"spills {n} bytes, the spec allows 0", BLOCK_M=n
-            )
+            failed("flash_fwd_wgmma", Status.PRUNED, f"spills {n} bytes, the spec allows 0", BLOCK_M=n)
             for n in range(1, 7)
         ),
-        failed(
-            "flash_fwd_wgmma", Status.PRUNED, "same machine code as flash BLOCK_M=64", BLOCK_M=9
-        ),
+        failed("flash_fwd_wgmma", Status.PRUNED, "same machine code as flash BLOCK_M=64", BLOCK_M=9),
         *(
-            failed(
-                "flash_fwd_wgmma", Status.WRONG, f"relative error {n}e-01 over the limit", BLOCK_M=n
-            )
+            failed("flash_fwd_wgmma", Status.WRONG, f"relative error {n}e-01 over the limit", BLOCK_M=n)
             for n in range(10, 14)
         ),
         failed("naive", Status.COMPILE_ERROR, "\nnaive.cu(3): error: no [bold] luck\nlots more"),

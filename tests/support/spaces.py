@@ -15,12 +15,7 @@ from attnsweep.family.space import Selection, selected
 
 
 def candidates(
-    kernel: Family,
-    problem: Problem,
-    arch: Arch,
-    selection: Selection | None = None,
-    *,
-    seed: int | None = None,
+    kernel: Family, problem: Problem, arch: Arch, selection: Selection | None = None, *, seed: int | None = None
 ) -> Iterator[Config]:
     """The configs of `Space.build`, as soon as each is found; one may come twice.
 

@@ -150,10 +150,7 @@ class FakeProof(Verifier):
         return replace(TURNS, call=bind(candidate.turns, [TURNS.fixture.buffers]))
 
 
-PROVEN = Proven(
-    *(FakeFixture(PROBLEM), FakePipeline(None, None, []), True, 0),
-    np.array([[100], [101]], np.uint64),
-)
+PROVEN = Proven(*(FakeFixture(PROBLEM), FakePipeline(None, None, []), True, 0), np.array([[100], [101]], np.uint64))
 TURNS = replace(PROVEN, fixture=FakeFixture(cases.short_turns(PROBLEM, 2).problem))
 
 
@@ -165,9 +162,7 @@ class FakeBench(Bench):
         self._workspaces, self._entries, self._cold_copies = {}, {}, []
         self._right, self._launch_times, self._launched = {}, {}, 0
         self._judged = Counter()
-        self._owned = SimpleNamespace(
-            triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None)
-        )
+        self._owned = SimpleNamespace(triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None))
         self._proof = FakeProof(lambda look, side: 100 + side)
 
     def _screen(self, call, stage=None, proven=None):

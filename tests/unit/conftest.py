@@ -230,12 +230,7 @@ def go(tmp_path):
         path.write_text(text)
         kernels = kernels or discover()
         spec = load_spec(path, kernels)
-        return session.run(
-            spec,
-            results=tmp_path / "results",
-            cache_dir=tmp_path / "cache",
-            **options,
-        )
+        return session.run(spec, results=tmp_path / "results", cache_dir=tmp_path / "cache", **options)
 
     return run
 
@@ -253,9 +248,7 @@ def tuned(attnsweep, gpu, tmp_path, monkeypatch):
     def tune(shape, family, us, slower):
         theirs = {"torch_cudnn": 1.4 * us, "torch_flash": 1.8 * us}
         gpu.times |= dict.fromkeys(theirs, 0.0)  # they are installed
-        gpu.time_us = lambda name: theirs.get(
-            name, us + sum(more for words, more in slower.items() if words in name)
-        )
+        gpu.time_us = lambda name: theirs.get(name, us + sum(more for words, more in slower.items() if words in name))
         done = attnsweep("tune", *shape.split())
         assert done.returncode == 0, done.stderr
         said = done.stdout.splitlines()[-1]

@@ -23,10 +23,7 @@ PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
 # Scripts about what is inside: machine code of two trees, and the package that attnsweep holds.
 INSIDE = {"same_sass.py", "winners.py"}
 PROGRAMS = sorted(
-    path
-    for folder in ("scripts", "benchmarks")
-    for path in (ROOT / folder).glob("*.py")
-    if path.name not in INSIDE
+    path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py") if path.name not in INSIDE
 )
 
 

@@ -63,9 +63,7 @@ def test_its_tensors_are_those_of_a_backward():
 
 def plain_gradients(inputs, problem):
     """By the derivative of a softmax whose output and sums are computed here."""
-    q, k, v, do = (
-        from_bits(inputs[n], problem.dtype).astype(np.float64) for n in ["q", "k", "v", "do"]
-    )
+    q, k, v, do = (from_bits(inputs[n], problem.dtype).astype(np.float64) for n in ["q", "k", "v", "do"])
     group = problem.heads // problem.heads_kv
     k, v = (x.repeat(group, axis=1) for x in (k, v))
     scores = q @ k.swapaxes(2, 3) * problem.scale
@@ -222,10 +220,7 @@ def of_one_key(seed, dim=64, scale_of_delta=1.0, of_o=np.asarray, hidden_too=Fal
     case = Case(replace(ONE_KEY, head_dim=dim))
     assert case.problem.key_ranges == ((0, 1),)
     inputs = make_inputs(case, seed)
-    q, k, v, o, do = (
-        from_bits(inputs[name], "fp16")[0, 0].astype(np.float32)
-        for name in ("q", "k", "v", "o", "do")
-    )
+    q, k, v, o, do = (from_bits(inputs[name], "fp16")[0, 0].astype(np.float32) for name in ("q", "k", "v", "o", "do"))
     dp, delta = np.zeros(66, np.float32), np.zeros(66, np.float32)
     for column in range(dim):
         dp += do[:, column] * v[0, column]
@@ -294,9 +289,7 @@ def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
     torch.int64, torch.empty = "int64", lambda size, dtype, device: "no seed"
     problem = Problem(2, 4, 2, 8, 8, 64, "bf16", CAUSAL, op=BACKWARD)
     ways = BACKENDS[name].ways(torch, problem, None)
-    inputs = {
-        n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}") for n in problem.values
-    }
+    inputs = {n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}") for n in problem.values}
     assert ways[0].forward(*inputs.values()) == tuple(inputs[n] for n in "qkv")
     ((by, given, scale),) = asked
     assert (by, scale) == (name, problem.scale)
@@ -370,10 +363,7 @@ def test_cudnns_own_backward_gets_the_problem_in_either_layout(name, problem, mo
             assert tuple(each.tensors[tensor]["stride"]) == own
         rows = problem.seqlen_q
         assert each.tensors["stats"]["dim"] == [2, 4, rows, 1]
-        assert (each.tensors["stats"]["stride"], each.tensors["stats"]["type"]) == (
-            [4 * rows, rows, 1, 1],
-            "float",
-        )
+        assert (each.tensors["stats"]["stride"], each.tensors["stats"]["type"]) == ([4 * rows, rows, 1, 1], "float")
         assert each.options["attn_scale"] == 1 / 8
         assert each.options["use_deterministic_algorithm"] is (name != "cudnn")
         assert each.options["diagonal_band_right_bound"] == 0
@@ -482,9 +472,7 @@ def test_pytorchs_efficient_backward_gets_keys_of_each_query_head():
         ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
         return ds @ k, ds.mT @ q, p.mT @ do, None
 
-    aten = SimpleNamespace(
-        _scaled_dot_product_efficient_attention_backward=SimpleNamespace(default=called)
-    )
+    aten = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=SimpleNamespace(default=called))
     host = on_host(torch, ops=SimpleNamespace(aten=aten))
     inputs = make_inputs(Case(problem), 1)
     given = [

@@ -44,8 +44,7 @@ def test_flex_gets_the_mask_of_numpy(problem):
     torch = pytest.importorskip("torch")
     seen = flex.mask_of(torch, problem, "cpu")
     items, rows, keys = torch.meshgrid(
-        *(torch.arange(n) for n in (problem.batch, problem.seqlen_q, problem.seqlen_k)),
-        indexing="ij",
+        *(torch.arange(n) for n in (problem.batch, problem.seqlen_q, problem.seqlen_k)), indexing="ij"
     )
     assert (seen(items, 0, rows, keys).numpy() == ~hidden(problem)).all()
 

@@ -42,10 +42,7 @@ def torch(monkeypatch):
 
 def inputs(problem=PROBLEM, copies=2, seed=0):
     random = np.random.default_rng(seed)
-    return [
-        {t: Tensor(random.standard_normal(problem.shape_of(t))) for t in "qkv"}
-        for _ in range(copies)
-    ]
+    return [{t: Tensor(random.standard_normal(problem.shape_of(t))) for t in "qkv"} for _ in range(copies)]
 
 
 def timed(ways, monkeypatch, torch, name="torch_flash"):
@@ -157,9 +154,7 @@ def best_on_shorter(on_short, torch, monkeypatch, on_long="abc"):
     torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
     monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], ways=ways))
     there = [Way(lambda *_: pytest.fail("called"), spare=each == "spare") for each in on_long]
-    left = baselines_prepare._best_on_shorter(
-        "triton_flash", torch, LONG, there, "bfloat16", Session(clock)
-    )
+    left = baselines_prepare._best_on_shorter("triton_flash", torch, LONG, there, "bfloat16", Session(clock))
     assert {*shapes} <= {SHORT.shape_of("q")}
     return [there.index(way) for way in left], called
 
@@ -172,9 +167,7 @@ def test_of_a_long_problem_the_way_that_is_fastest_on_a_shorter_one_is_left(torc
 
 
 def test_of_a_long_problem_spare_ways_stay_and_are_not_tried(torch, monkeypatch):
-    left, called = best_on_shorter(
-        {"a": 40.0, "b": 10.0, "spare": 1.0}, torch, monkeypatch, ("a", "b", "spare")
-    )
+    left, called = best_on_shorter({"a": 40.0, "b": 10.0, "spare": 1.0}, torch, monkeypatch, ("a", "b", "spare"))
     assert left == [1, 2]
     assert {*called} == {"a", "b"}
 
@@ -184,9 +177,7 @@ def test_of_a_long_problem_spare_ways_stay_and_are_not_tried(torch, monkeypatch)
     [{"a": RuntimeError("no"), "b": RuntimeError("no"), "c": RuntimeError("no")}, {"a": 1.0}],
     ids=["none works there", "another number of ways there"],
 )
-def test_of_a_long_problem_all_ways_stay_where_a_shorter_one_tells_nothing(
-    ways, torch, monkeypatch
-):
+def test_of_a_long_problem_all_ways_stay_where_a_shorter_one_tells_nothing(ways, torch, monkeypatch):
     assert best_on_shorter(ways, torch, monkeypatch)[0] == [0, 1, 2]
 
 
@@ -315,9 +306,7 @@ def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, c
     kind = "half" if dtype == "fp16" else "bf16"
     assert graph.types == (kind, "float", "float")
     assert cudnn.streams == {graph.handle: 77}
-    assert graph.steps == [
-        *("validate", "build_operation_graph", ("A", "fallback"), "check_support", "build_plans")
-    ]
+    assert graph.steps == [*("validate", "build_operation_graph", ("A", "fallback"), "check_support", "build_plans")]
     keys = problem.seqlen_k
     assert graph.tensors["q"]["dim"] == [2, 8, 64, 64]
     assert graph.tensors["k"]["dim"] == graph.tensors["v"]["dim"] == [2, 2, keys, 64]
@@ -557,10 +546,7 @@ def test_where_cudnn_writes_no_bf16_its_output_has_the_scale_of_v(torch, monkeyp
     module, problem = Cudnn(unsupported={"bf16"}), fp8("e4m3_tensor")
     monkeypatch.setitem(sys.modules, "cudnn", module)
     ways = BACKENDS["cudnn"].ways(torch, problem, Session([0.0]))
-    assert [graph.out.told["data_type"] for graph in module.graphs] == [
-        *["bf16"] * 2,
-        *["e4m3"] * 2,
-    ]
+    assert [graph.out.told["data_type"] for graph in module.graphs] == [*["bf16"] * 2, *["e4m3"] * 2]
     (given,) = fp8_inputs(problem)
     of_v = given["v_scale"].array[0, 0]
     for way in ways:
@@ -574,9 +560,7 @@ def test_where_cudnn_writes_no_bf16_its_output_has_the_scale_of_v(torch, monkeyp
 def test_where_cudnn_writes_bf16_its_other_output_is_spare(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn())
     ways = BACKENDS["cudnn"].ways(torch, fp8("e4m3_tensor"), Session([0.0]))
-    assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [
-        (True, False)
-    ] * 2
+    assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [(True, False)] * 2
 
 
 def test_cudnn_that_does_neither_is_a_reason(torch, monkeypatch):

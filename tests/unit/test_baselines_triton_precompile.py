@@ -71,9 +71,7 @@ def test_a_process_that_hangs_is_waited_for_within_bounds(beside):
 
 
 def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
-    slow = beside(
-        "import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)"
-    )
+    slow = beside("import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)")
     assert not slow.done(ONE)
     slow.begin(["triton_flash"], ONE)
     assert not slow.done(ONE)

@@ -46,9 +46,7 @@ def test_before_the_rounds_only_the_candidates_own_workspaces_are_held(bench):
 def test_equal_sizes_share_a_workspace(bench):
     bench.add("a", candidate(100), cold=True)
     bench.add("b", candidate(100), cold=True)
-    assert (
-        bench._entries["a"].call.copies[0]["scores"] is bench._entries["b"].call.copies[0]["scores"]
-    )
+    assert bench._entries["a"].call.copies[0]["scores"] is bench._entries["b"].call.copies[0]["scores"]
 
 
 @pytest.mark.parametrize("wrong_look", [3, 500, 6_999])
@@ -76,9 +74,7 @@ def test_a_timed_replay_is_compared_with_the_checked_output(bench):
     bench._proof = FakeProof(lambda look, side: 7)
     with pytest.raises(WrongResult):
         bench._sample(PROVEN.call, lambda: None, 5, PROVEN)
-    assert (
-        bench._sample(PROVEN.call, lambda: None, 5, None) == 2.0
-    )  # of a baseline, whose output is its own
+    assert bench._sample(PROVEN.call, lambda: None, 5, None) == 2.0  # of a baseline, whose output is its own
 
 
 def test_outputs_of_cold_copies_are_compared_too(bench):
@@ -117,8 +113,7 @@ def test_cold_copies_have_arrived_before_they_are_used(bench):
 
 
 @pytest.mark.parametrize(
-    ("call_us", "calls", "turns"),
-    [(5.0, 400, 1), (60.0, 33, 3), (500.0, 4, 20), (28_000.0, 1, 2), (6_000.0, 1, 8)],
+    ("call_us", "calls", "turns"), [(5.0, 400, 1), (60.0, 33, 3), (500.0, 4, 20), (28_000.0, 1, 2), (6_000.0, 1, 8)]
 )
 def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     """With a clock that slows evenly, both sides still come out alike."""

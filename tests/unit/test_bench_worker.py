@@ -167,10 +167,7 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
     )
     paths = os.pathsep.join(filter(None, sys.path))
     parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

@@ -113,9 +113,7 @@ def recorded_toy(search, spec=""):
         row = candidate("toy", us, A=config.A).with_(first_us=2 * us, time_us=time)
         rows[config] = row
     liar = space.configs[40]  # its first time is the least, and it was in no round
-    rows[liar] = rows[liar].with_(
-        first_us=1.0, time_us=rows[liar].time_us.model_copy(update={"rounds": []})
-    )
+    rows[liar] = rows[liar].with_(first_us=1.0, time_us=rows[liar].time_us.model_copy(update={"rounds": []}))
     return search.Recorded("card/run", space, rows)
 
 
@@ -225,9 +223,7 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module):
     def build(number):
         candidate = Candidate("k", {"A": number}, None, (), 0)
         return SimpleNamespace(
-            kernel=SimpleNamespace(name="k"),
-            config=Config({"A": number}),
-            candidate=lambda: candidate,
+            kernel=SimpleNamespace(name="k"), config=Config({"A": number}), candidate=lambda: candidate
         )
 
     two = [build(1), build(2)]
@@ -277,8 +273,7 @@ def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
     assert (noisy["who"], over["who"], over["baseline"]) == ("cudnn", "torch_math", True)
     header, _, first, second, third = accuracy.markdown(found).splitlines()
     assert header == (
-        "| kernel or baseline | dtype | rows | row | RMS | gain of all | softmax scale | "
-        "largest error | its limit |"
+        "| kernel or baseline | dtype | rows | row | RMS | gain of all | softmax scale | largest error | its limit |"
     )
     assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
     assert second.startswith("| cudnn (baseline) | fp16 | 1 | 50 % | – |")
@@ -380,10 +375,7 @@ def test_every_process_serves_one_comparison_of_a_series(benchmark):
 
 def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark):
     def fails(self, first, second):
-        if (
-            len(self._sides["new"].stages) > 1
-            and self.started > 1 + benchmark.module.CALIBRATION_PROCESSES
-        ):
+        if len(self._sides["new"].stages) > 1 and self.started > 1 + benchmark.module.CALIBRATION_PROCESSES:
             raise WorkerError(Status.LAUNCH_ERROR, "illegal address")
         return FakeGpu.pair(self, first, second)
 
@@ -443,12 +435,7 @@ def test_a_tool_is_clean_only_if_every_case_is(sanitize):
         ("", None, 0, False),  # never started
         ("checked 1\nkilled", -9, 0, True),
         ("========= ERROR SUMMARY: 0 errors\n", 0, 0, True),  # nothing was launched
-        (
-            "checked 1\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
-            9,
-            2,
-            True,
-        ),
+        ("checked 1\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 9, 2, True),
     ],
 )
 def test_one_case_that_is_not_clean_is_enough(sanitize, output, code, errors, finished):
@@ -507,15 +494,11 @@ def test_true_times_are_those_of_the_finals_then_of_the_race(selection):
     rows = [
         candidate("k", 10.0, A=0).with_(first_us=9.0),
         candidate("k", 11.0, A=1).with_(first_us=9.9),
-        candidate("k", 1.0, A=2).with_(
-            time_us=first, first_us=9.0, race={"against": "k A=0", "ratio": [1.1, 1.21]}
-        ),
+        candidate("k", 1.0, A=2).with_(time_us=first, first_us=9.0, race={"against": "k A=0", "ratio": [1.1, 1.21]}),
         candidate("k", 1.0, A=3).with_(time_us=first, first_us=18.0),
     ]
     levels = selection.levels_of(rows)
-    assert levels == pytest.approx(
-        {"k A=0": 10.0, "k A=1": 11.0, "k A=2": 10 * math.sqrt(1.331), "k A=3": 20.0}
-    )
+    assert levels == pytest.approx({"k A=0": 10.0, "k A=1": 11.0, "k A=2": 10 * math.sqrt(1.331), "k A=3": 20.0})
 
 
 RECORDED = json.loads((ROOT / "results/h200/selection.json").read_text())
@@ -540,18 +523,13 @@ def test_every_problem_of_every_recorded_run_was_simulated(selection):
 def test_the_docs_say_what_was_simulated():
     text = " ".join((ROOT / "docs/measuring.md").read_text().split())
     of = RECORDED["of"]
-    usual, worst = (
-        max(each[name] for each in of) for name in ("regret_95_percent", "largest_regret_percent")
-    )
+    usual, worst = (max(each[name] for each in of) for name in ("regret_95_percent", "largest_regret_percent"))
     held = min(each["held"] for each in of)
     assert RECORDED["first_noise"] == 0.05
     assert f"By simulation on {len(of)} recorded problems" in text
     assert f"first times 5 % off, {RECORDED['runs']} sweeps each" in text
     assert f"at most {usual:.2f} % slower than the true best in 95 of 100 sweeps" in text
-    assert (
-        f"{worst:.1f} % in the worst of all, and the tie set holds the best in at least {held}"
-        in text
-    )
+    assert f"{worst:.1f} % in the worst of all, and the tie set holds the best in at least {held}" in text
 
 
 # ---- benchmarks/right_callables.py judges what is right, on a card that is none ----
@@ -596,11 +574,7 @@ def test_the_strict_judge_is_compared_with_the_other(module, monkeypatch, tmp_pa
     times = {"torch_flash": 300.0} | dict.fromkeys(asked.values(), 200.0)
     card = FakeGpu(times, environment=H200)
     use(monkeypatch, card)
-    for name, value in {
-        "Worker": card,
-        "names": lambda place: asked,
-        "opened_by": lambda user: "0 0 0 0",
-    }.items():
+    for name, value in {"Worker": card, "names": lambda place: asked, "opened_by": lambda user: "0 0 0 0"}.items():
         monkeypatch.setattr(strict, name, value)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     file = tmp_path / "strict.json"

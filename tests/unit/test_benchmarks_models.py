@@ -81,9 +81,7 @@ def test_attention_in_float64_is_pytorchs(models, causal, grouped, constants):
     k, v = torch.randn(2, 2, 2 if grouped else 4, 200, 32, dtype=torch.float64)
     options = {"is_causal": causal, "enable_gqa": grouped}
     close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(
-        models.float64_attention(q, k, v, **options), SDPA(q, k, v, **options), **close
-    )
+    torch.testing.assert_close(models.float64_attention(q, k, v, **options), SDPA(q, k, v, **options), **close)
     with pytest.raises(NotImplementedError):
         models.float64_attention(q, k, v, attn_mask=torch.ones(200, 200))
 

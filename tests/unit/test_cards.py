@@ -35,13 +35,7 @@ def row(provider, seqlen, us, *, status="ok", error=1e-4, **more):
         "detail": None if status == "ok" else f"it is {status}",
         "time_us": None
         if status == "skipped"
-        else {
-            "median": us,
-            "low": min(rounds),
-            "high": max(rounds),
-            "samples": ROUNDS,
-            "rounds": rounds,
-        },
+        else {"median": us, "low": min(rounds), "high": max(rounds), "samples": ROUNDS, "rounds": rounds},
         "accuracy": {"rel_err": error, "limit": 1e-3},
         **more,
     }
@@ -102,9 +96,7 @@ def test_cards_have_an_order_and_only_what_is_recorded(results):
 def test_losses_and_lower_bounds_stay_in_the_means(results):
     h100, h200 = cards(results, SPECS)
     each, pooled = h100.means
-    assert each.ratios == pytest.approx(
-        [1.2, 0.9, 0.75]
-    )  # the third: a noisy baseline's best round
+    assert each.ratios == pytest.approx([1.2, 0.9, 0.75])  # the third: a noisy baseline's best round
     assert (each.slower, each.overlapping, each.protocol) == (2, 0, "4")
     assert each.mean == pytest.approx((1.2 * 0.9 * 0.75) ** (1 / 3))
     assert each.fa3 == pytest.approx([1.5, 1.0])

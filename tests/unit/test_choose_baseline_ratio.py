@@ -28,9 +28,7 @@ def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
     return candidate("flash", 1.0, A=number).with_(time_us=timed(rounds), **changes)
 
 
-def baseline(
-    name: str, rounds: Sequence[float], status: Status = Status.OK, **changes: object
-) -> Trial:
+def baseline(name: str, rounds: Sequence[float], status: Status = Status.OK, **changes: object) -> Trial:
     return candidate(name, 1.0).with_(
         provider=name, resources=None, time_us=timed(rounds), status=status, cold_us=None, **changes
     )
@@ -93,9 +91,7 @@ def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
     assert math.isnan(float(str(row["ratio_low"])))
     text = printed([alone, baseline("torch_cudnn", [12.0] * 9)], 120)
     assert "~1.20" in text
-    assert "1.20× torch_cudnn, the fastest baseline by medians of different rounds" in " ".join(
-        text.split()
-    )
+    assert "1.20× torch_cudnn, the fastest baseline by medians of different rounds" in " ".join(text.split())
 
 
 def test_another_kind_of_time_has_no_ratio() -> None:
@@ -115,9 +111,7 @@ def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> 
     """The slowest baseline left once became the base: 3.97x, with the three fast ones noisy."""
     rows = [
         ours([10.0] * 6),
-        baseline(
-            "torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"
-        ),
+        baseline("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
         baseline("unfused", [39.7] * 6),
     ]
     row = best(*rows)
@@ -134,9 +128,7 @@ def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> 
 
 
 def test_a_noisy_baseline_that_is_slower_even_at_its_best_changes_nothing() -> None:
-    row = best(
-        ours([10.0] * 6), baseline("torch_flash", WILD, Status.NOISY), baseline("b", [11.0] * 6)
-    )
+    row = best(ours([10.0] * 6), baseline("torch_flash", WILD, Status.NOISY), baseline("b", [11.0] * 6))
     assert (row["best_baseline"], row["ratio_of"]) == ("b", "rounds")
 
 
@@ -153,11 +145,7 @@ OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
 
 def test_a_baseline_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
     """The limit is our rule: without the faster one, the ratio to a slower one flattered us."""
-    rows = [
-        ours([10.0] * 6),
-        baseline("unfused", [12.0] * 6, accuracy=OVER),
-        baseline("b", [20.0] * 6),
-    ]
+    rows = [ours([10.0] * 6), baseline("unfused", [12.0] * 6, accuracy=OVER), baseline("b", [20.0] * 6)]
     assert judged(rows[1])[0] is Status.OK
     ranking = rank(rows, None)
     assert ranking["provider"].tolist() == [OURS, "unfused", "b"]
@@ -229,11 +217,7 @@ def test_a_baseline_in_a_finer_format_is_not_ranked_either() -> None:
     fp8 = replace(PROBLEM, dtype="e4m3_tensor")
     rows = [
         trial.with_(problem=fp8)
-        for trial in (
-            ours([10.0] * 6),
-            baseline(OWN_BF16, [9.0] * 6),
-            baseline("cudnn", [11.0] * 6),
-        )
+        for trial in (ours([10.0] * 6), baseline(OWN_BF16, [9.0] * 6), baseline("cudnn", [11.0] * 6))
     ]
     ranking = rank(rows, None)
     assert ranking["provider"].tolist() == [OURS, "cudnn", OWN_BF16]
@@ -261,11 +245,7 @@ def test_no_baseline_of_a_recorded_run_computes_in_another_format_and_has_a_rank
 
 def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
     raced = Measurement(median=11.0, low=10.9, high=11.1, samples=20)
-    rows = [
-        ours([10.0] * 12),
-        ours([1.0], 2).with_(time_us=raced, race={"rounds": 20}),
-        baseline("b", [12.0] * 12),
-    ]
+    rows = [ours([10.0] * 12), ours([1.0], 2).with_(time_us=raced, race={"rounds": 20}), baseline("b", [12.0] * 12)]
     text = printed(rows, 100)
     assert "~11.00" in text
     assert "~10.00" not in text
@@ -402,9 +382,7 @@ def test_another_kind_of_time_parts_no_tie(kind: str) -> None:
     # Warm times of who never raced are below cold ones, and microseconds below microjoules.
     rounds = [150.0, 151.0, 149.0] * 5
     if kind == "cold":
-        alike = [
-            candidate("flash", 1.0, A=n).with_(time_us=timed(rounds, l2="cold")) for n in (1, 2)
-        ]
+        alike = [candidate("flash", 1.0, A=n).with_(time_us=timed(rounds, l2="cold")) for n in (1, 2)]
     else:
         each = timed([300 * us for us in rounds])
         facts = each.model_dump(include={"median", "low", "high", "samples", "rounds"})

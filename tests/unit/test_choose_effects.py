@@ -90,10 +90,7 @@ def test_parameters_that_change_together_are_paired_by_their_axis() -> None:
     assert {e.name: e.pairs for e in without} == {"N": 2, "P": 0, "MAX": 0}
     assert {e.name: e.pairs for e in found} == {"N": 2, "p": 2}
     assert found[-1].sets == ("P", "MAX")
-    assert {v.value: v.ratio for v in found[-1].values} == {
-        "shared": None,
-        "registers": pytest.approx(1.3),
-    }
+    assert {v.value: v.ratio for v in found[-1].values} == {"shared": None, "registers": pytest.approx(1.3)}
 
 
 def test_true_is_not_one() -> None:

@@ -43,9 +43,7 @@ class Card(FakeGpu):
 
     def stretch(self, name):
         found = super().stretch(name)
-        return found and replace(
-            found, energy_uj=found.energy_uj * (1 + self.source.gauss(0, self.scatter))
-        )
+        return found and replace(found, energy_uj=found.energy_uj * (1 + self.source.gauss(0, self.scatter)))
 
 
 class Notes(Observer):
@@ -72,10 +70,7 @@ def go(gpu, tmp_path):
         path = tmp_path / "test.yaml"
         path.write_text(SPEC % measure)
         return session.run(
-            load_spec(path, kernels),
-            results=tmp_path / place,
-            cache_dir=tmp_path / "cache",
-            observer=notes,
+            load_spec(path, kernels), results=tmp_path / place, cache_dir=tmp_path / "cache", observer=notes
         ).run
 
     run.notes = notes.notes
@@ -158,9 +153,7 @@ def test_a_baseline_that_takes_less_energy_is_named_and_not_the_one_that_is_fast
 
 def test_explain_says_what_ranked(go):
     run = go(", rank_by: energy")
-    ((best, *_), (other, *_)) = (
-        explain(run, [f"THREADS={n}"], None, discover()) for n in (128, 64)
-    )
+    ((best, *_), (other, *_)) = (explain(run, [f"THREADS={n}"], None, discover()) for n in (128, 64))
     assert other.ratio == pytest.approx(12 / 8.4)
     said = [verdict(found)[0].replace("\u00a0", " ") for found in (best, other)]
     assert said[0].startswith("It won: 8.4")

@@ -114,9 +114,7 @@ def sweep(medians, seed=0, finalists=4, rank_by="warm", first_noise=0.02, **card
     card = Card({f"k {n}": us for n, us in enumerate(medians)}, seed, **card)
     # First times: one after another, minutes apart.
     first = random.Random(seed + 1000)
-    checked = [
-        pair(str(n), us * math.exp(first.gauss(0, first_noise))) for n, us in enumerate(medians)
-    ]
+    checked = [pair(str(n), us * math.exp(first.gauss(0, first_noise))) for n, us in enumerate(medians)]
     spec = spec_of(seed, finalists=finalists, rank_by=rank_by)
     store, notes = Rows(), Notes()
     timed = run_finals(spec, card, store, notes, checked)
@@ -161,9 +159,7 @@ def test_the_race_leaves_few_and_the_best_among_them():
     assert len({len(done.rows[number].time_us.rounds) for number in done.finals}) == 1
     for number in done.finals:
         assert 15 <= len(done.rows[number].time_us.rounds) <= 45
-        assert done.rows[number].time_us.cycles == pytest.approx(
-            done.rows[number].time_us.median * 1980, rel=1e-4
-        )
+        assert done.rows[number].time_us.cycles == pytest.approx(done.rows[number].time_us.median * 1980, rel=1e-4)
     out = done.rows[19]
     assert out.status is Status.OK
     assert not out.race["survived"]
@@ -296,9 +292,7 @@ def test_a_finalist_that_errs_when_it_is_confirmed_is_wrong_and_the_next_one_win
 def test_the_best_is_in_the_finals_as_often_as_it_says():
     """One best, many near it: it is lost in at most 5 % of races."""
     runs = 60
-    lost = sum(
-        0 not in sweep([30.0, *[30.15] * 5, *spread(18)[1:]], seed).finals for seed in range(runs)
-    )
+    lost = sum(0 not in sweep([30.0, *[30.15] * 5, *spread(18)[1:]], seed).finals for seed in range(runs))
     assert lost <= 0.05 * runs
 
 

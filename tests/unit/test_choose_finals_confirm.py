@@ -49,16 +49,10 @@ def confirmed(wrong=""):
 def test_the_thriftiest_of_the_equally_good_is_called_for_longest():
     asked, rows = confirmed()
     assert sorted(asked) == [("a", 2e3), ("b", 2e3), ("c", 2e5), ("d", 2e3)]
-    assert {name: row.accuracy.calls for name, row in rows.items()} == {
-        **dict.fromkeys("abd", 58),
-        "c": 5008,
-    }
+    assert {name: row.accuracy.calls for name, row in rows.items()} == {**dict.fromkeys("abd", 58), "c": 5008}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "at_length"),
-    [("c", "cb"), ("cb", "ca"), ("cba", "cd"), ("d", "c"), ("abcd", "c")],
-)
+@pytest.mark.parametrize(("wrong", "at_length"), [("c", "cb"), ("cb", "ca"), ("cba", "cd"), ("d", "c"), ("abcd", "c")])
 def test_whoever_wins_in_the_end_was_called_for_longest(wrong, at_length):
     asked, rows = confirmed(wrong)
     assert {name for name, us in asked if us == 2e5} == set(at_length)

@@ -80,10 +80,7 @@ def test_it_asks_configs_of_the_space_never_twice_and_says_why_it_ended(sizes, s
     elif cap is not None and why == f"the limit of {cap} is reached":
         assert len(asked) == cap < len(space.configs)
     else:
-        assert re.fullmatch(
-            r"the last \d+ were no better, and another one is expected to gain \d\.\d\d % at most",
-            why,
-        )
+        assert re.fullmatch(r"the last \d+ were no better, and another one is expected to gain \d\.\d\d % at most", why)
         assert 20 < len(asked) < len(space.configs)
 
 
@@ -174,9 +171,7 @@ def test_history_with_other_parameters_and_a_value_that_it_lacks_is_used_as_far_
 def test_a_large_space_is_searched_in_a_pool_that_history_helps_to_fill(constants):
     constants(module, POOL=40)
     space = space_of(12, 10, 3)
-    history = [
-        History("toy", OTHER, "x/y", space.configs[::2], tuple(map(valley, space.configs[::2])))
-    ]
+    history = [History("toy", OTHER, "x/y", space.configs[::2], tuple(map(valley, space.configs[::2])))]
     model = module.Model.of(space, history, 0)
     assert len(model.configs) == len(set(model.configs)) == 40
     assert min(map(valley, model.configs)) == 10.0

@@ -93,9 +93,7 @@ def build_of(kernel, config, problem):
 
 @pytest.fixture
 def family():
-    kernel = Family(
-        "toy", summary="", params=(Param("A", tuple(range(9)), ""), Param("B", (0, 1, 2), ""))
-    )
+    kernel = Family("toy", summary="", params=(Param("A", tuple(range(9)), ""), Param("B", (0, 1, 2), "")))
     kernel.source = Path("toy.cu")
     for stage in "AB":
         kernel.stage(stage, params=(stage,))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
@@ -132,8 +130,7 @@ def test_a_pipeline_of_slow_stages_is_skipped_with_its_reason(family):
     skip = taught(family, *KNOWN).verdict(build_of(family, Config({"A": 2, "B": 1}), PROBLEM))
     assert skip.at_least_us == pytest.approx(SHARE * 60)
     assert skip.detail == (
-        "stages too slow in other configs: at least 48.0 us (A 30.0, B 30.0); "
-        "the best of toy takes 20.0"
+        "stages too slow in other configs: at least 48.0 us (A 30.0, B 30.0); the best of toy takes 20.0"
     )
 
 

@@ -182,8 +182,5 @@ def test_a_race_replaces_it_too():
     raced = done.rows[19]
     assert raced.provider == OURS
     assert raced.first_us_before is None  # 26.6 for 31.9 is noise, not a mistake
-    assert settled_first(raced.with_(first_us=15.0), 31.9) == {
-        "first_us": 31.9,
-        "first_us_before": 15.0,
-    }
+    assert settled_first(raced.with_(first_us=15.0), 31.9) == {"first_us": 31.9, "first_us_before": 15.0}
     assert settled_first(raced.with_(first_us=None), 31.9) == {}

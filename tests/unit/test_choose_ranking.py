@@ -36,9 +36,7 @@ def trial(name: str, time: Measurement | None, **changes: object) -> Trial:
         status=Status.OK,
         time_us=time,
         accuracy=Accuracy(rel_err=2e-4, limit=5e-4),
-        resources=None
-        if baseline
-        else Resources(registers=128, spill_bytes=0, smem_bytes=65536, occupancy=0.25),
+        resources=None if baseline else Resources(registers=128, spill_bytes=0, smem_bytes=65536, occupancy=0.25),
     )
     return row.with_(**changes)
 
@@ -144,22 +142,14 @@ def test_a_single_sample_leads_what_is_slower_by_more_than_luck() -> None:
 
 def test_a_tie_by_noise_does_not_precede_what_is_clearly_faster() -> None:
     wild = [8.0, 20.0] * 15
-    rows = [
-        trial("k1", timed([10.0] * 30)),
-        trial("k2", timed([11.0] * 30)),
-        trial("k3", timed(wild)),
-    ]
+    rows = [trial("k1", timed([10.0] * 30)), trial("k2", timed([11.0] * 30)), trial("k3", timed(wild))]
     assert places(*rows) == {"k1": 1, "k2": 2, "k3": 3}
     assert places(rows[0], rows[2]) == {"k1": 1, "k3": 1}
 
 
 def test_full_rounds_are_those_of_one_session() -> None:
     recorded = trial("b", timed([7.5] * 30), recorded=True, recorded_on="NVIDIA H200, 2026-01-01")
-    assert places(recorded, trial("k1", timed([7.0] * 12)), trial("k2", once(6.9))) == {
-        "k1": 1,
-        "k2": 2,
-        "b": 3,
-    }
+    assert places(recorded, trial("k1", timed([7.0] * 12)), trial("k2", once(6.9))) == {"k1": 1, "k2": 2, "b": 3}
 
 
 def test_where_a_baseline_leads_the_first_candidates_still_tie() -> None:
@@ -197,9 +187,7 @@ def test_recorded_rounds_are_not_paired_with_measured_ones() -> None:
         (None, smem(200_000), 2),
     ],
 )
-def test_of_tied_candidates_the_cheapest_wins(
-    first: Resources | None, second: Resources, winner: int
-) -> None:
+def test_of_tied_candidates_the_cheapest_wins(first: Resources | None, second: Resources, winner: int) -> None:
     rows = [
         trial("k1", timed(noisy_rounds(7.1, 1)), resources=first),
         trial("k2", timed(noisy_rounds(7.1, 2)), resources=second),
@@ -229,10 +217,7 @@ def test_few_rounds_do_not_make_a_much_slower_one_win() -> None:
     best = [10.0] * 7
     for slower, winner in ((1.003, 2), (1.008, 1), (1.09, 1)):
         rounds = [slower * us for us in best[:-1]] + [9.95]
-        rows = [
-            trial("k1", timed(best), resources=smem(90_000)),
-            trial("k2", timed(rounds), resources=smem(50_000)),
-        ]
+        rows = [trial("k1", timed(best), resources=smem(90_000)), trial("k2", timed(rounds), resources=smem(50_000))]
         frame = rank(rows, None)
         assert list(frame["rank"]) == [1, 1]
         assert [row.config["ID"] for row in winners(frame)] == [winner]
@@ -258,11 +243,7 @@ def runs(draw: st.DrawFn) -> list[Trial]:
     """Candidates and baselines, close enough to tie, some timed once, some not ok."""
     rows = []
     for number in range(draw(st.integers(1, 12))):
-        name = (
-            f"b{number}"
-            if draw(st.integers(0, 4)) == 0
-            else f"{draw(st.sampled_from('kf'))}{number}"
-        )
+        name = f"b{number}" if draw(st.integers(0, 4)) == 0 else f"{draw(st.sampled_from('kf'))}{number}"
         median = draw(st.sampled_from([6.0, 6.5, 7.0, 7.01, 7.05, 8.0, 5556.0]))
         noise = draw(st.sampled_from([0.01, 0.2]))
         count = draw(st.sampled_from([8, 30]))
@@ -323,14 +304,8 @@ def test_every_row_is_there_and_ranks_are_what_they_say(rows: list[Trial]) -> No
         ({"time_us": once(0.0)}, Status.DAMAGED),
         ({"time_us": once(-1.0)}, Status.DAMAGED),
         ({"time_us": timed([5.0, 5.0, 5.0]).model_copy(update={"low": NAN})}, Status.DAMAGED),
-        (
-            {"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, NAN])},
-            Status.DAMAGED,
-        ),
-        (
-            {"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, 0])},
-            Status.DAMAGED,
-        ),
+        ({"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, NAN])}, Status.DAMAGED),
+        ({"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, 0])}, Status.DAMAGED),
         ({"cold_us": NAN}, Status.DAMAGED),
         ({"eager_us": NAN}, Status.DAMAGED),
         ({"stages_us": {"qk": NAN}}, Status.DAMAGED),
@@ -359,10 +334,7 @@ def test_only_ok_ranks(status: Status) -> None:
 
 
 def test_a_later_row_of_the_same_candidate_counts() -> None:
-    assert places(trial("k1", once(5.0)), trial("k1", once(9.0)), trial("k2", once(7.0))) == {
-        "k2": 1,
-        "k1": 2,
-    }
+    assert places(trial("k1", once(5.0)), trial("k1", once(9.0)), trial("k2", once(7.0))) == {"k2": 1, "k1": 2}
 
 
 # -- figures --------------------------------------------------------------------------------
@@ -430,9 +402,7 @@ def test_fp32_is_three_16_bit_products_for_one_or_multiply_adds_where_they_are_f
     assert columns["FFMA"] == pytest.approx(8.02, abs=0.01)
     assert columns["3×TF32"] == pytest.approx(3.01, abs=0.01)
     limits = bounds(single, ARCHS["sm_90a"], H200)
-    assert limits["matrix"] == pytest.approx(
-        columns["3×TF32"] / 2
-    )  # 16-bit parts at twice the rate
+    assert limits["matrix"] == pytest.approx(columns["3×TF32"] / 2)  # 16-bit parts at twice the rate
     assert binding(limits, single, l2_bytes=50 << 20) == ("matrix", limits["matrix"])
     slow = replace(ARCHS["sm_90a"], tensor_flops_per_clock=512)
     assert bounds(single, slow, H200)["matrix"] == pytest.approx(columns["FFMA"])
@@ -549,8 +519,7 @@ def test_no_candidate_surpasses_one_of_the_frontier(pairs):
     for trial in rows:
         # Every candidate is there, or one at most as slow errs by no more than 2 % above it.
         assert trial in best or any(
-            other.time_us.median <= trial.time_us.median
-            and 0.98 * other.accuracy.error <= trial.accuracy.error
+            other.time_us.median <= trial.time_us.median and 0.98 * other.accuracy.error <= trial.accuracy.error
             for other in best
         )
 

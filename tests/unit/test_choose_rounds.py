@@ -12,15 +12,7 @@ from samples import PROBLEM, built, candidate
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose import rounds
 from attnsweep.choose.finals import Finals
-from attnsweep.choose.rounds import (
-    Round,
-    Rounds,
-    _worth_repeating,
-    affordable,
-    difference,
-    prepared,
-    summary,
-)
+from attnsweep.choose.rounds import Round, Rounds, _worth_repeating, affordable, difference, prepared, summary
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status, Trial
 from attnsweep.specs.model import MeasureSpec, SearchSpec
@@ -251,9 +243,7 @@ class Slow(FakeGpu):
 
 
 def baseline(name):
-    return Trial(
-        kernel=name, provider=name, config={}, problem=PROBLEM, status=Status.SKIPPED, detail=None
-    )
+    return Trial(kernel=name, provider=name, config={}, problem=PROBLEM, status=Status.SKIPPED, detail=None)
 
 
 def test_each_baseline_is_told_before_and_after_it_is_prepared_also_if_it_cannot_be():
@@ -265,9 +255,7 @@ def test_each_baseline_is_told_before_and_after_it_is_prepared_also_if_it_cannot
     spec = SimpleNamespace(measure=MeasureSpec(rounds=3), search=SearchSpec())
     build = built("A=1", "flash")
     finals = Finals(spec.measure, gpu, seed=0, put=put, keep=put, observer=heard)
-    finals.run(
-        [(build, candidate("flash", 7.0, A=1))], [baseline("flash_attn_4"), baseline("torch_flash")]
-    )
+    finals.run([(build, candidate("flash", 7.0, A=1))], [baseline("flash_attn_4"), baseline("torch_flash")])
     assert heard.events == [
         ("prepared", "finalists", {"add flash A=1": 1.5}),
         ("preparing", "flash_attn_4", 0, 2),
@@ -286,10 +274,7 @@ def test_a_step_is_told_once_and_a_failure_is_raised():
         raise WorkerError(Status.LAUNCH_ERROR, "out of memory")
     with prepared("finalists", gpu, heard):
         pass
-    assert heard.events == [
-        ("prepared", "problem", {"start CUDA": 2.0}),
-        ("prepared", "finalists", {}),
-    ]
+    assert heard.events == [("prepared", "problem", {"start CUDA": 2.0}), ("prepared", "finalists", {})]
 
 
 def test_the_time_is_that_of_the_work(timed_by):

@@ -29,9 +29,7 @@ def space_of(count, name="toy", problem=PROBLEM):
 
 
 def trial_of(config):
-    return Trial(
-        kernel="toy", provider="attnsweep", config=config, problem=PROBLEM, status=Status.OK
-    )
+    return Trial(kernel="toy", provider="attnsweep", config=config, problem=PROBLEM, status=Status.OK)
 
 
 def asked(name, space, **settings):
@@ -122,17 +120,11 @@ def pipeline_space(sizes, forbidden=frozenset()):
     """A family of one stage a size, each with one parameter; a rule refuses `forbidden`."""
     names = [f"S{n}" for n in range(len(sizes))]
     kernel = Family(
-        "toy",
-        summary="",
-        params=tuple(
-            Param(f"{n}_P", tuple(range(s)), "") for n, s in zip(names, sizes, strict=True)
-        ),
+        "toy", summary="", params=tuple(Param(f"{n}_P", tuple(range(s)), "") for n, s in zip(names, sizes, strict=True))
     )
     for name in names:
         kernel.stage(name, params=(f"{name}_P",))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
-    kernel.rule("not forbidden")(
-        lambda config, problem, arch: tuple(config.values()) not in forbidden
-    )
+    kernel.rule("not forbidden")(lambda config, problem, arch: tuple(config.values()) not in forbidden)
     return Space.build(kernel, PROBLEM, ARCHS["sm_90a"])
 
 
@@ -158,8 +150,7 @@ def staged_winner(space, times, ahead):
 def test_staged_finds_the_exhaustive_winner_when_stages_add_up(data, sizes, ahead):
     space = pipeline_space(sizes)
     times = {
-        f"S{n}": data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size))
-        for n, size in enumerate(sizes)
+        f"S{n}": data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size)) for n, size in enumerate(sizes)
     }
     best = min(sum(times[name][config[f"{name}_P"]] for name in times) for config in space.configs)
     found, tried = staged_winner(space, times, ahead)
@@ -187,11 +178,7 @@ def linked_space(selection=None):
     kernel = Family(
         "toy",
         summary="",
-        params=(
-            Param("FUSED", (0, 1, 2), ""),
-            Param("A", tuple(range(6)), ""),
-            Param("B", tuple(range(6)), ""),
-        ),
+        params=(Param("FUSED", (0, 1, 2), ""), Param("A", tuple(range(6)), ""), Param("B", tuple(range(6)), "")),
     )
     kernel.stage("first", params=("FUSED", "A"))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
     kernel.stage("second", params=("FUSED", "B"))(
@@ -214,9 +201,7 @@ def search_linked(space, times):
 
 linked_times = st.fixed_dictionaries(
     {
-        name: st.lists(
-            st.lists(st.integers(1, 1000), min_size=6, max_size=6), min_size=3, max_size=3
-        )
+        name: st.lists(st.lists(st.integers(1, 1000), min_size=6, max_size=6), min_size=3, max_size=3)
         for name in ("first", "second")
     }
 )
@@ -225,10 +210,7 @@ linked_times = st.fixed_dictionaries(
 @given(linked_times)
 def test_staged_combines_only_what_goes_together(times):
     tried = search_linked(linked_space(), times)
-    best = min(
-        min(times["first"][fused]) + (min(times["second"][fused]) if fused < 2 else 0)
-        for fused in range(3)
-    )
+    best = min(min(times["first"][fused]) + (min(times["second"][fused]) if fused < 2 else 0) for fused in range(3))
     assert min(tried.values()) == best
     assert len(tried) < 108
 

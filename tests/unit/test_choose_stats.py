@@ -13,9 +13,7 @@ from attnsweep.choose.stats import Race, interval, log2_evidence, rounds_beyond,
 
 @given(st.integers(1, 14))
 def test_evidence_has_mean_one_under_the_null(rounds):
-    mean = sum(
-        math.comb(rounds, k) * 2.0 ** (log2_evidence(k, rounds) - rounds) for k in range(rounds + 1)
-    )
+    mean = sum(math.comb(rounds, k) * 2.0 ** (log2_evidence(k, rounds) - rounds) for k in range(rounds + 1))
     assert mean == pytest.approx(1.0)
 
 
@@ -35,10 +33,7 @@ def test_evidence_grows_with_slower_rounds(rounds):
 def rounds_of(rng, medians, noise, drift):
     clock = math.exp(drift * rng.gauss(0, 1))
     return {
-        name: median
-        * clock
-        * math.exp(noise * rng.gauss(0, 1))
-        * (1.5 if rng.random() < 0.02 else 1)
+        name: median * clock * math.exp(noise * rng.gauss(0, 1)) * (1.5 if rng.random() < 0.02 else 1)
         for name, median in medians.items()
     }
 

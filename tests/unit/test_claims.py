@@ -60,13 +60,7 @@ OURS = ("attnsweep", {"A": 1}, 10.0, "ok")
 
 @pytest.mark.parametrize(
     ("flash_us", "status", "result"),
-    [
-        (20.0, "ok", HOLDS),
-        (10.3, "ok", PART),
-        (9.0, "ok", FAILS),
-        (20.0, "noisy", OPEN),
-        (20.0, "wrong", OPEN),
-    ],
+    [(20.0, "ok", HOLDS), (10.3, "ok", PART), (9.0, "ok", FAILS), (20.0, "noisy", OPEN), (20.0, "wrong", OPEN)],
 )
 def test_a_verdict_follows_from_the_rows(tmp_path, flash_us, status, result):
     found = small(tmp_path, CLAIM, OURS, ("torch_flash", {}, flash_us, status))
@@ -141,9 +135,7 @@ def own(**changed):
         ("e", "10×", {"config": own()}, 4.0, FAILS, HOLDS),
     ],
 )
-def test_a_shipped_claim_turns_with_its_figures(
-    constants, name, words, query, factor, before, after
-):
+def test_a_shipped_claim_turns_with_its_figures(constants, name, words, query, factor, before, after):
     def result():
         found = sheet(name)
         (claim,) = (claim for claim in found.data["claim"] if words in claim["says"])
@@ -183,24 +175,9 @@ SIXTEEN = {"processes": 16, "ties_hold_oracle_best": 16}
         ("stability", "at most 0.5 %", {"largest_regret_percent": 0.6}, FAILS),
         ("kernel_tuner", "brute force", {"times_attnsweep": {}}, FAILS),
         ("kernel_tuner", "100 ms each", {"times_attnsweep": {"hundred_ms": 1.9}}, FAILS),
-        (
-            "../h100-80gb-hbm3/gate",
-            "no false alarm",
-            {"itself": {"comparisons": 1000, "false_alarms": 0}},
-            HOLDS,
-        ),
-        (
-            "../h100-80gb-hbm3/gate",
-            "no false alarm",
-            {"itself": {"comparisons": 999, "false_alarms": 0}},
-            OPEN,
-        ),
-        (
-            "../h100-80gb-hbm3/gate",
-            "no false alarm",
-            {"itself": {"comparisons": 1000, "false_alarms": 1}},
-            FAILS,
-        ),
+        ("../h100-80gb-hbm3/gate", "no false alarm", {"itself": {"comparisons": 1000, "false_alarms": 0}}, HOLDS),
+        ("../h100-80gb-hbm3/gate", "no false alarm", {"itself": {"comparisons": 999, "false_alarms": 0}}, OPEN),
+        ("../h100-80gb-hbm3/gate", "no false alarm", {"itself": {"comparisons": 1000, "false_alarms": 1}}, FAILS),
     ],
 )
 def test_targets_of_the_benchmarks(file, words, change, result):

@@ -222,9 +222,7 @@ def test_a_closed_pipe_is_quiet(environment, asked, begins, code):
 
 def test_help_for_a_reader_that_is_gone_is_no_failure(environment):
     command = f"{sys.executable} -m attnsweep tune --help | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -305,9 +303,7 @@ def test_problems_and_settings_make_a_run_of_their_own(attnsweep, tmp_path):
     assert done.returncode == 0, done.stderr
     (directory,) = (tmp_path / "results" / "replay").iterdir()
     assert re.fullmatch("quickstart-[0-9a-f]{8}", directory.name)
-    assert {trial.problem.label for trial in open_run(directory).trials} == {
-        "(4,32,4096,64) bf16 full"
-    }
+    assert {trial.problem.label for trial in open_run(directory).trials} == {"(4,32,4096,64) bf16 full"}
     attnsweep(*asked, "--set", "kernels.flash_fwd_wgmma.BLOCK_N=[64]")
     attnsweep("run", "quickstart")
     names = {path.name for path in directory.parent.iterdir()}

@@ -318,12 +318,9 @@ def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
     assert attnsweep(*asked, "--arch", "sm_1").returncode == 2
 
 
-def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(
-    attnsweep, tmp_path, fake_nvrtc
-):
+def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(attnsweep, tmp_path, fake_nvrtc):
     (tmp_path / "wide.yaml").write_text(
-        "problems:\n  - {batch: 1, heads: 2, seqlen: 512, head_dim: 64}\n"
-        "kernels: {three_kernel_wgmma: {}}\n"
+        "problems:\n  - {batch: 1, heads: 2, seqlen: 512, head_dim: 64}\nkernels: {three_kernel_wgmma: {}}\n"
     )
     done = attnsweep("compile", "wide.yaml", "--arch", "sm_90a", "--arch", "sm_80", "--json")
     assert (done.returncode, done.stdout, FakeCompiler.made) == (2, "", [])
@@ -389,9 +386,7 @@ def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
     assert (cache / "sm_80" / "aa" / ("aa" * 32) / "stage.cubin").read_text() == "precious"
 
 
-def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(
-    attnsweep, tmp_path, monkeypatch, found
-):
+def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(attnsweep, tmp_path, monkeypatch, found):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     found(nvrtc_version=(13, 0), driver_cuda=None)
@@ -444,10 +439,6 @@ def test_a_shell_completes_names(attnsweep, tmp_path, typed, completed):
     run.mkdir(parents=True)
     (run / "trials.jsonl").write_text("")
     words = typed.split(" ")
-    asked = {
-        "_ATTNSWEEP_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"attnsweep {typed}",
-        "COMP_CWORD": str(len(words)),
-    }
+    asked = {"_ATTNSWEEP_COMPLETE": "complete_bash", "COMP_WORDS": f"attnsweep {typed}", "COMP_CWORD": str(len(words))}
     done = CliRunner().invoke(cli.app, [], prog_name="attnsweep", env=asked)
     assert set(done.stdout.split()) == completed

@@ -223,8 +223,7 @@ def shell(command, **options):
 
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
-    ("asked", "code"),
-    [(f"check --recorded {OTHER} {RUN} <&- >&- 2>&-", 4), ("report nowhere 2>&-", 2)],
+    ("asked", "code"), [(f"check --recorded {OTHER} {RUN} <&- >&- 2>&-", 4), ("report nowhere 2>&-", 2)]
 )
 def test_a_closed_stream_changes_no_exit_code(asked, code):
     """No stdout was an AttributeError, and exit code 1, before the first command was read."""

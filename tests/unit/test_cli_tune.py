@@ -198,10 +198,7 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
     ("arguments", "words"),
     [
         (("4,32,4096",), ["'4,32,4096'", "four numbers, not 3"]),
-        (
-            ("4,32,4096,128", "--dtype", "float16"),
-            ["--dtype: unknown dtype 'float16'", "mean 'fp16'?"],
-        ),
+        (("4,32,4096,128", "--dtype", "float16"), ["--dtype: unknown dtype 'float16'", "mean 'fp16'?"]),
         (("1,2,64,64", "--arch", "sm_90a"), ["--arch needs --dry-run"]),
         (("1,2,64,64", "--arch", "sm_90a", "--replay", "quickstart"), ["exclude each other"]),
         (("1,2,64,64", "--fresh", "--replay", "quickstart"), ["--fresh does nothing here"]),
@@ -223,10 +220,7 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
                 "  (4,32,4096,64) bf16 causal (--dtype bf16 --causal)\n  (1,16,1024,64) fp16 full\n"
             ],
         ),
-        (
-            ("1,8,512,64", "--causal", "--replay", "quickstart"),
-            ["(1,8,512,64) fp16 full (without --causal)\n"],
-        ),
+        (("1,8,512,64", "--causal", "--replay", "quickstart"), ["(1,8,512,64) fp16 full (without --causal)\n"]),
         (("1,2,64,64", "--replay", "h100"), ["is a spec that measures"]),
         (("1,2,64,64", "--replay", "nowhere"), ["nowhere: no such run"]),
         *(
@@ -365,10 +359,7 @@ class TestInit:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    "command",
-    ["tune 1,128,1638400,128 --dry-run", "init --problem 1,128,1638400,128"],
-)
+@pytest.mark.parametrize("command", ["tune 1,128,1638400,128 --dry-run", "init --problem 1,128,1638400,128"])
 def test_a_shape_that_this_card_does_not_hold_is_refused(attnsweep, tmp_path, command):
     """A dry run planned it, and the run then refused it."""
     done = attnsweep(*command.split(), width=1000)

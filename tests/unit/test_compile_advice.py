@@ -60,18 +60,12 @@ def test_no_shipped_family_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "warned"),
-    [
-        ("", True),
-        ("limits: {spill_bytes: 0}\n", False),
-        ("require: {spill_bytes: '<= 8'}\n", False),
-    ],
+    ("more", "warned"), [("", True), ("limits: {spill_bytes: 0}\n", False), ("require: {spill_bytes: '<= 8'}\n", False)]
 )
 def test_spills_that_the_spec_does_not_mention_are_warned_of(tmp_path, more, warned) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
-        "name: s\nproblems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 64}]\n"
-        f"kernels: {{naive: {{}}}}\n{more}"
+        f"name: s\nproblems: [{{batch: 1, heads: 2, seqlen: 64, head_dim: 64}}]\nkernels: {{naive: {{}}}}\n{more}"
     )
     spec = load_spec(path, discover())
     used = Resources(registers=255, spill_bytes=96, smem_bytes=0, occupancy=0.1)
@@ -116,9 +110,7 @@ def test_a_function_that_is_not_there_is_answered_with_those_that_are(tmp_path) 
 
 
 def test_a_long_log_is_cut_between_errors() -> None:
-    log = "\n".join(
-        f'k.cu({n}): error: identifier "v{n}" is undefined\n  v{n}\n  ^\n' for n in range(200)
-    )
+    log = "\n".join(f'k.cu({n}): error: identifier "v{n}" is undefined\n  v{n}\n  ^\n' for n in range(200))
     kept = _shortened(log)
     assert len(kept) < _LOG_LENGTH + 100
     shown = len(compiler_errors(kept))

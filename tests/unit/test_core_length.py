@@ -40,8 +40,7 @@ def test_a_long_problem_has_a_shorter_one(label, short):
 
 
 @pytest.mark.parametrize(
-    "label",
-    ["(1,32,16384,128) bf16 causal", "(1,16,4096,128) fp16 full", "(8,32,8192,64) fp16 full"],
+    "label", ["(1,32,16384,128) bf16 causal", "(1,16,4096,128) fp16 full", "(8,32,8192,64) fp16 full"]
 )
 def test_an_ordinary_problem_has_none(label):
     problem = Problem.parse(label)

@@ -53,12 +53,7 @@ def test_full_and_causal_problems_are_written_as_ever():
 
 def test_an_open_side_and_a_side_of_one_key_have_other_names_of_files():
     """A winner's code is kept by the label's letters and digits: -1 and 1 shared a file."""
-    labels = [
-        Interval(None, 5).label,
-        Interval(1, 5).label,
-        Interval(5).label,
-        Interval(5, 1).label,
-    ]
+    labels = [Interval(None, 5).label, Interval(1, 5).label, Interval(5).label, Interval(5, 1).label]
     assert len({re.sub(r"[^a-z0-9]+", "-", label) for label in labels}) == 4
     assert Interval.parse("window(-1,5)") == Interval.parse("window(all,5)") == Interval(None, 5)
 
@@ -71,8 +66,7 @@ def test_causal_is_another_way_to_write_a_mask():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [("window(3)", "is not a mask"), ("window(-2,0)", "is not a mask"), ("diagonal", "not a mask")],
+    ("text", "says"), [("window(3)", "is not a mask"), ("window(-2,0)", "is not a mask"), ("diagonal", "not a mask")]
 )
 def test_what_is_no_mask(text, says):
     with pytest.raises(ProblemError, match=says):

@@ -37,11 +37,7 @@ def sees(problem, query, key):
 
 @given(problems())
 def test_pairs_and_flops_count_what_the_mask_leaves(problem):
-    per_head = sum(
-        sees(problem, query, key)
-        for query in range(problem.seqlen_q)
-        for key in range(problem.seqlen_k)
-    )
+    per_head = sum(sees(problem, query, key) for query in range(problem.seqlen_q) for key in range(problem.seqlen_k))
     assert problem.pairs == problem.batch * problem.heads * per_head
     multiply_adds = 2 * problem.head_dim * problem.pairs  # a dot product, then a sum over V's rows
     assert problem.flops == 2 * multiply_adds
@@ -123,9 +119,7 @@ def test_dtype_and_mask_may_be_left_out():
     assert Problem.parse(" (2, 8/2, 7x9, 64) bf16 ") == Problem(2, 8, 2, 7, 9, 64, "bf16")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1,2,3", "(1,2,3,4) fp16 masked", "1,a,3,4", "(1,2,3,4) fp17"]
-)
+@pytest.mark.parametrize("text", ["", "1,2,3", "(1,2,3,4) fp16 masked", "1,a,3,4", "(1,2,3,4) fp17"])
 def test_what_is_no_label_is_said(text):
     with pytest.raises(ProblemError):
         Problem.parse(text)

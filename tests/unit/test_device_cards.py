@@ -19,14 +19,7 @@ def numbers(text, there=THERE):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [
-        ("all", [0, 1, 2]),
-        ("0,2", [0, 2]),
-        (" 2 , 0 ", [2, 0]),
-        (B, [1]),
-        ("GPU-cccc", [2]),
-        ("gpu-AAAA,1", [0, 1]),
-    ],
+    [("all", [0, 1, 2]), ("0,2", [0, 2]), (" 2 , 0 ", [2, 0]), (B, [1]), ("GPU-cccc", [2]), ("gpu-AAAA,1", [0, 1])],
 )
 def test_cards_are_named_by_number_or_uuid(text, found):
     assert numbers(text) == found

@@ -92,10 +92,7 @@ class Session:
 
 def plan(*stages, streams=1, eager=False):
     launch = Launch("f", (1, 1, 1), 32, ("q",))
-    compiled = tuple(
-        CompiledStage(name, "x", launch, stream, {"q": 8 * n})
-        for n, (name, stream) in enumerate(stages)
-    )
+    compiled = tuple(CompiledStage(name, "x", launch, stream, {"q": 8 * n}) for n, (name, stream) in enumerate(stages))
     return LaunchPlan(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
 
 
@@ -180,10 +177,7 @@ def test_a_graph_holds_the_calls_and_rotates_over_copies(session):
     pipeline = BoundCall(session, plan(("fwd", 0)), [{"q": "a"}, {"q": "b"}])
     replay = pipeline.capture(3, rotate=True)
     replay()
-    assert session.log == [
-        *("begin", "fwd@s0(a+0)", "fwd@s0(b+0)", "fwd@s0(a+0)", "end"),
-        "replay on s0",
-    ]
+    assert session.log == [*("begin", "fwd@s0(a+0)", "fwd@s0(b+0)", "fwd@s0(a+0)", "end"), "replay on s0"]
 
 
 def test_an_eager_plan_is_launched_anew_at_each_replay(session):
@@ -306,9 +300,7 @@ def lengthened(each_us: float, once_us: float, target_us: float = 300.0, most: i
         made.append(calls)
         return lambda: None
 
-    replay, calls, launched = lasting(
-        capture, lambda _: LAUNCH_US + made[-1] * each_us, once_us, target_us, most
-    )
+    replay, calls, launched = lasting(capture, lambda _: LAUNCH_US + made[-1] * each_us, once_us, target_us, most)
     assert callable(replay)
     assert calls == made[-1]
     assert launched >= 2 * sum(made[:-1])

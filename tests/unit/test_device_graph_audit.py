@@ -47,9 +47,7 @@ def a_graph(*kinds):
     return lambda graphs: graphs.add(4, inside=kinds)
 
 
-@pytest.mark.parametrize(
-    "call", [kernels, two_streams, overlapping_itself, nothing, a_graph(0, 1, 2)]
-)
+@pytest.mark.parametrize("call", [kernels, two_streams, overlapping_itself, nothing, a_graph(0, 1, 2)])
 def test_work_of_the_device_in_series_may_be_there(call):
     assert why_not(call, call, kernels) == ""
 

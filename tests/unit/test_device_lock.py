@@ -44,9 +44,7 @@ def other(tmp_path):
     script = tmp_path / "attnsweep"
     script.write_text(HOLD.format(uuid=UUID))
     env = os.environ | {"PYTHONPATH": str(Path(loop.__file__).parent.parent)}
-    with subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-    ) as process:
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()

@@ -44,9 +44,7 @@ def run_steps(workflow):
 
 
 STEPS = [line for workflow in WORKFLOWS for line in run_steps(workflow)]
-COMMANDS = [
-    line for line in [*STEPS, *"".join(SHOWN).splitlines()] if line.startswith("attnsweep ")
-]
+COMMANDS = [line for line in [*STEPS, *"".join(SHOWN).splitlines()] if line.startswith("attnsweep ")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -65,10 +63,7 @@ def test_a_shown_command_is_one_with_valid_options(command):
 def test_its_extras_are_declared():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {
-        extra
-        for line in STEPS
-        if "pip install" in line
-        for extra in re.search(r"\.\[(.*?)\]", line)[1].split(",")
+        extra for line in STEPS if "pip install" in line for extra in re.search(r"\.\[(.*?)\]", line)[1].split(",")
     }
     assert named == {"compile", "cuda13", "ci"}
     assert named <= set(declared["optional-dependencies"])
@@ -85,9 +80,7 @@ def test_the_names_of_elements_are_those_of_their_header():
     defined = r"^(?:typedef [\w ]+ (\w+);|constexpr \w+ (\w+) =|__device__ [\w ]+ (\w+)\()"
     names = {name for found in re.findall(defined, header, re.MULTILINE) for name in found if name}
     page = (ROOT / "docs" / "writing-a-kernel.md").read_text()
-    (table,) = re.findall(
-        r"\nOf elements, `common/tile/fragments.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL
-    )
+    (table,) = re.findall(r"\nOf elements, `common/tile/fragments.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL)
     cells = "".join(line.split("|")[1] for line in table.splitlines())
     assert set(re.findall(r"`(\w+)", cells)) == names
     assert len(names) == 10
@@ -201,9 +194,7 @@ def ratios_at_fa3s_error(card):
     return ratios
 
 
-@pytest.mark.parametrize(
-    ("card", "name"), [("h100-80gb-hbm3", "an H100"), ("h200", "an H200")], ids=["H100", "H200"]
-)
+@pytest.mark.parametrize(("card", "name"), [("h100-80gb-hbm3", "an H100"), ("h200", "an H200")], ids=["H100", "H200"])
 def test_how_fast_we_are_at_flash_attention_3s_error(card, name):
     ratios = ratios_at_fa3s_error(card)
     faster, slower = sum(ratio > 1 for ratio in ratios), 1 / min(ratios) - 1
@@ -220,10 +211,7 @@ def less_headroom(card):
             ours[trial.problem].append(found)
     slower, errors = [], {2: [], 5: []}
     for rows in ours.values():
-        best = {
-            room: min((us, error) for us, error, c in rows if c["HEADROOM"] == room)
-            for room in (2, 5)
-        }
+        best = {room: min((us, error) for us, error, c in rows if c["HEADROOM"] == room) for room in (2, 5)}
         slower.append(best[2][0] / best[5][0] - 1)
         for room, (_, error) in best.items():
             errors[room].append(error)
@@ -233,14 +221,9 @@ def less_headroom(card):
 
 def test_what_less_headroom_costs_and_what_it_gains_in_the_worst_row():
     slower, less = less_headroom("h200")
-    assert (
-        f"was recorded on an H200: it is {100 * min(slower):.0f} to {100 * max(slower):.0f} %"
-        in PAGE
-    )
+    assert f"was recorded on an H200: it is {100 * min(slower):.0f} to {100 * max(slower):.0f} %" in PAGE
     assert abs(median(less)) < 0.01
-    assert (
-        f"the same at the median of the twelve shapes, and {100 * less[-1]:.0f} % smaller" in PAGE
-    )
+    assert f"the same at the median of the twelve shapes, and {100 * less[-1]:.0f} % smaller" in PAGE
     slower, less = less_headroom("h100-80gb-hbm3")
     costs = f"{max(0, 100 * slower[0]):.0f} to {100 * slower[-1]:.0f} %"
     assert f"on an H100 it is {costs} slower, and as exact at the median" in PAGE
@@ -317,9 +300,7 @@ def test_training_steps(used, tmp_path):
     modes["compiled"] = {**both, "ratio": [0.966, 0.9, 1.2]}
     row = {"shape": "(2,16,4096,128) causal", "code": "near", **modes}
     path = tmp_path / "training.json"
-    path.write_text(
-        json.dumps({"environment": made, "torch": "2.11.0", "rounds": 31, "rows": [row]})
-    )
+    path.write_text(json.dumps({"environment": made, "torch": "2.11.0", "rounds": 31, "rows": [row]}))
     _, _, line, _, origin = used.training(path).splitlines()
     assert line == (
         "| (2,16,4096,128) causal | `near` | 2069 → 1998 | 1.03 (0.97 to 1.07) | "

@@ -13,15 +13,7 @@ from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import BACKWARD, DTYPE_BYTES, Problem
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import (
-    MODES,
-    ROW_UNIT,
-    changed_since,
-    is_used,
-    of_today,
-    row_of_today,
-    schedule_of,
-)
+from attnsweep.family.chunks import MODES, ROW_UNIT, changed_since, is_used, of_today, row_of_today, schedule_of
 from attnsweep.family.discover import discover
 from attnsweep.family.family import CHUNKS, Config, Family, Launch, Param
 from attnsweep.family.space import Selection, Space
@@ -48,16 +40,7 @@ def problems(draw, *, longest=1200, most_heads_kv=4):
     seqlen_q = draw(st.integers(1, longest))
     causal = draw(st.booleans())
     seqlen_k = draw(st.integers(seqlen_q if causal else 1, longest + 100))
-    return Problem(
-        draw(st.integers(1, 3)),
-        heads_kv * group,
-        heads_kv,
-        seqlen_q,
-        seqlen_k,
-        8,
-        "fp16",
-        causal=causal,
-    )
+    return Problem(draw(st.integers(1, 3)), heads_kv * group, heads_kv, seqlen_q, seqlen_k, 8, "fp16", causal=causal)
 
 
 configs = st.fixed_dictionaries(
@@ -135,9 +118,7 @@ def test_chunks_compute_the_whole(problem, config, limit):
 
         own = reference({n: part(n) for n in "qkv"}, chunk, np.arange(chunk.seqlen_q))
         begin = piece.offsets.get("o", 0) // size
-        np.testing.assert_allclose(
-            own.reshape(-1), flat[begin : begin + own.size], rtol=1e-9, atol=1e-12
-        )
+        np.testing.assert_allclose(own.reshape(-1), flat[begin : begin + own.size], rtol=1e-9, atol=1e-12)
     assert from_bits(inputs["q"], problem.dtype).shape == problem.shape_of("q")
 
 
@@ -219,11 +200,7 @@ def test_a_whole_call_is_the_problem_itself():
 
 class TestVariants:
     SELECTION = Selection(
-        {"A": (1, 2)},
-        {
-            "tile": {"one": {"A": (1,)}, "any": {}},
-            "mode": {"graph": {}, "streams": {"STREAMS": (2,)}},
-        },
+        {"A": (1, 2)}, {"tile": {"one": {"A": (1,)}, "any": {}}, "mode": {"graph": {}, "streams": {"STREAMS": (2,)}}}
     )
 
     def test_one_of_each_axis_and_each_config_once(self):

@@ -22,17 +22,14 @@ from attnsweep.family.space import Selection, Space
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 H200 = ARCHS["sm_90a"]
 values = st.dictionaries(
-    st.text("ABC_", min_size=1, max_size=4),
-    st.integers() | st.booleans() | st.sampled_from(["row", "column"]),
+    st.text("ABC_", min_size=1, max_size=4), st.integers() | st.booleans() | st.sampled_from(["row", "column"])
 )
 
 
 def family(threads=128, smem_bytes=0, **params):
     """A family of one stage, whose launch is the same for every config."""
     declared = params or {"A": (1, 2), "B": (0, 1)}
-    kernel = Family(
-        "toy", summary="", params=tuple(Param(name, of, "") for name, of in declared.items())
-    )
+    kernel = Family("toy", summary="", params=tuple(Param(name, of, "") for name, of in declared.items()))
     kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), threads, (), smem_bytes))
     return kernel
 
@@ -91,8 +88,7 @@ class TestSpace:
             kernel.rule("")(keeps)
         space = Space.build(kernel, PROBLEM, H200)
         combinations = [
-            dict(zip(params, combination, strict=True))
-            for combination in itertools.product(*params.values())
+            dict(zip(params, combination, strict=True)) for combination in itertools.product(*params.values())
         ]
         kept = [c for c in combinations if not any(breaks(c, rule) for rule in moduli)]
         assert list(space.configs) == kept
@@ -100,9 +96,7 @@ class TestSpace:
         # A config that several rules refuse is counted for the first alone.
         for number, rule in enumerate(moduli):
             first = [
-                c
-                for c in combinations
-                if breaks(c, rule) and not any(breaks(c, before) for before in moduli[:number])
+                c for c in combinations if breaks(c, rule) and not any(breaks(c, before) for before in moduli[:number])
             ]
             assert space.removed[f"rule{number}"] == len(first)
 
@@ -112,12 +106,7 @@ class TestSpace:
 
     @pytest.mark.parametrize(
         ("threads", "smem_bytes", "kept"),
-        [
-            (1024, 0, True),
-            (1056, 0, False),
-            (128, H200.smem_per_block, True),
-            (128, H200.smem_per_block + 1, False),
-        ],
+        [(1024, 0, True), (1056, 0, False), (128, H200.smem_per_block, True), (128, H200.smem_per_block + 1, False)],
     )
     def test_every_family_obeys_the_block_limits(self, threads, smem_bytes, kept):
         space = Space.build(family(threads, smem_bytes), PROBLEM, H200)

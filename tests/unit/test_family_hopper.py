@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from attnsweep.compile.cubin import residency
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
-from attnsweep.family.hopper import (
-    busiest_turns,
-    even_turns,
-    heads_sharing_l2,
-    registers_at_entry,
-    registers_of_roles,
-)
+from attnsweep.family.hopper import busiest_turns, even_turns, heads_sharing_l2, registers_at_entry, registers_of_roles
 
 ARCH = arch_named("sm_90a")
 
@@ -75,15 +69,7 @@ def test_heads_that_share_l2_fit_it_and_are_dealt_longest_first(data):
     heads_kv, group = draw(some(1, 4)), draw(some(1, 4))
     seqlen_q = draw(some(1, 40))
     seqlen_k = seqlen_q + draw(some(0, 40))
-    p = Problem(
-        draw(some(1, 3)),
-        heads_kv * group,
-        heads_kv,
-        seqlen_q,
-        seqlen_k,
-        64,
-        causal=draw(st.booleans()),
-    )
+    p = Problem(draw(some(1, 3)), heads_kv * group, heads_kv, seqlen_q, seqlen_k, 64, causal=draw(st.booleans()))
     block_m, block_n, blocks = draw(some(1, 16)), draw(some(1, 16)), draw(some(0, 6))
     l2_bytes = draw(some(1, 40 * 2 * 2 * 64 * 40))
     heads = p.batch * p.heads
@@ -114,13 +100,6 @@ def test_a_huge_problem_costs_no_seconds():
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.lists(st.integers(0, 9), min_size=1, max_size=9),
-    st.integers(1, 30),
-)
+@given(st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 30))
 def test_the_busiest_block_is_the_one_of_blocks_that_take_turns(heads, together, costs, blocks):
-    assert busiest_turns(heads, together, tuple(costs), blocks) == busiest(
-        heads, together, costs, blocks
-    )
+    assert busiest_turns(heads, together, tuple(costs), blocks) == busiest(heads, together, costs, blocks)

@@ -52,8 +52,7 @@ def test_configs_have_the_number_of_the_card(sms, values):
 def test_on_132_sms_the_space_is_that_of_the_number():
     """Recorded rows keep their labels, so that they are found again."""
     named, numbered = (
-        Space.build(FLASH, LONG, HOPPER, Selection(SMALL | {"PERSISTENT": (0, value)}))
-        for value in (SMS, 132)
+        Space.build(FLASH, LONG, HOPPER, Selection(SMALL | {"PERSISTENT": (0, value)})) for value in (SMS, 132)
     )
     assert named == numbered
     assert any("PERSISTENT=132" in config.label for config in named.configs)
@@ -76,16 +75,12 @@ def test_a_text_of_the_same_name_is_a_text():
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        ("{BLOCK_N: sms}", "BLOCK_N cannot be 'sms'"),
-        ("{PERSISTENT: [0, smx]}", "did you mean 'sms'"),
-    ],
+    [("{BLOCK_N: sms}", "BLOCK_N cannot be 'sms'"), ("{PERSISTENT: [0, smx]}", "did you mean 'sms'")],
 )
 def test_only_what_counts_sms_may_be_sms(tmp_path, values, said):
     path = tmp_path / "one.yaml"
     path.write_text(
-        "problems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 64}]\n"
-        f"kernels: {{flash_fwd_wgmma: {values}}}\n"
+        f"problems: [{{batch: 1, heads: 2, seqlen: 64, head_dim: 64}}]\nkernels: {{flash_fwd_wgmma: {values}}}\n"
     )
     with pytest.raises(SpecError, match=said):
         load_spec(path, FAMILIES)
@@ -129,9 +124,7 @@ def test_inspect_takes_sms_and_the_number():
 
 def test_explain_takes_sms_for_the_number_of_the_runs_card():
     run = open_run(RESULTS / "h100-80gb-hbm3" / "flash_training")
-    (one, *_), (other, *_) = (
-        explain(run, [f"PERSISTENT={text}"], None, FAMILIES) for text in ("sms", "132")
-    )
+    (one, *_), (other, *_) = (explain(run, [f"PERSISTENT={text}"], None, FAMILIES) for text in ("sms", "132"))
     assert one.config["PERSISTENT"] == 132
     assert one.config == other.config
 
@@ -180,9 +173,7 @@ def go(tmp_path, monkeypatch):
         (tmp_path / "ab_test.py").write_text(DECLARATION)
         (tmp_path / "turns.cu").write_text(TEMPLATE)
         kernels = {"turns": load_kernel(tmp_path / "ab_test.py")}
-        found = session.run(
-            load_spec(path, kernels), results=tmp_path / "out", cache_dir=tmp_path / "c"
-        )
+        found = session.run(load_spec(path, kernels), results=tmp_path / "out", cache_dir=tmp_path / "c")
         return found.run, gpu
 
     return run
@@ -230,9 +221,7 @@ def test_nvml_tells_the_sms_of_the_card(monkeypatch):
     assert installed_arch() is None, "two kinds of card"
 
 
-@pytest.mark.parametrize(
-    ("here", "sms"), [(replace(HOPPER, sm_count=114), 114), (ARCHS["sm_80"], 132), (None, 132)]
-)
+@pytest.mark.parametrize(("here", "sms"), [(replace(HOPPER, sm_count=114), 114), (ARCHS["sm_80"], 132), (None, 132)])
 def test_a_dry_run_plans_for_the_card_that_a_run_would_have(gpu, here, sms):
     spec, gpu.installed = load_spec(Path("h100")), here
     assert compile_tool.target_arch(spec, None) == replace(HOPPER, sm_count=sms)

@@ -23,9 +23,7 @@ ARCH = arch_named("sm_90a")
 
 def family(smem: int = 0, threads: int = 32, defines: dict[str, int] | None = None) -> Family:
     kernel = Family("toy", summary="", params=(Param("A", (1, 2), ""), Param("B", (0, 1), "")))
-    kernel.stage("fwd")(
-        lambda c, p, a: Launch("toy", (1, 1, 1), threads * c.A, (), smem * c.A, defines or {})
-    )
+    kernel.stage("fwd")(lambda c, p, a: Launch("toy", (1, 1, 1), threads * c.A, (), smem * c.A, defines or {}))
     return kernel
 
 
@@ -119,9 +117,7 @@ def test_another_users_alarm_is_left_alone() -> None:
 def test_an_exceeded_limit_is_named_with_value_and_maximum() -> None:
     space = Space.build(family(smem=200_000), PROBLEM, ARCH)
     assert space.removed[BLOCK_LIMITS] == 2
-    assert space.excess_text == (
-        f"bytes of shared memory of stage fwd 400,000, at most {ARCH.smem_per_block:,}"
-    )
+    assert space.excess_text == (f"bytes of shared memory of stage fwd 400,000, at most {ARCH.smem_per_block:,}")
     both = Space.build(family(smem=300_000), PROBLEM, ARCH)
     assert "300,000 to 600,000, at most" in both.excess_text
     assert "block_limits removed 4 (bytes of shared memory" in next(_removals([both]))

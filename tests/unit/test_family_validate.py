@@ -136,18 +136,8 @@ LOADED = {
         "a stage's name is a C identifier in quotes, not <function fwd",
         '@kernel.stage("fwd"), with parentheses',
     ),
-    "stage's name": (
-        KERNEL + STAGE.replace("'fwd'", "'my stage'"),
-        3,
-        "not 'my stage'",
-        '@kernel.stage("fwd")',
-    ),
-    "stage twice": (
-        KERNEL + STAGE + STAGE.replace("'fwd'", "'FWD'"),
-        6,
-        "two stages called FWD",
-        "rename one",
-    ),
+    "stage's name": (KERNEL + STAGE.replace("'fwd'", "'my stage'"), 3, "not 'my stage'", '@kernel.stage("fwd")'),
+    "stage twice": (KERNEL + STAGE + STAGE.replace("'fwd'", "'FWD'"), 6, "two stages called FWD", "rename one"),
     "stage decorates nothing": (
         KERNEL + STAGE + "kernel.stage('more')\n",
         6,
@@ -217,12 +207,7 @@ LOADED = {
     "summary": (KERNEL.replace("''", "3", 1), 2, "summary is text, not 3", "one line"),
     "params as a list": (params("[Param('A', (1,), '')]"), 2, "a tuple of Param", "write params="),
     "one param": (params("Param('A', (1,), '')"), 2, "a tuple of Param", "write params="),
-    "param twice": (
-        params("2 * (Param('A', (1,), ''),)"),
-        2,
-        "a parameter is declared twice: A",
-        "rename one",
-    ),
+    "param twice": (params("2 * (Param('A', (1,), ''),)"), 2, "a parameter is declared twice: A", "rename one"),
     "param's text twice": (
         params("(Param('A', ('row',), ''), Param('A_ROW', (1,), ''))"),
         2,
@@ -329,12 +314,7 @@ ASKED = {
     "threads as text": (returning("Launch('f', (1, 1, 1), 'many', ())"), 3, "needs an int", ""),
     "buffer": (returning("Launch('f', (1, 1, 1), 32, ('qq',))"), 3, "names the buffer 'qq'", ""),
     "argument": (returning("Launch('f', (1, 1, 1), 32, (None,))"), 3, "passes None", ""),
-    "defines as text": (
-        returning("Launch('f', (1, 1, 1), 32, (), defines={'N': '3'})"),
-        3,
-        "names to ints",
-        "",
-    ),
+    "defines as text": (returning("Launch('f', (1, 1, 1), 32, (), defines={'N': '3'})"), 3, "names to ints", ""),
     "function": (returning("Launch(3, (1, 1, 1), 32, ())"), 3, "has function 3", 'extern "C"'),
     "grid": (returning("Launch('f', [1, 1, 1], 32, ())"), 3, "has grid [1, 1, 1]", "use //"),
     "threads": (returning("Launch('f', (1, 1, 1), -32, ())"), 3, "threads -32", "at least 1"),

@@ -61,9 +61,7 @@ def test_families_without_fp8_are_refused_each_with_its_reason(tmp_path):
 def test_a_family_that_has_it_runs_beside_those_that_have_not(tmp_path):
     kernels = discover() | {"toy": family("q", "k", "v", "o")}
     spec = replace(
-        loaded(tmp_path, SPEC % "e4m3"),
-        kernels={"toy": Selection(), "naive": Selection()},
-        families=kernels,
+        loaded(tmp_path, SPEC % "e4m3"), kernels={"toy": Selection(), "naive": Selection()}, families=kernels
     )
     spec = replace(spec, problems=(replace(spec.problems[0], kernels=("toy", "naive")),))
     (item,) = plan(spec, ARCHS["sm_90a"])
@@ -118,9 +116,7 @@ def test_fp8_has_twice_the_matrix_rate_and_moves_less():
 
 @pytest.mark.parametrize("value", ["0", "-0.1", ".nan", ".inf", "yes", "'0.1'"])
 def test_a_max_error_that_cannot_be_is_refused_at_its_place(tmp_path, value):
-    with pytest.raises(
-        SpecError, match=r"spec.yaml:4:22: max_error must be (more than 0|a number)"
-    ):
+    with pytest.raises(SpecError, match=r"spec.yaml:4:22: max_error must be (more than 0|a number)"):
         loaded(tmp_path, SPEC % "fp16" + f"measure: {{max_error: {value}}}\n")
 
 
@@ -158,9 +154,7 @@ def test_p_in_two_bits_of_mantissa_is_refused():
     case = Case(Problem(1, 4, 4, 512, 512, 64, "e4m3"))
     inputs, rows = verify_inputs.make_inputs(case, 1), np.arange(512)
     exact = rounded.reference(inputs, case.problem, rows)
-    right = measures.measures(
-        rounded.reference(inputs, case.problem, rows, Maths(True)), exact, "bf16"
-    )
+    right = measures.measures(rounded.reference(inputs, case.problem, rows, Maths(True)), exact, "bf16")
     limits = verify_limits.limits(case, 0)
     assert max(right.shares(limits).values()) <= 1
     wrong = exact + 2 * (rounded.reference(inputs, case.problem, rows, Maths(True)) - exact)
@@ -172,22 +166,14 @@ def test_a_log_sum_exp_may_err_by_what_scores_of_few_bits_cost(kind):
     case = Case(Problem(1, 2, 2, 70, 200, 128, "e4m3"), kind)
     inputs, rows = verify_inputs.make_inputs(case, 5), np.arange(70)
     exact = rounded.log_sum_exp(inputs, case.problem, rows)
-    off = np.abs(
-        rounded.log_sum_exp(
-            inputs, case.problem, rows, in_fp8=Maths(True, by_term=kind != "normal")
-        )
-        - exact
-    )
+    off = np.abs(rounded.log_sum_exp(inputs, case.problem, rows, in_fp8=Maths(True, by_term=kind != "normal")) - exact)
     limit = verify_limits.lse_limit(case)
     assert (off / np.maximum(1, np.abs(exact))).max() <= limit < 0.02
-    assert (
-        verify_limits.lse_limit(replace(case, problem=replace(case.problem, dtype="bf16"))) == 1e-4
-    )
+    assert verify_limits.lse_limit(replace(case, problem=replace(case.problem, dtype="bf16"))) == 1e-4
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
-    [((1, 1, 1), "normal"), ((1, 65, 64), "equal_keys"), ((2, 126, 122), "normal")],
+    ("shape", "kind"), [((1, 1, 1), "normal"), ((1, 65, 64), "equal_keys"), ((2, 126, 122), "normal")]
 )
 def test_log_sum_exp_limits_admit_other_draws(shape, kind):
     # The rows of a head err alike, so that limits of one draw refused 2 to 6 % of the others.

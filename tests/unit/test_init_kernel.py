@@ -26,11 +26,7 @@ def here(tmp_path, monkeypatch):
 def test_a_new_kernel_is_found_counted_and_right(attnsweep, here):
     done = attnsweep("init", "--kernel", "mine")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (here / "mine").iterdir()) == [
-        "mine.cu",
-        "mine.py",
-        "mine.yaml",
-    ]
+    assert sorted(path.name for path in (here / "mine").iterdir()) == ["mine.cu", "mine.py", "mine.yaml"]
     assert "naive" not in "".join(path.read_text() for path in (here / "mine").iterdir())
     assert "next: attnsweep verify mine" in done.stdout
     assert attnsweep("run", "mine/mine.yaml", "--dry-run", "--arch", "sm_90a").returncode == 0

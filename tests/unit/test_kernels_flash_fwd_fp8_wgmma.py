@@ -80,10 +80,7 @@ def transposed(v: np.ndarray, warp: int, piece: tuple[int, int], out: np.ndarray
     stored: dict[int, list[list[int]]] = {}
     for lane in LANES:
         # ldmatrix.trans: of each matrix, element lane / 4 of rows 2 (lane % 4) and the next.
-        x = [
-            [*pairs[m, lane % 4 * 2, lane // 4], *pairs[m, lane % 4 * 2 + 1, lane // 4]]
-            for m in range(4)
-        ]
+        x = [[*pairs[m, lane % 4 * 2, lane // 4], *pairs[m, lane % 4 * 2 + 1, lane // 4]] for m in range(4)]
         first = even if lane < 16 else odd
         second = first ^ 0x1111
         stored[lane] = [permute(*x[:2], first), permute(*x[:2], second)]
@@ -211,8 +208,7 @@ def test_a_config_is_refused_by_its_rule(values, rule):
 
 
 @pytest.mark.parametrize(
-    ("headroom", "least", "most"),
-    [(0, 0, 0.003), (1, 0.001, 0.01), (2, 0.01, 0.04), (5, 0.12, 0.3)],
+    ("headroom", "least", "most"), [(0, 0, 0.003), (1, 0.001, 0.01), (2, 0.01, 0.04), (5, 0.12, 0.3)]
 )
 def test_sums_of_rounded_weights_need_little_headroom(headroom, least, most):
     """A row as those that an H200 showed: one key 11.2 nats above 16,384 that spread by 1.6."""

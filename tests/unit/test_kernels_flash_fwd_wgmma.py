@@ -63,10 +63,7 @@ def test_causal_turns_are_even(shape, warpgroups, blocks_per_sm):
 
 def test_full_tiles_take_as_many_heads_as_fit():
     problem = Problem(16, 16, 16, 1024, 1024, 128)
-    values = {param.name: param.values[0] for param in FAMILY.params} | {
-        "WARPGROUPS": 2,
-        "PERSISTENT": 132,
-    }
+    values = {param.name: param.values[0] for param in FAMILY.params} | {"WARPGROUPS": 2, "PERSISTENT": 132}
     assert heads_together(problem, Config(values)) == 64
 
 
@@ -99,11 +96,7 @@ def test_splits_are_one_wave():
 
 @pytest.mark.parametrize(
     ("values", "rule"),
-    [
-        ({"SPLITS": 1}, "split_clusters"),
-        ({"SPLITS": 16}, "split_clusters"),
-        ({"SPLITS": 2, "CLUSTER": 2}, "clusters"),
-    ],
+    [({"SPLITS": 1}, "split_clusters"), ({"SPLITS": 16}, "split_clusters"), ({"SPLITS": 2, "CLUSTER": 2}, "clusters")],
 )
 def test_a_cluster_of_splits_is_refused_where_it_cannot_be(values, rule):
     problem = Problem(1, 2, 2, 64, 4096, 64)

@@ -14,9 +14,7 @@ LAYERS = (
     "core < family < specs < compile < device, store < verify, baselines < bench < choose < reports"
     " < tools, regress, serve < sweep < cli, api"
 )
-LEVEL = {
-    room: level for level, rooms in enumerate(LAYERS.split(" < ")) for room in rooms.split(", ")
-}
+LEVEL = {room: level for level, rooms in enumerate(LAYERS.split(" < ")) for room in rooms.split(", ")}
 # Names of before the rooms, which go with the next release.
 SHIMS = {Path("problem.py"), Path("hardware.py"), Path("family/declare.py")}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -86,9 +84,7 @@ def test_no_files_import_each_other_in_a_circle():
     assert not left
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in CODE if room(p) in ("device", "verify", "baselines", "bench")], ids=str
-)
+@pytest.mark.parametrize("path", [p for p in CODE if room(p) in ("device", "verify", "baselines", "bench")], ids=str)
 def test_rooms_of_the_gpu_process_keep_nothing_between_problems(path):
     """What outlasts a problem is in bench.owned: hidden state made one problem depend on others."""
     tree = ast.parse((PACKAGE / path).read_text())
@@ -100,11 +96,7 @@ def test_rooms_of_the_gpu_process_keep_nothing_between_problems(path):
 
 # ---- programs and tests that need a GPU import names that exist: nothing here imports them ----
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted(
-    path
-    for folder in ("tests/gpu", "benchmarks", "scripts")
-    for path in (ROOT / folder).glob("*.py")
-)
+PROGRAMS = sorted(path for folder in ("tests/gpu", "benchmarks", "scripts") for path in (ROOT / folder).glob("*.py"))
 
 
 def names_of(module):

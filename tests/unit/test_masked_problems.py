@@ -49,9 +49,7 @@ def test_top_left_counts_from_the_first_key(left, right, seqlen_q, seqlen_k):
     mask = Interval(left, right, top_left=True)
     pairs = np.zeros((seqlen_q, seqlen_k), bool)
     for query, key in itertools.product(range(seqlen_q), range(seqlen_k)):
-        pairs[query, key] = (left is None or key >= query - left) and (
-            right is None or key <= query + right
-        )
+        pairs[query, key] = (left is None or key >= query - left) and (right is None or key <= query + right)
     assert mask.pairs(seqlen_q, seqlen_k) == pairs.sum()
     assert mask.empty_rows(seqlen_q, seqlen_k) == (~pairs.any(axis=1)).sum()
 
@@ -112,11 +110,7 @@ def test_what_is_no_mask_either(text):
 
 # -- queries that see no key ----------------------------------------------------------------------
 
-EMPTY = (
-    problem(200, 70, CAUSAL),
-    problem(90, 30, Interval(8, 0)),
-    problem(70, 30, Interval(8, 3, top_left=True)),
-)
+EMPTY = (problem(200, 70, CAUSAL), problem(90, 30, Interval(8, 0)), problem(70, 30, Interval(8, 3, top_left=True)))
 
 
 def dense(problem, item=0):
@@ -157,9 +151,7 @@ def test_the_references_give_zero_to_a_query_that_sees_no_key(problem):
     rows = np.arange(problem.seqlen_q)
     expected, log_sums = attention(inputs, problem)
     assert problem.has_empty_rows
-    assert np.isneginf(log_sums).sum() == problem.heads * (
-        problem.batch * problem.seqlen_q - problem.rows_with_keys
-    )
+    assert np.isneginf(log_sums).sum() == problem.heads * (problem.batch * problem.seqlen_q - problem.rows_with_keys)
     for sign, (out, lse) in zip((1, -1), exact_rows(inputs, problem, rows, (1, -1)), strict=True):
         if sign == 1:
             assert same(out, expected)
@@ -213,9 +205,7 @@ def test_a_family_says_that_it_cannot_do_empty_rows():
 
 # -- padding --------------------------------------------------------------------------------------
 
-LAYOUTS = st.builds(
-    Padded, st.sampled_from(["right", "left"]), st.integers(0, 100), st.integers(0, 5)
-)
+LAYOUTS = st.builds(Padded, st.sampled_from(["right", "left"]), st.integers(0, 100), st.integers(0, 5))
 MASKS = st.sampled_from([FULL, CAUSAL, TOP_LEFT]) | st.builds(Interval, SIDES, SIDES)
 
 
@@ -278,8 +268,7 @@ def test_padding_in_a_spec_and_on_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("padding", "says"),
-    [(["up", 40], "right or left"), (["right", 101], "0 to 100"), (["right", 40, -1], "seed")],
+    ("padding", "says"), [(["up", 40], "right or left"), (["right", 101], "0 to 100"), (["right", 40, -1], "seed")]
 )
 def test_what_is_no_padding(padding, says):
     with pytest.raises(Exception, match=says):
@@ -337,11 +326,7 @@ def test_cases_of_padded_problems(mask):
     asked = Problem(8, 8, 2, 2048, 2048, 64, "bf16", mask, Padded("right", 40))
     cases = small_cases(asked)
     assert len({case.label for case in cases}) == len(cases)
-    lengths = [
-        (end - first, case.problem.seqlen_k)
-        for case in cases
-        for first, end in case.problem.key_ranges
-    ]
+    lengths = [(end - first, case.problem.seqlen_k) for case in cases for first, end in case.problem.key_ranges]
     assert {0, 1} < {length for length, _ in lengths}
     assert any(length == seqlen_k > 300 for length, seqlen_k in lengths)
     assert {case.problem.layout.side for case in cases} == {"right", "left"}
@@ -390,10 +375,7 @@ def test_tune_asks_for_baselines_that_take_masks():
     target = Target(arch_named("sm_90a"), "NVIDIA H100 80GB HBM3")
     window = Problem(1, 4, 4, 2048, 2048, 64, "bf16", Interval(512, 0))
     kernels = ("flash_fwd_mma",)
-    made = [
-        starter(Request([p], "mine", kernels), target, discover())
-        for p in (window, replace(window, mask=CAUSAL))
-    ]
+    made = [starter(Request([p], "mine", kernels), target, discover()) for p in (window, replace(window, mask=CAUSAL))]
     assert "torch_efficient, flex]" in made[0]
     assert "flex" not in made[1]
 

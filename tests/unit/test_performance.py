@@ -34,9 +34,7 @@ def table(text, header):
 def recorded(run):
     """Raw rows; the last of each candidate counts."""
     rows = {}
-    for line in lzma.decompress(
-        (RESULTS / BOOK.place(run) / "trials.jsonl.xz").read_bytes()
-    ).splitlines():
+    for line in lzma.decompress((RESULTS / BOOK.place(run) / "trials.jsonl.xz").read_bytes()).splitlines():
         row = json.loads(line)
         rows[json.dumps([row["problem"], row["kernel"], row["provider"], row["config"]])] = row
     return [row for row in rows.values() if row.get("time_us")]

@@ -31,10 +31,7 @@ def test_the_speeds_are_those_of_the_run(pictures, theme):
         assert ours[row.problem.label] == pytest.approx(row.problem.flops / row.us / 1e6, rel=0.01)
     quiet = pictures.SPEEDS.find("flash_training", provider=list(pictures.BASELINES), take="all")
     assert len(values) == len(won) + len(quiet)  # a noisy baseline is not drawn
-    assert {value["of"] for value in values} == {
-        "flash_fwd_wgmma (ours)",
-        *pictures.BASELINES.values(),
-    }
+    assert {value["of"] for value in values} == {"flash_fwd_wgmma (ours)", *pictures.BASELINES.values()}
 
 
 def test_the_rungs_go_down_and_are_drawn_as_bars(pictures):

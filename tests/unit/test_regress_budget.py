@@ -199,9 +199,7 @@ def test_verdicts_are_printed_as_they_fall(command, card):
     assert line in card.printed[1]
     assert "new/old" not in card.printed[-1]  # the table
     assert done.stdout.index(line) < done.stdout.index("new/old")
-    assert "the budget ended before 8 of 9 problems were decided, raise --budget-s" in (
-        " ".join(done.stdout.split())
-    )
+    assert "the budget ended before 8 of 9 problems were decided, raise --budget-s" in (" ".join(done.stdout.split()))
     assert re.search("took (5[5-9]|6[0-3]) s, budget 60 s", done.stdout)
 
 

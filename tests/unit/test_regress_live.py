@@ -268,10 +268,7 @@ def test_a_damaged_or_missing_cubin(check, baseline):
     [
         (lambda code: code["config"].update(CYCLES=7), "the stored code is not the winner's"),
         (lambda code: code["digests"].clear(), "invalid cubin name"),
-        (
-            lambda code: code["plan"]["stages"][0].update(cubin="../../x.cubin"),
-            "invalid cubin name",
-        ),
+        (lambda code: code["plan"]["stages"][0].update(cubin="../../x.cubin"), "invalid cubin name"),
         (lambda code: code.pop("plan"), "not the launches of a winner: plan"),
     ],
 )
@@ -307,10 +304,7 @@ def test_parameters_that_changed(check, families):
 
 def test_a_rule_that_now_refuses_the_winner(check, families):
     with (families / "burns.py").open("a") as file:
-        file.write(
-            '\n\n@kernel.rule("short")\ndef short(config, problem, arch):\n'
-            "    return config.CYCLES < 9\n"
-        )
+        file.write('\n\n@kernel.rule("short")\ndef short(config, problem, arch):\n    return config.CYCLES < 9\n')
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     assert "the rule short refuses CYCLES=400000" in data["problems"][0]["why"]
@@ -450,9 +444,7 @@ def without_launches(run):
         (lambda run: edit(run / "environment.json", "Test 1", "Test 9"), "NVIDIA Test 9"),
     ],
 )
-def test_what_is_no_next_baseline_is_refused_and_nothing_changes(
-    accept, recorded, baseline, tmp_path, spoil, why
-):
+def test_what_is_no_next_baseline_is_refused_and_nothing_changes(accept, recorded, baseline, tmp_path, spoil, why):
     candidate = Path(shutil.copytree(recorded, tmp_path / "candidate"))
     spoil(candidate)
     before = files(baseline)

@@ -37,11 +37,7 @@ def wide(row, share):
     """The same row with rounds that scatter by this share."""
     middle = row.time_us.median
     rounds = [middle * (1 + share * (i % 5 - 2) / 2) for i in range(15)]
-    return row.with_(
-        time_us=Measurement(
-            median=middle, low=min(rounds), high=max(rounds), samples=15, rounds=rounds
-        )
-    )
+    return row.with_(time_us=Measurement(median=middle, low=min(rounds), high=max(rounds), samples=15, rounds=rounds))
 
 
 BEFORE = run(candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0))
@@ -74,9 +70,7 @@ def test_a_time_is_compared_by_its_ratio_to_the_baseline(us, their_us, verdict):
 
 def rounds(row, values):
     """The same row with these rounds."""
-    time = row.time_us.model_copy(
-        update={"median": median(values), "rounds": list(values), "samples": len(values)}
-    )
+    time = row.time_us.model_copy(update={"median": median(values), "rounds": list(values), "samples": len(values)})
     return row.with_(time_us=time)
 
 
@@ -177,9 +171,7 @@ def test_the_limit_is_the_reader_s():
         ),
         (
             run(
-                candidate("flash", 40.0, M=64).with_(
-                    time_us=Measurement(median=40.0, low=40.0, high=40.0, samples=1)
-                ),
+                candidate("flash", 40.0, M=64).with_(time_us=Measurement(median=40.0, low=40.0, high=40.0, samples=1)),
                 baseline("torch_cudnn", 30.0),
             ),
             Verdict.INCONCLUSIVE,
@@ -254,9 +246,7 @@ def test_a_row_that_says_ok_over_its_limit_is_damage_too():
 def test_another_kind_of_time_is_not_compared(kinds):
     def timed(kind, us):
         rows = [candidate("flash", us, M=64), baseline("torch_cudnn", 30.0)]
-        return run(
-            *(r.with_(time_us=r.time_us.model_copy(update={"l2": kind})) for r in rows),
-        )
+        return run(*(r.with_(time_us=r.time_us.model_copy(update={"l2": kind})) for r in rows))
 
     found = judged(timed(kinds[0], 20.0), timed(kinds[1], 20.01))
     assert found.verdict is Verdict.INCONCLUSIVE
@@ -301,9 +291,7 @@ def test_in_what_the_runs_differ_is_listed():
 
 def test_times_of_another_protocol_are_not_compared():
     """Under protocol 3 a call could begin before the one ahead of it had ended."""
-    runs = [
-        run(*BEFORE.trials, environment=H200.model_copy(update={"protocol": p})) for p in (3, 4)
-    ]
+    runs = [run(*BEFORE.trials, environment=H200.model_copy(update={"protocol": p})) for p in (3, 4)]
     slower = run(candidate("flash", 25.0, M=64), baseline("torch_cudnn", 30.0))
     for before, after in (runs, (slower, runs[1])):
         found = judged(before, after)

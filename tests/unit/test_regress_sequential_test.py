@@ -19,12 +19,7 @@ from attnsweep.regress.sequential_test import (
     together,
 )
 
-SAME, SLOWER, FASTER, OPEN = (
-    Decision.SAME,
-    Decision.SLOWER,
-    Decision.FASTER,
-    Decision.OPEN,
-)
+SAME, SLOWER, FASTER, OPEN = (Decision.SAME, Decision.SLOWER, Decision.FASTER, Decision.OPEN)
 
 
 # -- one process ------------------------------------------------------------------------------
@@ -153,9 +148,7 @@ def outcomes(ratio, offset, trials, noise=0.002):
     verdicts, processes = Counter(), []
     for number in range(trials):
         card = Card(ratio, offset, noise, f"{ratio} {offset} {number}")
-        found = attnsweep.compare_candidates(
-            None, None, card, card.another, slower=0.02, seed=str(number)
-        )
+        found = attnsweep.compare_candidates(None, None, card, card.another, slower=0.02, seed=str(number))
         assert found.processes == card.processes == len(found.each)
         assert 2 <= found.processes <= MOST
         verdicts[found.verdict.value] += 1

@@ -33,8 +33,7 @@ def test_errors_come_first_and_only_what_fails_is_annotated(actions) -> None:
     lines = commands(compared(*ALL))
     assert [line.split(" ")[0] for line in lines] == ["::error", "::error", "::warning"]
     assert lines[1] == (
-        "::error title=attnsweep%3A p slow::regression, 1.040 times the old time: slower by at "
-        "least 3.0 %25"
+        "::error title=attnsweep%3A p slow::regression, 1.040 times the old time: slower by at least 3.0 %25"
     )
     assert "title=attnsweep%3A (1%2C2%2C64%2C64) fp16 full::inconclusive: too noisy" in lines[2]
 

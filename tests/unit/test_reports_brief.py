@@ -81,9 +81,7 @@ def test_what_failed_and_what_was_not_timed_is_named():
     assert "not timed: flash_attn_3" in text
     noisy = baseline("torch_cudnn", 20.0).with_(status=Status.NOISY, detail="noisy")
     run = full_run(trials=[candidate("k", 10.0), noisy])
-    assert "torch_cudnn stayed noisy: × base takes its fastest round" in "\n".join(
-        printed(run, 120)
-    )
+    assert "torch_cudnn stayed noisy: × base takes its fastest round" in "\n".join(printed(run, 120))
 
 
 def test_without_a_winner_all_reasons_are_printed():
@@ -99,9 +97,7 @@ def test_without_a_winner_all_reasons_are_printed():
 
 def test_a_run_of_many_problems_has_a_line_for_each():
     lines = printed(of_problems(12))
-    assert [line.split("×")[0].split()[-1] for line in lines[1:13]] == [
-        f"{1 + n / 100:.2f}" for n in range(1, 13)
-    ]
+    assert [line.split("×")[0].split()[-1] for line in lines[1:13]] == [f"{1 + n / 100:.2f}" for n in range(1, 13)]
     assert lines[-1] == (
         "The best candidates are 1.06 times as fast as the fastest baselines, a geometric mean of "
         "12 problems: from 1.01 on (1,16,1024,64) fp16 full to 1.12 on (12,16,1024,64) fp16 full."

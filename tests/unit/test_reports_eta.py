@@ -164,14 +164,7 @@ def test_a_search_that_stops_early_shortens_the_problems_to_come(clock) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [
-        (0.2, "1 s"),
-        (9.2, "10 s"),
-        (42, "50 s"),
-        (95, "2 min"),
-        (1860, "31 min"),
-        (7300, "2 h 0 min"),
-    ],
+    [(0.2, "1 s"), (9.2, "10 s"), (42, "50 s"), (95, "2 min"), (1860, "31 min"), (7300, "2 h 0 min")],
 )
 def test_it_is_said_in_round_figures(seconds, said) -> None:
     assert str(Left(seconds)) == f"about {said} left"

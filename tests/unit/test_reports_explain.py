@@ -134,9 +134,7 @@ def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
         ("=", "is named '='", "or write NAME=VALUE"),
     ],
 )
-def test_an_unknown_config_is_refused_with_the_nearest_name(
-    short, families, given, what, hint
-) -> None:
+def test_an_unknown_config_is_refused_with_the_nearest_name(short, families, given, what, hint) -> None:
     with pytest.raises(SpecError) as caught:
         explain(short, [given], SHORT, families)
     assert what in caught.value.render()
@@ -170,9 +168,7 @@ def test_a_faster_baseline_is_not_hidden() -> None:
     assert verdict(found)[0].startswith("It won: 28.10")
     slower = full_run(trials=[*run.trials, baseline("flash_attn_3", 20.0)])
     (found,) = explain(slower, [], None, {})
-    assert verdict(found)[0] == (
-        "It is the best of ours, 28.10\u00a0µs; flash_attn_3 is faster (1.41×)."
-    )
+    assert verdict(found)[0] == ("It is the best of ours, 28.10\u00a0µs; flash_attn_3 is faster (1.41×).")
 
 
 def test_stages_are_shown_next_to_the_winners() -> None:

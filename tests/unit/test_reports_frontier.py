@@ -24,11 +24,7 @@ def test_fp8_shows_what_the_format_costs_and_which_candidates_none_surpasses() -
         "errors, of the worst row: the format costs 7.0e-02, flash_fwd_fp8_wgmma adds 5.0e-02; "
         "against the inputs before rounding it errs by 7.5e-02" in text
     )
-    for us, error, interval in (
-        (100.0, "5.0e-02", 0),
-        (104.0, "2.6e-02", 4),
-        (120.0, "2.0e-02", 1),
-    ):
+    for us, error, interval in ((100.0, "5.0e-02", 0), (104.0, "2.6e-02", 4), (120.0, "2.0e-02", 1)):
         assert f"{us:.1f} µs, error {error}: flash_fwd_fp8_wgmma INTERVAL={interval}" in text
     assert "109.0 µs, error" not in text  # another is faster and more accurate
     assert "max_error" not in text

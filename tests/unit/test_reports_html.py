@@ -57,11 +57,7 @@ def scaled_run(directory: Path = Path("results/h200/shapes")) -> Run:
         for seqlen in (512, 1024, 2048):
             problem = Problem(batch, 16, 16, seqlen, seqlen, 64)
             us = 20 * batch * (seqlen / 1024) ** 2
-            rows = [
-                candidate("flash", us * (1 + m / 999 + n / 99), M=m, N=n)
-                for m in (64, 128)
-                for n in (1, 2, 3)
-            ]
+            rows = [candidate("flash", us * (1 + m / 999 + n / 99), M=m, N=n) for m in (64, 128) for n in (1, 2, 3)]
             rows.append(candidate("slow", 9 * us, THREADS=64).with_(stages_us={"fwd": 8.8 * us}))
             rows.append(failed("flash", Status.PRUNED, "spills 8 bytes, 0 allowed", M=256, N=1))
             rows.append(baseline("torch_cudnn", 1.1 * us))
@@ -111,17 +107,14 @@ def test_the_data_holds_every_candidate_whatever_became_of_it():
 
 def test_chained_calls_are_named_so():
     trials = full_run().trials
-    chained = [
-        row.with_(chained_us=27.0) if row.time_us and row.time_us.median == 28.1 else row
-        for row in trials
-    ]
+    chained = [row.with_(chained_us=27.0) if row.time_us and row.time_us.median == 28.1 else row for row in trials]
     text = page.render(full_run(trials=chained))
     assert "chained, not ranked 27.0 µs" in visible(text)
     assert "chained, not ranked" not in visible(page.render(full_run()))
     baselines = data_of(text)["problems"][0]["baselines"]
-    assert {
-        baseline["who"]: baseline["chained"] for baseline in baselines if baseline["chained"]
-    } == {"three_kernel_wgmma": 27.0}
+    assert {baseline["who"]: baseline["chained"] for baseline in baselines if baseline["chained"]} == {
+        "three_kernel_wgmma": 27.0
+    }
 
 
 def test_what_rules_removed_is_told_beside_what_was_pruned():
@@ -190,21 +183,16 @@ def test_a_run_of_which_nothing_is_known_still_has_a_page():
 
 
 def test_recorded_rows_stay_marked():
-    trials = [
-        candidate("naive", 9.0, N=1).with_(recorded=True, recorded_on="NVIDIA H200, 2026-07-26")
-    ]
+    trials = [candidate("naive", 9.0, N=1).with_(recorded=True, recorded_on="NVIDIA H200, 2026-07-26")]
     text = visible(page.render(full_run(trials=trials)))
     assert "naive†" in text
     assert "† recorded on NVIDIA H200, 2026-07-26, not measured in this run" in text
 
 
 @pytest.mark.parametrize(
-    ("count", "most"),
-    [(250, 1.75 * MB), pytest.param(1000, 3 * MB, marks=pytest.mark.nightly(push=0))],
+    ("count", "most"), [(250, 1.75 * MB), pytest.param(1000, 3 * MB, marks=pytest.mark.nightly(push=0))]
 )
-def test_ten_thousand_trials_of_a_thousand_problems_are_less_than_three_megabytes(
-    count, most, tmp_path
-):
+def test_ten_thousand_trials_of_a_thousand_problems_are_less_than_three_megabytes(count, most, tmp_path):
     """A page without a trial has 1.3; a quarter of the trials gets a quarter of the rest."""
     run = problems(count)
     size = page.write(run, tmp_path / "many.html")
@@ -261,9 +249,7 @@ def test_time_and_ratio_are_next_to_the_problem_where_a_narrow_window_shows_them
     assert header[:3] == ["problem", "µs", "against the fastest baseline known"]
     row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
     assert row[1] == "28.10"
-    assert re.sub("<.*?>|\\s+", " ", row[2]).split() == [
-        *("2.04×", "(2.04", "to", "2.04)", "torch_cudnn"),
-    ]
+    assert re.sub("<.*?>|\\s+", " ", row[2]).split() == [*("2.04×", "(2.04", "to", "2.04)", "torch_cudnn")]
     assert row[4] == "three_kernel_wgmma"
 
 
@@ -371,10 +357,7 @@ def pages(tmp_path_factory):
     assert (said, asked) == ([], [])
     assert set(found) == set(addresses)
     assert all(DRAWN in each.html for each in found.values())
-    return {
-        re.split("[.?#]", name)[0] + ("?phone" in name) * " on a phone": each
-        for name, each in found.items()
-    }
+    return {re.split("[.?#]", name)[0] + ("?phone" in name) * " on a phone": each for name, each in found.items()}
 
 
 def plots(document: str, problem: int) -> dict[str, str]:
@@ -390,9 +373,7 @@ def plots(document: str, problem: int) -> dict[str, str]:
 
 def marks(svg: str) -> int:
     """Graphical marks that have data: not axes, not frames."""
-    return len(
-        re.findall(r'aria-roledescription="(?:bar|rect mark|point|line mark|tick|text mark)"', svg)
-    )
+    return len(re.findall(r'aria-roledescription="(?:bar|rect mark|point|line mark|tick|text mark)"', svg))
 
 
 USUAL = {"baselines", "stages", "effects", "search", "heatmap", "roofline"}
@@ -415,9 +396,7 @@ def test_a_browser_draws_every_plot(pages, name, problem, expected):
         assert marks(svg) >= 2, f"{figure} is empty: {svg[:400]}"
         assert "NaN" not in svg, figure
         assert 'role="graphics-document"' in svg, figure
-    shown = len(re.findall("<article", document)) - len(
-        re.findall(r"<article[^>]*hidden", document)
-    )
+    shown = len(re.findall("<article", document)) - len(re.findall(r"<article[^>]*hidden", document))
     assert shown == 1
 
 
@@ -432,9 +411,7 @@ def test_the_recorded_run_names_its_kernels_and_bounds(pages):
 
 @browser
 @pytest.mark.parametrize(("name", "seconds"), [("seconds", True), ("chosen", False)])
-def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(
-    pages, name, seconds
-):
+def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(pages, name, seconds):
     figure = plots(pages[name].html, 0)["search"]
     assert "against candidates tried" in figure
     assert ("against seconds" in figure, "by the seconds" in figure) == (seconds, seconds)
@@ -512,9 +489,7 @@ def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(pages
     assert {"memory", "matrix, exp2"} <= set(texts)
     whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
     ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, baselines)}
-    labels = re.findall(
-        r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', baselines
-    )
+    labels = re.findall(r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', baselines)
     assert len(labels) == len(ends) >= 7
     assert "flash_attn_3_fp8" not in ends, "it computes in another format"
     for who, at in labels:
@@ -558,11 +533,7 @@ def test_cells_are_aligned_and_only_named_columns_give_way() -> None:
         "a-long-kernel-name    1.5",
         "b                   123.5",
     ]
-    assert aligned(lines, "lr", 17, shrink=(0,)) == [
-        "name           µs",
-        "a-long-ke…    1.5",
-        "b           123.5",
-    ]
+    assert aligned(lines, "lr", 17, shrink=(0,)) == ["name           µs", "a-long-ke…    1.5", "b           123.5"]
 
 
 def test_wrap_breaks_between_words_but_not_before_a_unit() -> None:

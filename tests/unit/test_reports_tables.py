@@ -11,17 +11,7 @@ from pages import visible
 from pydantic_core import to_json
 from rich.cells import cell_len
 from rich.console import Console
-from samples import (
-    H200,
-    NVRTC_LOG,
-    PROBLEM,
-    baseline,
-    candidate,
-    failed,
-    full_run,
-    rounds_of,
-    unrecorded,
-)
+from samples import H200, NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
 from attnsweep.choose.ranking import rank
 from attnsweep.cli.app import json_texts
@@ -112,17 +102,12 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
     assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
     assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
     assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest baseline" in text
-    assert (
-        "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
-        in text
-    )
+    assert "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
 
 
 def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
     schedule = {"chunks": 4, "heads": 2, "rows": 512, "streams": 2, "workspace_bytes": 3 << 20}
-    row = candidate("three", 9.0).with_(
-        stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule
-    )
+    row = candidate("three", 9.0).with_(stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule)
     text = " ".join(printed(full_run(trials=[row]), 120).split())
     assert "qk 4.0 · pv 4.0 · rest 1.0 µs · launches alone 1.2 µs · 4 chunks of 2" in text
     assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
@@ -137,10 +122,7 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
         {"problem": label, "kernel": "naive", "candidates": 3},
         {"problem": "another", "kernel": "naive", "candidates": 300},
     ]
-    for text in (
-        printed(full_run(spaces=planned)),
-        tables.to_markdown(by_problem(run.trials, H200, planned)),
-    ):
+    for text in (printed(full_run(spaces=planned)), tables.to_markdown(by_problem(run.trials, H200, planned))):
         assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
         assert "naive: 3 of" not in text
         assert "300 candidates" not in text
@@ -150,9 +132,7 @@ def chained_run() -> Run:
     """The winner's calls can be chained, and so can those of one more, which is faster then."""
     times = {28.1: 27.0, 31.16: 10.4}
     ok = [row for row in full_run().trials if row.status is Status.OK]
-    return full_run(
-        trials=[row.with_(chained_us=times.get(round(row.time_us.median, 2))) for row in ok]
-    )
+    return full_run(trials=[row.with_(chained_us=times.get(round(row.time_us.median, 2))) for row in ok])
 
 
 def test_chained_calls_are_named_so_and_never_ranked() -> None:
@@ -160,10 +140,7 @@ def test_chained_calls_are_named_so_and_never_ranked() -> None:
     text = " ".join(printed(run, 160).split())
     assert re.search(r"\* winner three_kernel_wgmma .*?, chained 27\.0 µs", text)
     assert "calls that may overlap" not in text
-    first = [
-        [row["kernel"], row["config"], row["rank"]]
-        for row in tables.to_json(run)["problems"][0]["ranking"]
-    ]
+    first = [[row["kernel"], row["config"], row["rank"]] for row in tables.to_json(run)["problems"][0]["ranking"]]
     ranked = [row for row in tables.to_json(plain)["problems"][0]["ranking"] if row["rank"]]
     assert first == [[row["kernel"], row["config"], row["rank"]] for row in ranked]
     rows = list(csv.DictReader(io.StringIO(tables.files(run)["ranking.csv"])))
@@ -177,10 +154,7 @@ def test_a_winner_without_rounds_says_so() -> None:
     once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
     rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]
     assert "* winner flash: 20.69 µs, timed once, " in printed(full_run(trials=rows), 160)
-    assert (
-        "- winner flash: 20.69 µs, timed once, "
-        in tables.files(full_run(trials=rows))["ranking.md"]
-    )
+    assert "- winner flash: 20.69 µs, timed once, " in tables.files(full_run(trials=rows))["ranking.md"]
     earlier = rounds_of(20.69).model_copy(update={"rounds": []})
     text = printed(full_run(trials=[rows[0], rows[1].with_(time_us=earlier)]), 160)
     assert "20.69 µs, timed in an earlier session, " in text
@@ -197,8 +171,7 @@ def test_the_best_rows_decide_the_decimals() -> None:
     assert [row["±"] for row in cells] == ["0.047", "0.010", "0.010", "11.460"]
     assert (cells[0]["TFLOP/s"], cells[-1]["TFLOP/s"]) == ("1270.7", "3.1")
     (times, spreads) = zip(
-        *((line[3], line[4]) for line in table(printed(full_run(trials=[slow]), 160))[1:]),
-        strict=True,
+        *((line[3], line[4]) for line in table(printed(full_run(trials=[slow]), 160))[1:]), strict=True
     )
     assert (times, spreads) == (("5498",), ("11",))
 
@@ -225,9 +198,7 @@ def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
 
 def test_the_heading_says_where_when_and_what_binds() -> None:
     lines = printed(full_run(), 120).splitlines()
-    assert lines[1] == (
-        "(4,16,1024,64) fp16 full · measured on NVIDIA H200 · driver 580.95.05 · 2026-07-26"
-    )
+    assert lines[1] == ("(4,16,1024,64) fp16 full · measured on NVIDIA H200 · driver 580.95.05 · 2026-07-26")
     assert lines[2].startswith("bound 16.0")
     assert "µs by matrix (exp2 16.0" in lines[2]
     assert "memory 6.99 µs if not all in L2" in lines[2]
@@ -287,18 +258,14 @@ def test_a_run_without_an_ok_candidate_says_so() -> None:
 def test_recorded_rows_are_marked_everywhere() -> None:
     where = "NVIDIA L4, 2026-01-02"
     run = full_run()
-    all_recorded = full_run(
-        trials=[row.with_(recorded=True, recorded_on=where) for row in run.trials]
-    )
+    all_recorded = full_run(trials=[row.with_(recorded=True, recorded_on=where) for row in run.trials])
     text = printed(all_recorded, 120)
     assert f"recorded on {where}" in text.splitlines()[1]
     assert "measured on" not in text
     assert "bound" not in text.splitlines()[2]  # the environment is another GPU's
     assert all(row[1].endswith("†") for row in table(text)[1:])
     assert f"† recorded on {where}" in text
-    mixed = full_run(
-        trials=[*run.trials, baseline("fa4", 40).with_(recorded=True, recorded_on=where)]
-    )
+    mixed = full_run(trials=[*run.trials, baseline("fa4", 40).with_(recorded=True, recorded_on=where)])
     text = printed(mixed, 120)
     assert "measured on NVIDIA H200" in text.splitlines()[1]
     assert [row[1] for row in table(text) if row[1].endswith("†")] == ["fa4†"]
@@ -374,11 +341,7 @@ def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:
 def test_a_ratio_that_is_a_bound_or_of_medians_is_marked() -> None:
     ours, other = candidate("flash", 20.0), baseline("torch_cudnn", 30.0)
     once = other.with_(time_us=other.time_us.model_copy(update={"rounds": []}))
-    for marked, mark in (
-        (other.with_(status=Status.NOISY), "≥1.5"),
-        (once, "~1.5"),
-        (other, "1.5"),
-    ):
+    for marked, mark in ((other.with_(status=Status.NOISY), "≥1.5"), (once, "~1.5"), (other, "1.5")):
         header, first, *_ = table(printed(full_run(trials=[ours, marked])))
         assert first[header.index("× base")].startswith(mark)
 
@@ -397,10 +360,7 @@ def test_a_reason_keeps_the_figures_within_it() -> None:
         "spills 24 bytes, the spec allows 0",
         "spills 8 bytes, the spec allows 0",
     ]
-    rows = [
-        failed("flash", Status.PRUNED, detail, BLOCK_M=number)
-        for number, detail in enumerate(details)
-    ]
+    rows = [failed("flash", Status.PRUNED, detail, BLOCK_M=number) for number, detail in enumerate(details)]
     text = " ".join(printed(full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), *rows])).split())
     assert "takes at least 31.2–55 us by its stages in other configs 2" in text
     assert "stages too slow in other configs 1" in text
@@ -411,9 +371,7 @@ def test_a_reason_keeps_the_figures_within_it() -> None:
 def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
     first = 'k.cu(5): error: identifier "y" is undefined'
     broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG}", N=1)
-    other = failed(
-        "naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG.replace('foo', 'bar')}", N=2
-    )
+    other = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG.replace('foo', 'bar')}", N=2)
     run = full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), broken, other])
     lines = printed(run).splitlines()
     assert sum(line.startswith("2 compile error: naive: k.cu(5)") for line in lines) == 1
@@ -433,9 +391,7 @@ def test_markdown_holds_the_same_table() -> None:
     rows = [line for line in lines if line.startswith("| ")]
     columns = {row.replace("\\|", "").count("|") for row in rows}
     assert len(columns) == 1
-    assert rows[2].startswith(
-        "| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.010 | 2.04 |"
-    )
+    assert rows[2].startswith("| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.010 | 2.04 |")
     assert sum("| baseline |" in row or "| base |" in row for row in rows) == 2
     assert "- winner three_kernel_wgmma" in text
     assert "FlashAttention-3 is not installed" in text
@@ -507,14 +463,9 @@ def judged(row, share):
 
 def long_run(*shares):
     """A run whose candidates were judged in these shares, with others that were not tried."""
-    rows = [
-        judged(candidate("naive", 30.0 + n, THREADS=32 * (n + 1)), share)
-        for n, share in enumerate(shares)
-    ]
+    rows = [judged(candidate("naive", 30.0 + n, THREADS=32 * (n + 1)), share) for n, share in enumerate(shares)]
     rows += [
-        failed("naive", Status.PRUNED, slower_on(SHORT, 3000.0 + n, 2800.0), THREADS=n).with_(
-            accuracy=RIGHT
-        )
+        failed("naive", Status.PRUNED, slower_on(SHORT, 3000.0 + n, 2800.0), THREADS=n).with_(accuracy=RIGHT)
         for n in (33, 34, 35)
     ]
     rows += [failed("naive", Status.PRUNED, "spills 8 bytes, the spec allows 0", THREADS=999)]
@@ -527,8 +478,7 @@ def said(*shares):
 
 
 @pytest.mark.parametrize(
-    ("shares", "span"),
-    [((0.1301,), "13"), ((0.13, 0.13), "13"), ((0.14, 0.125), "12–14"), ((0.0021,), "0.21")],
+    ("shares", "span"), [((0.1301,), "13"), ((0.13, 0.13), "13"), ((0.14, 0.125), "12–14"), ((0.0021,), "0.21")]
 )
 def test_the_share_of_rows_that_float64_judged_is_said(shares, span):
     assert said(*shares) == (

@@ -19,22 +19,14 @@ def said(*trials):
 
 
 def test_ours_is_faster():
-    text = said(
-        candidate("flash", 398.0, N=1),
-        candidate("flash", 401.0, N=2),
-        baseline("flash_attn_3", 438.0),
-    )
-    assert text == (
-        f"flash is 1.101 ± 0.001 times as fast as FlashAttention-3 (398 against 438 µs) on {LABEL}."
-    )
+    text = said(candidate("flash", 398.0, N=1), candidate("flash", 401.0, N=2), baseline("flash_attn_3", 438.0))
+    assert text == (f"flash is 1.101 ± 0.001 times as fast as FlashAttention-3 (398 against 438 µs) on {LABEL}.")
 
 
 def test_a_faster_baseline_is_said_to_be_faster():
     text = said(candidate("flash", 25.0), baseline("torch_cudnn", 20.0), baseline("cudnn", 21.0))
     assert text.startswith("PyTorch's cuDNN attention is 1.25")
-    assert text.endswith(
-        f"times as fast as flash, the best of ours (20.0 against 25.0 µs) on {LABEL}."
-    )
+    assert text.endswith(f"times as fast as flash, the best of ours (20.0 against 25.0 µs) on {LABEL}.")
 
 
 def test_no_difference_is_claimed_where_the_interval_holds_one():
@@ -42,9 +34,7 @@ def test_no_difference_is_claimed_where_the_interval_holds_one():
     rounds = [20 + 0.5 * (-1) ** i for i in range(12)]
     time = ours.time_us.model_copy(update={"rounds": rounds})
     text = said(ours.with_(time_us=time), other)
-    assert text.startswith(
-        "No difference between flash and FlashAttention-3 was shown (20.0 against"
-    )
+    assert text.startswith("No difference between flash and FlashAttention-3 was shown (20.0 against")
     assert "a ratio of 1.00 ± 0.0" in text
 
 
@@ -52,8 +42,7 @@ def test_times_of_different_rounds_are_only_about():
     once = rounds_of(30.0).model_copy(update={"rounds": []})
     text = said(candidate("flash", 20.0), baseline("cudnn", 30.0).with_(time_us=once))
     assert text == (
-        "flash is about 1.50 times as fast as cuDNN (20.0 against 30.0 µs, not in the same rounds) "
-        f"on {LABEL}."
+        f"flash is about 1.50 times as fast as cuDNN (20.0 against 30.0 µs, not in the same rounds) on {LABEL}."
     )
 
 
@@ -71,10 +60,7 @@ def test_a_noisy_baseline_gives_no_more_than_a_bound(us, words):
 
 
 def test_without_a_baseline_and_without_a_winner():
-    assert (
-        said(candidate("flash", 20.0))
-        == f"flash takes 20.0 µs on {LABEL}; no baseline was timed with it."
-    )
+    assert said(candidate("flash", 20.0)) == f"flash takes 20.0 µs on {LABEL}; no baseline was timed with it."
     wrong = failed("flash", Status.WRONG, "error")
     assert said(wrong, baseline("cudnn", 20.0)) == f"No candidate is right and timed on {LABEL}."
 
@@ -109,8 +95,6 @@ def test_a_recorded_time_says_so():
 @given(st.floats(0.01, 100), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_the_printed_interval_holds_the_one_that_was_found(ratio, below, above):
     low, high = ratio * (1 - below), ratio * (1 + above)
-    middle, half = map(
-        float, re.fullmatch(r"([\d.]+) ± ([\d.]+)", plus_minus(ratio, low, high)).groups()
-    )
+    middle, half = map(float, re.fullmatch(r"([\d.]+) ± ([\d.]+)", plus_minus(ratio, low, high)).groups())
     assert middle - half <= low + 1e-6
     assert middle + half >= high - 1e-6

@@ -28,13 +28,7 @@ def planned(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trials(planned):
-    stage = {
-        "registers": 128,
-        "spill_bytes": 0,
-        "smem_bytes": 98304,
-        "blocks_per_sm": 2,
-        "occupancy": 0.25,
-    }
+    stage = {"registers": 128, "spill_bytes": 0, "smem_bytes": 98304, "blocks_per_sm": 2, "occupancy": 0.25}
     out = []
     for item in planned:
         for space in item.spaces:
@@ -108,11 +102,7 @@ ABORTED = RuntimeError("No available kernel. Aborting execution.\nmore")
 @pytest.mark.parametrize(
     ("name", "warned", "reason"),
     [
-        (
-            "torch_efficient",
-            WARNED,
-            "Expected query, key and value to have head_dim below 256",
-        ),
+        ("torch_efficient", WARNED, "Expected query, key and value to have head_dim below 256"),
         ("torch_flash", WARNED, "Flash attention has been runtime disabled"),
         ("torch_cudnn", WARNED, "cuDNN attention has been runtime disabled"),
         ("torch_cudnn", ["CuDNN attention kernel not used because: no plan."], "no plan"),
@@ -133,6 +123,4 @@ def test_list_says_how_to_get_each_baseline_that_is_missing(installed):
     assert "torch_flash:" not in text
     told = view.families_json({}, BASELINES)["missing_baselines"]
     assert told["flash_attn_4"] == "pip install flash-attn-4"
-    assert set(told) == {
-        name for name in BASELINES if name.startswith(("cudnn", "triton", "flash"))
-    }
+    assert set(told) == {name for name in BASELINES if name.startswith(("cudnn", "triton", "flash"))}

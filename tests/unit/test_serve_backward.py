@@ -305,10 +305,7 @@ def test_compiled_code_has_pytorchs_where_no_kernel_would_serve(tmp_path, driver
 
 def test_sizes_that_change_are_planned_when_they_are_known(operator):
     attention = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v),
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
+        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager", dynamic=True
     )
     for seqlen in (256, 320, 256):
         given = tensors(seqlen=seqlen)

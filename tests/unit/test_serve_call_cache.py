@@ -184,9 +184,7 @@ def test_compiled_code_holds_one_operator(operator, known, grad):
 
 
 def test_compiled_under_autocast(operator, known):
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager")
     for given in (known, [t.float() for t in known]):
         with torch.autocast("cpu", torch.bfloat16):
             assert close(compiled(*given), F.scaled_dot_product_attention(*known))
@@ -356,9 +354,7 @@ def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
     assert calls[0][1:] == calls[1][1:] == ((256, 256, 0.0, False), pytest.approx(0.125))
 
 
-def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(
-    operator, pytorchs, constants
-):
+def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator, pytorchs, constants):
     given = leaves_of(tensors())
 
     def by_cudnn():

@@ -86,8 +86,7 @@ def test_contiguous_queries_are_served_and_transposed_ones_are_pytorchs(tmp_path
         why = made.explain(q, k, v, enable_gqa=True)
         assert (why.kernel, why.code) == (None, "layout")
         assert why.reason == (
-            "the queries of grouped heads are not equally far apart in memory, as they are in "
-            "query.contiguous()"
+            "the queries of grouped heads are not equally far apart in memory, as they are in query.contiguous()"
         )
         assert why.gain == pytest.approx(1.2)
         assert torch.equal(made.attention(q, k, v, enable_gqa=True), expected(q, k, v))
@@ -123,9 +122,7 @@ def test_splits_are_joined_as_rows_of_one_head(tmp_path, driver):
 def test_compiled_as_one_graph(tmp_path, driver):
     made = operator_of(tmp_path, driver)
     compiled = torch.compile(
-        lambda q, k, v: made.attention(q * 1.0, k, v, enable_gqa=True) + 1,
-        fullgraph=True,
-        backend="aot_eager",
+        lambda q, k, v: made.attention(q * 1.0, k, v, enable_gqa=True) + 1, fullgraph=True, backend="aot_eager"
     )
     q, k, v = call(layout="packed")
     assert close(compiled(q, k, v), expected(q, k, v) + 1)

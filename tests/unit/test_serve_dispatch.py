@@ -11,16 +11,7 @@ from packages import H100, PLAIN, PLAIN_BACKWARD, SPLIT, gpu, shape, winner, wit
 
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, Interval, Padded
-from attnsweep.serve.runtime.cost_model import (
-    ALONE,
-    SDPA,
-    learn,
-    memory_us,
-    nearness,
-    octaves,
-    tiling,
-    work,
-)
+from attnsweep.serve.runtime.cost_model import ALONE, SDPA, learn, memory_us, nearness, octaves, tiling, work
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard
 
@@ -91,9 +82,7 @@ def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
     assert (same.kernel, same.code) == (twin, "near"), "its sizes were tuned, its dtype was not"
 
 
-@pytest.mark.parametrize(
-    "other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label
-)
+@pytest.mark.parametrize("other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label)
 def test_other_machine_code_never_serves(other):
     foreign = replace(PLAIN, dtype="fp16", head_dim=96)
     assert choose(replace(gpu(timed(shape())), twins=(foreign,)), other).code == "not_tuned"
@@ -157,9 +146,7 @@ def test_a_faster_memory_makes_the_same_shape_faster():
     """Bound by the bytes, at a share of the card's peak rate."""
     many, more = shape(64, 64, 128), shape(256, 64, 128)
     fast = CARD._replace(memory_bytes_per_us=2 * CARD.memory_bytes_per_us)
-    slow_us, fast_us = (
-        predict(PLAINLY, [(many, 50.0)], more, card).time_us for card in (CARD, fast)
-    )
+    slow_us, fast_us = (predict(PLAINLY, [(many, 50.0)], more, card).time_us for card in (CARD, fast))
     assert fast_us < 0.8 * slow_us
 
 
@@ -314,9 +301,7 @@ def test_memory_bounds_what_computes_little():
 
 def test_a_time_that_memory_took_says_least_of_computing():
     bound, free = shape(64, 32, 256), shape(1, 32, 4096)
-    units = learn(
-        PLAINLY, numbered([(bound, memory_us(PLAINLY, bound, CARD)), (free, 900.0)]), CARD
-    ).units
+    units = learn(PLAINLY, numbered([(bound, memory_us(PLAINLY, bound, CARD)), (free, 900.0)]), CARD).units
     of_bound, of_free = (trust for _, _, trust in units)
     assert of_bound < 0.1
     assert of_free > 0.99

@@ -84,9 +84,7 @@ def split(tmp_path, remember):
 
 
 def said(launch):
-    values = [
-        v | {"pointer": hex(v["pointer"])} if isinstance(v, dict) else v for v in launch["values"]
-    ]
+    values = [v | {"pointer": hex(v["pointer"])} if isinstance(v, dict) else v for v in launch["values"]]
     return launch["function"][1], launch["config"], values
 
 
@@ -184,10 +182,7 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, remember):
     launches.issue(ADDRESSES, 77)
     fwd, join = (launch["config"] for launch in driver.launches)
     assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
-    assert (int(fwd.hStream), fwd.sharedMemBytes) == (
-        77,
-        WGMMA.smem_bytes(kernel.values, shape()),
-    )
+    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, WGMMA.smem_bytes(kernel.values, shape()))
     assert join.numAttrs == 1
     assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
     remember(of_a_kind=1)

@@ -71,8 +71,7 @@ def test_enabled_calls_are_the_packages(package, driver):
     assert package.is_enabled()
     assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))
     assert close(
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2, dropout_p=0.0),
-        SDPA(q, k, v, scale=0.2),
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2, dropout_p=0.0), SDPA(q, k, v, scale=0.2)
     )
     assert package.counters() == {"kernel": 2}
     package.disable()
@@ -304,11 +303,7 @@ def test_a_compiled_model_is_one_graph(package, driver):
         compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
         assert close(compiled(q, k, v), expected)
         assert package.counters() == {"kernel": 1}
-        mask = torch.compile(
-            lambda m: F.scaled_dot_product_attention(q, k, v, m),
-            fullgraph=True,
-            backend="aot_eager",
-        )
+        mask = torch.compile(lambda m: F.scaled_dot_product_attention(q, k, v, m), fullgraph=True, backend="aot_eager")
         mask(torch.zeros(256, 256, dtype=torch.bfloat16))
     assert close(compiled(q, k, v), expected)
     assert package.counters() == {"kernel": 1}, "compiled code follows disable"

@@ -89,9 +89,7 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
     configs = {config_of(trial, KERNEL).label: trial for trial in tuned}
     assert len(configs) > 50
     for item in planned:
-        candidates = {
-            Config({**config, "LSE": 0}).label for space in item.spaces for config in space.configs
-        }
+        candidates = {Config({**config, "LSE": 0}).label for space in item.spaces for config in space.configs}
         for label, trial in configs.items():
             config = config_of(trial, KERNEL)
             if item.problem.label in UNTIMED_ON and label in UNTIMED:

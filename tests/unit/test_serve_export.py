@@ -56,16 +56,12 @@ def export(place, runs, out="my_attention", **options):
 @pytest.fixture
 def compiles_nothing(monkeypatch, tmp_path):
     """For the command, which makes a compiler of its own."""
-    monkeypatch.setattr(
-        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
-    )
+    monkeypatch.setattr(serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache"))
 
 
 def contents(directory):
     return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
 
 
@@ -81,11 +77,7 @@ def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
     here = {path.name for path in runtime.glob("*.py")}
     assert here == {*serve_export.MODULES, "__init__.py", "package.py"}, "a module is not exported"
     cubins = {name for name in files if name.endswith(".cubin")}
-    assert set(files) - code - cubins == {
-        "pyproject.toml",
-        "my_attention/table.json",
-        "my_attention/py.typed",
-    }
+    assert set(files) - code - cubins == {"pyproject.toml", "my_attention/table.json", "my_attention/py.typed"}
 
 
 def test_the_runtime_imports_nothing_but_torch_and_the_driver():
@@ -255,10 +247,7 @@ def both_ops(tmp_path_factory):
     baselines = [t.with_(problem=other) for t in forward if t.provider.startswith("torch_")]
     (won,) = rank(forward, run.environment).query("winner")["trial"]
     values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
-    ours = [
-        won.with_(problem=other, kernel=BACKWARD_FAMILY, config=values | {"PDL": pdl})
-        for pdl in (0, 1)
-    ]
+    ours = [won.with_(problem=other, kernel=BACKWARD_FAMILY, config=values | {"PDL": pdl}) for pdl in (0, 1)]
     return export(place, [changed(run, place / "run", [*forward, *baselines, *ours])]), of
 
 
@@ -279,11 +268,7 @@ def test_backward_winners_are_beside_the_forwards(both_ops):
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"layout": Padded("right", 40)}],
-    ids=["window", "lengths"],
-)
+@pytest.mark.parametrize("changes", [{}, {"layout": Padded("right", 40)}], ids=["window", "lengths"])
 def test_gradients_of_windows_and_lengths_have_code_of_their_own(both_ops, tmp_path, changes):
     _, of = both_ops
     run = store_run.open_run(H100_RUN)
@@ -604,7 +589,5 @@ assert copy.deepcopy(my_attention.attention) is my_attention.attention
 assert pickle.loads(pickle.dumps(my_attention.attention)) is my_attention.attention
 assert not {"attnsweep", "cupy", "transformers"} & set(sys.modules)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=done.directory, capture_output=True, text=True
-    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=done.directory, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

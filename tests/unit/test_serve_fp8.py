@@ -53,9 +53,7 @@ def contents(directory):
 
 
 def shape(batch, heads, seqlen, head_dim, dtype="e4m3_tensor", causal=False, *, heads_kv=None):
-    return Problem(
-        *(batch, heads, heads_kv or heads, seqlen, seqlen, head_dim, dtype), causal=causal
-    )
+    return Problem(*(batch, heads, heads_kv or heads, seqlen, seqlen, head_dim, dtype), causal=causal)
 
 
 # ---- the package ----
@@ -87,9 +85,7 @@ def test_the_ranking_rules_which_candidate_wins(tmp_path):
     }
     assert made.winners
     for w in made.winners:
-        error = next(
-            e for (s, us), e in errors.items() if s == w.problem and abs(us - w.time_us) < 1e-3
-        )
+        error = next(e for (s, us), e in errors.items() if s == w.problem and abs(us - w.time_us) < 1e-3)
         assert error <= 0.06
 
 
@@ -189,9 +185,7 @@ SEQLENS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
     head_dim=st.sampled_from((64, 128)),
     causal=st.booleans(),
 )
-def test_every_shape_of_a_tuned_kind_is_served(
-    known, batch, heads_kv, group, lengths, head_dim, causal
-):
+def test_every_shape_of_a_tuned_kind_is_served(known, batch, heads_kv, group, lengths, head_dim, causal):
     q, k = lengths
     sizes = (batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim)
     one = Problem(*sizes, "e4m3", causal=causal)
@@ -203,11 +197,7 @@ def test_every_shape_of_a_tuned_kind_is_served(
 
 
 def test_a_kind_that_was_not_tuned_has_no_kernel(known):
-    for one in (
-        shape(4, 16, 4096, 256),
-        shape(4, 16, 4096, 128, "e4m3_block"),
-        shape(4, 16, 4096, 96),
-    ):
+    for one in (shape(4, 16, 4096, 256), shape(4, 16, 4096, 128, "e4m3_block"), shape(4, 16, 4096, 96)):
         said = fp8.choose(known, one)
         assert said.startswith(f"no FP8 shape with head_dim {one.head_dim}, full, scales of ")
         assert "head_dim 128, causal, scales of tensors or heads" in said

@@ -50,9 +50,7 @@ def table(exported):
     known = made.fp8[H100]
     blocks = tuple(
         replace(
-            winner,
-            problem=replace(winner.problem, dtype="e4m3_block"),
-            kernel=replace(winner.kernel, scale_block=128),
+            winner, problem=replace(winner.problem, dtype="e4m3_block"), kernel=replace(winner.kernel, scale_block=128)
         )
         for winner in known.winners
         if winner.problem.head_dim == 64
@@ -126,9 +124,7 @@ def test_scales_that_lie_as_the_kernel_reads_them_are_not_copied(operator, drive
     out = operator.attention(*tensors, *scales)
     (launch,) = driver.launches
     assert launch["values"][4:7] == [scale.data_ptr() for scale in scales]
-    assert [m["pointer"] for m in launch["values"][:4]] == [
-        each.data_ptr() for each in (*tensors, out)
-    ]
+    assert [m["pointer"] for m in launch["values"][:4]] == [each.data_ptr() for each in (*tensors, out)]
 
 
 def test_scales_are_read_in_every_call(operator):
@@ -141,8 +137,7 @@ def test_scales_are_read_in_every_call(operator):
 
 
 @pytest.mark.parametrize(
-    ("causal", "seqlen", "seqlen_k"),
-    [(c, n, None) for c in (False, True) for n in (1, 65, 300)] + [(False, 1, 500)],
+    ("causal", "seqlen", "seqlen_k"), [(c, n, None) for c in (False, True) for n in (1, 65, 300)] + [(False, 1, 500)]
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_masks_tails_and_grouped_heads(operator, driver, table, causal, seqlen, seqlen_k, head_dim):
@@ -168,11 +163,7 @@ def test_explain_says_which_kernel_and_launches_nothing(operator, driver, table)
     assert operator.explain(*quantised(seqlen=20), *scales).code == "spare"
     tuned = [t.expand(16, 32, 1024, 64).contiguous() for t in quantised(1, 1, batch=1)]
     said = operator.explain(*tuned, 1.0, 1.0, 1.0)
-    (won,) = (
-        w
-        for w in table.fp8[H100].winners
-        if w.problem == Problem(16, 32, 32, 1024, 1024, 64, "e4m3_tensor")
-    )
+    (won,) = (w for w in table.fp8[H100].winners if w.problem == Problem(16, 32, 32, 1024, 1024, 64, "e4m3_tensor"))
     assert (said.code, said.reason) == ("tuned", f"this shape was tuned, {won.time_us:.4g} µs")
     assert driver.launches == []
 
@@ -286,9 +277,7 @@ def test_launches_are_remembered_and_never_grow_without_end(operator, driver, re
 def test_addresses_that_keep_changing(operator, driver, remember):
     """Scales as well as tensors: each call reads and writes its own."""
     remember(of_a_kind=2)
-    given = [
-        ([t.clone() for t in quantised()], [s * n for s in scales_of("heads")]) for n in (1, 2, 3)
-    ]
+    given = [([t.clone() for t in quantised()], [s * n for s in scales_of("heads")]) for n in (1, 2, 3)]
     for n in (0, 1, 2, 0, 2, 1, 1):
         close(operator.attention(*given[n][0], *given[n][1]), *given[n])
     assert driver.replaced
@@ -334,10 +323,7 @@ def test_compiles_as_one_graph(operator, driver):
 
 def test_a_compiled_call_that_cannot_be_served_is_an_error(operator):
     compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v, 1.0, 1.0, 1.0),
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
+        lambda q, k, v: operator.attention(q, k, v, 1.0, 1.0, 1.0), fullgraph=True, backend="aot_eager", dynamic=True
     )
     for seqlen in (100, 200, 333):
         tensors = quantised(seqlen=seqlen)

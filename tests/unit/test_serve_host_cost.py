@@ -38,10 +38,7 @@ def test_calls_take_turns_and_the_first_is_not_counted(host_cost, timed_by):
 
     timed_by(lambda: now[0], host_cost)
     waits = []
-    callers = {
-        "quick": host_cost.Caller(call("quick", 2_000)),
-        "slow": host_cost.Caller(call("slow", 9_000), within),
-    }
+    callers = {"quick": host_cost.Caller(call("quick", 2_000)), "slow": host_cost.Caller(call("slow", 9_000), within)}
     got = host_cost.host_us(callers, turns=4, calls=5, wait=lambda: waits.append(1))
     assert {name: own["median_us"] for name, own in got.items()} == {"quick": 2.0, "slow": 9.0}
     assert seen["quick"] == seen["slow"] == list(range(25))

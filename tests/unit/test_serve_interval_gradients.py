@@ -160,9 +160,7 @@ FAILURES = ("driver", "memory", "deterministic", "no code")
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_where_the_backward_cannot_run_pytorch_computes_all_again(
-    operator, driver, monkeypatch, failure
-):
+def test_where_the_backward_cannot_run_pytorch_computes_all_again(operator, driver, monkeypatch, failure):
     given, limits = given_of(), {"key_lengths": LENGTHS, "window": (5, 0)}
     leaves = [t.detach().requires_grad_() for t in given]
     out = operator.attention(*leaves, enable_gqa=True, **limits)
@@ -231,14 +229,8 @@ def test_the_same_code_compiled_for_several_sizes_calls_the_kernels(tmp_path, dr
     problems = {
         shape(2, 8, 190, heads_kv=2): (Interval(20, 0), {"window": (20, 0)}),
         shape(3, 8, 128): (FULL, {"key_lengths": torch.tensor([[0, 128], [10, 33], [0, 0]])}),
-        shape(3, 8, 170, heads_kv=2): (
-            CAUSAL,
-            {"key_lengths": torch.tensor([1, 170, 35]), "is_causal": True},
-        ),
-        shape(2, 4, 160): (
-            Interval(10, 0),
-            {"key_lengths": torch.tensor([160, 7]), "window": (10, 0)},
-        ),
+        shape(3, 8, 170, heads_kv=2): (CAUSAL, {"key_lengths": torch.tensor([1, 170, 35]), "is_causal": True}),
+        shape(2, 4, 160): (Interval(10, 0), {"key_lengths": torch.tensor([160, 7]), "window": (10, 0)}),
     }
     tuned = [
         replace(of, mask=mask, layout=lengths if "key_lengths" in limits else of.layout)
@@ -266,9 +258,7 @@ def test_compiled_code_has_pytorchs_where_nothing_won(operator):
 
 
 @pytest.mark.parametrize("limits", [{"window": (30, 0)}, {"key_lengths": LENGTHS}], ids=str)
-def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(
-    operator, monkeypatch, limits
-):
+def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(operator, monkeypatch, limits):
     """Where there is none nobody computes a log-sum-exp, and PyTorch has the gradients."""
 
     def attention(q, k, v):
@@ -300,9 +290,7 @@ def test_compiled_code_of_sizes_that_no_winner_has_is_pytorchs(operator):
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_settings_that_change_between_forward_and_backward_leave_gradients_right(
-    operator, driver, launched
-):
+def test_settings_that_change_between_forward_and_backward_leave_gradients_right(operator, driver, launched):
     """A compiled forward in deterministic mode has the log-sum-exp that a later kernel reads."""
     given, limits = given_of(), {"key_lengths": LENGTHS}
     call = getattr(torch.ops, operator.namespace).forward_intervals_lse
@@ -332,9 +320,7 @@ def test_compiled_code_whose_launches_fail_has_right_gradients(operator, driver)
     assert not {"kernel", "kernel_backward"} & operator.counters().keys()
 
 
-def test_a_compiled_forward_that_fails_gives_the_backward_right_statistics(
-    tmp_path, driver, operator
-):
+def test_a_compiled_forward_that_fails_gives_the_backward_right_statistics(tmp_path, driver, operator):
     """The kernel of the backward may run yet: after a tensor that begins anywhere, say."""
     ranges = torch.tensor([[0, 0], [7, 60]], dtype=torch.int32)
     call = (*given_of(), ranges, -5, 0, 0.3)

@@ -324,12 +324,8 @@ def test_the_shipped_function_has_the_arguments():
     for case in ("window", "behind", "window and padding"):
         out = attnsweep.attention(*tensors_, **CASES[case])
         assert right(out, tensors_, **CASES[case])
-    assert torch.equal(
-        attnsweep.attention(*tensors_, cache=False), F.scaled_dot_product_attention(*tensors_)
-    )
-    one, other = (
-        inspect.signature(each).parameters for each in (attnsweep.attention, Operator.attention)
-    )
+    assert torch.equal(attnsweep.attention(*tensors_, cache=False), F.scaled_dot_product_attention(*tensors_))
+    one, other = (inspect.signature(each).parameters for each in (attnsweep.attention, Operator.attention))
     assert [*one] == [*other][1:]
 
 
@@ -346,10 +342,7 @@ WRONG = {
     "key_lengths is (3,), not (2,) or (2, 2)": ({"key_lengths": LENGTHS.new_ones(3)}, ValueError),
     "key_lengths is (2, 1), not": ({"key_lengths": LENGTHS[:, None]}, ValueError),
     "key_lengths is on meta, and query on cpu": ({"key_lengths": LENGTHS.to("meta")}, ValueError),
-    "leave these out": (
-        {"window": (9, 0), "attn_mask": torch.ones(ROWS, ROWS, dtype=torch.bool)},
-        ValueError,
-    ),
+    "leave these out": ({"window": (9, 0), "attn_mask": torch.ones(ROWS, ROWS, dtype=torch.bool)}, ValueError),
 }
 
 
@@ -430,9 +423,7 @@ def test_compiled_code_for_sizes_that_vary(operator):
 SIDE = st.one_of(st.none(), st.integers(-1, 400))
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_arguments_at_random(operator, data):
     """Sizes, layout, window, offset, lengths and what no kernel serves, against float64."""
@@ -473,9 +464,7 @@ STEPS = {
 }
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from([*STEPS]), min_size=4, max_size=16))
 def test_no_call_of_a_sequence_is_stale(operator, steps):
     """Calls in any order, between changes of what they read, streams and captures."""

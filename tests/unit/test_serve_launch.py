@@ -23,14 +23,8 @@ UNUSUAL = [
     (Config(FIRST | values), problem)
     for values, problem in (
         ({"WARPGROUPS": 2, "CLUSTER": 2}, Problem(1, 16, 16, 1024, 1024, 64)),
-        (
-            {"WARPGROUPS": 2, "CLUSTER": 4, "PERSISTENT": 132},
-            Problem(8, 16, 4, 4096, 4096, 64),
-        ),
-        (
-            {"WARPGROUPS": 2, "SPLITS": 2, "SPLIT_CLUSTER": 1},
-            Problem(1, 8, 2, 100, 4096, 128, "bf16"),
-        ),
+        ({"WARPGROUPS": 2, "CLUSTER": 4, "PERSISTENT": 132}, Problem(8, 16, 4, 4096, 4096, 64)),
+        ({"WARPGROUPS": 2, "SPLITS": 2, "SPLIT_CLUSTER": 1}, Problem(1, 8, 2, 100, 4096, 128, "bf16")),
         ({"WARPGROUPS": 2, "SPLITS": 3, "PDL": 2}, Problem(1, 16, 16, 100, 8192, 128)),
         ({"BLOCKS_PER_SM": 2, "SPLITS": 5, "PDL": 1}, Problem(2, 5, 5, 100, 9000, 64)),
     )

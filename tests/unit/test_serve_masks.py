@@ -43,9 +43,7 @@ def random_mask(*sizes, seed=0):
 def sdpa(q, k, v, mask, **options):
     """PyTorch's, by float32, and 0 where a query sees no key."""
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        *(t.float() for t in (q, k, v)), attn_mask=mask, enable_gqa=grouped, **options
-    )
+    out = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), attn_mask=mask, enable_gqa=grouped, **options)
     return out.nan_to_num(0)
 
 
@@ -97,9 +95,7 @@ def test_queries_without_a_key_are_zeros(operator):
     assert close(out, sdpa(q, k, v, mask))
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_masks_at_random(operator, data):
     """Sizes, form, layout and content drawn at random, against PyTorch in float32."""

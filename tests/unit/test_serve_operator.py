@@ -132,9 +132,7 @@ def test_v_of_a_head_dim_that_was_not_tuned_is_pytorchs(operator, driver, of_v, 
 @pytest.mark.parametrize("how", [{"softcap": 5.0}, {"window": (20, 0)}, {"key_lengths": [100]}])
 def test_changed_calls_with_v_that_was_not_tuned_are_pytorchs(operator, driver, how):
     q, k, v = tensors()
-    how = {
-        n: torch.tensor(x, dtype=torch.int32) if n == "key_lengths" else x for n, x in how.items()
-    }
+    how = {n: torch.tensor(x, dtype=torch.int32) if n == "key_lengths" else x for n, x in how.items()}
     got = operator.attention(q, k, v[..., :32], **how)
     assert got.shape == (*q.shape[:3], 32)
     assert close(got, operator.attention(q, k, v, **how)[..., :32])
@@ -188,8 +186,7 @@ def test_a_kernel_without_code_for_gradients(tmp_path, driver):
     made = make(tmp_path, driver, own)
     known = made.table.gpus[H100]
     bare = replace(
-        known.winners[0],
-        kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {})),
+        known.winners[0], kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {}))
     )
     made.planner.gpus[0] = replace(known, winners=(bare,))
     q, k, v = (t.requires_grad_() for t in tensors())
@@ -341,9 +338,7 @@ def test_gradients_by_pytorchs_backward(operator, driver, name, pytorchs):
     def backward(grad, q, k, v, out, lse, scale):
         q, k, v, out, grad = (t.double() for t in (q, k, v, out, grad))
         scores = q @ k.mT * scale
-        scores = scores.masked_fill(
-            ~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf")
-        )
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
         p = torch.exp(scores - lse.double()[..., None])
         dv = p.mT @ grad
         dp = grad @ v.mT

@@ -36,9 +36,7 @@ def test_compiles_as_one_graph(operator, driver):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v) + 1)
     assert operator.counters() == {"kernel": 1}
-    masked = torch.compile(
-        lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager"
-    )
+    masked = torch.compile(lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager")
     mask = torch.zeros(256, 256, dtype=torch.bfloat16)
     assert close(masked(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
     assert operator.counters() == {"kernel": 1}
@@ -47,10 +45,7 @@ def test_compiles_as_one_graph(operator, driver):
 def test_compiled_calls_fall_back_at_run_time(operator, driver):
     """A graph is kept for shapes that no kernel serves, and for addresses that none can take."""
     compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v),
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
+        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager", dynamic=True
     )
     for q, k, v in (tensors(), tensors(seqlen=5), tensors(seqlen=300)):
         assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
@@ -91,14 +86,10 @@ CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
 @pytest.mark.parametrize(("name", "rows"), [("cudnn", (256, 1)), ("flash", (256,))])
-def test_a_compiled_backward_is_what_pytorch_would_call(
-    operator, backwards, monkeypatch, name, rows
-):
+def test_a_compiled_backward_is_what_pytorch_would_call(operator, backwards, monkeypatch, name, rows):
     becomes = f"_scaled_dot_product_{name}_attention"
     asked = []
-    monkeypatch.setattr(
-        gradients, "_becomes", lambda given, **how: asked.append((given, how)) or becomes
-    )
+    monkeypatch.setattr(gradients, "_becomes", lambda given, **how: asked.append((given, how)) or becomes)
     graphs, grads = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
     assert len(grads) == 3
     assert backwards == [(name, (1, 4, *rows), 0.125)]
@@ -113,9 +104,7 @@ def test_a_compiled_backward_is_what_pytorch_would_call(
 def test_what_pytorchs_attention_becomes_in_compiled_code(operator, backwards, monkeypatch):
     """Its own graph says it, also where autograd asks; and the question is in no graph."""
     becomes, answers = gradients._becomes, []
-    monkeypatch.setattr(
-        gradients, "_becomes", lambda *given, **how: answers.append(becomes(*given, **how)) or ""
-    )
+    monkeypatch.setattr(gradients, "_becomes", lambda *given, **how: answers.append(becomes(*given, **how)) or "")
     pytorchs, _ = traced(F.scaled_dot_product_attention, tensors())
     name = becomes(tensors(), is_causal=False, scale=0.125, enable_gqa=False)
     assert f"aten.{name}.default" in pytorchs[0]
@@ -130,15 +119,10 @@ def test_a_compiled_backward_of_growing_shapes(operator, backwards, monkeypatch)
     """A compiler that knows no sizes asks with those that it began with."""
     sizes = []
     monkeypatch.setattr(
-        gradients,
-        "_becomes",
-        lambda given, **_: sizes.append([gradients._first(n) for n in given[0].shape]) or CUDNN,
+        gradients, "_becomes", lambda given, **_: sizes.append([gradients._first(n) for n in given[0].shape]) or CUDNN
     )
     attention = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v),
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
+        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager", dynamic=True
     )
     for seqlen in (256, 320):
         leaves = [t.requires_grad_() for t in tensors(seqlen=seqlen)]

@@ -66,9 +66,7 @@ def test_a_call_is_served_counted_and_explained(on, driver):
     assert len(driver.launches) == 1
 
 
-@pytest.mark.parametrize(
-    "key", [GpuKey((9, 0), 114, 50 << 20), GpuKey((10, 0), 132, 60 << 20)], ids=lambda k: k.label
-)
+@pytest.mark.parametrize("key", [GpuKey((9, 0), 114, 50 << 20), GpuKey((10, 0), 132, 60 << 20)], ids=lambda k: k.label)
 def test_other_gpus_stay_with_pytorch(on, driver, key):
     operator = on(key)
     q, k, v = tensors()
@@ -142,9 +140,7 @@ def test_a_kernel_that_does_not_fit_the_device_is_pytorchs_call(on, driver, capl
 
 def test_compiled_calls_are_served(on):
     operator = on(H200)
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager")
     q, k, v = tensors()
     assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert operator.counters() == {"kernel": 1}

@@ -18,16 +18,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, Scores
 from attnsweep.family.discover import discover
-from attnsweep.serve.recorded_calls import (
-    Recorded,
-    layout_of,
-    lines_of,
-    read,
-    refuse,
-    run_name_of,
-    sort,
-    spec_text,
-)
+from attnsweep.serve.recorded_calls import Recorded, layout_of, lines_of, read, refuse, run_name_of, sort, spec_text
 from attnsweep.serve.recorder import log as recorder_log
 from attnsweep.serve.recorder.log import Log
 from attnsweep.specs.load import load_spec, spec_of
@@ -62,9 +53,7 @@ def only(*args, **changes):
 
 def test_a_call_is_a_problem():
     assert only() == Problem(1, 32, 8, 4096, 4096, 128, "bf16")
-    assert only(dtype="float16", causal=True) == Problem(
-        1, 32, 8, 4096, 4096, 128, "fp16", causal=True
-    )
+    assert only(dtype="float16", causal=True) == Problem(1, 32, 8, 4096, 4096, 128, "fp16", causal=True)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +321,7 @@ def test_a_file_that_is_there_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [("no/m6.yaml", "no: No such file"), ("file/m6.yaml", "file: Not a directory")],
+    ("name", "why"), [("no/m6.yaml", "no: No such file"), ("file/m6.yaml", "file: Not a directory")]
 )
 def test_a_folder_that_is_missing_is_named_with_the_reason(tmp_path, monkeypatch, name, why):
     monkeypatch.chdir(tmp_path)
@@ -390,9 +378,7 @@ def test_ctrl_c_ends_the_program_and_keeps_what_was_recorded(tmp_path):
     out = tmp_path / "model.yaml"
     code = python(*CALLS, "import time; print('up', flush=True); time.sleep(60)")
     command = [sys.executable, "-m", "attnsweep", "shapes", str(out), "--arch", "sm_90a", *code]
-    child = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "up\n"
     time.sleep(0.1)
     os.killpg(child.pid, signal.SIGINT)
@@ -426,9 +412,7 @@ def test_the_programs_own_sitecustomize_runs_and_its_path_is_kept(tmp_path):
     install(folder)
     path = os.pathsep.join([str(folder), str(tmp_path)])
     subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(folder)],
-        env=os.environ | {"PYTHONPATH": path},
-        check=True,
+        [sys.executable, "-c", code, str(tmp_path), str(folder)], env=os.environ | {"PYTHONPATH": path}, check=True
     )
 
 

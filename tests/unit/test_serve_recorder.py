@@ -56,10 +56,9 @@ def test_calls_are_counted_by_kind_and_keep_their_result(tmp_path, every_call):
 def test_kinds_that_differ_in_one_thing_are_counted_apart(tmp_path, context, every_call):
     kinds = list(every_change(*qkv()))
     drawn = random.Random(0).choices(kinds, k=300) + kinds
-    enter = {
-        "device": lambda: torch.device("cpu"),
-        "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
-    }.get(context) or getattr(torch, context)
+    enter = {"device": lambda: torch.device("cpu"), "bf16": lambda: torch.autocast("cpu", torch.bfloat16)}.get(
+        context
+    ) or getattr(torch, context)
 
     def program(_):
         with enter():
@@ -87,9 +86,7 @@ def test_compiled_calls_are_said_to_be_missed_and_compile_as_pytorchs_own(tmp_pa
     assert [n for _, n in got.calls] == [1]
     assert got.compiled
     assert "torch.compile compiled attention" in got.way
-    assert not recorded(
-        tmp_path, lambda _: torch._C._nn.scaled_dot_product_attention(x, x, x)
-    ).compiled
+    assert not recorded(tmp_path, lambda _: torch._C._nn.scaled_dot_product_attention(x, x, x)).compiled
 
 
 def test_with_every_call_compiled_calls_count_when_they_run(tmp_path):
@@ -144,9 +141,7 @@ def test_dropout_masks_scales_layouts_and_gradients(tmp_path, every_call):
         F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed))
 
     calls = [call for call, _ in recorded(tmp_path, program, every_call).calls]
-    assert [call.get("mask") for call in calls if "mask" in call] == [
-        *("causal", "full", "bias", "mask"),
-    ]
+    assert [call.get("mask") for call in calls if "mask" in call] == [*("causal", "full", "bias", "mask")]
     assert [call["bias"] for call in calls if call.get("mask") == "bias"] == [[]]
     assert [call["dropout"] for call in calls] == [True, *(len(calls) - 1) * [False]]
     assert sum(call["scale"] == 0.5 for call in calls) == 1
@@ -159,10 +154,7 @@ BOOLEAN = {
     "all": (torch.ones(64, 80) > 0, {"boolean": [], "window": [None, None], "top_left": False}),
     "causal": (ROW + 16 >= KEY, {"boolean": [], "window": [None, 0], "top_left": False}),
     "top-left": (ROW >= KEY, {"boolean": [], "window": [None, 0], "top_left": True}),
-    "window": (
-        ((ROW + 16 - KEY).abs() <= 5)[None, None],
-        {"boolean": [], "window": [5, 5], "top_left": False},
-    ),
+    "window": (((ROW + 16 - KEY).abs() <= 5)[None, None], {"boolean": [], "window": [5, 5], "top_left": False}),
     "padded": (
         (ROW + 16 >= KEY) & (KEY < torch.tensor([30, 80])[:, None, None, None]),
         {"boolean": ["item"], "window": [None, 0], "top_left": False},
@@ -171,10 +163,7 @@ BOOLEAN = {
         (KEY > 60).expand(1, 4, 1, 80).contiguous(),
         {"boolean": ["head"], "window": [None, None], "top_left": False},
     ),
-    "holes": (
-        (ROW >= KEY) & (KEY % 7 != 0),
-        {"boolean": [], "window": [None, 0], "top_left": True},
-    ),
+    "holes": ((ROW >= KEY) & (KEY % 7 != 0), {"boolean": [], "window": [None, 0], "top_left": True}),
     "none": (torch.zeros(64, 80) > 0, {"boolean": []}),
 }
 
@@ -185,9 +174,7 @@ def test_boolean_masks_are_facts_of_a_problem(tmp_path, what, every_call):
     """The operators get them as numbers, 0 and minus infinity."""
     mask, facts = BOOLEAN[what]
     q, k = qkv(2, 4, 64, 32)[0], qkv(2, 4, 80, 32)[0]
-    ((call, count),) = recorded(
-        tmp_path, lambda _: F.scaled_dot_product_attention(q, k, k, mask), every_call
-    ).calls
+    ((call, count),) = recorded(tmp_path, lambda _: F.scaled_dot_product_attention(q, k, k, mask), every_call).calls
     names = ("boolean", "window", "top_left")
     assert {name: call[name] for name in names if name in call} == facts
     assert count == 1
@@ -263,9 +250,7 @@ def test_a_scale_that_is_a_tensor_is_known_by_its_value(tmp_path):
 def test_tensors_without_values_are_counted(tmp_path):
     tensors = qkv(1, 2, 8, 32, device="meta")
     mask = torch.zeros(8, 8, device="meta")
-    calls = recorded(
-        tmp_path, lambda _: F.scaled_dot_product_attention(*tensors, attn_mask=mask)
-    ).calls
+    calls = recorded(tmp_path, lambda _: F.scaled_dot_product_attention(*tensors, attn_mask=mask)).calls
     assert [(call["mask"], n) for call, n in calls] == [("unknown", 1)]
 
 
@@ -275,9 +260,7 @@ def test_causal_bias_works_and_is_counted_as_what_it_calls(tmp_path):
     q, k = qkv(1, 2, 8, 32)[0], qkv(1, 2, 16, 32)[0]
     lower = torch.ones(8, 16, dtype=torch.bool).tril(8)
     want = F.scaled_dot_product_attention(q, k, k, attn_mask=lower)
-    compiled = torch.compile(
-        lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask), fullgraph=True
-    )
+    compiled = torch.compile(lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask), fullgraph=True)
 
     def program(_):
         mask = causal_lower_right(8, 16)
@@ -513,10 +496,7 @@ def test_the_command_records_every_process_of_an_unchanged_program(tmp_path, opt
     )
     given = [str(out), "--arch", "sm_90a", *options, "--", sys.executable, str(program)]
     done = subprocess.run(
-        [sys.executable, "-m", "attnsweep", "shapes", *given],
-        timeout=120,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "attnsweep", "shapes", *given], timeout=120, stderr=subprocess.PIPE, text=True
     )
     assert done.returncode == 7
     assert "overrid" not in done.stderr  # PyTorch warns of that
@@ -539,9 +519,7 @@ def compiled():
 
 
 def compiled_by_name():
-    return lambda: torch.compile(
-        lambda x: F.scaled_dot_product_attention(x, x, x) * 2, fullgraph=True
-    )(qkv()[0])
+    return lambda: torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x) * 2, fullgraph=True)(qkv()[0])
 
 
 def exported():
@@ -684,16 +662,7 @@ def checkpointed():
 
 WAYS = (
     *(compiled, compiled_by_name, exported, scripted, loaded, traced, fast_path_of_a_layer),
-    *(
-        multihead_attention,
-        packet,
-        overload,
-        causal_bias,
-        nested_jagged,
-        nested_strided,
-        mapped,
-        function_mode,
-    ),
+    *(multihead_attention, packet, overload, causal_bias, nested_jagged, nested_strided, mapped, function_mode),
     *(dispatch_mode, fake, checkpointed),
 )
 

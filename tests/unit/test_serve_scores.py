@@ -39,9 +39,7 @@ def kernels(heads_kv=HEADS):
     one = shape(BATCH, HEADS, ROWS, heads_kv=heads_kv)
     masks = (FULL, CAUSAL, Interval(30, 0), *(FULL.as_boolean(own) for own in ((), ("item",))))
     scores = (Scores(2.0), Scores(0, True), Scores(2.0, True))
-    return [
-        winner(replace(one, mask=mask, scores=how), gain=4.0) for mask in masks for how in scores
-    ]
+    return [winner(replace(one, mask=mask, scores=how), gain=4.0) for mask in masks for how in scores]
 
 
 @pytest.fixture
@@ -151,9 +149,7 @@ def test_gradients(operator, mask):
     how = {"softcap": 2.0, "enable_gqa": True, **MASKS[mask]}
     got = gradients(lambda q, k, v, s: operator.attention(q, k, v, sinks=s, **how), q, k, v, SINKS)
     hides = seen(q, k, **MASKS[mask])
-    wanted = gradients(
-        lambda q, k, v, s: exact(q, k, v, hides, 2.0, s), *(t.double() for t in (q, k, v, SINKS))
-    )
+    wanted = gradients(lambda q, k, v, s: exact(q, k, v, hides, 2.0, s), *(t.double() for t in (q, k, v, SINKS)))
     for one, other in zip(got, wanted, strict=True):
         assert (one - other).norm() <= 1e-2 * other.norm()
     assert operator.counters() == {"scores": 1}
@@ -162,9 +158,7 @@ def test_gradients(operator, mask):
     assert "kernel" in operator.counters()
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_arguments(operator, data):
     rows, keys = (data.draw(st.sampled_from([1, 7, ROWS])) for _ in "qk")
@@ -177,9 +171,7 @@ def test_any_arguments(operator, data):
     if data.draw(st.booleans()):
         how["causal_offset"] = data.draw(st.integers(-150, 150))
     if data.draw(st.booleans()):
-        how["key_lengths"] = torch.tensor(
-            data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2))
-        )
+        how["key_lengths"] = torch.tensor(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2)))
     change = CHANGES[data.draw(st.sampled_from([*CHANGES]))]
     scale = data.draw(st.sampled_from([None, 0.3]))
     out = operator.attention(q, k, v, scale=scale, enable_gqa=True, **how, **change)
@@ -266,9 +258,7 @@ def test_compiled_code_has_one_operator(operator, mask):
         graphs.append(graph.code)
         return graph.forward
 
-    function = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v, **how), fullgraph=True, backend=backend
-    )
+    function = torch.compile(lambda q, k, v: operator.attention(q, k, v, **how), fullgraph=True, backend=backend)
     assert close(function(q, k, v), exact(q, k, v, seen(q, k, **MASKS[mask]), **CHANGES["both"]))
     assert len(graphs) == 1
     assert "attention_masked" in graphs[0]

@@ -279,9 +279,7 @@ def test_without_pytorch_the_error_says_what_to_install():
 
 
 def test_importing_attnsweep_imports_no_pytorch():
-    assert ran("import sys, attnsweep; attnsweep.attention; print('torch' in sys.modules)") == (
-        "False\n"
-    )
+    assert ran("import sys, attnsweep; attnsweep.attention; print('torch' in sys.modules)") == ("False\n")
 
 
 def test_importing_it_imports_no_compiler():

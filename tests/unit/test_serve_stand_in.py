@@ -26,10 +26,7 @@ H200 = GpuKey((9, 0), 132, 60 * MIB)
 CHOSEN_ON = ("batched", "flash_dims", "flash_long", "flash_short", "flash_training")
 """The runs of the H200 that the conditions were chosen on, beside those of the H100."""
 LATER = ("h200", "between", "between_short", "held_out", "held_out_later")
-CARDS = {
-    "H100": (*CHOSEN_ON, "h100", "decode", *LATER[1:]),
-    "H200": (*CHOSEN_ON, *LATER),
-}
+CARDS = {"H100": (*CHOSEN_ON, "h100", "decode", *LATER[1:]), "H200": (*CHOSEN_ON, *LATER)}
 FOLDERS = {"H100": "h100-80gb-hbm3", "H200": "h200"}
 ASKED = shape(2, 8, 512)
 
@@ -86,9 +83,7 @@ def test_a_gpu_without_rows_is_served_by_those_of_another():
     found = choose(on_h200(of=[winner(ASKED, gain=1.3)]), ASKED)
     assert (found.code, found.gain) == ("stand_in", 1.3)
     assert found.kernel.config == PLAIN.config
-    assert found.reason == (
-        "by the runs of NVIDIA H100 80GB HBM3, which stand in for this GPU's: this shape was tuned"
-    )
+    assert found.reason == ("by the runs of NVIDIA H100 80GB HBM3, which stand in for this GPU's: this shape was tuned")
     beside = choose(on_h200(of=[winner(ASKED, gain=1.3)]), replace(ASKED, seqlen_k=500))
     assert beside.code == "stand_in"
     assert "predicted" in beside.reason
@@ -203,9 +198,7 @@ def test_every_dtype_and_mask_has_a_kernel_of_its_own():
     head_dim=st.sampled_from([64, 96, 128, 192, 256]),
     causal=st.booleans(),
 )
-def test_a_stand_in_changes_only_what_the_rows_say_nothing_of(
-    batch, heads, seqlen, head_dim, causal
-):
+def test_a_stand_in_changes_only_what_the_rows_say_nothing_of(batch, heads, seqlen, head_dim, causal):
     asked = shape(batch, heads, seqlen, head_dim=head_dim, causal=causal)
     for own, both in shipped():
         alone, found = choose(own, asked), choose(both, asked)
@@ -287,9 +280,7 @@ def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
     assert kernels["timed"] == served - 1
     assert "one of which was not timed" in page
     assert f"at most {100 * kernels['regret']['worst']:.1f} % slower than the best" in page
-    assert (
-        f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
-    )
+    assert f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
 
 
 def test_the_page_says_how_many_shapes_were_swept_twice():

@@ -108,9 +108,7 @@ def deepseek(**options):
     own |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     own |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
     own |= {"n_group": 2, "topk_group": 1}
-    return transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(
-        **SIZES | own, **options
-    )
+    return transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**SIZES | own, **options)
 
 
 def test_latent_attention_has_v_of_another_head_dim(tmp_path):
@@ -150,9 +148,7 @@ def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
     from attnsweep.serve.runtime.transformers_hook import _implementation
 
     kernel = MaskedKernel()
-    own = make(
-        tmp_path, FakeDriver(kernel), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",)))
-    )
+    own = make(tmp_path, FakeDriver(kernel), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",))))
     forward = _implementation(own.attention, own.masked_in_model, None)
     q, k, v = (torch.randn(2, n, 256, 64).bfloat16() for n in (4, 2, 2))
     mask = torch.rand(2, 1, 256, 256) < 0.5
@@ -160,9 +156,7 @@ def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
         out, _ = forward(None, q, k, v, mask)
         k_all, v_all = (t.float().repeat_interleave(2, 1) for t in (k, v))
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        assert torch.allclose(
-            out.transpose(1, 2).float(), sdpa(q.float(), k_all, v_all, mask), atol=3e-2
-        )
+        assert torch.allclose(out.transpose(1, 2).float(), sdpa(q.float(), k_all, v_all, mask), atol=3e-2)
     assert (own.counters(), kernel.scans) == ({"kernel": 2}, 1)
 
 

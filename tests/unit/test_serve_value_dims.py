@@ -148,10 +148,7 @@ def test_compiles_as_one_graph(tmp_path, driver, layout):
 def test_a_graph_for_all_sizes(tmp_path, driver):
     made = operator_of(tmp_path, driver)
     attention = torch.compile(
-        lambda q, k, v: made.attention(q, k, v) * 1,
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
+        lambda q, k, v: made.attention(q, k, v) * 1, fullgraph=True, backend="aot_eager", dynamic=True
     )
     for seqlen in (256, 300, 5):
         q, k, v = call(seqlen=seqlen, layout="bshd")

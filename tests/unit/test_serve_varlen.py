@@ -142,9 +142,7 @@ def test_packings_that_take_turns(operator, kernel):
     both = [begins(0, 100, 101, 256), begins(0, 7, 99, 256)]
     for _ in range(3):
         for each in both:
-            assert close(
-                varlen(operator, *tensors, each, causal=True), exact(*tensors, each, causal=True)
-            )
+            assert close(varlen(operator, *tensors, each, causal=True), exact(*tensors, each, causal=True))
     assert kernel.scans == 2
 
 
@@ -176,18 +174,14 @@ def test_gradients_are_pytorchs(operator):
     assert operator.counters() == {"packed": 1}
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_packing(operator, data):
     def drawn(tokens):
         inner = data.draw(st.lists(st.integers(0, tokens), min_size=2, max_size=2))
         return begins(0, *sorted(inner), tokens)
 
-    tensors = packed(
-        data.draw(st.sampled_from([1, 70, TOKENS])), data.draw(st.sampled_from([1, 90]))
-    )
+    tensors = packed(data.draw(st.sampled_from([1, 70, TOKENS])), data.draw(st.sampled_from([1, 90])))
     cu = (drawn(tensors[0].shape[0]), drawn(tensors[1].shape[0]))
     side = st.one_of(st.none(), st.integers(-1, 100))
     how = {"causal": data.draw(st.booleans()), "window": (data.draw(side), data.draw(side))}
@@ -257,11 +251,7 @@ def package(tmp_path):
     ],
 )
 def test_flash_attn_func(package, keys, how):
-    q, k, v = (
-        torch.randn(2, 128, HEADS, 64),
-        torch.randn(2, keys, 2, 64),
-        torch.randn(2, keys, 2, 64),
-    )
+    q, k, v = (torch.randn(2, 128, HEADS, 64), torch.randn(2, keys, 2, 64), torch.randn(2, keys, 2, 64))
     q, k, v = (each.bfloat16() for each in (q, k, v))
     out = package.flash_attn_func(q, k, v, **how)
     names = {"softmax_scale": "scale", "window_size": "window"}
@@ -274,9 +264,7 @@ def test_flash_attn_func(package, keys, how):
 
 def test_flash_attn_varlen_func(package):
     tensors, cu = packed(), begins(0, 100, 101, 256)
-    out = package.flash_attn_varlen_func(
-        *tensors, cu, cu, 155, 155, causal=True, window_size=(40, 0)
-    )
+    out = package.flash_attn_varlen_func(*tensors, cu, cu, 155, 155, causal=True, window_size=(40, 0))
     assert close(out, exact(*tensors, cu, causal=True, window=(40, 0)))
     assert package.counters() == {"kernel": 1}
     explained = package.explain_varlen(*tensors, cu, cu, causal=True)

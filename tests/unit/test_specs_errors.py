@@ -33,31 +33,20 @@ class TestErrors:
             ("a: *b", "1:4: not valid YAML: found undefined alias 'b'"),
             (
                 f"{MINIMAL}---\na: 1\n",
-                "3:1: not valid YAML: expected a single document in the stream, "
-                "but found another document",
+                "3:1: not valid YAML: expected a single document in the stream, but found another document",
             ),
             ("a: b\nc: d\x01", "2:5: not valid YAML: character U+0001 is not allowed"),
             ("name: caf\u00e9\nb: \x02", "2:4: not valid YAML: character U+0002 is not allowed"),
-            (
-                b"a: 1\nb: \xff",
-                "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8",
-            ),
+            (b"a: 1\nb: \xff", "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8"),
             ("name: a\nname: b", "2:1: duplicate key 'name'\n  first in line 1: drop one"),
-            (
-                "problems: [{batch: 1,\n 'batch': 2}]",
-                "2:2: duplicate key 'batch'\n  first in line 1: drop one",
-            ),
+            ("problems: [{batch: 1,\n 'batch': 2}]", "2:2: duplicate key 'batch'\n  first in line 1: drop one"),
             ("? [a]\n: 1", "1:3: a key must be text, not a list or a mapping"),
             ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
             ("a: &x {<<: *x}", "1:4: this alias contains itself\n  write the values out"),
-            (
-                "a: &x {b: 1, b: 2}\nc: {<<: *x}",
-                "1:14: duplicate key 'b'\n  first in line 1: drop one",
-            ),
+            ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "1:14: duplicate key 'b'\n  first in line 1: drop one"),
             (
                 "name: !!python/name:os.system x",
-                "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n"
-                "  remove the tag",
+                "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n  remove the tag",
             ),
             ("name: !!int x", "1:7: a spec cannot use tag tag:yaml.org,2002:int\n  remove the tag"),
         ],
@@ -67,19 +56,11 @@ class TestErrors:
 
     @pytest.mark.parametrize("text", ["", "\n# nothing yet\n", "---\n", "--- # no\n..."])
     def test_empty(self, error_of, text):
-        assert (
-            error_of(text) == f"sweep.yaml: is empty\n  shipped specs: {', '.join(shipped_specs())}"
-        )
+        assert error_of(text) == f"sweep.yaml: is empty\n  shipped specs: {', '.join(shipped_specs())}"
 
-    @pytest.mark.parametrize(
-        ("text", "what"),
-        [("[1, 2]", "a list"), ("naive", "naive"), ("null", "null"), ("3", "3")],
-    )
+    @pytest.mark.parametrize(("text", "what"), [("[1, 2]", "a list"), ("naive", "naive"), ("null", "null"), ("3", "3")])
     def test_wrong_top_level(self, error_of, text, what):
-        assert (
-            error_of(f"# a comment\n{text}")
-            == f"sweep.yaml:2:1: a spec must be a mapping, not {what}"
-        )
+        assert error_of(f"# a comment\n{text}") == f"sweep.yaml:2:1: a spec must be a mapping, not {what}"
 
     def test_a_shape_of_the_command_line_is_no_problem(self, error_of):
         text = MINIMAL.replace(PROBLEM, "'1,16,1024,64'")
@@ -158,13 +139,9 @@ class TestErrors:
             ),
             (
                 "batch: 1, heads: 1, head_dim: 64, seqlen: 8, seqlen_k: 8",
-                "5: seqlen already sets both seqlen_q and seqlen_k\n"
-                "  give seqlen alone, or seqlen_q and seqlen_k",
+                "5: seqlen already sets both seqlen_q and seqlen_k\n  give seqlen alone, or seqlen_q and seqlen_k",
             ),
-            (
-                "batch: 1, heads: 1, seqlen: 8",
-                "5: 'head_dim' is missing\n  Elements per head and row.",
-            ),
+            ("batch: 1, heads: 1, seqlen: 8", "5: 'head_dim' is missing\n  Elements per head and row."),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
                 "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
@@ -184,8 +161,7 @@ class TestErrors:
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
-                "68: kernel 'naiv' is not among this spec's kernels\n"
-                "  did you mean 'naive'? there are: naive",
+                "68: kernel 'naiv' is not among this spec's kernels\n  did you mean 'naive'? there are: naive",
             ),
             (
                 f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
@@ -214,18 +190,13 @@ class TestErrors:
             ("device: gpu", "9: device cannot be gpu\n  there are: cuda, replay"),
             (
                 "device: replay",
-                "9: device replay needs a recording\n"
-                "  add recording: the run to replay, relative to this file",
+                "9: device replay needs a recording\n  add recording: the run to replay, relative to this file",
             ),
-            (
-                "recording: runs",
-                "1: recording is for device replay\n  add device: replay, or drop recording",
-            ),
+            ("recording: runs", "1: recording is for device replay\n  add device: replay, or drop recording"),
             ("recording: ''", "12: recording must not be empty"),
             (
                 "arch: sm_91a",
-                "7: unknown architecture 'sm_91a'\n"
-                f"  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}",
+                f"7: unknown architecture 'sm_91a'\n  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}",
             ),
             ("arch: 90", "7: arch must be text, not 90\n  write it in quotes"),
             ("name: a/b", "7: name must be of a-z, 0-9, _ and - only, not a/b"),
@@ -239,8 +210,7 @@ class TestErrors:
             ),
             (
                 "<<: 3",
-                "5: << takes the keys of a mapping\n"
-                "  name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}",
+                "5: << takes the keys of a mapping\n  name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}",
             ),
             (
                 "baselines: [unfused, torch_flsh]",
@@ -248,14 +218,8 @@ class TestErrors:
                 f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}, or a "
                 "callable of yours as MODULE:FUNCTION",
             ),
-            (
-                "baselines: none",
-                "12: baselines cannot be none\n  write [] for none, or all",
-            ),
-            (
-                "baselines:",
-                "11: baselines cannot be null\n  write [] for none, or all",
-            ),
+            ("baselines: none", "12: baselines cannot be none\n  write [] for none, or all"),
+            ("baselines:", "11: baselines cannot be null\n  write [] for none, or all"),
             (
                 "search: {strategy: random}",
                 "9: search: strategy random needs candidates\n"
@@ -266,10 +230,7 @@ class TestErrors:
                 "search: {strategy: tpe, candidates: 9}",
                 "20: search: strategy tpe is no more\n  write gp, which needs fewer trials",
             ),
-            (
-                "search: random",
-                "9: search must be a mapping, not random\n  Which candidates are tried.",
-            ),
+            ("search: random", "9: search must be a mapping, not random\n  Which candidates are tried."),
             (
                 "search: {strategy: randm, seed: -1}",
                 "20: strategy cannot be randm\n"
@@ -290,10 +251,7 @@ class TestErrors:
                 "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
                 "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'",
             ),
-            (
-                "limits: {workspace_bytes: true}",
-                "27: workspace_bytes must be a whole number, not true",
-            ),
+            ("limits: {workspace_bytes: true}", "27: workspace_bytes must be a whole number, not true"),
             ("limits: {spill_bytes: -1}", "23: spill_bytes must be at least 0, not -1"),
             ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
             ("check: {slower: 0}", "17: slower must be at least 0.001, not 0"),
@@ -313,18 +271,9 @@ class TestErrors:
             ),
             ("{}", "10: kernels must not be empty"),
             ("{naive: {THREADS: []}}", "28: THREADS must not be empty"),
-            (
-                "{naive: {THREADS: }}",
-                "27: THREADS must be a whole number, true or false, or text, not null",
-            ),
-            (
-                "{naive: {THREADS: [1, 0.5]}}",
-                "32: THREADS[1] must be a whole number, true or false, or text, not 0.5",
-            ),
-            (
-                "{naive: 64}",
-                "18: naive must be a mapping, not 64\n  write {} for the family's own values",
-            ),
+            ("{naive: {THREADS: }}", "27: THREADS must be a whole number, true or false, or text, not null"),
+            ("{naive: {THREADS: [1, 0.5]}}", "32: THREADS[1] must be a whole number, true or false, or text, not 0.5"),
+            ("{naive: 64}", "18: naive must be a mapping, not 64\n  write {} for the family's own values"),
         ],
     )
     def test_kernels(self, error_of, kernels, message):
@@ -345,8 +294,7 @@ class TestErrors:
 
     def test_a_stem_that_cannot_name_a_run(self, load, error_of):
         assert error_of(MINIMAL, name="My sweep.yaml") == (
-            "My sweep.yaml:1:1: the file's stem 'My sweep' cannot name a run\n"
-            "  add name: of a-z, 0-9, _ and - only"
+            "My sweep.yaml:1:1: the file's stem 'My sweep' cannot name a run\n  add name: of a-z, 0-9, _ and - only"
         )
         assert load(MINIMAL + "name: mine\n", name="My sweep.yaml").name == "mine"
 
@@ -366,10 +314,7 @@ class TestAgainstFamilies:
                 "17: toy has no parameter 'BLOCKM'\n"
                 "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
             ),
-            (
-                "{toy: {BLOCK_M: [64, big]}}",
-                "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128",
-            ),
+            ("{toy: {BLOCK_M: [64, big]}}", "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             (
                 "{toy: {BLOCK_M: [64, 64, true]}}",  # the repeat does not move the position
                 "35: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
@@ -378,19 +323,12 @@ class TestAgainstFamilies:
                 "{toy: {BLOCK_M: [1, true]}}",  # equal to Python
                 "30: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
             ),
-            (
-                "{toy: {BLOCK_M: 0}}",
-                "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128",
-            ),
-            (
-                "{toy: {SPLIT: -1}}",
-                "24: toy: SPLIT must be at least 0, not -1\n  its own values: 0, 1",
-            ),
+            ("{toy: {BLOCK_M: 0}}", "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128"),
+            ("{toy: {SPLIT: -1}}", "24: toy: SPLIT must be at least 0, not -1\n  its own values: 0, 1"),
             ("{toy: {FAST: 1}}", "23: toy: FAST cannot be 1\n  its own values: true"),
             (
                 "{toy: {LAYOUT: colunm}}",
-                "25: toy: LAYOUT cannot be 'colunm'\n"
-                "  did you mean 'column'? there are: row, column",
+                "25: toy: LAYOUT cannot be 'colunm'\n  did you mean 'column'? there are: row, column",
             ),
             (
                 "{a: {}, toy: {X: 1}}",
@@ -419,13 +357,9 @@ class TestAgainstFamilies:
             ),
             (
                 "{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
-                "26: variant must be a whole number, true or false, or text, not a mapping\n"
-                "  did you mean 'variants'?",
+                "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?",
             ),
-            (
-                "{toy: all}",
-                "16: toy must be a mapping, not all\n  write {} for the family's own values",
-            ),
+            ("{toy: all}", "16: toy must be a mapping, not all\n  write {} for the family's own values"),
             (
                 "{toy: {variants: {tile: {small: {block_m: 64}}}}}",
                 "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
@@ -449,9 +383,7 @@ class TestAgainstFamilies:
         assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
 
     def test_variants_survive_being_resolved(self, load):
-        kernels = (
-            "{toy: {FAST: true, variants: {tile: {s: {BLOCK_M: 64}, l: {BLOCK_M: [64, 128]}}}}}"
-        )
+        kernels = "{toy: {FAST: true, variants: {tile: {s: {BLOCK_M: 64}, l: {BLOCK_M: [64, 128]}}}}}"
         spec = load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES)
         assert spec.kernels["toy"] == Selection(
             {"FAST": (True,)}, {"tile": {"s": {"BLOCK_M": (64,)}, "l": {"BLOCK_M": (64, 128)}}}

@@ -83,14 +83,7 @@ class TestWhatItBecomes:
 
     @pytest.mark.parametrize(
         ("written", "size"),
-        [
-            ("0", 0),
-            ("1000", 1000),
-            ("2 GiB", 2 << 30),
-            ("1.5MiB", 3 << 19),
-            ("'3 KB'", 3000),
-            ("7 B", 7),
-        ],
+        [("0", 0), ("1000", 1000), ("2 GiB", 2 << 30), ("1.5MiB", 3 << 19), ("'3 KB'", 3000), ("7 B", 7)],
     )
     def test_workspace_bytes(self, load, written, size):
         spec = load(f"{MINIMAL}limits: {{workspace_bytes: {written}}}\n")
@@ -124,9 +117,7 @@ class TestWhatItBecomes:
         ]
 
     def test_aliases_are_expanded(self, load):
-        text = (
-            "problems: [&p {batch: &n 2, heads: *n, seqlen: 8, head_dim: 64}, *p]\nkernels: {a: }"
-        )
+        text = "problems: [&p {batch: &n 2, heads: *n, seqlen: 8, head_dim: 64}, *p]\nkernels: {a: }"
         (entry,) = load(text).problems
         assert (entry.problem.batch, entry.problem.heads) == (2, 2)
 
@@ -163,9 +154,7 @@ def problem_entries(draw, families):
     entry = {
         "batch": field("batch", fits),
         "heads": field("heads", st.integers(1, 9).map(lambda n: n * heads_kv)),
-        "head_dim": field(
-            "head_dim", st.integers(1, 32).map(lambda n: 16 * n) if scaled else st.integers(1, 512)
-        ),
+        "head_dim": field("head_dim", st.integers(1, 32).map(lambda n: 16 * n) if scaled else st.integers(1, 512)),
     }
     if draw(st.booleans()):
         entry["heads_kv"] = heads_kv
@@ -187,11 +176,7 @@ def problem_entries(draw, families):
 @st.composite
 def specs(draw):
     parameter_values = one_or_many(st.integers() | st.booleans() | words, 4)
-    kernels = draw(
-        st.dictionaries(
-            words, st.none() | st.dictionaries(words, parameter_values, max_size=3), min_size=1
-        )
-    )
+    kernels = draw(st.dictionaries(words, st.none() | st.dictionaries(words, parameter_values, max_size=3), min_size=1))
     entries = st.lists(problem_entries(sorted(kernels)), min_size=1, max_size=3)
     data = {"problems": draw(entries), "kernels": kernels}
     data |= draw(st.sampled_from([{}, {"device": "replay", "recording": "../a/1e3"}]))
@@ -212,9 +197,7 @@ def specs(draw):
     return data | draw(st.fixed_dictionaries({}, optional=optional))
 
 
-one_folder = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 class TestRoundTrip:

@@ -51,10 +51,7 @@ def test_values_anywhere_in_a_spec(load):
     )
     mma = spec.kernels["flash_fwd_mma"]
     assert mma.values == {"BLOCK_M": (128,), "NUM_WARPS": (4,)}
-    assert mma.variants["stages of copies"] == {
-        "1": {"NUM_STAGES": (2,)},
-        "two": {"NUM_STAGES": (2,), "SWIZZLE": (0,)},
-    }
+    assert mma.variants["stages of copies"] == {"1": {"NUM_STAGES": (2,)}, "two": {"NUM_STAGES": (2,), "SWIZZLE": (0,)}}
     assert spec.kernels["naive"].values == {"THREADS": (64,)}
     assert spec.problems[1].problem == Problem(1, 2, 2, 512, 512, 64, "bf16", causal=True)
     assert (spec.measure.rounds, spec.measure.replay_us) == (7, 500)
@@ -152,8 +149,7 @@ class TestKernelDirectory:
     def spec(self, tmp_path, line):
         path = tmp_path / "own.yaml"
         path.write_text(
-            f"{line}\nproblems: [{{batch: 1, heads: 1, seqlen: 64, head_dim: 64}}]\n"
-            "kernels: {naive: {}}\n"
+            f"{line}\nproblems: [{{batch: 1, heads: 1, seqlen: 64, head_dim: 64}}]\nkernels: {{naive: {{}}}}\n"
         )
         return path
 
@@ -171,9 +167,7 @@ class TestKernelDirectory:
         load_spec(path)  # a stored run's spec is read where its kernels are not
         with pytest.raises(SpecError) as caught:
             load_spec(path, discover)
-        assert str(caught.value).startswith(
-            f"{path}:1:13: kernel_dir: no such directory: {tmp_path}/mine\n"
-        )
+        assert str(caught.value).startswith(f"{path}:1:13: kernel_dir: no such directory: {tmp_path}/mine\n")
         mine = discover(Path(__file__).parent.parent / "families")
         assert "twice" in load_spec(path, mine).families
 

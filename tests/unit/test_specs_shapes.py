@@ -40,10 +40,7 @@ def named(problem):
     """A problem in the named form, with the names in upper case."""
     p = problem
     mask = "causal" if p.causal else "full"
-    return (
-        f"B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} "
-        f"D={p.head_dim} {p.dtype} {mask}"
-    )
+    return f"B={p.batch} H={p.heads} Hkv={p.heads_kv} Sq={p.seqlen_q} Sk={p.seqlen_k} D={p.head_dim} {p.dtype} {mask}"
 
 
 class TestWhatFits:
@@ -69,11 +66,7 @@ class TestWhatFits:
 
     def test_several_in_either_form(self):
         found = labels("1,2,3,64", "B=4", "H=4", "S=5", "D=64", "b=6", "h=6", "s=7", "d=64")
-        assert found == [
-            "(1,2,3,64) fp16 full",
-            "(4,4,5,64) fp16 full",
-            "(6,6,7,64) fp16 full",
-        ]
+        assert found == ["(1,2,3,64) fp16 full", "(4,4,5,64) fp16 full", "(6,6,7,64) fp16 full"]
 
     def test_the_options_are_for_shapes_that_do_not_say(self):
         found = labels("1,2,3,64", "1,2,4,64 fp16 full", dtype="bf16", causal=True)
@@ -168,10 +161,7 @@ class TestCsv:
 
     def test_no_names(self, tmp_path):
         text = '# what we serve\n4,32,4096,128\n4, 32/8, 1x4096, "128", bf16, full # decode\n'
-        assert self.read(tmp_path, text) == [
-            "(4,32,4096,128) fp16 full",
-            "(4,32/8,1x4096,128) bf16 full",
-        ]
+        assert self.read(tmp_path, text) == ["(4,32,4096,128) fp16 full", "(4,32/8,1x4096,128) bf16 full"]
 
     @pytest.mark.parametrize(
         ("text", "answer"),
@@ -228,15 +218,12 @@ HUGE = "(99999,128,131072,128) fp16 full: its tensors need 1,599,984 GiB, and th
         ("init --arch sm_90a --problem 99999,128,131072,128", "--problem '99999,128,131072,128'"),
     ],
 )
-def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(
-    attnsweep, tmp_path, monkeypatch, command, where
-):
+def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(attnsweep, tmp_path, monkeypatch, command, where):
     """Dry runs planned it, and some blamed a line of a kernel's declaration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "huge.csv").write_text("1,1,1024,64\n99999,128,131072,128\n")
     (tmp_path / "huge.yaml").write_text(
-        "problems:\n  - {batch: 99999, heads: 128, seqlen: 131072, head_dim: 128}\n"
-        "kernels: {naive: {}}\n"
+        "problems:\n  - {batch: 99999, heads: 128, seqlen: 131072, head_dim: 128}\nkernels: {naive: {}}\n"
     )
     done = attnsweep(*shlex.split(command), width=1000)
     assert (done.returncode, done.stdout) == (2, "")

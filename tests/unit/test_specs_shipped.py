@@ -22,8 +22,7 @@ class TestWhichFile:
         with pytest.raises(SpecError) as caught:
             load_spec(tmp_path / "h20.yaml")
         assert str(caught.value) == (
-            f"{tmp_path}/h20.yaml: no such file\n"
-            f"  did you mean 'h200'? shipped specs: {', '.join(NAMES)}"
+            f"{tmp_path}/h20.yaml: no such file\n  did you mean 'h200'? shipped specs: {', '.join(NAMES)}"
         )
 
     def test_a_directory(self, tmp_path):
@@ -121,9 +120,7 @@ class TestShipped:
         assert set(quickstart.baselines) <= set(recorded.baselines)  # those that it recorded
         assert set(quickstart.problems) <= set(recorded.problems)
 
-    @pytest.mark.parametrize(
-        "name", ["flash_training", "flash_short", "flash_dims", "flash_long", "batched"]
-    )
+    @pytest.mark.parametrize("name", ["flash_training", "flash_short", "flash_dims", "flash_long", "batched"])
     def test_the_fused_kernel_meets_the_baselines_that_a_user_would_pick(self, name):
         spec = load_spec(Path(name))
         baselines = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
@@ -136,10 +133,7 @@ class TestShipped:
         for item in plan(spec, arch_named("sm_90a")):
             p, (space,) = item.problem, item.spaces
             assert p.heads == 8 * p.heads_kv
-            alone, packed = (
-                max((c.SPLITS for c in space.configs if c.PACK_GQA == n), default=None)
-                for n in (0, 1)
-            )
+            alone, packed = (max((c.SPLITS for c in space.configs if c.PACK_GQA == n), default=None) for n in (0, 1))
             if p.seqlen_q == 64:  # which fill a tile of 64 rows alone
                 assert {c.WARPGROUPS for c in space.configs if c.PACK_GQA} == {2}
             elif p.batch == 1:  # eight times fewer tiles, so that more splits fit

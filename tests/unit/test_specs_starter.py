@@ -104,17 +104,11 @@ def test_few_queries_have_candidates_that_pack_groups_and_split_the_keys():
 def test_shapes_of_several_kinds_have_a_space_each():
     spec, _ = made(ORDINARY, SHAPE, Problem(1, 16, 16, 1024, 1024, 64))
     ours = "flash_fwd_wgmma"
-    assert [entry.kernels for entry in spec.problems] == [
-        (ours,),
-        (f"{ours}_decode",),
-        (f"{ours}_flash_short",),
-    ]
+    assert [entry.kernels for entry in spec.problems] == [(ours,), (f"{ours}_decode",), (f"{ours}_flash_short",)]
     assert spec.used == (ours,)
     again = spec_of(Document.parse(Path("mine.yaml"), spec.resolved()), FAMILIES)
     assert again == spec
-    for item, name in zip(
-        plan(spec, ARCHS["sm_90a"]), ("h100", "decode", "flash_short"), strict=True
-    ):
+    for item, name in zip(plan(spec, ARCHS["sm_90a"]), ("h100", "decode", "flash_short"), strict=True):
         alone, _ = made(item.problem)
         (same,) = plan(alone, ARCHS["sm_90a"])
         assert item.spaces[0].configs == same.spaces[0].configs, name
@@ -123,10 +117,7 @@ def test_shapes_of_several_kinds_have_a_space_each():
 
 def test_a_recording_has_the_candidates_of_the_cards_own_spec(tmp_path):
     spec, _ = made(SHAPE, target=Target(ARCHS["sm_90a"], recording=tmp_path))
-    assert (
-        spec.kernels["flash_fwd_wgmma"]
-        == load_spec(shipped_specs()["h100"]).kernels["flash_fwd_wgmma"]
-    )
+    assert spec.kernels["flash_fwd_wgmma"] == load_spec(shipped_specs()["h100"]).kernels["flash_fwd_wgmma"]
 
 
 NAMED = """
@@ -142,10 +133,7 @@ kernels:
 
 def test_a_family_may_have_several_spaces():
     spec = spec_of(Document.parse(Path("mine.yaml"), NAMED), FAMILIES)
-    tiles = [
-        {config["BLOCK_N"] for config in item.spaces[0].configs}
-        for item in plan(spec, ARCHS["sm_90a"])
-    ]
+    tiles = [{config["BLOCK_N"] for config in item.spaces[0].configs} for item in plan(spec, ARCHS["sm_90a"])]
     assert tiles == [{64}, {128}]
     both = NAMED.replace("kernels: wide", "kernels: [flash_fwd_wgmma, wide]")
     with pytest.raises(SpecError, match="gets two spaces of flash_fwd_wgmma"):

@@ -108,9 +108,7 @@ def test_a_process_is_stopped_amid_its_work(tmp_path):
     with (tmp_path / "wrong.py").open("a") as declaration:
         declaration.write("import time\nprint('up', flush=True)\ntime.sleep(50)\n")
     command = [sys.executable, "-m", "attnsweep", "list", "--kernels", str(tmp_path)]
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "up\n"
     child.terminate()
     _, said = child.communicate(timeout=50)

@@ -157,9 +157,7 @@ def test_a_foreign_line_is_skipped_and_named(tmp_path: Path, line: bytes, reason
         (b'"median":7.5', b'"median":"fast"', "time_us.median"),
     ],
 )
-def test_a_row_that_means_something_else_is_not_read(
-    tmp_path: Path, old: bytes, new: bytes, reason: str
-) -> None:
+def test_a_row_that_means_something_else_is_not_read(tmp_path: Path, old: bytes, new: bytes, reason: str) -> None:
     path = filled(tmp_path, 2)
     first, second = path.read_bytes().splitlines(keepends=True)
     assert old in first
@@ -314,9 +312,7 @@ with Store.open(Path(sys.argv[1])):
 
 def test_two_runs_cannot_write_the_same_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(
-        command, cwd=SOURCE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
+    with subprocess.Popen(command, cwd=SOURCE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(StoreError, match="another attnsweep run is writing here"):
@@ -326,9 +322,7 @@ def test_two_runs_cannot_write_the_same_directory(tmp_path: Path) -> None:
         store.append(trial(1))
 
 
-def test_a_replay_that_is_refused_leaves_the_rows_of_the_one_that_writes(
-    attnsweep: Any, tmp_path: Path
-) -> None:
+def test_a_replay_that_is_refused_leaves_the_rows_of_the_one_that_writes(attnsweep: Any, tmp_path: Path) -> None:
     command = ("run", "quickstart", "--limit", "1", "--results", tmp_path)
     assert attnsweep(*command).returncode == 0
     rows = tmp_path / "replay" / "quickstart" / "trials.jsonl"
@@ -385,9 +379,7 @@ def test_a_read_only_place_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
-def test_the_reason_of_the_system_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_the_reason_of_the_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(self: Path, *args: object, **kwargs: object) -> None:
         raise OSError(code, os.strerror(code), str(self))
 

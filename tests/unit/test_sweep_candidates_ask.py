@@ -112,9 +112,7 @@ def test_progress_counts_the_candidates_of_all_batches(queue_of, lookahead):
     assert seen == [(2, 2), (2, 2), (4, 4), (4, 4), (5, 5), (5, 5)]
 
 
-def test_a_queue_that_is_left_some_configs_asks_for_them_alone_also_when_time_is_up(
-    queue_of, clock
-):
+def test_a_queue_that_is_left_some_configs_asks_for_them_alone_also_when_time_is_up(queue_of, clock):
     queue = queue_of("{budget_s: 5}")
     queue.start()
     queue.ask()

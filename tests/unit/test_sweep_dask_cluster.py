@@ -182,9 +182,7 @@ def test_a_slow_network_loses_nothing_and_why_a_search_ended_comes_back_too(go, 
 
 
 def test_kernels_of_the_user_travel(go, cards, workers):
-    text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace(
-        "256, 512, 1024, 2048", "64, 128"
-    )
+    text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace("256, 512, 1024, 2048", "64, 128")
     outcome, _ = go(workers, text, FAMILIES)
     assert {t.kernel for t in outcome.run.trials} == {"burns"}
     assert {t.status for t in outcome.run.trials} == {Status.OK}
@@ -226,9 +224,7 @@ def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
-    go, cards, workers, constants, tmp_path, ends
-):
+def test_a_worker_of_another_run_is_waited_for_and_then_left_out(go, cards, workers, constants, tmp_path, ends):
     """The other run may be of an asker that was killed, and its worker free within a minute."""
     constants(dask_cluster, _IN_USE_S=60.0 if ends else 0.5)
     cards.facts["all"]["together"] = 1
@@ -280,10 +276,7 @@ def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_worker
     constants(dask_cluster, COMING_S=1.0)
     said = []
     with dask_cluster.connected(own_workers.scheduler_address) as client:
-        assert [card.uuid for card in dask_cluster.cards_of(client, said.append)] == [
-            "card0",
-            "card1",
-        ]
+        assert [card.uuid for card in dask_cluster.cards_of(client, said.append)] == ["card0", "card1"]
         assert not said
         own_workers.scale(0)
         client.retire_workers()
@@ -298,10 +291,7 @@ def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_worker
 
 def test_no_scheduler_is_an_error(constants):
     constants(dask_cluster, CONNECT_S=0.5)
-    with (
-        pytest.raises(NoGpuError, match="no scheduler answers"),
-        dask_cluster.connected("tcp://127.0.0.1:9"),
-    ):
+    with pytest.raises(NoGpuError, match="no scheduler answers"), dask_cluster.connected("tcp://127.0.0.1:9"):
         pass
 
 
@@ -418,10 +408,7 @@ def test_the_command_line_refuses_what_cannot_be(attnsweep, tmp_path):
 @LATE
 def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(go, cards, dask):
     cards.on(0, holds=2)
-    when = {
-        "no worker has come to tcp://127.0.0.1": lambda: dask.worker(0),
-        "joins the run": cards.go_on,
-    }
+    when = {"no worker has come to tcp://127.0.0.1": lambda: dask.worker(0), "joins the run": cards.go_on}
     outcome, heard = go(dask, do=lambda: dask.worker(1), when=when)
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
@@ -433,9 +420,7 @@ def test_a_run_waits_for_its_first_worker_and_one_that_joins_late_gets_problems(
 
 
 @LATE
-@pytest.mark.parametrize(
-    ("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)])
 def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, how):
     """Slurm and Kubernetes ask it to end first; its card comes back under another address."""
     cards.on(0, holds=5)
@@ -457,9 +442,7 @@ def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, h
 
 
 @LATE
-def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(
-    go, cards, dask, constants
-):
+def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(go, cards, dask, constants):
     cards.on(1, environment={"gpu": "NVIDIA Other"})
     cards.on(0, holds=2)
     dask.worker(0)

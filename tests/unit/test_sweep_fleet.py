@@ -260,15 +260,11 @@ def test_nonsense_costs_its_problem_alone(go, cards, tells):
     cards.on(0, fault="nonsense", tells=tells, after=2, once=True)
     outcome, heard = go(silence_s=10)
     assert is_whole(outcome)
-    assert [
-        n for n in heard.notes if "it sent an invalid message" in n and "goes to another card" in n
-    ]
+    assert [n for n in heard.notes if "it sent an invalid message" in n and "goes to another card" in n]
 
 
 def test_a_row_of_another_card_costs_its_problem_alone(go, cards):
-    row = candidate("naive", 1.0, THREADS=32).with_(
-        problem=Problem.parse(LABELS[3]), machine={"uuid": "0123"}
-    )
+    row = candidate("naive", 1.0, THREADS=32).with_(problem=Problem.parse(LABELS[3]), machine={"uuid": "0123"})
     tells = json.dumps({"say": "row", "row": row.model_dump(mode="json")})
     cards.on(0, fault="nonsense", tells=tells, after=2, once=True)
     outcome, heard = go(silence_s=10)
@@ -404,9 +400,7 @@ def test_a_card_in_use_is_named_and_nothing_is_started(go, cards):
         "import sys\nfrom attnsweep.device.lock import held\n"
         f"with held({cards.cards[1].hashed!r}, 'x'):\n    print(flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         with pytest.raises(BusyError, match=r"card 1, NVIDIA Test 1 \(GPU-00000001\) is in use"):
             go()

@@ -32,11 +32,7 @@ from attnsweep.sweep.kept import Kept
 
 PROBLEM = numbered(0).problem
 SPEC = SimpleNamespace(
-    measure=MeasureSpec(rounds=4),
-    search=SearchSpec(),
-    require={},
-    baselines=["torch_flash"],
-    candidates=[],
+    measure=MeasureSpec(rounds=4), search=SearchSpec(), require={}, baselines=["torch_flash"], candidates=[]
 )
 ONCE = once(7.0)
 ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
@@ -149,9 +145,7 @@ def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for
     ],
     ids=["rounds", "no rounds", "all failed", "no baseline", "another baseline", "no row"],
 )
-def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
-    build, status, time_us, baseline, whole
-):
+def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(build, status, time_us, baseline, whole):
     kept, _ = kept_of()
     rows = [] if baseline == "none" else kept.baselines(PROBLEM)
     if baseline == "another":
@@ -166,9 +160,7 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
 def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     """A run that is killed between two rows of its finals has some with rounds and some without."""
     arch = arch_named("sm_90a")
-    other = Build.of(
-        discover()["naive"], Config({"THREADS": 128}), PROBLEM, FakeCompiler(arch, tmp_path / "b")
-    )
+    other = Build.of(discover()["naive"], Config({"THREADS": 128}), PROBLEM, FakeCompiler(arch, tmp_path / "b"))
     kept, builds = kept_of()[0], [build, other]
     bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
     baselines = [row.with_(status=Status.OK) for row in kept.baselines(PROBLEM)]

@@ -101,8 +101,7 @@ def has_ended(child):
 def test_a_card_that_comes_late_gets_problems(go, cards):
     cards.on(0, holds=2)
     outcome, heard = go(
-        lambda trials: cards.cards if trials >= 2 else cards.cards[:1],
-        until=lambda: count(cards, "open", 1),
+        lambda trials: cards.cards if trials >= 2 else cards.cards[:1], until=lambda: count(cards, "open", 1)
     )
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
@@ -175,8 +174,7 @@ def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path
 def test_a_card_that_comes_when_nothing_is_left_is_not_started(go, cards):
     cards.on(0, holds=10)
     outcome, heard = go(
-        lambda trials: cards.cards if trials >= 10 else None,
-        until=lambda: count(cards, "trial", 0) >= 10,
+        lambda trials: cards.cards if trials >= 10 else None, until=lambda: count(cards, "trial", 0) >= 10
     )
     assert is_whole(outcome)
     assert cards.started == {0: 1}
@@ -266,8 +264,7 @@ def test_a_card_serves_under_one_name_at_a_time(go, cards):
     """
     cards.on(0, holds=1)
     outcome, heard = go(
-        lambda trials: [cards.cards[0], again(cards.cards[0])],
-        until=lambda: has_ended(cards.children[0]),
+        lambda trials: [cards.cards[0], again(cards.cards[0])], until=lambda: has_ended(cards.children[0])
     )
     assert is_whole(outcome)
     (left_out,) = about(heard, f"its card is {again(cards.cards[0])}'s now")

@@ -60,9 +60,7 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     directory = tmp_path / "results" / "test-1" / "test"
     for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
         assert (directory / name).is_file()
-    launches, cubin = sorted(
-        (directory / "cubins").iterdir(), key=lambda path: path.suffix == ".xz"
-    )
+    launches, cubin = sorted((directory / "cubins").iterdir(), key=lambda path: path.suffix == ".xz")
     assert read_code(cubin)[:4] == b"\x7fELF"
     assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
 
@@ -219,9 +217,7 @@ def test_candidates_before_and_behind_measured_ones_are_tried(go, gpu, lookahead
     assert gpu.names("trial") == ["THREADS=32"]
 
 
-@pytest.mark.parametrize(
-    "status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value
-)
+@pytest.mark.parametrize("status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value)
 def test_a_failed_candidate_costs_its_own_row(go, gpu, status):
     gpu.faults["trial", "THREADS=64"] = WorkerError(status, "what happened")
     rows = by_config(go())

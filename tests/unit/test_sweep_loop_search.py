@@ -24,9 +24,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.mark.parametrize("ahead", [1, 64])
-def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
-    go, gpu, clock, lookahead, ahead
-):
+def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(go, gpu, clock, lookahead, ahead):
     clock.trial_s = 0.7
     lookahead(ahead)
     spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
@@ -163,9 +161,7 @@ def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_pa
 SEARCHED = MANY.replace("candidates: 6, ", "")
 
 
-def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
-    go, model, gpu, stops, tmp_path
-):
+def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(go, model, gpu, stops, tmp_path):
     stops(FEW=2, LEAST=2, PATIENCE=1, EXPECTED=0.1)
     gpu.sample, notes = lambda name, kind: 20.0, Notes()
     outcome = go(SEARCHED, observer=notes)
@@ -173,8 +169,7 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
     assert 2 <= tried < 8
     (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
     assert re.fullmatch(
-        r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
-        facts["ended"],
+        r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most", facts["ended"]
     )
     assert notes.texts == [f"(1,2,256,64) fp16 full: naive: the search ended: {facts['ended']}"]
     left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"

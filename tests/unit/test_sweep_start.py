@@ -76,9 +76,7 @@ child.main(opened)
 
 def test_a_child_starts_its_gpu_process_before_it_imports_what_a_sweep_needs():
     """That is a second, which a GPU process that starts later does not give back."""
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b'{"do": "begin", "preload": [], "cache_dir": null}\n')

@@ -47,10 +47,7 @@ def mine(tmp_path: Path, monkeypatch) -> Path:
 
 def arguments(mine: Path, *more: str) -> list[str]:
     place = mine.parent
-    return [
-        *("run", str(place / "spec.yaml"), "--kernels", str(mine)),
-        *("--results", str(place / "results"), *more),
-    ]
+    return [*("run", str(place / "spec.yaml"), "--kernels", str(mine)), *("--results", str(place / "results"), *more)]
 
 
 @pytest.fixture
@@ -116,8 +113,7 @@ def test_a_declaration_that_is_broken_for_a_while_ends_nothing(go, mine) -> None
     declaration = mine / "mine.py"
     good = declaration.read_text()
     done = go(
-        lambda: declaration.write_text("kernel = Kernel(\n"),
-        lambda: declaration.write_text(good + "\n# mended\n"),
+        lambda: declaration.write_text("kernel = Kernel(\n"), lambda: declaration.write_text(good + "\n# mended\n")
     )
     assert "error: " in done.stderr
     assert "SyntaxError" in done.stderr

@@ -73,9 +73,7 @@ def failing(card, method, status, detail, payload=None):
         (Status.LAUNCH_ERROR, "KeyError: 'o' (verifier.py:3)", "unconfirmed", 4),
     ],
 )
-def test_a_failure_is_a_verdict_only_if_it_is_the_callables(
-    method, status, detail, verdict, code, card
-):
+def test_a_failure_is_a_verdict_only_if_it_is_the_callables(method, status, detail, verdict, code, card):
     found = failing(card, method, status, detail, OVER if status is Status.WRONG else None)
     assert (found.verdict, found.exit_code) == (verdict, code)
     assert detail in found.reason
@@ -135,9 +133,7 @@ def test_a_function_has_the_name_by_which_another_process_imports_it():
         name_of(lambda q, k, v: q)
 
 
-@pytest.mark.parametrize(
-    ("faults", "code"), [((), 0), ((Status.WRONG,), 1), ((Status.DAMAGED,), 4)]
-)
+@pytest.mark.parametrize(("faults", "code"), [((), 0), ((Status.WRONG,), 1), ((Status.DAMAGED,), 4)])
 def test_the_command_prints_json_and_ends_in_the_verdicts_code(faults, code, card, attnsweep):
     for status in faults:
         card.faults["add_baseline", "mine:f"] = WorkerError(status, "so it is")

@@ -189,9 +189,7 @@ def test_a_replay_in_parts_is_the_replay(tmp_path):
     for part in (None, Shard(1, 2), Shard(2, 2)):
         session.run(spec, results=tmp_path, shard=part)
     parts = [str(tmp_path / f"replay/quickstart-{n}of2") for n in (1, 2)]
-    done = CliRunner().invoke(
-        app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"]
-    )
+    done = CliRunner().invoke(app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"])
     assert done.exit_code == 0, done.output
     whole, once = open_run(tmp_path / "replay/whole"), open_run(tmp_path / "replay/quickstart")
     assert {t.key: t for t in whole.trials} == {t.key: t for t in once.trials}

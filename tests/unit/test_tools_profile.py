@@ -142,9 +142,7 @@ def test_candidates_are_chosen_on_the_problems_asked_for() -> None:
     assert len(counters.chosen(run)) == 9
     both = [Problem.parse(text) for text in ("1,8,512,64 fp16 full", "1,16,1024,64 fp16 causal")]
     assert [t.problem for t in counters.chosen(run, top=1, problems=both)] == both
-    with pytest.raises(
-        SpecError, match=r"(?s)has the problem \(1,8,513,64\) fp16 full.*1,8,512,64"
-    ):
+    with pytest.raises(SpecError, match=r"(?s)has the problem \(1,8,513,64\) fp16 full.*1,8,512,64"):
         counters.chosen(run, problems=[replace(both[0], seqlen_q=513, seqlen_k=513)])
     with pytest.raises(SpecError, match="no such candidate is ranked on these problems"):
         counters.chosen(run, ["kernel=three_kernel_wgmma"], problems=both[:1])
@@ -197,9 +195,7 @@ def test_a_kept_report_is_written_by_ncu_and_read_back(ncu, tmp_path: Path) -> N
 def test_inputs_to_count_with_are_those_of_one_group_of_heads(dtype) -> None:
     problem = Problem(3, 8, 2, 40, 300, 16, dtype)
     made, drawn = counters.inputs_of(problem), inputs.make_inputs(cases.Case(problem), 0)
-    assert {name: bits.shape for name, bits in made.items()} == {
-        n: b.shape for n, b in drawn.items()
-    }
+    assert {name: bits.shape for name, bits in made.items()} == {n: b.shape for n, b in drawn.items()}
     assert all(bits.flags.c_contiguous for bits in made.values())
     for name, heads in (("q", 4), ("k", 1), ("v", 1)):
         assert (made[name] == made[name][:1].repeat(3, 0)).all()

@@ -64,8 +64,7 @@ def test_what_says_nothing_new_is_left_out():
     assert same == plain
     assert hash(same) == hash(plain)
     assert repr(same) == (
-        "Problem(batch=1, heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048, head_dim=192, "
-        "dtype='bf16', causal=True)"
+        "Problem(batch=1, heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048, head_dim=192, dtype='bf16', causal=True)"
     )
     assert repr(MLA) == repr(same)[:-1] + ", head_dim_v=128)"
     assert MLA != same

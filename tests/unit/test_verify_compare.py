@@ -93,9 +93,7 @@ def test_each_measure_over_its_limit_is_refused_in_its_words(name, words, times,
     assert math.isnan(share) if math.isnan(times) else share == pytest.approx(times, rel=1e-2)
 
 
-def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_makes_of_it(
-    fixture, monkeypatch
-):
+def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_makes_of_it(fixture, monkeypatch):
     def scale_of_rounding(case, seed, rounds_scores):
         return off * rounds_scores
 
@@ -192,10 +190,7 @@ def test_only_keys_and_values_turn_and_only_if_they_must(fixture):
     fixture.go_to(OPPOSITE)
     fixture.go_to(OPPOSITE)
     fixture.go_to(77)
-    assert fixture.judge.turns == [
-        ("kv", 4, PLAIN, OPPOSITE),
-        ("kv", 4, OPPOSITE, 77),
-    ]
+    assert fixture.judge.turns == [("kv", 4, PLAIN, OPPOSITE), ("kv", 4, OPPOSITE, 77)]
     assert fixture.mix == 77
 
 

@@ -17,11 +17,7 @@ CODES = np.arange(256, dtype=np.uint8)
 # The format by its definition: OCP's 8-bit floating point, E4M3.
 VALUES = [
     (-1) ** (code >> 7)
-    * (
-        (code & 7) * 2.0**-9
-        if code >> 3 & 15 == 0
-        else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3 & 15) - 7)
-    )
+    * ((code & 7) * 2.0**-9 if code >> 3 & 15 == 0 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3 & 15) - 7))
     for code in range(127)
 ]
 
@@ -114,10 +110,7 @@ def test_granularities_begin_with_the_same_values_and_one_scale_costs_most():
         problem = Problem(1, 16, 16, 256, 256, 64, dtype)
         drawn = inputs.draw(Case(problem), 3)
         made = encoding.stored(drawn, problem)
-        off = [
-            encoding.values_of(made, problem, "k", 0, head) - drawn["k"][0, head]
-            for head in range(16)
-        ]
+        off = [encoding.values_of(made, problem, "k", 0, head) - drawn["k"][0, head] for head in range(16)]
         size = np.square(drawn["k"][0]).mean(axis=(1, 2))
         lost[dtype] = float((np.square(off).mean(axis=(1, 2)) / size).max())
         assert (drawn["k"] == inputs.draw(Case(problem), 3)["k"]).all()

@@ -35,8 +35,7 @@ def slow_reference(inputs, problem, batch, head, row):
     ]
     weights = [math.exp(s - max(scores)) for s in scores]
     return [
-        math.fsum(w * x for w, x in zip(weights, v[batch, head_kv, :keys, d], strict=True))
-        / math.fsum(weights)
+        math.fsum(w * x for w, x in zip(weights, v[batch, head_kv, :keys, d], strict=True)) / math.fsum(weights)
         for d in range(problem.head_dim)
     ]
 
@@ -140,9 +139,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     reordered = verify_rounded.reference(backwards, case.problem, rows, verify_rounded.Maths(True))
     assert measures.row_error(reordered, exact) <= limit
     tf32 = {name: bits & np.uint32(0xFFFFE000) for name, bits in made.items()}
-    assert (
-        not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
-    )
+    assert not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
 
 
 @pytest.mark.nightly(push=2)
@@ -157,9 +154,7 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
         for seed in range(3):
             inputs = verify_inputs.make_inputs(case, seed)
             exact = verify_rounded.reference(inputs, case.problem, rows)
-            honest = verify_rounded.reference(
-                inputs, case.problem, rows, verify_rounded.Maths(True, rounds_scores)
-            )
+            honest = verify_rounded.reference(inputs, case.problem, rows, verify_rounded.Maths(True, rounds_scores))
             assert measures.row_error(honest, exact) <= limit
     # One key too few for every row: the commonest mistake of a tail or a mask.
     shorter = {name: bits[:, :, :-1] if name in "kv" else bits for name, bits in inputs.items()}
@@ -251,9 +246,7 @@ def test_maths_that_share_their_scores_are_each_as_alone():
     inputs = verify_inputs.make_inputs(Case(problem), 3)
     rows = np.arange(200)
     ways = [verify_rounded.EXACT]
-    ways += [
-        verify_rounded.Maths(True, times, first) for times in (0, 1, 2) for first in (False, True)
-    ]
+    ways += [verify_rounded.Maths(True, times, first) for times in (0, 1, 2) for first in (False, True)]
     together = verify_rounded.references(inputs, problem, rows, ways)
     for way, found in zip(ways, together, strict=True):
         assert (found == verify_rounded.reference(inputs, problem, rows, way)).all()
@@ -289,9 +282,7 @@ def test_rows_of_both_signs_are_the_references_of_negated_keys_and_values(dtype,
     found = reference.exact_rows(inputs, problem, rows, (1, -1))
     for (out, lse), mixed in zip(found, (inputs, opposite), strict=True):
         assert measures.row_error(out, verify_rounded.reference(mixed, problem, rows)) < 1e-14
-        assert np.allclose(
-            lse, verify_rounded.log_sum_exp(mixed, problem, rows), rtol=1e-14, atol=1e-13
-        )
+        assert np.allclose(lse, verify_rounded.log_sum_exp(mixed, problem, rows), rtol=1e-14, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "inputs"), [("bf16", "large_scores"), ("e4m3", "far_below")])
@@ -317,9 +308,7 @@ def test_limits_of_hard_inputs_admit_other_draws_of_few_keys(dtype, inputs):
         for seed in range(40):
             drawn = verify_inputs.make_inputs(case, seed)
             ways = [verify_rounded.Maths(True, from_first=first) for first in (False, True)]
-            exact, *outs = verify_rounded.references(
-                drawn, case.problem, rows, [verify_rounded.EXACT, *ways]
-            )
+            exact, *outs = verify_rounded.references(drawn, case.problem, rows, [verify_rounded.EXACT, *ways])
             for out in outs:
                 shares = measures.measures(out, exact, dtype).shares(limits)
                 assert max(shares.values()) < 0.95, (keys, seed, shares)
@@ -338,9 +327,7 @@ def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
         assert limits.row < 1e-3
 
 
-@pytest.mark.parametrize(
-    "label", ["2,6/2,129,516 fp32 full", "16,8,512,64 fp16 full", "1,2,512,64 e4m3 causal"]
-)
+@pytest.mark.parametrize("label", ["2,6/2,129,516 fp32 full", "16,8,512,64 fp16 full", "1,2,512,64 e4m3 causal"])
 @pytest.mark.parametrize("rounds_scores", [0, 1])
 def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, rounds_scores):
     """In fp32, products of TF32 with 516 columns were cut alike, and refused for 64 rows."""
@@ -356,9 +343,7 @@ def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, ro
         *(("e4m3", 3, 0), ("e4m3_block", 8, 0), ("e4m3_tensor", 1, 0)),
     ],
 )
-def test_gains_and_scales_of_a_small_case_are_within_what_chance_makes_of_them(
-    dtype, keys, rounds_scores
-):
+def test_gains_and_scales_of_a_small_case_are_within_what_chance_makes_of_them(dtype, keys, rounds_scores):
     # Over 776 rows rounding does not average out as it does over many. A run's inputs are drawn
     # once, so that all right candidates were refused in up to 10 % of runs in FP8, 3 % in bf16.
     case = cases.small_cases(Problem(1, 2, 2, 200, keys, 32, dtype))[2]
@@ -367,9 +352,7 @@ def test_gains_and_scales_of_a_small_case_are_within_what_chance_makes_of_them(
     ways = [verify_rounded.Maths(True, rounds_scores, from_first=first) for first in (False, True)]
     for seed in range(50):
         drawn = verify_inputs.make_inputs(case, seed)
-        exact, tilted, *outs = verify_rounded.references(
-            drawn, case.problem, rows, [*exact_too, *ways]
-        )
+        exact, tilted, *outs = verify_rounded.references(drawn, case.problem, rows, [*exact_too, *ways])
         usual = verify_limits.scale_of_rounding(case, seed, rounds_scores)
         for out in outs:
             taken = measures.measures(out, exact, case.problem.out_dtype)

@@ -115,10 +115,7 @@ def test_few_rows_of_every_head_are_known_of_short_turns_on_both_sides(dtype):
     assert known.drawn is known.exact is None
 
 
-HALF = (
-    "import sys, pickle; b = pickle.dumps([0] * 999); "
-    "sys.stdout.buffer.write(b[: len(b) // 2]); sys.stdout.flush()"
-)
+HALF = "import sys, pickle; b = pickle.dumps([0] * 999); sys.stdout.buffer.write(b[: len(b) // 2]); sys.stdout.flush()"
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 

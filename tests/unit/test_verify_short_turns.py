@@ -132,9 +132,7 @@ def test_calls_in_chunks_have_no_short_turns(tmp_path):
     assert three_kernel(tmp_path, {"LAUNCH": "eager"}).turns is not None
 
 
-def test_large_workspaces_grids_and_refusals_are_no_error_and_have_no_short_turns(
-    tmp_path, monkeypatch
-):
+def test_large_workspaces_grids_and_refusals_are_no_error_and_have_no_short_turns(tmp_path, monkeypatch):
     kernel = KERNELS["naive"]
     config = next(candidates(kernel, LONG, ARCH))
 
@@ -147,9 +145,7 @@ def test_large_workspaces_grids_and_refusals_are_no_error_and_have_no_short_turn
         patch.setattr(kernel, "workspace_of", lambda c, p: {"a": 2**29 if p == short else 16})
         assert made().turns is None
     with monkeypatch.context() as patch:
-        patch.setattr(
-            kernel, "excess", lambda c, p, a: ("x", 2, 1) if p == short else limits(c, p, a)
-        )
+        patch.setattr(kernel, "excess", lambda c, p, a: ("x", 2, 1) if p == short else limits(c, p, a))
         assert made().turns is None
 
     def refuses(config, problem):
