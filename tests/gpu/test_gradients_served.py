@@ -43,19 +43,13 @@ SHAPES = {
 PADDED = Padded("right", 40)
 INTERVALS = {
     Problem(2, 8, 2, 900, 900, 128, "bf16", Interval(200, 0)): ({"window": (200, 0)}, {}),
-    Problem(3, 8, 8, 512, 512, 128, "bf16", FULL, PADDED): (
-        {"key_lengths": [[0, 512], [100, 333], [0, 0]]},
-        {"RECOMPUTE": 1},
-    ),
-    Problem(3, 8, 2, 700, 700, 64, "bf16", CAUSAL, PADDED): (
-        {"key_lengths": [1, 700, 350], "is_causal": True},
-        {"BLOCK_M": 128},
-    ),
-    Problem(2, 4, 4, 600, 600, 64, "bf16", Interval(100, 0), PADDED): (
-        {"key_lengths": [600, 77], "window": (100, 0)},
-        {"RECOMPUTE": 1, "PDL": 1},
-    ),
-}
+    Problem(3, 8, 8, 512, 512, 128, "bf16", FULL, PADDED): ({"key_lengths": [[0, 512], [100, 333], [0, 0]]},
+        {"RECOMPUTE": 1}),
+    Problem(3, 8, 2, 700, 700, 64, "bf16", CAUSAL, PADDED): ({"key_lengths": [1, 700, 350], "is_causal": True},
+        {"BLOCK_M": 128}),
+    Problem(2, 4, 4, 600, 600, 64, "bf16", Interval(100, 0), PADDED): ({"key_lengths": [600, 77], "window": (100, 0)},
+        {"RECOMPUTE": 1, "PDL": 1}),
+}  # fmt: skip
 
 
 def rows_of(run, shape, changes):

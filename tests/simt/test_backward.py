@@ -190,199 +190,143 @@ def test_right_where_blocks_convert_heads_of_waves_before(simulator, case):
 
 # What is wrong with a block's work for other heads.
 WRONG_WAVES = {
-    "sums that are not cleared": ("keys", "of + call.ring < heads_kv", 1, "false"),
-    "sums that are added to before they are cleared": (
-        *("keys", "if (head_kv >= ring) flag_wait", 1),
-        "if (false) flag_wait",
-    ),
-    "a head converted before all of it is added": (
-        *("keys", "flag_wait(call.count(of, Call::ADDED), gridDim", 1),
-        "if (false) flag_wait(call.count(of, Call::ADDED), gridDim",
-    ),
-    "counted before it is added": ("keys", "    bulk_wait_all();\n#if DQ_RING", 1, "#if DQ_RING"),
-    "counted before it is converted": ("keys", "bulk_wait_all(), flag", 1, "flag"),
-    "the last share is left": ("keys", "(number + 1) * tiles", 1, "number * tiles"),
-    "sums of the first heads": ("keys", "head_kv % ring - head_kv", 1, "-head_kv"),
-    "dQ without its scale": ("keys", "pack(b.x * scale", 1, "pack(b.x"),
-    "a panel overwritten before it is stored": (
-        *("keys", "if (lane == 0) tma_store_wait_read<0>();\n                __syncwarp();", 1),
-        "",
-    ),
-    "a unit loaded before it is read": (
-        *("keys", "            round(Memory::at(Memory::UNITS)", 1),
-        "            if (lane == 0 && i + 2 < count) load(i + 2);\n            round(Memory::at(Memory::UNITS)",
-    ),
-    "zeros stored before they are there": (
-        "keys",
+    "sums that are not cleared": ("keys", "of + call.ring < heads_kv", "false"),
+    "sums that are added to before they are cleared": ("keys", "if (head_kv >= ring) flag_wait",
+        "if (false) flag_wait"),
+    "a head converted before all of it is added": ("keys", "flag_wait(call.count(of, Call::ADDED), gridDim",
+        "if (false) flag_wait(call.count(of, Call::ADDED), gridDim"),
+    "counted before it is added": ("keys", "    bulk_wait_all();\n#if DQ_RING", "#if DQ_RING"),
+    "counted before it is converted": ("keys", "bulk_wait_all(), flag", "flag"),
+    "the last share is left": ("keys", "(number + 1) * tiles", "number * tiles"),
+    "sums of the first heads": ("keys", "head_kv % ring - head_kv", "-head_kv"),
+    "dQ without its scale": ("keys", "pack(b.x * scale", "pack(b.x"),
+    "a panel overwritten before it is stored": ("keys",
+        "if (lane == 0) tma_store_wait_read<0>();\n                __syncwarp();", ""),
+    "a unit loaded before it is read": ("keys", "            round(Memory::at(Memory::UNITS)",
+        "            if (lane == 0 && i + 2 < count) load(i + 2);\n            round(Memory::at(Memory::UNITS)"),
+    "zeros stored before they are there": ("keys",
         "            fence_async_proxy();\n            __syncwarp();\n            if (lane != 0)",
-        1,
-        "            __syncwarp();\n            if (lane != 0)",
-    ),
-    "delta of other rows": ("keys", "put(query, first + 32, sum_32)", 1, "put(query, first + 32, sum)"),
-    "delta of the first columns": ("keys", "sum = sum_32 = 0.f;", 1, ""),
-}
+        "            __syncwarp();\n            if (lane != 0)"),
+    "delta of other rows": ("keys", "put(query, first + 32, sum_32)", "put(query, first + 32, sum)"),
+    "delta of the first columns": ("keys", "sum = sum_32 = 0.f;", ""),
+}  # fmt: skip
 
 
 SUMS = "begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);"
-# The stage, what stands there, how often, and what stands there instead.
+# The stage, what stands there, what stands there instead, and how often if that is not once.
 WRONG = {
-    "sums that are not cleared": ("delta", "if (has_columns) sums", 1, "if (false) sums"),
-    "keys past the last have weight": ("keys", "NEVER = 1 << 30", 1, "NEVER = 0"),
-    "no scale of dK": ("keys", "(dk, scale,", 1, "(dk, 1.f,"),
-    "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", 1, "i < BLOCK_N / 32"),
-    "queries released before dK has read them": ("keys", SUMS, 2, f"release(j); {SUMS}"),
-    "dS overwritten before dQ has read it": ("keys", "ds_empty(at.stage), at.phase ^ 1", 1, "ds_empty(0), 1"),
-    "dQ's staging overwritten before it is added": ("keys", "added(part), (j & 1) ^ 1", 1, "added(part), 1"),
-    "dK written over K before dQ has read it": (
-        "keys",
-        "if (DQ) named_barrier_sync(K_READ_BARRIER",
-        1,
-        "if (false) named_barrier_sync(9",
-    ),
-}
+    "sums that are not cleared": ("delta", "if (has_columns) sums", "if (false) sums"),
+    "keys past the last have weight": ("keys", "NEVER = 1 << 30", "NEVER = 0"),
+    "no scale of dK": ("keys", "(dk, scale,", "(dk, 1.f,"),
+    "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", "i < BLOCK_N / 32"),
+    "queries released before dK has read them": ("keys", SUMS, f"release(j); {SUMS}", 2),
+    "dS overwritten before dQ has read it": ("keys", "ds_empty(at.stage), at.phase ^ 1", "ds_empty(0), 1"),
+    "dQ's staging overwritten before it is added": ("keys", "added(part), (j & 1) ^ 1", "added(part), 1"),
+    "dK written over K before dQ has read it": ("keys", "if (DQ) named_barrier_sync(K_READ_BARRIER",
+        "if (false) named_barrier_sync(9"),
+}  # fmt: skip
 
 
 # The same where queries see keys up to their own.
 WRONG_CAUSAL = {
-    "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", 1, "row + 1 <= seen"),
-    "a tile is masked too late": ("keys", "last = own + 63;", 1, "last = own;"),
-    "the other key of a thread counts as the first": ("keys", "begin + 8 :", 1, "begin :"),
-    "a query sees a key too many": ("queries", "query + end) :", 1, "query + end + 1) :"),
-    "keys that the last query sees are passed by": (*("queries", "seen_by(own + 63)", 1), "seen_by(own)"),
-    "keys of another head": (*("queries", "of_keys(work.head, group)", 1), "of_keys(work.head, 1)"),
-    "V given back before it is read": (
-        *("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);", 1),
-        "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);",
-    ),
-}
+    "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", "row + 1 <= seen"),
+    "a tile is masked too late": ("keys", "last = own + 63;", "last = own;"),
+    "the other key of a thread counts as the first": ("keys", "begin + 8 :", "begin :"),
+    "a query sees a key too many": ("queries", "query + end) :", "query + end + 1) :"),
+    "keys that the last query sees are passed by": ("queries", "seen_by(own + 63)", "seen_by(own)"),
+    "keys of another head": ("queries", "of_keys(work.head, group)", "of_keys(work.head, 1)"),
+    "V given back before it is read": ("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);",
+        "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);"),
+}  # fmt: skip
 
 
 # The same where queries see a window, of which blocks and warpgroups pass by tiles on both sides.
 WRONG_WINDOWS = {
-    "a tile is not masked where its last queries are too late": (
-        *("keys", "row + BLOCK_M > own + 1 + call.reach", 1),
-        "row > own + 1 + call.reach",
-    ),
-    "a query too many sees a key": ("keys", "(i & 2 ? most + other : most)", 1, "(i & 2 ? most + 9 : most + 1)"),
-    "the other key of a thread is seen as long as the first": ("keys", "? most + other :", 1, "? most :"),
-    "a warpgroup ends with its first key": (
-        *("keys", "min(own + 64, call.seqlen_k) + call.reach", 1),
-        "own + 1 + call.reach",
-    ),
-    "a block ends with its first key": (
-        *("keys", "min((work.tile + 1) * CLUSTER_N, seqlen_k)", 1),
-        "min(work.tile * CLUSTER_N + 1, seqlen_k)",
-    ),
-    "a warpgroup leaves tiles that only others see": (
-        *("keys", "for (; row < end; row += BLOCK_M, ++j) pass(j);", 1),
-        "",
-    ),
-    "a tile is not masked where its first keys are too early": (
-        *("queries", "key(j) < own + 63 + low", 1),
-        "key(j) < own + low",
-    ),
-    "a query sees a key too early": ("queries", "< row + low)", 1, "< row + low - 1)"),
-    "the other query of a thread sees what the first does": (*("queries", "of_i - (i & 2 ? 8 : 0) <", 1), "of_i <"),
-    "a warpgroup ends with the first key of its last query": (
-        *("queries", "max(PADDED ? first_key : 0, own + low)", 1),
-        "max(0, own + 63 + low)",
-    ),
-    "a block begins with the first key of its last query": (
-        *("queries", "max(first_key, query + low)", 1),
-        "max(0, query + BLOCK_M - 1 + low)",
-    ),
-    "a warpgroup of queries begins a tile late": (*("queries", "seen - before)", 1), "seen - before - 1)"),
-    "keys as if the block began at the first": ("queries", "(after - 1 - j)", 1, "(tiles - 1 - j)"),
-}
+    "a tile is not masked where its last queries are too late": ("keys", "row + BLOCK_M > own + 1 + call.reach",
+        "row > own + 1 + call.reach"),
+    "a query too many sees a key": ("keys", "(i & 2 ? most + other : most)", "(i & 2 ? most + 9 : most + 1)"),
+    "the other key of a thread is seen as long as the first": ("keys", "? most + other :", "? most :"),
+    "a warpgroup ends with its first key": ("keys", "min(own + 64, call.seqlen_k) + call.reach",
+        "own + 1 + call.reach"),
+    "a block ends with its first key": ("keys", "min((work.tile + 1) * CLUSTER_N, seqlen_k)",
+        "min(work.tile * CLUSTER_N + 1, seqlen_k)"),
+    "a warpgroup leaves tiles that only others see": ("keys", "for (; row < end; row += BLOCK_M, ++j) pass(j);", ""),
+    "a tile is not masked where its first keys are too early": ("queries", "key(j) < own + 63 + low",
+        "key(j) < own + low"),
+    "a query sees a key too early": ("queries", "< row + low)", "< row + low - 1)"),
+    "the other query of a thread sees what the first does": ("queries", "of_i - (i & 2 ? 8 : 0) <", "of_i <"),
+    "a warpgroup ends with the first key of its last query": ("queries", "max(PADDED ? first_key : 0, own + low)",
+        "max(0, own + 63 + low)"),
+    "a block begins with the first key of its last query": ("queries", "max(first_key, query + low)",
+        "max(0, query + BLOCK_M - 1 + low)"),
+    "a warpgroup of queries begins a tile late": ("queries", "seen - before)", "seen - before - 1)"),
+    "keys as if the block began at the first": ("queries", "(after - 1 - j)", "(tiles - 1 - j)"),
+}  # fmt: skip
 
 
 # The same where items of the batch have fewer keys than the tensors: padding is on the right.
 WRONG_LENGTHS = {
-    "keys of the first item": ("keys", "work.head / heads_of_item,", 1, "0,"),
-    "queries of the first item": ("queries", "work.head / heads_of_item,", 1, "0,"),
-    "the item after its own": (*("keys", "work.head / heads_of_item,", 1), "(work.head + 1) / heads_of_item,"),
-    "a key too many in dK": ("keys", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
-    "a key too few in dK": ("keys", "min(seqlen_k, end)", 1, "end - 1"),
-    "a key too many in dQ": ("queries", "min(seqlen_k, end)", 1, "min(seqlen_k, end + 1)"),
-    "the last tile of keys is left out of dQ": ("queries", "+ BLOCK_N - 1) / BLOCK_N;", 2, ") / BLOCK_N;"),
-    "the gradients of padding are not written": ("keys", "<= first_key) end = 0;", 1, "<= first_key) return;"),
-    "a block with some keys of the item computes nothing": (
-        *("keys", "work.tile * CLUSTER_N >= seqlen_k", 1),
-        "(work.tile + 1) * CLUSTER_N >= seqlen_k",
-    ),
-    "a tile with padding is not masked": ("keys", "last = last_key;", 1, "last = own + 63;"),
-    "the other key of a thread is there if the first is": (*("keys", "opaque(key_8) - key", 1), "8"),
-    "the length of all": ("keys", "seqlen_k = own_keys.end, first_key", 1, "first_key"),
-}
+    "keys of the first item": ("keys", "work.head / heads_of_item,", "0,"),
+    "queries of the first item": ("queries", "work.head / heads_of_item,", "0,"),
+    "the item after its own": ("keys", "work.head / heads_of_item,", "(work.head + 1) / heads_of_item,"),
+    "a key too many in dK": ("keys", "min(seqlen_k, end)", "min(seqlen_k, end + 1)"),
+    "a key too few in dK": ("keys", "min(seqlen_k, end)", "end - 1"),
+    "a key too many in dQ": ("queries", "min(seqlen_k, end)", "min(seqlen_k, end + 1)"),
+    "the last tile of keys is left out of dQ": ("queries", "+ BLOCK_N - 1) / BLOCK_N;", ") / BLOCK_N;", 2),
+    "the gradients of padding are not written": ("keys", "<= first_key) end = 0;", "<= first_key) return;"),
+    "a block with some keys of the item computes nothing": ("keys", "work.tile * CLUSTER_N >= seqlen_k",
+        "(work.tile + 1) * CLUSTER_N >= seqlen_k"),
+    "a tile with padding is not masked": ("keys", "last = last_key;", "last = own + 63;"),
+    "the other key of a thread is there if the first is": ("keys", "opaque(key_8) - key", "8"),
+    "the length of all": ("keys", "seqlen_k = own_keys.end, first_key", "first_key"),
+}  # fmt: skip
 # The same with padding on the left, which leaves some queries no key.
 WRONG_FIRST_KEYS = {
-    "a key too many in dK": ("keys", "max(0, first)", 1, "max(0, first - 1)"),
-    "a key too few in dQ": ("queries", "max(0, first)", 1, "first + 1"),
-    "padding is seen": ("queries", "if (PADDED && of_i < first_key)", 1, "if (false)"),
-    "a tile with padding is not masked": ("queries", "!(PADDED && key(j) < first_key)", 1, "true"),
-    "queries without a key wait for some": ("queries", "if (PADDED) unseen =", 1, "if (false) unseen ="),
-    "a warpgroup with some keys of the item passes them by": (
-        *("keys", "own + 64 <= call.first_key", 1),
-        "own <= call.first_key",
-    ),
-    "a block with some keys of the item computes nothing": (
-        *("keys", "(work.tile + 1) * CLUSTER_N <= first_key", 1),
-        "work.tile * CLUSTER_N <= first_key",
-    ),
-}
+    "a key too many in dK": ("keys", "max(0, first)", "max(0, first - 1)"),
+    "a key too few in dQ": ("queries", "max(0, first)", "first + 1"),
+    "padding is seen": ("queries", "if (PADDED && of_i < first_key)", "if (false)"),
+    "a tile with padding is not masked": ("queries", "!(PADDED && key(j) < first_key)", "true"),
+    "queries without a key wait for some": ("queries", "if (PADDED) unseen =", "if (false) unseen ="),
+    "a warpgroup with some keys of the item passes them by": ("keys", "own + 64 <= call.first_key",
+        "own <= call.first_key"),
+    "a block with some keys of the item computes nothing": ("keys", "(work.tile + 1) * CLUSTER_N <= first_key",
+        "work.tile * CLUSTER_N <= first_key"),
+}  # fmt: skip
 
 
 # The same where one warpgroup has dV of its keys, and another dK; of 256 columns.
 WRONG_APART = {
-    "P overwritten before the other has read it": (*("keys", "p_empty(at.stage), at.phase ^ 1", 1), "p_empty(0), 1"),
-    "P read before it is there": ("keys", "mbarrier_wait(Memory::p_full(at.stage), at.phase);", 1, ""),
-    "dO given back before dV has read it": (
-        *("keys", "if constexpr (Second) take_p(x, a, j);", 1),
-        "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); if constexpr (Second) take_p(x, a, j);",
-    ),
-    "dV written over V before dP has read it": (
-        *("keys", "named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));", 1),
-        "",
-    ),
-    "the second half of the columns has the first one's": (*("keys", "(Width / 64 * Panel + i", 1), "(0 * Panel + i"),
-    "dQ of the first columns in all parts": (
-        *("keys", "part % PARTS_OF_ROW * KTile::PANEL_BYTES", 1),
-        "0 * KTile::PANEL_BYTES",
-    ),
-    "dQ added to another head's": ("keys", "call.at(j / call.tiles,", 1, "call.at(0,"),
-}
+    "P overwritten before the other has read it": ("keys", "p_empty(at.stage), at.phase ^ 1", "p_empty(0), 1"),
+    "P read before it is there": ("keys", "mbarrier_wait(Memory::p_full(at.stage), at.phase);", ""),
+    "dO given back before dV has read it": ("keys", "if constexpr (Second) take_p(x, a, j);",
+        "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); if constexpr (Second) take_p(x, a, j);"),
+    "dV written over V before dP has read it": ("keys", "named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));",
+        ""),
+    "the second half of the columns has the first one's": ("keys", "(Width / 64 * Panel + i", "(0 * Panel + i"),
+    "dQ of the first columns in all parts": ("keys", "part % PARTS_OF_ROW * KTile::PANEL_BYTES",
+        "0 * KTile::PANEL_BYTES"),
+    "dQ added to another head's": ("keys", "call.at(j / call.tiles,", "call.at(0,"),
+}  # fmt: skip
 # Where two blocks with neighbouring keys load half of the queries each.
 WRONG_CLUSTERS = {
-    "both load the same half": ("keys", "p * 64, row, head, rank);", 2, "p * 64, row, head, 0);"),
-    "queries given back to one block alone": ("keys", "cluster_address(empty, lane % CLUSTER)", 1, "empty"),
-    "each begins at its own keys": ("keys", "max(0, work.tile * CLUSTER_N + diagonal)", 1, "max(0, key + diagonal)"),
-    "a block ends before the other has told it": (
-        *("keys", "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", 1),
-        "",
-    ),
-    "addresses as if the block were alone": (
-        *("keys", "if constexpr (CLUSTER == 1) return place;", 1),
-        "return place;",
-    ),
-    "heads dealt to blocks and not to clusters": ("keys", "work(blockIdx.x / CLUSTER,", 1, "work(blockIdx.x,"),
-}
+    "both load the same half": ("keys", "p * 64, row, head, rank);", "p * 64, row, head, 0);", 2),
+    "queries given back to one block alone": ("keys", "cluster_address(empty, lane % CLUSTER)", "empty"),
+    "each begins at its own keys": ("keys", "max(0, work.tile * CLUSTER_N + diagonal)", "max(0, key + diagonal)"),
+    "a block ends before the other has told it": ("keys",
+        "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", ""),
+    "addresses as if the block were alone": ("keys", "if constexpr (CLUSTER == 1) return place;", "return place;"),
+    "heads dealt to blocks and not to clusters": ("keys", "work(blockIdx.x / CLUSTER,", "work(blockIdx.x,"),
+}  # fmt: skip
 # The same where queries see a window.
 WRONG_WINDOWS_OF_CLUSTERS = {
-    "each ends at its own keys": (
-        "keys",
-        "min((work.tile + 1) * CLUSTER_N, seqlen_k)",
-        1,
-        "min(key + BLOCK_N, seqlen_k)",
-    )
+    "each ends at its own keys": ("keys", "min((work.tile + 1) * CLUSTER_N, seqlen_k)", "min(key + BLOCK_N, seqlen_k)")
 }
 WRONG_TURNS = {
-    "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", 1, "TURNS ? 2 * j : j"),
-    "K and V in stages of their own": ("queries", "if (TURNS) ring.next();", 1, ""),
-    "K given back before dQ has read it": (
-        *("queries", "arrive(at.v_empty(now_v.stage));\n#pragma", 1),
-        "arrive(at.v_empty(now_v.stage)), arrive(at.k_empty(now.stage));\n#pragma",
-    ),
-}
+    "V where K is": ("queries", "TURNS ? 2 * j + 1 : j", "TURNS ? 2 * j : j"),
+    "K and V in stages of their own": ("queries", "if (TURNS) ring.next();", ""),
+    "K given back before dQ has read it": ("queries", "arrive(at.v_empty(now_v.stage));\n#pragma",
+        "arrive(at.v_empty(now_v.stage)), arrive(at.k_empty(now.stage));\n#pragma"),
+}  # fmt: skip
 
 
 def problem_of(*sizes, head_dim, dtype="bf16", mask=FULL, layout=DENSE):
@@ -396,38 +340,21 @@ PLANTED = [
     for table, words, case in (
         (WRONG, "RECOMPUTE=0", Case(problem_of(1, 2, 1, 350, 200, head_dim=64), "far_below")),
         (WRONG_CAUSAL, "RECOMPUTE=1", Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=CAUSAL))),
-        (
-            WRONG_WINDOWS,
-            "RECOMPUTE=1 Q_BLOCK_N=64",
-            Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30))),
-        ),
-        *(
-            (
-                table,
-                "RECOMPUTE=1 Q_BLOCK_N=64",
-                Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout)),
-            )
-            for table, layout in ((WRONG_LENGTHS, Padded("right", 30)), (WRONG_FIRST_KEYS, Padded("left", 30)))
-        ),
+        (WRONG_WINDOWS, "RECOMPUTE=1 Q_BLOCK_N=64",
+         Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30)))),
+        *((table, "RECOMPUTE=1 Q_BLOCK_N=64",
+            Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout)))
+            for table, layout in ((WRONG_LENGTHS, Padded("right", 30)), (WRONG_FIRST_KEYS, Padded("left", 30)))),
         (WRONG_APART, f"RECOMPUTE=0 {APART} DQ_ADD=1", Case(problem_of(1, 2, 1, 350, 70, head_dim=256))),
-        (
-            WRONG_CLUSTERS,
-            f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
-            Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=CAUSAL)),
-        ),
-        (
-            WRONG_WINDOWS_OF_CLUSTERS,
-            f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
-            Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=Interval(50, 0))),
-        ),
-        (
-            WRONG_TURNS,
-            f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64",
-            Case(problem_of(1, 2, 1, 150, 350, head_dim=256, dtype="fp16", mask=CAUSAL)),
-        ),
+        (WRONG_CLUSTERS, f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
+         Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=CAUSAL))),
+        (WRONG_WINDOWS_OF_CLUSTERS, f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
+         Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=Interval(50, 0)))),
+        (WRONG_TURNS, f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64",
+         Case(problem_of(1, 2, 1, 150, 350, head_dim=256, dtype="fp16", mask=CAUSAL))),
     )
     for name, wrong in table.items()
-]
+]  # fmt: skip
 
 
 @pytest.mark.nightly(push=1)
@@ -446,7 +373,7 @@ def test_wrong_kernels_are_found(simulator, wrong, words, case):
 
 def planted(simulator, wrong, words, case):
     """A change of a right kernel, which must be found."""
-    stage, before, times, after = wrong
+    stage, before, after, times = (*wrong, 1)[:4]
     texts = dict(sources(FAMILY))
     found = [n for n, text in texts.items() if before in text and n.startswith("flash_bwd_")]
     (file,) = [name for name in found if stage in name] or found

@@ -46,6 +46,44 @@ def tensors(
     return tuple(t.contiguous() if layout == "bhsd" else t for t in made)
 
 
+def exact(
+    q: Any, k: Any, v: Any, mask: Any = None, softcap: float = 0.0, sinks: Any = None, scale: float | None = None
+) -> Any:
+    """Attention in float64; 0 for a query that sees no key. mask: of booleans, or of numbers to add."""
+    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q.double() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    e = scores.exp()
+    total = e.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+    return e / total.masked_fill(total == 0, 1) @ v
+
+
+def gradients_of(attention: Any, given: Any, direction: Any = None, **how: Any) -> Any:
+    """dq, dk, dv. direction: of the output (default: drawn)."""
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = attention(*leaves, **how)
+    if direction is None:
+        direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(given[0].dtype)
+    return torch.autograd.grad(out, leaves, direction.to(out.dtype))
+
+
+def flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: float) -> Any:
+    """PyTorch's own backward of its flash attention, which the CPU has under another name."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    p = (q.double() @ keys.mT * scale - lse.double()[..., None]).exp()
+    p = p.tril() if rest[5] else p
+    delta = (grad.double() * out.double()).sum(-1, keepdim=True)
+    ds = p * (grad.double() @ values.mT - delta) * scale
+
+    def of_keys(each: Any) -> Any:
+        return each.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype)
+
+    return (ds @ keys).to(q.dtype), of_keys(ds.mT @ q.double()), of_keys(p.mT @ grad.double())
+
+
 def close(got: Any, expected: Any) -> bool:
     """Within what bf16 rounds."""
     return bool(torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2))
@@ -57,16 +95,13 @@ def shifted(tensor: Any) -> Any:
     return memory[1:].view(tensor.shape).copy_(tensor)
 
 
-def compiled(operator: Operator) -> tuple[Any, list[Any]]:
-    """Its attention compiled as one graph, and a list that gets the graphs when it is called."""
+def compiled(attention: Any) -> tuple[Any, list[Any]]:
+    """A function compiled as one graph, and a list that gets the graphs when it is called."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return operator.attention(q, k, v)
 
     return torch.compile(attention, fullgraph=True, backend=backend), graphs
 

@@ -77,6 +77,15 @@ def driver():
 
 
 @pytest.fixture
+def kernel(driver):
+    """The driver's kernel, which knows masks of all kinds."""
+    from attending import MaskedKernel
+
+    driver.on_launch = MaskedKernel()
+    return driver.on_launch
+
+
+@pytest.fixture
 def operator(tmp_path, driver):
     """The operator of a package with three winners: full, causal and of grouped heads."""
     from operators import make

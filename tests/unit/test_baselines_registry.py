@@ -3,7 +3,7 @@
 import gc
 import importlib
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -45,51 +45,47 @@ def inputs(problem=PROBLEM, copies=2, seed=0):
     return [{t: Tensor(random.standard_normal(problem.shape_of(t))) for t in "qkv"} for _ in range(copies)]
 
 
-def timed(ways, monkeypatch, torch, name="torch_flash"):
-    """prepare() with these ways to call a baseline: name of a way to microseconds, or its error.
+class Ways:
+    """Ways to call a baseline, whose calls take what a test says, on a clock of their own.
 
-    A pair is the microseconds of a call that the host launches, and of one in a graph.
+    us: name of a way to microseconds, or its error. A pair is the microseconds of a call that the
+    host launches, and of one in a graph.
     """
-    clock, called, captured = [0.0], [], [False]
 
-    def way(label, us, spare):
-        def forward(*_):
-            called.append(label)
-            if isinstance(us, Exception):
+    def __init__(self, us, torch):
+        self.us, self.clock, self.called, self.shapes, self.captured = us, [0.0], [], set(), False
+        torch.cuda.CUDAGraph, torch.cuda.graph = SimpleNamespace, self.capture
+
+    @contextmanager
+    def capture(self, graph, stream):
+        """A replay takes what the captured calls took."""
+        before, self.captured = self.clock[0], True
+        yield
+        us, self.captured = self.clock[0] - before, False
+        graph.replay = lambda: self.clock.__setitem__(0, self.clock[0] + us)
+
+    def way(self, label):
+        def forward(q, *_):
+            self.called.append(label)
+            self.shapes.add(q.shape)
+            if isinstance(us := self.us[label], Exception):
                 raise us
-            clock[0] += us[captured[0]] if isinstance(us, tuple) else us
+            self.clock[0] += us[self.captured] if isinstance(us, tuple) else us
             return label
 
-        return Way(forward, spare=spare)
+        return Way(forward, spare=label.startswith("spare"))
 
-    replays = []
+    def all(self, torch, problem, session):
+        self.problem = problem
+        return [self.way(label) for label in self.us]
 
-    def graph_of():
-        # A replay takes what the captured calls took.
-        graph = SimpleNamespace(us=0.0)
 
-        def replay():
-            clock[0] += graph.us
-            replays.append(graph.us)
-
-        graph.replay = replay
-        return graph
-
-    class Capture:
-        def __init__(self, graph, stream):
-            self.graph = graph
-
-        def __enter__(self):
-            self.before, captured[0] = clock[0], True
-
-        def __exit__(self, *_):
-            self.graph.us, captured[0] = clock[0] - self.before, False
-
-    torch.cuda.CUDAGraph, torch.cuda.graph = graph_of, Capture
-    made = [way(label, us, spare=label.startswith("spare")) for label, us in ways.items()]
-    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], ways=lambda *_: made))
-    baseline = prepare(name, PROBLEM, inputs(), Session(clock))
-    return baseline._way.forward(), called
+def timed(us, monkeypatch, torch, name="torch_flash"):
+    """What prepare() takes of these ways, and what was called."""
+    ways = Ways(us, torch)
+    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], ways=ways.all))
+    baseline = prepare(name, PROBLEM, copies := inputs(), Session(ways.clock))
+    return baseline._way.forward(*copies[0].values()), ways.called
 
 
 def test_the_fastest_of_several_ways_is_taken_and_those_that_fail_are_none(torch, monkeypatch):
@@ -119,44 +115,15 @@ SHORT = Problem.parse("(1,32,16384,128) bf16 causal")
 
 
 def best_on_shorter(on_short, torch, monkeypatch, on_long="abc"):
-    """The ways that are left of a long problem, and what was called.
-
-    on_short: each way's microseconds on the shorter problem, or its error.
-    """
-    clock, called, shapes = [0.0], [], []
-
-    def way(label, us):
-        def forward(*tensors):
-            called.append(label)
-            shapes.append(tensors[0].shape)
-            if isinstance(us, Exception):
-                raise us
-            clock[0] += us
-
-        return Way(forward, spare=label.startswith("spare"))
-
-    def ways(_, problem, session):
-        assert problem == SHORT
-        return [way(label, us) for label, us in on_short.items()]
-
-    class Graph:
-        def __init__(self, graph, stream):
-            self.graph = graph
-
-        def __enter__(self):
-            self.before = clock[0]
-
-        def __exit__(self, *_):
-            us = clock[0] - self.before
-            self.graph.replay = lambda: clock.__setitem__(0, clock[0] + us)
-
-    torch.cuda.CUDAGraph, torch.cuda.graph = SimpleNamespace, Graph
+    """The ways that are left of a long problem, and what was called. on_short: as `Ways` has them."""
+    ways = Ways(on_short, torch)
     torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
-    monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], ways=ways))
+    monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], ways=ways.all))
     there = [Way(lambda *_: pytest.fail("called"), spare=each == "spare") for each in on_long]
-    left = baselines_prepare._best_on_shorter("triton_flash", torch, LONG, there, "bfloat16", Session(clock))
-    assert {*shapes} <= {SHORT.shape_of("q")}
-    return [there.index(way) for way in left], called
+    left = baselines_prepare._best_on_shorter("triton_flash", torch, LONG, there, "bfloat16", Session(ways.clock))
+    assert ways.problem == SHORT
+    assert ways.shapes <= {SHORT.shape_of("q")}
+    return [there.index(way) for way in left], ways.called
 
 
 def test_of_a_long_problem_the_way_that_is_fastest_on_a_shorter_one_is_left(torch, monkeypatch):

@@ -1,9 +1,9 @@
 """Callables that fail their process: each is a row and a sentence, and nothing of it is left."""
 
-import time
 from pathlib import Path
 
 import pytest
+from faults import ended, runs
 
 from attnsweep.baselines.registry import backend_of
 from attnsweep.bench.gpu import WorkerError
@@ -108,16 +108,6 @@ def test_a_child_that_goes_on_as_the_judge_answers_nothing(called):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_nothing_that_it_started_is_left(called):
     started = called.of("leaves")
-    assert len([pid for pid in started if runs(pid)]) == 3
+    assert sum(map(runs, started)) == 3
     called.stop()
-    end = time.monotonic() + 10
-    while any(map(runs, started)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not [pid for pid in started if runs(pid)]
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert ended(started)

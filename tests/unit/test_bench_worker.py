@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import fake_bench
 import pytest
 from fake_bench import FakeBench
+from faults import ended, runs
 from samples import TEST_GPU
 
 from attnsweep.bench.gpu import WorkerError
@@ -51,24 +51,10 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
 
 def test_what_a_callable_starts_ends_with_the_process_and_what_it_prints_is_nowhere(worker, capfd):
     child = worker.call("leave_behind")
-    assert Path(f"/proc/{child}").exists()
+    assert runs(child)
     worker.stop()
-    wait_until(lambda: not _runs(child))
+    assert ended([child])
     assert capfd.readouterr().out == ""
-
-
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # nobody may reap it here
-    except OSError:
-        return False
-
-
-def wait_until(over, longest_s=10.0):
-    end = time.monotonic() + longest_s
-    while not over():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.nightly(push=1)
@@ -174,16 +160,4 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    for _ in range(100):
-        if not _alive(child):
-            return
-        time.sleep(0.1)
-    pytest.fail("the child outlived its parent by 10 s")
-
-
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert ended([child])

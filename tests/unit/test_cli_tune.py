@@ -203,49 +203,30 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
         (("1,2,64,64", "--arch", "sm_90a", "--replay", "quickstart"), ["exclude each other"]),
         (("1,2,64,64", "--fresh", "--replay", "quickstart"), ["--fresh does nothing here"]),
         (("1,2,64,64", "--wait", "--replay", "quickstart"), ["--wait does nothing here"]),
-        (
-            ("1,2,64,64", "--dry-run", "--arch", "sm_90a", "--top", "2", "--progress", "json"),
-            ["--top and --progress do nothing with --dry-run", "leave them out"],
-        ),
+        (("1,2,64,64", "--dry-run", "--arch", "sm_90a", "--top", "2", "--progress", "json"),
+         ["--top and --progress do nothing with --dry-run", "leave them out"]),
         (("1,2,64,64", "--json", "--top", "2"), ["--top does nothing with --json"]),
         (("1,2,64,64", "--force"), ["--force goes with --save-spec"]),
         (("1,2,64,64", "--kernel", "naiv", "--dry-run", "--arch", "sm_80"), ["'naive'"]),
         (("1,2,64,64", "--dry-run", "--arch", "sm_100b"), ["--arch sm_100b", "mean 'sm_100a'?"]),
         (("1,2,64,64", "--dry-run", "--arch", "sm_75"), ["flash_fwd_mma", "specs: a100 (sm_80"]),
         (("1,2,64,64", "--replay", "quickstart"), ["is not recorded there", "(1,16,1024,64)"]),
-        (
-            ("4,32,4096,64", "--replay", "quickstart"),
-            [
-                "it has:\n  (4,32,4096,64) bf16 full (--dtype bf16)\n"
-                "  (4,32,4096,64) bf16 causal (--dtype bf16 --causal)\n  (1,16,1024,64) fp16 full\n"
-            ],
-        ),
+        (("4,32,4096,64", "--replay", "quickstart"), ["it has:\n  (4,32,4096,64) bf16 full (--dtype bf16)\n"
+         "  (4,32,4096,64) bf16 causal (--dtype bf16 --causal)\n  (1,16,1024,64) fp16 full\n"]),
         (("1,8,512,64", "--causal", "--replay", "quickstart"), ["(1,8,512,64) fp16 full (without --causal)\n"]),
         (("1,2,64,64", "--replay", "h100"), ["is a spec that measures"]),
         (("1,2,64,64", "--replay", "nowhere"), ["nowhere: no such run"]),
-        *(
-            (
-                (f"1,2,64,{head_dim}", "--dry-run", "--arch", "sm_90a"),
-                [
-                    f"no family of h100.yaml runs (1,2,64,{head_dim})",
-                    f"flash_fwd_wgmma: head_dim {head_dim} is not one of 8 to 256 in steps of 8; "
-                    f"the nearest is {nearest}",
-                ],
-            )
-            for head_dim, nearest in ((7, 8), (12, 16), (257, 256), (264, 256), (10000, 256))
-        ),
+        *(((f"1,2,64,{head_dim}", "--dry-run", "--arch", "sm_90a"), [f"no family of h100.yaml runs (1,2,64,{head_dim})",
+            f"flash_fwd_wgmma: head_dim {head_dim} is not one of 8 to 256 in steps of 8; " f"the nearest is {nearest}"])
+            for head_dim, nearest in ((7, 8), (12, 16), (257, 256), (264, 256), (10000, 256))),
         (("1,2,64,0", "--dry-run", "--arch", "sm_90a"), ["head_dim must be 1 to", "not 0"]),
-        (
-            ("1,2,64,264", "--dtype", "fp32", "--dry-run", "--arch", "sm_90a"),
-            ["flash_fwd_fp32_mma: head_dim 264 is", "flash_fwd_fp32_wide: head_dim 264 is"],
-        ),
-        (
-            ("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),
-            ["flash_fwd_wgmma: needs sm_90a", "naive", "--kernel"],
-        ),
+        (("1,2,64,264", "--dtype", "fp32", "--dry-run", "--arch", "sm_90a"),
+         ["flash_fwd_fp32_mma: head_dim 264 is", "flash_fwd_fp32_wide: head_dim 264 is"]),
+        (("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),
+         ["flash_fwd_wgmma: needs sm_90a", "naive", "--kernel"]),
     ],
     ids=lambda value: " ".join(value)[:40],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("no_gpu")
 def test_what_cannot_be_is_exit_code_2_and_says_what_fits(attnsweep, arguments, words):
     done = attnsweep("tune", *arguments)

@@ -149,42 +149,21 @@ def test_the_limit_is_the_reader_s():
 @pytest.mark.parametrize(
     ("after", "verdict", "why"),
     [
-        (
-            run(failed("flash", Status.WRONG, "err", M=64), baseline("torch_cudnn", 30.0)),
-            Verdict.REGRESSION,
-            "no candidate is ok now: 1 wrong",
-        ),
+        (run(failed("flash", Status.WRONG, "err", M=64), baseline("torch_cudnn", 30.0)), Verdict.REGRESSION,
+         "no candidate is ok now: 1 wrong"),
         (run(candidate("flash", 40.0, M=64)), Verdict.INCONCLUSIVE, "no baseline has rounds in"),
-        (
-            run(
-                candidate("flash", 40.0, M=64),
-                baseline("torch_cudnn", 30.0),
-                environment=H200.model_copy(update={"gpu": "NVIDIA H100"}),
-            ),
-            Verdict.INCONCLUSIVE,
-            "measured on another GPU: NVIDIA H200, then NVIDIA H100",
-        ),
-        (
-            run(candidate("flash", 40.0, M=64), baseline("torch_cudnn", 30.0), environment=None),
-            Verdict.INCONCLUSIVE,
-            "no usable environment.json",
-        ),
-        (
-            run(
-                candidate("flash", 40.0, M=64).with_(time_us=Measurement(median=40.0, low=40.0, high=40.0, samples=1)),
-                baseline("torch_cudnn", 30.0),
-            ),
-            Verdict.INCONCLUSIVE,
-            "the new run timed its best candidate without rounds",
-        ),
-        (
-            run(candidate("flash", 40.0).with_(problem=Problem(1, 1, 1, 8, 8, 64))),
-            Verdict.INCONCLUSIVE,
-            "the new run does not contain this problem",
-        ),
+        (run(candidate("flash", 40.0, M=64), baseline("torch_cudnn", 30.0),
+         environment=H200.model_copy(update={"gpu": "NVIDIA H100"})), Verdict.INCONCLUSIVE,
+         "measured on another GPU: NVIDIA H200, then NVIDIA H100"),
+        (run(candidate("flash", 40.0, M=64), baseline("torch_cudnn", 30.0), environment=None), Verdict.INCONCLUSIVE,
+         "no usable environment.json"),
+        (run(candidate("flash", 40.0, M=64).with_(time_us=Measurement(median=40.0, low=40.0, high=40.0, samples=1)),
+         baseline("torch_cudnn", 30.0)), Verdict.INCONCLUSIVE, "the new run timed its best candidate without rounds"),
+        (run(candidate("flash", 40.0).with_(problem=Problem(1, 1, 1, 8, 8, 64))), Verdict.INCONCLUSIVE,
+         "the new run does not contain this problem"),
     ],
     ids=["wrong", "no-baseline", "other-gpu", "unknown", "timed-once", "other-problem"],
-)
+)  # fmt: skip
 def test_what_cannot_be_told_is_inconclusive_and_says_why(after, verdict, why):
     found = judged(BEFORE, after)
     assert found.verdict is verdict

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, make, tensors, traced  # noqa: E402
+from operators import close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
@@ -30,30 +30,10 @@ def driver():
 @pytest.fixture(autouse=True)
 def pytorchs():
     """PyTorch's own flash backward on the CPU, where it has none."""
-
-    def run(grad, q, k, v, out, lse, *rest, scale=None):
-        causal = rest[5]
-        p = _weights(q, k, lse, causal, scale)
-        group = q.shape[1] // k.shape[1]
-        keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
-        delta = (grad.double() * out.double()).sum(-1, keepdim=True)
-        ds = p * (grad.double() @ values.mT - delta) * scale
-
-        def of_keys(each):
-            return each.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype)
-
-        return (ds @ keys).to(q.dtype), of_keys(ds.mT @ q.double()), of_keys(p.mT @ grad.double())
-
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_backward", run, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
     yield
     library._destroy()
-
-
-def _weights(q, k, lse, causal, scale):
-    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    p = (scores - lse[..., None]).exp()
-    return p.tril() if causal else p
 
 
 @pytest.fixture
@@ -63,21 +43,11 @@ def operator(tmp_path, driver):
     return make(tmp_path, driver, *map(winner, shapes), *map(backward, shapes))
 
 
-def gradients_of(attention, given, direction=None, **how):
-    """dq, dk, dv. direction: of the output (default: drawn)."""
-    leaves = [t.detach().requires_grad_() for t in given]
-    out = attention(*leaves, **how)
-    if direction is None:
-        direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(out.dtype)
-    return torch.autograd.grad(out, leaves, direction)
-
-
 def expected(given, direction=None, **how):
-    leaves = [t.detach().double().requires_grad_() for t in given]
-    out = F.scaled_dot_product_attention(*leaves, enable_gqa=True, **how)
     if direction is None:
-        direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(given[0].dtype)
-    return torch.autograd.grad(out, leaves, direction.double())
+        direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(given[0].dtype)
+    doubles = [t.double() for t in given]
+    return gradients_of(F.scaled_dot_product_attention, doubles, direction.double(), enable_gqa=True, **how)
 
 
 def right(got, given, direction=None, **how):

@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import operators  # noqa: E402
 from attending import MaskedBackwardKernel, seen  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, make, tensors, traced  # noqa: E402
+from operators import close, exact, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Padded  # noqa: E402
@@ -57,23 +58,15 @@ def given_of(layout="bhsd"):
 
 
 def gradients_of(attention, given, **how):
-    leaves = [t.detach().requires_grad_() for t in given]
-    out = attention(*leaves, enable_gqa=True, **how)
-    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(out.dtype)
-    return torch.autograd.grad(out, leaves, direction)
+    return operators.gradients_of(attention, given, enable_gqa=True, **how)
 
 
 def right(got, given, scale=None, **limits):
     """Whether gradients are those of float64, and 0 where nothing is seen."""
-    q, k, v = leaves = [t.detach().double().requires_grad_() for t in given]
-    group = q.shape[1] // k.shape[1]
-    mask = seen(q, k, **limits)
-    empty = ~mask.any(-1, keepdim=True)
-    scores = q @ k.repeat_interleave(group, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    weights = torch.softmax(scores.masked_fill(~(mask | empty), -torch.inf), -1)
-    out = (weights @ v.repeat_interleave(group, 1)).masked_fill(empty, 0)
-    direction = torch.randn(out.shape, generator=torch.manual_seed(7)).to(given[0].dtype)
-    wanted = torch.autograd.grad(out, leaves, direction.double())
+    mask = seen(*given[:2], **limits)
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(given[0].dtype)
+    doubles = [t.double() for t in given]
+    wanted = operators.gradients_of(exact, doubles, direction.double(), mask=mask, scale=scale)
     unseen = ~mask.any(2)[:, 0, :, None]
     none = [each.masked_select(unseen[:, None].expand_as(each)) for each in got[1:]]
     off = [(a.double() - b).norm() / b.norm() for a, b in zip(got, wanted, strict=True)]

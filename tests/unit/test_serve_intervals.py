@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from attending import Kernel, MaskedKernel, seen  # noqa: E402
+from attending import Kernel, seen  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from operators import close, make, tensors  # noqa: E402
+from operators import close, compiled, exact, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 import attnsweep  # noqa: E402
@@ -46,12 +46,6 @@ def kernels(*kinds):
 
 
 @pytest.fixture
-def kernel(driver):
-    driver.on_launch = MaskedKernel()
-    return driver.on_launch
-
-
-@pytest.fixture
 def operator(tmp_path, driver, kernel):
     """An operator that has kernels of each kind of mask, and PyTorch's none of these."""
     return make(tmp_path, driver, *kernels("window", "padded", "boolean"))
@@ -63,18 +57,11 @@ def given_of(rows=ROWS, keys=ROWS, **options):
     return q, k, v
 
 
-def exact(q, k, v, mask, scale=None):
-    """In float64; 0 for a query that sees no key."""
-    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = q.double() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    return torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).nan_to_num(0) @ v
-
-
 def right(out, tensors_, scale=None, **limits):
     """Whether an output is what the arguments say, and 0 where a query sees nothing."""
     mask = seen(*tensors_[:2], **limits)
     empty = ~mask.any(-1, keepdim=True)
-    return close(out, exact(*tensors_, mask, scale)) and not out[empty.expand_as(out)].any()
+    return close(out, exact(*tensors_, mask, scale=scale)) and not out[empty.expand_as(out)].any()
 
 
 LENGTHS = torch.tensor([50, 128])
@@ -365,22 +352,13 @@ def test_lengths_need_a_batch(operator):
 @pytest.mark.parametrize("case", ["causal window", "behind", "right padding", "window and padding"])
 def test_compiled_code_has_one_operator(operator, kernel, case):
     torch._dynamo.reset()
-    graphs, tensors_, limits = [], given_of(), dict(CASES[case])
+    tensors_, limits = given_of(), dict(CASES[case])
     lengths = limits.pop("key_lengths", None)
-
-    def backend(graph, _):
-        graphs.append(graph.code)
-        return graph.forward
-
-    @torch.compile(fullgraph=True, backend=backend)
-    def block(q, k, v, lengths):
-        return operator.attention(q, k, v, key_lengths=lengths, **limits) * 1.0
-
+    block, graphs = compiled(lambda q, k, v, n: operator.attention(q, k, v, key_lengths=n, **limits) * 1.0)
     for _ in range(2):
         limits_ = limits if lengths is None else {**limits, "key_lengths": lengths}
         assert right(block(*tensors_, lengths), tensors_, **limits_)
-    assert len(graphs) == 1
-    assert graphs[0].count(".attention_masked.") == 1
+    assert [graph.code.count(".attention_masked.") for graph in graphs] == [1]
     assert not operator._masks._kept
 
 

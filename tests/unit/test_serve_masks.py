@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from attending import MaskedKernel  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from operators import close, make, tensors  # noqa: E402
@@ -17,12 +16,6 @@ from attnsweep.serve.runtime import mask_lists  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, ROWS = 2, 4, 256
-
-
-@pytest.fixture
-def kernel(driver):
-    driver.on_launch = MaskedKernel()
-    return driver.on_launch
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_compiled_calls_fall_back_at_run_time(operator, driver):
 
 def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     operator.planner.gpus[0] = None
-    attention, graphs = compiled(operator)
+    attention, graphs = compiled(operator.attention)
     q, k, v = tensors()
     assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert "scaled_dot_product_attention" in graphs[0].code

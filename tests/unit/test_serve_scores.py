@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from attending import MaskedKernel, seen  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from operators import close, make, tensors, traced  # noqa: E402
+from operators import close, compiled, exact, make, tensors, traced  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
@@ -52,24 +52,6 @@ def operator(tmp_path, driver):
 def without(tmp_path, driver):
     """An operator that has no such kernels."""
     return make(tmp_path, driver, winner(shape(BATCH, HEADS, ROWS)))
-
-
-def exact(q, k, v, mask=None, softcap=0.0, sinks=None, scale=None):
-    """In float64, one head after the other; 0 where a query sees no key."""
-    group = q.shape[1] // k.shape[1]
-    out = []
-    for head in range(q.shape[1]):
-        keys, values = (t[:, head // group].double() for t in (k, v))
-        s = q[:, head].double() @ keys.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-        s = softcap * torch.tanh(s / softcap) if softcap else s
-        if mask is not None:
-            own = mask.expand(q.shape[0], q.shape[1], *s.shape[1:])[:, head]
-            s = s.masked_fill(~own, -torch.inf) if own.dtype is torch.bool else s + own
-        e = s.exp()
-        total = e.sum(-1, keepdim=True)
-        total = total if sinks is None else total + sinks[head].double().exp()
-        out.append(e / total.masked_fill(total == 0, 1) @ values)
-    return torch.stack(out, 1)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -214,17 +196,11 @@ FAULTS = {
     "too few": ({"sinks": SINKS[:2]}, ValueError, "one number for each head"),
     "of items": ({"sinks": SINKS.expand(2, 4)}, ValueError, "one number for each head"),
     "elsewhere": ({"sinks": SINKS.to("meta")}, ValueError, "sinks is on meta"),
-    "two masks": (
-        {"softcap": 1.0, "is_causal": True, "attn_mask": torch.ones(ROWS, ROWS).bool()},
-        ValueError,
-        "attn_mask and is_causal",
-    ),
-    "a mask of whole numbers": (
-        {"softcap": 1.0, "attn_mask": torch.ones(ROWS, ROWS).long()},
-        TypeError,
-        "attn_mask is torch.int64",
-    ),
-}
+    "two masks": ({"softcap": 1.0, "is_causal": True, "attn_mask": torch.ones(ROWS, ROWS).bool()}, ValueError,
+        "attn_mask and is_causal"),
+    "a mask of whole numbers": ({"softcap": 1.0, "attn_mask": torch.ones(ROWS, ROWS).long()}, TypeError,
+        "attn_mask is torch.int64"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -252,16 +228,9 @@ def test_heads_that_do_not_agree(without):
 def test_compiled_code_has_one_operator(operator, mask):
     q, k, v = tensors(BATCH, HEADS, ROWS)
     how = MASKS[mask] | CHANGES["both"]
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph.code)
-        return graph.forward
-
-    function = torch.compile(lambda q, k, v: operator.attention(q, k, v, **how), fullgraph=True, backend=backend)
+    function, graphs = compiled(lambda q, k, v: operator.attention(q, k, v, **how))
     assert close(function(q, k, v), exact(q, k, v, seen(q, k, **MASKS[mask]), **CHANGES["both"]))
-    assert len(graphs) == 1
-    assert "attention_masked" in graphs[0]
+    assert ["attention_masked" in graph.code for graph in graphs] == [True]
     assert operator.counters() == {"kernel": 1}
 
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel, MaskedKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, compiled, make, tensors, traced  # noqa: E402
+from operators import close, compiled, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, SPLIT, imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
@@ -136,7 +136,7 @@ def test_opcheck(tmp_path, driver, layout, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiles_as_one_graph(tmp_path, driver, layout):
     made = operator_of(tmp_path, driver)
-    attention, graphs = compiled(made)
+    attention, graphs = compiled(made.attention)
     q, k, v = call(layout=layout)
     out = attention(q, k, v)
     assert close(out, F.scaled_dot_product_attention(q, k, v))
@@ -214,33 +214,20 @@ def pytorchs():
     """PyTorch's own flash attention and its backward on the CPU: of one head_dim, as on a GPU."""
     calls = []
 
-    def weights(q, k, causal, scale):
-        group = q.shape[1] // k.shape[1]
-        scores = q.double() @ k.double().repeat_interleave(group, 1).mT * scale
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, float("-inf")) if causal else scores
-
     def forward(q, k, v, dropout=0.0, causal=False, mask=False, scale=None):
         assert q.shape[3] == k.shape[3] == v.shape[3]
         calls.append("forward")
-        scores = weights(q, k, causal, scale)
+        scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         out = (torch.softmax(scores, -1) @ v.double()).to(q.dtype)
         rest = (torch.empty(0),) * 2 + (q.shape[2], k.shape[2]) + (torch.empty(0),) * 3
         return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1).float(), *rest
 
-    def backward(grad, q, k, v, out, lse, *rest, scale=None):
+    def backward(grad, q, k, v, out, *rest, scale=None):
         assert {t.shape[3] for t in (grad, q, k, v, out)} == {q.shape[3]}
         calls.append("backward")
-        group = q.shape[1] // k.shape[1]
-        p = (weights(q, k, rest[5], scale) - lse.double()[..., None]).exp()
-        grad, out = grad.double(), out.double()
-        keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
-        ds = p * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
-
-        def of_keys(each):
-            return each.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype)
-
-        return (ds @ keys).to(q.dtype), of_keys(ds.mT @ q.double()), of_keys(p.mT @ grad)
+        return flash_backward(grad, q, k, v, out, *rest, scale=scale)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
@@ -250,9 +237,8 @@ def pytorchs():
 
 
 def exact(given, direction, **options):
-    doubles = [t.detach().double().requires_grad_() for t in given]
-    out = F.scaled_dot_product_attention(*doubles, **options)
-    return torch.autograd.grad(out, doubles, direction.double())
+    doubles = [t.double() for t in given]
+    return gradients_of(F.scaled_dot_product_attention, doubles, direction.double(), **options)
 
 
 def alike(got, expected):

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attending import MaskedKernel  # noqa: E402
+import operators  # noqa: E402
+from attending import MaskedKernel, seen  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from operators import NUMBERS, close, make  # noqa: E402
+from operators import NUMBERS, close, compiled, make  # noqa: E402
 from packages import imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
@@ -27,12 +28,6 @@ OPTIONS = {"causal": False, "window": None, "scale": None, "softcap": None, "sin
 def kernels():
     one = replace(shape(1, HEADS, TOKENS), layout=Packed(3))
     return [winner(replace(one, scores=each), gain=4.0) for each in (Scores(), Scores(0, True))]
-
-
-@pytest.fixture
-def kernel(driver):
-    driver.on_launch = MaskedKernel()
-    return driver.on_launch
 
 
 @pytest.fixture
@@ -61,26 +56,15 @@ def begins(*numbers, dtype=torch.int32):
     return torch.tensor(numbers, dtype=dtype)
 
 
-def exact(q, k, v, of_q, of_k=None, causal=False, window=None, softcap=0, sinks=None, scale=None):
+def exact(q, k, v, of_q, of_k=None, causal=False, window=None, **how):
     """In float64, one sequence after the other; 0 where a query sees no key."""
     out, of_k = torch.zeros_like(q, dtype=torch.float64), of_q if of_k is None else of_k
-    left, right = window or (None, None)
-    right = 0 if causal else right
     for one in range(len(of_q) - 1):
         rows, keys = (slice(each[one], each[one + 1]) for each in (of_q.tolist(), of_k.tolist()))
-        for head in range(q.shape[1]):
-            of_head = head // (q.shape[1] // k.shape[1])
-            s = q[rows, head].double() @ k[keys, of_head].double().T
-            s = s * (q.shape[2] ** -0.5 if scale is None else scale)
-            s = softcap * torch.tanh(s / softcap) if softcap else s
-            n, m = s.shape
-            after = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
-            hidden = torch.zeros(n, m, dtype=torch.bool)
-            hidden |= after > right if right not in (None, -1) else False
-            hidden |= after < -left if left not in (None, -1) else False
-            e = s.masked_fill(hidden, -torch.inf).exp()
-            total = e.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].double().exp())
-            out[rows, head] = e / total.masked_fill(total == 0, 1) @ v[keys, of_head].double()
+        given_ = [t[of].transpose(0, 1)[None] for t, of in ((q, rows), (k, keys), (v, keys))]
+        offset = given_[1].shape[2] - given_[0].shape[2] if causal else None
+        mask = seen(*given_[:2], window=window, causal_offset=offset)
+        out[rows] = operators.exact(*given_, mask, **how)[0].transpose(0, 1)
     return out
 
 
@@ -211,20 +195,11 @@ def test_bad_input(operator, fault):
 
 
 def test_compiled_code_has_one_operator(operator):
-    tensors, cu, graphs = packed(), begins(0, 100, 101, 256), []
-    one = of(operator)
-
-    def backend(graph, _):
-        graphs.append(graph.code)
-        return graph.forward
-
-    def call(q, k, v, cu):
-        how = OPTIONS | {"causal": True, "dropout_p": 0.0, "cache": True}
-        return one.attention(q, k, v, cu, cu, None, None, **how)
-
-    out = torch.compile(call, fullgraph=True, backend=backend)(*tensors, cu)
-    assert close(out, exact(*tensors, cu, causal=True))
-    assert [each.count("forward_varlen") for each in graphs] == [1]
+    tensors, cu, one = packed(), begins(0, 100, 101, 256), of(operator)
+    how = OPTIONS | {"causal": True, "dropout_p": 0.0, "cache": True}
+    call, graphs = compiled(lambda q, k, v, cu: one.attention(q, k, v, cu, cu, None, None, **how))
+    assert close(call(*tensors, cu), exact(*tensors, cu, causal=True))
+    assert [graph.code.count("forward_varlen") for graph in graphs] == [1]
     assert operator.counters() == {"kernel": 1}
 
 

@@ -19,22 +19,14 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            (
-                "a: [1, 2\nb: 3",
-                "2:2: not valid YAML: expected ',' or ']', but got ':'\n"
-                "  while parsing a flow sequence that begins in line 1",
-            ),
+            ("a: [1, 2\nb: 3", "2:2: not valid YAML: expected ',' or ']', but got ':'\n"
+             "  while parsing a flow sequence that begins in line 1"),
             ("a: b: c", "1:5: not valid YAML: mapping values are not allowed here"),
-            (
-                "a:\n\tb: c",
-                "2:1: not valid YAML: found character '\\t' that cannot start any token\n"
-                "  write spaces in place of the tab",
-            ),
+            ("a:\n\tb: c", "2:1: not valid YAML: found character '\\t' that cannot start any token\n"
+             "  write spaces in place of the tab"),
             ("a: *b", "1:4: not valid YAML: found undefined alias 'b'"),
-            (
-                f"{MINIMAL}---\na: 1\n",
-                "3:1: not valid YAML: expected a single document in the stream, but found another document",
-            ),
+            (f"{MINIMAL}---\na: 1\n",
+             "3:1: not valid YAML: expected a single document in the stream, but found another document"),
             ("a: b\nc: d\x01", "2:5: not valid YAML: character U+0001 is not allowed"),
             ("name: caf\u00e9\nb: \x02", "2:4: not valid YAML: character U+0002 is not allowed"),
             (b"a: 1\nb: \xff", "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8"),
@@ -44,13 +36,11 @@ class TestErrors:
             ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
             ("a: &x {<<: *x}", "1:4: this alias contains itself\n  write the values out"),
             ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "1:14: duplicate key 'b'\n  first in line 1: drop one"),
-            (
-                "name: !!python/name:os.system x",
-                "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n  remove the tag",
-            ),
+            ("name: !!python/name:os.system x",
+             "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n  remove the tag"),
             ("name: !!int x", "1:7: a spec cannot use tag tag:yaml.org,2002:int\n  remove the tag"),
         ],
-    )
+    )  # fmt: skip
     def test_not_yaml(self, error_of, text, message):
         assert error_of(text) == f"sweep.yaml:{message}"
 
@@ -129,46 +119,29 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            (
-                "batch: 1, heads: 16, heads_kv: 3, seqlen: 8, head_dim: 64",
-                "5: heads_kv must divide heads: 16 is not a multiple of 3",
-            ),
-            (
-                "batch: 1, heads: 1, head_dim: 64, seqlen_q: 8",
-                "5: seqlen_k is missing\n  give seqlen, or both seqlen_q and seqlen_k",
-            ),
-            (
-                "batch: 1, heads: 1, head_dim: 64, seqlen: 8, seqlen_k: 8",
-                "5: seqlen already sets both seqlen_q and seqlen_k\n  give seqlen alone, or seqlen_q and seqlen_k",
-            ),
+            ("batch: 1, heads: 16, heads_kv: 3, seqlen: 8, head_dim: 64",
+             "5: heads_kv must divide heads: 16 is not a multiple of 3"),
+            ("batch: 1, heads: 1, head_dim: 64, seqlen_q: 8",
+             "5: seqlen_k is missing\n  give seqlen, or both seqlen_q and seqlen_k"),
+            ("batch: 1, heads: 1, head_dim: 64, seqlen: 8, seqlen_k: 8",
+             "5: seqlen already sets both seqlen_q and seqlen_k\n  give seqlen alone, or seqlen_q and seqlen_k"),
             ("batch: 1, heads: 1, seqlen: 8", "5: 'head_dim' is missing\n  Elements per head and row."),
-            (
-                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
-                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
-                "e4m3, e4m3_tensor, e4m3_block",
-            ),
-            (
-                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: torch.bfloat16",
-                "58: dtype cannot be torch.bfloat16\n  did you mean 'bf16'? there are: fp16, bf16, "
-                "fp32, e4m3, e4m3_tensor, e4m3_block",
-            ),
-            (
-                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
-                "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
-                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, "
-                "window, top_left, padding, packed, boolean, softcap, sinks, bias, op, kernels, "
-                "slower, calls",
-            ),
-            (
-                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
-                "68: kernel 'naiv' is not among this spec's kernels\n  did you mean 'naive'? there are: naive",
-            ),
-            (
-                f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
-                "5: this entry has 1001 problems; a spec may have 1000",
-            ),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
+             "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
+             "e4m3, e4m3_tensor, e4m3_block"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: torch.bfloat16",
+             "58: dtype cannot be torch.bfloat16\n  did you mean 'bf16'? there are: fp16, bf16, "
+             "fp32, e4m3, e4m3_tensor, e4m3_block"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
+             "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
+             "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, "
+             "window, top_left, padding, packed, boolean, softcap, sinks, bias, op, kernels, slower, calls"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
+             "68: kernel 'naiv' is not among this spec's kernels\n  did you mean 'naive'? there are: naive"),
+            (f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
+             "5: this entry has 1001 problems; a spec may have 1000"),
         ],
-    )
+    )  # fmt: skip
     def test_core_problem(self, error_of, fields, message):
         assert error_of(with_problem(fields)) == f"sweep.yaml:2:{message}"
 
@@ -188,76 +161,50 @@ class TestErrors:
         ("line", "message"),
         [
             ("device: gpu", "9: device cannot be gpu\n  there are: cuda, replay"),
-            (
-                "device: replay",
-                "9: device replay needs a recording\n  add recording: the run to replay, relative to this file",
-            ),
+            ("device: replay",
+             "9: device replay needs a recording\n  add recording: the run to replay, relative to this file"),
             ("recording: runs", "1: recording is for device replay\n  add device: replay, or drop recording"),
             ("recording: ''", "12: recording must not be empty"),
-            (
-                "arch: sm_91a",
-                f"7: unknown architecture 'sm_91a'\n  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}",
-            ),
+            ("arch: sm_91a",
+             f"7: unknown architecture 'sm_91a'\n  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}"),
             ("arch: 90", "7: arch must be text, not 90\n  write it in quotes"),
             ("name: a/b", "7: name must be of a-z, 0-9, _ and - only, not a/b"),
             ("name: ..", "7: name must be of a-z, 0-9, _ and - only, not .."),
             ("name: 200", "7: name must be text, not 200\n  write it in quotes"),
-            (
-                "baseline: all",
-                "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, kernel_dir, problems, kernels, baselines, candidates, search, "
-                "measure, limits, require, check, unserved",
-            ),
-            (
-                "<<: 3",
-                "5: << takes the keys of a mapping\n  name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}",
-            ),
-            (
-                "baselines: [unfused, torch_flsh]",
-                "22: baselines[1] cannot be torch_flsh\n"
-                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}, or a "
-                "callable of yours as MODULE:FUNCTION",
-            ),
+            ("baseline: all", "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
+             "recording, arch, kernel_dir, problems, kernels, baselines, candidates, search, "
+             "measure, limits, require, check, unserved"),
+            ("<<: 3",
+             "5: << takes the keys of a mapping\n  name one mapping, or a list of them: {<<: *a} or {<<: [*a, *b]}"),
+            ("baselines: [unfused, torch_flsh]", "22: baselines[1] cannot be torch_flsh\n"
+             f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}, or a "
+             "callable of yours as MODULE:FUNCTION"),
             ("baselines: none", "12: baselines cannot be none\n  write [] for none, or all"),
             ("baselines:", "11: baselines cannot be null\n  write [] for none, or all"),
-            (
-                "search: {strategy: random}",
-                "9: search: strategy random needs candidates\n"
-                "  set the number per kernel and problem, or budget_s: "
-                "{strategy: random, candidates: 100}",
-            ),
-            (
-                "search: {strategy: tpe, candidates: 9}",
-                "20: search: strategy tpe is no more\n  write gp, which needs fewer trials",
-            ),
+            ("search: {strategy: random}", "9: search: strategy random needs candidates\n"
+             "  set the number per kernel and problem, or budget_s: {strategy: random, candidates: 100}"),
+            ("search: {strategy: tpe, candidates: 9}",
+             "20: search: strategy tpe is no more\n  write gp, which needs fewer trials"),
             ("search: random", "9: search must be a mapping, not random\n  Which candidates are tried."),
-            (
-                "search: {strategy: randm, seed: -1}",
-                "20: strategy cannot be randm\n"
-                "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
-                "sweep.yaml:3:33: seed must be at least 0, not -1",
-            ),
-            (
-                "measure: {round: 3}",
-                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
-                "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s",
-            ),
+            ("search: {strategy: randm, seed: -1}", "20: strategy cannot be randm\n"
+             "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
+             "sweep.yaml:3:33: seed must be at least 0, not -1"),
+            ("measure: {round: 3}", "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
+             "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s"),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),
             ("measure: {timeout_s: 1e999}", "22: timeout_s must be a finite number, not 1e999"),
             ("measure: {timeout_s: .inf}", "22: timeout_s must be a number, not .inf"),
-            (
-                "limits: {workspace_bytes: 2 gigs}",
-                "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
-                "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'",
-            ),
+            ("limits: {workspace_bytes: 2 gigs}",
+             "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
+             "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'"),
             ("limits: {workspace_bytes: true}", "27: workspace_bytes must be a whole number, not true"),
             ("limits: {spill_bytes: -1}", "23: spill_bytes must be at least 0, not -1"),
             ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
             ("check: {slower: 0}", "17: slower must be at least 0.001, not 0"),
             ("check: {budget_s: 0}", "19: budget_s must be more than 0, not 0"),
         ],
-    )
+    )  # fmt: skip
     def test_key(self, error_of, line, message):
         assert error_of(f"{MINIMAL}{line}\n") == f"sweep.yaml:3:{message}"
 
@@ -309,11 +256,8 @@ class TestAgainstFamilies:
         ("kernels", "message"),
         [
             ("{tyo: {}}", "11: unknown kernel 'tyo'\n  did you mean 'toy'? there are: toy"),
-            (
-                "{toy: {BLOCKM: 64}}",
-                "17: toy has no parameter 'BLOCKM'\n"
-                "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
-            ),
+            ("{toy: {BLOCKM: 64}}", "17: toy has no parameter 'BLOCKM'\n"
+             "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
             ("{toy: {BLOCK_M: [64, big]}}", "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             (
                 "{toy: {BLOCK_M: [64, 64, true]}}",  # the repeat does not move the position
@@ -326,18 +270,12 @@ class TestAgainstFamilies:
             ("{toy: {BLOCK_M: 0}}", "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128"),
             ("{toy: {SPLIT: -1}}", "24: toy: SPLIT must be at least 0, not -1\n  its own values: 0, 1"),
             ("{toy: {FAST: 1}}", "23: toy: FAST cannot be 1\n  its own values: true"),
-            (
-                "{toy: {LAYOUT: colunm}}",
-                "25: toy: LAYOUT cannot be 'colunm'\n  did you mean 'column'? there are: row, column",
-            ),
-            (
-                "{a: {}, toy: {X: 1}}",
-                "11: unknown kernel 'a'\n  there are: toy\n"
-                "sweep.yaml:2:24: toy has no parameter 'X'\n"
-                "  there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
-            ),
+            ("{toy: {LAYOUT: colunm}}",
+             "25: toy: LAYOUT cannot be 'colunm'\n  did you mean 'column'? there are: row, column"),
+            ("{a: {}, toy: {X: 1}}", "11: unknown kernel 'a'\n  there are: toy\n"
+             "sweep.yaml:2:24: toy has no parameter 'X'\n  there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
         ],
-    )
+    )  # fmt: skip
     def test_refused(self, error_of, kernels, message):
         text = MINIMAL.replace("{naive: {}}", kernels)
         assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
@@ -350,34 +288,24 @@ class TestAgainstFamilies:
     @pytest.mark.parametrize(
         ("kernels", "message"),
         [
-            (
-                "{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
-                "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
-                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
-            ),
-            (
-                "{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
-                "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?",
-            ),
+            ("{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
+             "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
+             "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
+            ("{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
+             "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?"),
             ("{toy: all}", "16: toy must be a mapping, not all\n  write {} for the family's own values"),
-            (
-                "{toy: {variants: {tile: {small: {block_m: 64}}}}}",
-                "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
-                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
-            ),
-            (
-                "{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
-                "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128",
-            ),
-            (
-                "{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
-                "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis",
-            ),
+            ("{toy: {variants: {tile: {small: {block_m: 64}}}}}",
+             "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
+             "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
+            ("{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
+             "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
+            ("{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
+             "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis"),
             ("{toy: {variants: {tile: {}}}}", "28: axis 'tile' has no variant"),
             ("{toy: {variants: 3}}", "27: variants must be a mapping, not 3"),
             ("{toy: {variants: {tile: [1]}}}", "34: tile must be a mapping, not a list"),
         ],
-    )
+    )  # fmt: skip
     def test_variants_refused(self, error_of, kernels, message):
         text = MINIMAL.replace("{naive: {}}", kernels)
         assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"

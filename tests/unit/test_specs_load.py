@@ -299,23 +299,17 @@ def test_requirements_are_read_and_written_back_equal(required, tmp_path, text, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "{predicated_branch: 0}",
-            "sweep.yaml:3:11: unknown key 'predicated_branch'\n"
-            "  did you mean 'predicated_branches'? there are: registers",
-        ),
-        (
-            "{registers: few}",
-            "sweep.yaml:3:22: registers must be a number or a comparison, not few\n"
-            "  write a number, or one of <=, >=, ==, <, > and a number: '<= 4'",
-        ),
+        ("{predicated_branch: 0}", "sweep.yaml:3:11: unknown key 'predicated_branch'\n"
+         "  did you mean 'predicated_branches'? there are: registers"),
+        ("{registers: few}", "sweep.yaml:3:22: registers must be a number or a comparison, not few\n"
+         "  write a number, or one of <=, >=, ==, <, > and a number: '<= 4'"),
         ("{registers: -1}", "sweep.yaml:3:22: registers must be a number or a comparison"),
         ("{registers: true}", "sweep.yaml:3:22: registers must be a number or a comparison"),
         ("{registers: ['<= 4', '=< 4']}", "sweep.yaml:3:31: registers[1] must be a number or"),
         ("{registers: []}", "sweep.yaml:3:22: registers must not be empty"),
         ("4", "sweep.yaml:3:10: require must be a mapping, not 4"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(required, tmp_path, text, said):
     with pytest.raises(SpecError) as caught:
         required(text)
