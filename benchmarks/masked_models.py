@@ -177,14 +177,15 @@ def models() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Time everything; write it to the file that was asked for."""
+    """Time everything; write each row, as it comes, to the file that was asked for."""
+    with Worker(timeout_s=60) as worker:
+        environment = worker.describe()
     found: dict[str, Any] = {"models": []}
     for row in models():
         found["models"].append(row)
         console.print(row)
-    for name in sys.argv[1:]:
-        with Worker(timeout_s=60) as worker:
-            setting.write(Path(name), worker.describe(), found)
+        for name in sys.argv[1:]:
+            setting.write(Path(name), environment, found)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,15 @@ def tensor(problem: Problem) -> Mask:
 
 
 @lru_cache(maxsize=64)
+def fewest(problem: Problem, most: int) -> npt.NDArray[np.int64]:
+    """The `most` rows of the first item that see the fewest keys, but one at least."""
+    tiles = list(_tiles(problem))
+    seen_keys = np.concatenate([seen(problem, rows, 0).sum(axis=1) for rows in tiles])
+    order = np.argsort(np.where(seen_keys > 0, seen_keys, problem.seqlen_k + 1), kind="stable")
+    return np.sort(np.concatenate(tiles)[order[:most]])
+
+
+@lru_cache(maxsize=64)
 def counts(problem: Problem) -> tuple[int, int]:
     """Pairs that are seen, and rows that see a key, of one head in the whole batch."""
     pairs = rows_with_keys = 0

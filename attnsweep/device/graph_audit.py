@@ -145,6 +145,8 @@ class Driver:
         """See Graphs. The third byte of an edge's data is 1 if it is programmatic."""
         count, of = ctypes.c_size_t(), ctypes.c_void_p(graph)
         self._call("GraphGetEdges_v2", of, None, None, None, ctypes.byref(count))
+        if not count.value:  # the driver calls it an error to ask for none
+            return []
         one, other = ((ctypes.c_void_p * count.value)() for _ in range(2))
         data = (ctypes.c_uint8 * 8 * count.value)()
         self._call("GraphGetEdges_v2", of, one, other, data, ctypes.byref(count))

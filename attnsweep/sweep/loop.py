@@ -16,6 +16,7 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.baseline_ratio import Base, fastest_baseline
 from attnsweep.choose.columns import held_to
+from attnsweep.choose.drift import at_pace
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import Pair, race
 from attnsweep.choose.ranking import judged, winner_of
@@ -267,7 +268,10 @@ class _ProblemSweep:
                 return
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
             finals.run([], [*others, *asked])
-            base = fastest_baseline([*rows.values()], {id(t): judged(t)[0] for t in rows.values()})
+            timed = [*rows.values()]
+            statuses = {id(row): judged(row)[0] for row in timed}
+            right = [row for row in timed if statuses[id(row)] is Status.OK]
+            base = fastest_baseline(timed, statuses, at_pace(right))
             for row in (rows[row.provider] for row in asked):
                 self._put(row if row.time_us is None else self._of_chains(row, base))
 

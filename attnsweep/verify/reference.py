@@ -187,9 +187,12 @@ def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
     """Rows to learn a dtype's error from: tiles, and of hard inputs a quarter of their rows.
 
     Those of one draw are alike, so that more draws tell more than more rows. The first rows stay,
-    because they see few keys if the problem is causal.
+    because they see few keys if the problem is causal; of a mask that is drawn, those that see
+    the fewest are there, whose rounding averages least.
     """
     rows = tiles_of_rows(case.problem, seed, most)
+    if isinstance(case.problem.mask, Boolean):
+        rows = np.unique(np.concatenate([rows, drawn.fewest(case.problem, TILE)]))
     if case.inputs == "normal" or case.problem.scaled:
         return rows
     return np.unique(np.concatenate([rows[:8], rows[seed % 5 :: 5]]))

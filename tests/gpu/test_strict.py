@@ -132,7 +132,7 @@ def test_the_tutorials_kernel_keeps_what_it_says_that_it_supports(tmp_path, judg
     of_any_size = of_any_size.replace("tl.exp(largest - grown)", "tl.exp(0 * grown)")
     assert of_any_size.count("0 * grown") == 2
     (tmp_path / "my_kernel.py").write_text(of_any_size)
-    assert judged("my_kernel.py:forward", problem, strict=False).verdict == "confirmed"
+    assert judged("my_kernel.py:forward", problem, strict=False).verdict == "wrong"
     assert judged("my_kernel.py:forward", problem).verdict == "wrong"
 
 

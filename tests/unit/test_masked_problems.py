@@ -30,7 +30,7 @@ from attnsweep.verify.encoding import from_bits, mask_of
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import measures
-from attnsweep.verify.reference import exact_rows, hidden_keys, rows_with_keys
+from attnsweep.verify.reference import exact_rows, hidden_keys, rows_with_keys, some_rows
 
 SIDES = st.none() | st.integers(0, 12)
 LENGTHS = st.integers(1, 10)
@@ -478,6 +478,14 @@ def test_what_is_no_boolean_mask(values, says):
         of_entry(boolean=values)
     with pytest.raises(Exception, match="beside another mask"):
         of_entry(boolean=["blocks", 30], causal=True)
+
+
+def test_limits_know_the_rows_of_a_drawn_mask_that_see_the_fewest_keys():
+    """A right kernel was called wrong on one of these: its rounding averages over 128 keys."""
+    problem = Problem.parse("(1,1,1024,64) bf16 boolean(blocks,25)")
+    seen_keys = drawn.tensor(problem)[0, 0].sum(axis=1)
+    rows = some_rows(Case(problem), 0, 64)
+    assert seen_keys[rows].min() == seen_keys.min() < np.median(seen_keys)
 
 
 def test_small_cases_of_a_boolean_mask_that_hides_padding_too():
