@@ -70,10 +70,10 @@ _SDPA = "torch_"
 # the second number. What the rule loses on each shape of the recorded H100 runs, predicted from the
 # others, at the 95th percentile: 16 % with winners alone, 8 % with 3 for each, 7 % so and with all.
 _HELD, _HELD_OF_A_KIND = 3, 60
-# The same for other masks, v's own head_dim and gradients: the rule loses 7.4 % there at the 95th
-# percentile, with 16 6.0, and takes nothing slower than PyTorch's (benchmarks/dispatch.py
+# The same for other masks, v's own head_dim and gradients: the rule loses 16 % there at the 95th
+# percentile, with 16 as well, and takes nothing slower than PyTorch's (benchmarks/dispatch.py
 # --leave-one-out of the H100's masks, windows, packed, scores, value_dims and backward runs).
-_HELD_OF_OTHERS = 14
+_HELD_OF_OTHERS = 12
 # Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
 _WINNERS_ALONE = ("window backward", "padded backward")
 

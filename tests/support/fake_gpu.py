@@ -151,7 +151,7 @@ class FakeGpu:
         self.heard("confirm", name)
         return 100
 
-    def trusted_us(self, name: str) -> float:
+    def trusted_us(self, name: str) -> float | None:
         self.heard("trusted_us", name)
         return 1.01 * self.time_us(name)
 
