@@ -214,7 +214,7 @@ def test_what_waits_is_labelled(judged):
 def test_a_right_callable_is_called_as_it_asks(name, judged):
     verdict = judged(name)
     assert verdict.verdict == "confirmed", verdict.reason
-    assert verdict.calls_judged > 100
+    assert verdict.calls_judged > 1000 / verdict.time_us  # as many as the shortest replay has
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_call_in_its_order_is_right_whenever_it_is_judged(deterministic, bench
         (Problem(2, 4, 2, 9, 20, 24, "fp32", head_dim_v=8), attend),
         (Problem(2, 4, 2, 9, 20, 16, "e4m3"), attend),
     ],
-    ids=str,
+    ids=["gradients", "causal", "v's own head_dim", "fp8"],
 )
 def test_other_problems_are_judged_in_that_order_too(problem, work, device, no_small_cases):
     bench = Bench(device, problem)
