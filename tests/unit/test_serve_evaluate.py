@@ -247,7 +247,7 @@ def test_runners_up_are_held_of_the_configs_that_won_anywhere():
     assert held_for(times_us, won, 20) == ["b", "d", "c"]
     assert held_for(times_us, won, 15) == ["b", "d", "c", "a"], "few shapes of a kind hold more"
     assert held_for(times_us, won, 1) == ["b", "d", "c", "a", "e"]
-    assert held_for(times_us, won, 4, "causal backward") == ["b", "d", "c", "a"]
+    assert held_for(times_us, won, 3, "causal backward") == ["b", "d", "c", "a"]
     assert held_for(times_us, won, 6, "boolean") == ["b", "d", "c"]
 
 
