@@ -39,7 +39,7 @@ class Graphs(Protocol):
 
 
 class Audit:
-    """Of one capture. `mark` is to be called before and after each of a stranger's calls."""
+    """The audit of one capture. Call `mark` before and after each of a stranger's calls."""
 
     def __init__(self, graphs: Graphs, stream: int) -> None:
         self._graphs, self._stream = graphs, stream

@@ -97,7 +97,7 @@ def _parse_trials(
     return trials, warnings, rows
 
 
-# Of recorded runs, 0.1 to 27 % of the values of these fields are distinct.
+# In recorded runs, only 0.1 to 27 % of the values of these fields are distinct.
 _SHARED = ("config", "variant", "schedule", "conditions", "machine", "stages_us", "once_us", "race")
 _OWN = _SHARED[-3:]  # which are of one row, unless they are empty
 

@@ -51,7 +51,7 @@ def can_chain(problem: Problem) -> bool:
 def regions_to_redraw(
     judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
 ) -> Table:
-    """See DeviceCase. Of a backward, o and dO are drawn too; its log-sum-exps stay as they are."""
+    """See DeviceCase. For a backward, o and dO are drawn too; its log-sum-exps stay."""
     drawn = ("q", "k", "v", "o", "do") if problem.op == BACKWARD else ("q", "k", "v")
     signs = {name: 2 if problem.scaled and name != "v" else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]

@@ -12,12 +12,25 @@ from simt.harness import Simulator
 
 from attacks import host
 from attacks.card import Buffer, opened
+from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.bench.owned import Owned
 from attnsweep.core.cases import Case
 from attnsweep.verify import verifier
+from attnsweep.verify.device_case import WrongResult
 
 TESTS = Path(__file__).parent.parent
+
+
+def said_of(bench: Any, name: str, rounds: int) -> str:
+    """What the strict judge says of a callable: `confirmed` and its time, or why not."""
+    try:
+        bench.add_baseline(name)
+        times = [bench.replay(name, "warm") for _ in range(rounds)]
+        bench.confirm(name, 800.0)
+    except (WrongResult, Unavailable) as error:
+        return error.detail if isinstance(error, WrongResult) else str(error)
+    return f"confirmed {times[-1]:.3g}"
 
 
 class Kept(strict.Side):

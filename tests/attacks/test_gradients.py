@@ -11,28 +11,20 @@ import pytest
 pytest.importorskip("torch")
 
 from attacks import card
+from attacks.strict_bench import said_of
 from attacks.test_attacks import no_limits
 from attacks.test_strict import chains_unseen, no_chain
-from attnsweep.baselines.backend import Unavailable
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import BACKWARD
 from attnsweep.verify import verifier
 from attnsweep.verify.compare import Comparer
-from attnsweep.verify.device_case import WrongResult
 
 PROBLEM = replace(card.PROBLEM, op=BACKWARD)
 
 
 def judged(make_strict, name, rounds=2, **how):
     """What the strict judge says of a backward: `confirmed` and its time, or why not."""
-    bench, name = make_strict(problem=PROBLEM, **how), f"attacks.gradients:{name}"
-    try:
-        bench.add_baseline(name)
-        times = [bench.replay(name, "warm") for _ in range(rounds)]
-        bench.confirm(name, 800.0)
-    except (WrongResult, Unavailable) as error:
-        return error.detail if isinstance(error, WrongResult) else str(error)
-    return f"confirmed {times[-1]:.3g}"
+    return said_of(make_strict(problem=PROBLEM, **how), f"attacks.gradients:{name}", rounds)
 
 
 ATTACKS = [
@@ -88,14 +80,14 @@ def test_it_is_held_to_what_it_says_that_it_supports(make_strict):
 
 
 def the_same_row(patch):
-    """Of each call, which is not the wrong one."""
+    """The judge compares one row of each call, and not the wrong one."""
     rows = Comparer.judge_gradient_rows
     patch.setattr(Comparer, "ROWS", 1)
     patch.setattr(Comparer, "judge_gradient_rows", lambda self, *how: rows(self, *how[:3], 1, how[4]))
 
 
 def the_first_call(patch):
-    """Of each chain alone is compared in every element."""
+    """Only the first call of each chain is compared in every element."""
     patch.setattr(verifier, "_WHOLE_FLOPS", 0.0)
     random = SimpleNamespace(sample=lambda of, most: [*of][:most])
     patch.setattr(verifier.secrets, "SystemRandom", lambda: random)

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("torch")
 
 from attacks import card, host, strangers
+from attacks.strict_bench import said_of
 from attacks.test_attacks import judged as judged_friendly
 from attacks.test_attacks import no_hard_inputs, no_limits
-from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.core.cases import Case
 from attnsweep.verify.compare import Comparer
-from attnsweep.verify.device_case import DeviceCase, WrongResult
+from attnsweep.verify.device_case import DeviceCase
 from attnsweep.verify.verifier import Verifier
 
 
@@ -29,14 +29,7 @@ def place_of(name):
 
 def judged(bench, name, rounds=2):
     """What the strict judge says of a callable: `confirmed` and its time, or why not."""
-    name = f"attacks.{place_of(name)}:{name}"
-    try:
-        bench.add_baseline(name)
-        times = [bench.replay(name, "warm") for _ in range(rounds)]
-        bench.confirm(name, 800.0)
-    except (WrongResult, Unavailable) as error:
-        return error.detail if isinstance(error, WrongResult) else str(error)
-    return f"confirmed {times[-1]:.3g}"
+    return said_of(bench, f"attacks.{place_of(name)}:{name}", rounds)
 
 
 # -- the defences, as what is there without them ---------------------------------------------------

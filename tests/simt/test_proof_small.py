@@ -35,7 +35,7 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
     assert accuracy.seed == 3
     assert bench.proof.repeat(proven, 12, 1e3) >= 12
     cases = verify_cases.small_cases(PROBLEM)
-    # Of padding, of backwards, and of callables.
+    # The kinds of padding, of backwards and of callables.
     of_others = {"huge_padding", "exact", "huge_scores"}
     assert {case.inputs for case in cases} == {*get_args(verify_cases.Inputs)} - of_others
     for wrong in few([*cases], 2):
