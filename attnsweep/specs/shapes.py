@@ -426,7 +426,9 @@ def _mask(text: str) -> Interval | Boolean:
     try:
         return Boolean.parse(said)
     except ProblemError as error:
-        raise _Wrong(f"mask cannot be {said!r}", "write causal, full or window(512,0)") from error
+        raise _Wrong(
+            f"mask cannot be {said!r}", "write causal, full, window(512,0) or boolean(blocks,30)"
+        ) from error
 
 
 # -- CSV ------------------------------------------------------------------------------------
