@@ -545,10 +545,16 @@ class Bench:
                 self._proof.end(entry.proven)
         return found
 
-    def eager_us(self, name: str) -> float:
-        """Host time to issue one call, in microseconds, without waiting for the device."""
-        entry = self._entries[name]
+    def settle(self) -> None:
+        """Wait until nothing is computed beside, so that the host's own times can be taken."""
         self._proof.settle()
+
+    def eager_us(self, name: str) -> float:
+        """Host time to issue one call, in microseconds, without waiting for the device.
+
+        Call `settle` first: it takes as long as NumPy needs for the next problem.
+        """
+        entry = self._entries[name]
         # The device must finish the issued work between samples, so a slow kernel gets fewer calls.
         call_us = math.inf if self._long else max(entry.warm_us, 1.0)  # not known if eager ranks
         calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / call_us)))

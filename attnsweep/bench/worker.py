@@ -136,6 +136,8 @@ class Worker:
 
     def eager_us(self, name: str) -> float:
         """See `Gpu`."""
+        # NumPy's work for the next problem took over 30 s there, so every entry was called slow.
+        self.call("settle", slow=True)
         return float(self.call("eager_us", name))
 
     def energy(self, name: str) -> Stretch | None:

@@ -30,6 +30,13 @@ class FakeBench:
         with step("import torch"):
             time.sleep(0.01)
 
+    def settle(self) -> None:
+        time.sleep(1.5)
+        self.admitted.append("settled")
+
+    def eager_us(self, name: str) -> float:
+        return 1.0 if "settled" in self.admitted else 0.0
+
     def hang(self) -> None:
         time.sleep(1000)
 

@@ -49,6 +49,11 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
     assert worker.restarts == 1
 
 
+def test_what_is_computed_beside_is_waited_for_longer_than_a_call_may_take(worker):
+    """NumPy's work for the next problem is no fault of the entry whose host time is taken."""
+    assert worker.eager_us("a") == 1.0
+
+
 def test_what_a_callable_starts_ends_with_the_process_and_what_it_prints_is_nowhere(worker, capfd):
     child = worker.call("leave_behind")
     assert runs(child)
