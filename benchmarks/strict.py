@@ -83,7 +83,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with Worker(timeout_s=60) as worker:
         environment = worker.describe()
-    cases = []
+    other = opened_by(NOBODY) if os.geteuid() == 0 else "not tried: that needs root"
+    console.print(f"memory opened by another user: {other}")
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         asked = names(Path(place))
         for shape in arguments.shapes:
@@ -91,9 +93,7 @@ def main() -> None:
                 problem = Problem.parse(shape)
                 found = compared(asked[name], problem, arguments.rounds)
                 cases.append({"callable": name, "problem": problem.label, **found})
-    other = opened_by(NOBODY) if os.geteuid() == 0 else "not tried: that needs root"
-    console.print(f"memory opened by another user: {other}")
-    write(arguments.file, environment, {"cases": cases, "other_user": other})
+                write(arguments.file, environment, {"cases": cases, "other_user": other})
 
 
 if __name__ == "__main__":
