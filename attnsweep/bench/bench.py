@@ -34,8 +34,9 @@ from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import CudaSession, cuda_errors
 from attnsweep.device.cuda_graph import lasting
 from attnsweep.device.energy import Stretch
+from attnsweep.verify.calls import Proven
 from attnsweep.verify.device_case import WrongResult
-from attnsweep.verify.verifier import Digests, Proven, Verifier
+from attnsweep.verify.verifier import Digests, Verifier
 
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
 _COLD_L2_SIZES = 3

@@ -38,8 +38,8 @@ from attnsweep.core.trial import Accuracy
 from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.shared import Arena, CudaIpc, Span
+from attnsweep.verify.calls import Proven
 from attnsweep.verify.device_case import DeviceCase, WrongResult, can_chain
-from attnsweep.verify.verifier import Proven
 
 # Calls of a chain: a power of two, at most this many, whose outputs take at most so much memory
 # twice, and which take about so long, but at least _FEW.
@@ -311,7 +311,9 @@ class StrictBench(Bench):
         self._owned.imports.end()
         held = name not in BACKENDS
         self.session.release()
-        side = (self._waiting.pop(name, None) or self._begun()) if held else self._own
+        side = self._own
+        if held:
+            side = self._waiting.pop(name) if name in self._waiting else self._begun()
         entry = _Entry(side, held, backend_of(name).rounds_scores)
         try:
             if held:

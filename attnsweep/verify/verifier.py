@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,67 +16,21 @@ from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import Problem
-from attnsweep.core.timings import proved, proves, step
+from attnsweep.core.timings import proves, step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import BoundCall
-from attnsweep.device.buffers import POISON, Buffer
+from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
-from attnsweep.verify.compare import Comparer, Table
+from attnsweep.verify.calls import Calls, Collect, Judgeable, Proven
+from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
-from attnsweep.verify.expected import OPPOSITE, PLAIN, contents_of
-from attnsweep.verify.reference_pool import Maths, ReferencePool
+from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.sample import Sample
 
-# Repeated calls that are issued rather than captured and replayed.
-_ISSUED = 64
-# Copies of a cold replay whose outputs are judged, of those that are drawn anew.
-_COLD_JUDGED = 16
-# Outputs of a replay that are judged in their rows, of those that differ from one another.
-_KEPT_JUDGED = 16
-# Gradients of a chain that are compared in every element: of as many calls as these allow, or one.
-_WHOLE_FLOPS, _WHOLE_BYTES = 4e10, 1 << 30
-_TABLES = 32  # of kept outputs: calls that no graph holds have other ones each time
 Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
 _Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
-
-
-class Collect(Protocol):
-    """Copies outputs that calls on a copy of the inputs returned to buffers."""
-
-    def __call__(self, copy: int, at: Mapping[str, Buffer], *, which: int | None = None) -> int:
-        """which: of those that are kept; one at random if it is None. Returns which it was."""
-
-
-class Judgeable(Protocol):
-    """A call whose outputs can be judged: of a candidate, a library or a callable."""
-
-    def enqueue(self, copy: int = 0) -> None:
-        """Issue one call on a copy of the inputs; does not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
-
-    fixture: DeviceCase
-    call: Judgeable
-    deterministic: bool
-    rounds_scores: int
-    digests: npt.NDArray[np.uint64]
-    """Digests (2, parts) of the output on the inputs as they were made, and on their opposite."""
-    lse: Buffer | None = None
-    """The workspace of the log-sum-exp, if a call writes it."""
-    lse_digests: npt.NDArray[np.uint64] | None = None
-    collect: Collect | None = None
-    """Copies what a call on a copy of the inputs returned to outputs; None if it is there.
-
-    A library or a callable returns outputs of its own.
-    """
-    kept: Callable[[int], Sequence[tuple[int, int]]] | None = None
-    """Where the outputs are that calls of a replay on a copy returned, and their bytes."""
-    slack: float = 1.0
-    """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
 
 @dataclass(slots=True)
@@ -94,7 +45,7 @@ class _Called:
 Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
 
 
-class Verifier:
+class Verifier(Calls):
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
     @proves("inputs")
@@ -117,18 +68,16 @@ class Verifier:
         """
         self._session, self._seed = session, seed
         self._pool = pool = pool or ReferencePool()
-        self._maths: Maths = {}
         pool.begin(problem, seed)
         with step("compile the judge"):
-            self._judge = judge = Comparer(session, problem.dtype, cache_dir)
+            judge = Comparer(session, problem.dtype, cache_dir)
         with step("wait for NumPy's results"):
             known = pool.take(problem, seed)
-        self._maths.update(known.maths)
-        timed = known.timed
         self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
-            how: dict[str, Any] = {"known": timed, "sample": Sample.of(problem, seed)}
-            self.timed = DeviceCase(Case(problem), seed, session, judge, two_sided=True, **how)
+            how: dict[str, Any] = {"known": known.timed, "sample": Sample.of(problem, seed)}
+            timed = DeviceCase(Case(problem), seed, session, judge, two_sided=True, **how)
+            super().__init__(timed, session, judge, dict(known.maths))
             cases = zip(verify_cases.small_cases(problem), known.small, strict=True)
             small = [DeviceCase(c, seed, session, judge, known=k) for c, k in cases]
             self._small = Small(small, judge)
@@ -139,16 +88,9 @@ class Verifier:
         self._hard: DeviceCase | None = None
         self._served: dict[tuple[Case, ...], Small] = {}
         """Of families that do not serve all small cases."""
-        self._poisons = False
-        self._cold: tuple[int, Any] | None = None
-        """The content of the cold copies' inputs, and their regions."""
-        self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
         self._turns: DeviceCase | None = None
-        self._kept = 0, 0
-        """Of the replay that was looked at, which kept output is judged, and how many there are."""
-        self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
         """Begin what limits of rounded scores and short turns of a problem need."""
@@ -165,19 +107,9 @@ class Verifier:
             with step("wait for NumPy's limits"):
                 self._maths.update(self._pool.rounding(case.problem, often))
 
-    def _same(self, of: DeviceCase, rounds_scores: int) -> limits.Same | None:
-        """What the limits of a case come from, if it was computed beside."""
-        problem = of.case.problem
-        return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
-
     def settle(self) -> None:
         """Wait until the host computes nothing, so that its own times can be taken."""
         self._pool.wait()
-
-    @property
-    def outputs(self) -> dict[str, Buffer]:
-        """The outputs of the timed problem."""
-        return {name: self.timed.buffers[name] for name in self.timed.outputs}
 
     @proves("candidates")
     def of_candidate(
@@ -460,381 +392,3 @@ class Verifier:
         how: dict[str, Any] = {"lse": lse, "collect": collect, "kept": kept, "slack": slack}
         proven = Proven(self.timed, call, False, rounds_scores, none, **how)
         return self._named(accuracy, found[0], of_format), proven
-
-    # -- many calls -------------------------------------------------------------------------
-
-    @proves("repeated calls")
-    def repeat(
-        self, proven: Proven, most: int, longest_us: float, each_us: float | None = None
-    ) -> int:
-        """Make calls one by one into a poisoned output, and compare each with the checked output.
-
-        Takes at most `most` calls and about longest_us, on two mixes of inputs or more; returns the
-        number of calls. each_us: about what a call takes, if that is known. Raises WrongResult if
-        one differs in a bit, or, if the family need not give equal bits, if one is wrong, or if a
-        callable wrote to its inputs since it was checked.
-        """
-
-        def once() -> None:
-            proven.call.enqueue()
-            self._look(proven, 0)
-
-        # A few calls are issued in less time than a graph of them is captured.
-        few = most <= _ISSUED or proven.collect is not None
-        if each_us is None:
-            with self._session.stream:
-                each_us = min(self._session.time_us(once) for _ in range(2))
-        calls = min(most, int(longest_us / max(1.0, each_us)))
-        # The host pays for each slot once, to capture it, and for each replay, as if for five.
-        balanced = calls if few else math.isqrt(5 * calls)
-        slots = max(1, min(calls // 2, balanced, self._most_slots))
-
-        def issue() -> None:
-            for slot in range(slots):
-                proven.call.enqueue()
-                self._look(proven, slot)
-
-        replay = issue
-        if not few:
-            call = cast(BoundCall, proven.call)
-            replay = call.capture(slots, after=lambda slot: self._look(proven, slot))
-        done, spent_us = 0, 0.0
-        while done < most and (done < 2 * slots or spent_us < longest_us):
-            with self._session.stream:
-                proven.fixture.draw()
-                self._judge.clear()
-                self._poison(proven)
-                spent_us += self._session.time_us(replay)
-                self._compare(proven, slots, lse=True)
-            done += slots
-        if proven.collect is not None and self._mend(proven.fixture):
-            label = proven.fixture.case.label
-            raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
-        return done
-
-    def _redraws(self, proven: Proven | None) -> bool:
-        """Whether inputs are drawn anew, rather than negated.
-
-        A call that gives equal bits is then made once more: one that takes long is not.
-        """
-        again = proven is None or proven.deterministic
-        return self.timed.redraws and not (again and is_long(self.timed.case.problem))
-
-    def begin(self, proven: Proven | None = None, *, untimed: bool = False) -> None:
-        """Enqueue other inputs than before, and an output that every call must write anew.
-
-        proven: what is to be judged then.
-
-        In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
-        finds it written has yet to compute. untimed: for a replay that is not compared.
-        """
-        with self._prepared():
-            if self._redraws(proven):
-                self.timed.redraw()
-            else:
-                self.timed.draw()
-            if untimed:
-                return
-            self._poisons = not self._poisons
-            if self._poisons:
-                self.timed.poison()
-
-    @contextlib.contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Count the device time of what is enqueued, from when the device waited for it.
-
-        The host does not wait here, so that it gives the device the replay meanwhile.
-        """
-        self._count_prepared()
-        begin = self._session.record()
-        yield
-        self._preparation = begin, self._session.record()
-
-    def _count_prepared(self) -> None:
-        if self._preparation is not None:
-            proved("replays", self._session.elapsed_us(*self._preparation) / 1e6)
-            self._preparation = None
-
-    def _poison(self, proven: Proven) -> None:
-        proven.fixture.poison()
-        if proven.lse is not None:
-            proven.lse.fill(POISON)
-
-    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]], *, untimed: bool = False) -> None:
-        """The same before calls that rotate over copies, each of which gets inputs of its own.
-
-        Where nothing is drawn anew, all have the inputs as they were made.
-        """
-        with self._prepared():
-            if self.timed.redraws and copies:
-                self.timed.redraw()
-                if self._cold is None:
-                    self._cold = 0, self.timed.regions_to_redraw(copies)
-                    self._session.settle()
-                before, regions = self._cold
-                self._cold = secrets.randbits(64) or 1, regions
-                self._judge.redraw(regions, before, self._cold[0])
-            else:
-                self.timed.go_to(PLAIN)
-            if untimed:
-                return
-            for copy in (self.outputs, *copies):
-                for name in self.timed.outputs:
-                    copy[name].fill(POISON)
-
-    def look(self, proven: Proven) -> None:
-        """Enqueue a look at the output; `end` is then to be told that it is `looked` at.
-
-        To be called while the device replays calls, next to which it takes no time.
-        """
-        if self.timed.content:
-            self._look_anew([(0, self.timed.buffers)], proven)
-        else:
-            self._look_at([self.outputs], proven)
-        self.timed.draw_ahead()
-
-    def end(
-        self,
-        proven: Proven,
-        copies: Sequence[Mapping[str, Buffer]] = (),
-        *,
-        looked: bool = False,
-    ) -> int:
-        """Raise WrongResult unless the outputs are right, of cold copies those of some at random.
-
-        They must be the checked ones bit for bit. On inputs drawn anew, rows at random must be
-        right, and all bits those of the same call made alone, if equal calls give equal bits.
-        Returns the number of calls whose outputs were judged, or are equal to a judged one.
-        """
-        self._count_prepared()
-        if self.timed.content:
-            return self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
-        self._compare_outputs(proven, [self.outputs, *copies], looked)
-        return 1 + len(copies)
-
-    @proves("replays")
-    def _compare_drawn(
-        self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
-    ) -> int:
-        numbers = [0]
-        if not looked:
-            count = min(_COLD_JUDGED, len(copies))
-            numbers = secrets.SystemRandom().sample(range(len(copies)), count)
-            self._look_anew([(number, copies[number]) for number in numbers], proven)
-        counts, digests = self._counts(len(numbers))
-        try:
-            self._refuse_rows(proven, len(numbers))
-            judged = self._judge_kept(proven, copies[0], digests) if len(digests) else len(numbers)
-            if (counts[0] != counts[1]).any():
-                raise WrongResult(
-                    "a race, or an answer kept from an earlier call: a timed call gave another "
-                    f"output than the same call alone ({self.timed.case.label}, drawn anew)"
-                )
-        except WrongResult:
-            self._mend(self.timed)
-            raise
-        return judged
-
-    def _counts(self, slots: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """What _look_anew counted of as many copies, and digests of kept outputs."""
-        counts = self._judge.counts(2 * slots + self._kept[1])
-        return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
-
-    def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
-        """slots: calls of which rows were compared. whole: those behind them, in every element."""
-        often, timed = proven.rounds_scores, proven.fixture
-        same, outputs = self._same(timed, often), timed.outputs
-        for slot, values in enumerate(self._judge.found((slots + whole) * len(outputs))):
-            name = outputs[slot % len(outputs)]
-            lse = slot < slots and name == "o"
-            timed.refuse_rows(values, often, same, proven.slack, name, lse=lse)
-
-    def _judge_kept(
-        self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
-    ) -> int:
-        """Judge the outputs of a replay's calls that differ from the judged one, or of some.
-
-        All calls had the same inputs. Returns how many were judged, or are equal to a judged one.
-        """
-        assert proven.collect is not None
-        others = [*{*digests.tolist()} - {int(digests[self._kept[0]])}]
-        others = secrets.SystemRandom().sample(others, min(_KEPT_JUDGED, len(others)))
-        with self._session.stream:
-            self._judge.clear()
-            for slot, digest in enumerate(others):
-                proven.collect(0, at, which=int(np.flatnonzero(digests == np.uint64(digest))[0]))
-                self.timed.judge_rows(slot, at, proven.lse)
-        self._refuse_rows(proven, len(others))
-        judged = np.array([digests[self._kept[0]], *others], np.uint64)
-        return int(np.isin(digests, judged).sum())
-
-    @proves("chains")
-    def of_chain(
-        self,
-        proven: Proven,
-        first: int,
-        outputs: Sequence[Mapping[str, Buffer]],
-        given: Table,
-        *,
-        whole: bool,
-    ) -> None:
-        """Judge what the calls of a chain wrote, each on inputs that the output before chose.
-
-        first: the content of the first call. outputs: of each, beside them the log-sum-exp, if it
-        gives one. given: the inputs that the calls had, after the last, for Comparer.look. whole:
-        compares a call at random in every element, or several of a backward; all have rows at
-        random compared. Raises WrongResult.
-        """
-        count, timed = len(outputs), proven.fixture
-        with self._session.stream:
-            timed.go_to(PLAIN)
-            self._judge.clear()
-            for slot, sealed in enumerate(outputs):
-                for one in sealed.values():
-                    self._judge.digest(one, slot)
-            contents = contents_of(first, self._judge.counts(count).tolist())
-            self._judge.clear()
-            chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
-            held = list[object]()
-            for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
-                timed.to_content(content)
-                timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
-                if slot in chosen:
-                    at = (count + len(held)) * len(timed.outputs)
-                    held.append(timed.compare_anew(at, sealed))
-            timed.look_at_inputs(0)
-            self._judge.look(given, 1)
-            own, theirs = self._judge.counts(2)
-            self._refuse_rows(proven, count, len(held))
-        if own != theirs:
-            label = f"{timed.case.label}, drawn anew"
-            raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
-
-    def _whole(self, calls: int) -> int:
-        """How many calls of a chain are compared in every element."""
-        problem = self.timed.case.problem
-        if self.timed.redraws:
-            return 1
-        nbytes = 8 * sum(math.prod(problem.shape_of(name)) for name in self.timed.outputs)
-        fit = min(_WHOLE_FLOPS / problem.flops, _WHOLE_BYTES / nbytes)
-        return max(1, min(calls, int(fit)))
-
-    def _look_anew(
-        self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
-    ) -> None:
-        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
-        self._judge.clear()
-        self._kept = 0, 0
-        for slot, (number, at) in enumerate(copies):
-            lse = None
-            if proven.collect is not None:
-                which, lse = proven.collect(number, at), proven.lse
-                self._look_at_kept(proven, which, 2 * len(copies))
-            else:
-                cast(BoundCall, proven.call).turn(number, back=True, every=False)
-            self.timed.judge_rows(slot, at, lse)
-            if proven.deterministic:
-                self._judge.digest(at["o"], slot, poison=True)
-                proven.call.enqueue(number)
-                self._judge.digest(at["o"], len(copies) + slot)
-
-    def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
-        """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
-        memory = () if proven.kept is None or first > 2 else tuple(proven.kept(0))
-        if len(memory) < 2:
-            return
-        if memory not in self._tables:
-            if len(self._tables) > _TABLES:
-                self._tables.clear()
-            self._tables[memory] = self._judge.blocks_of(memory)
-            self._session.settle()
-        self._judge.look(self._tables[memory], first, 0)
-        self._kept = which, len(memory)
-
-    @proves("replays")
-    def _compare_outputs(
-        self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
-    ) -> None:
-        for first in range(0, len(copies), self._most_slots):
-            some = copies[first : first + self._most_slots]
-            if not looked:
-                self._look_at(some, proven, first)
-            self._compare(proven, len(some))
-
-    @property
-    def _most_slots(self) -> int:
-        """Calls whose outputs the judge can look at together."""
-        return Comparer.SLOTS // len(self.timed.outputs)
-
-    def _look_at(
-        self, copies: Sequence[Mapping[str, Buffer]], proven: Proven, first: int = 0
-    ) -> None:
-        """first: the number of the first of these copies."""
-        self._judge.clear()
-        for number, copy in enumerate(copies):
-            if proven.collect is not None:
-                proven.collect(first + number, copy)
-            else:
-                cast(BoundCall, proven.call).turn(first + number, back=True, every=False)
-            if proven.deterministic:
-                for name in proven.fixture.outputs:
-                    self._judge.digest(copy[name], number)
-            else:
-                proven.fixture.compare(number, copy)
-
-    def _look(self, proven: Proven, slot: int) -> None:
-        """Enqueue a look at what a call wrote into a slot, and poison it."""
-        if proven.collect is not None:
-            proven.collect(0, proven.fixture.buffers)
-        if proven.deterministic:
-            for name in proven.fixture.outputs:
-                self._judge.digest(proven.fixture.buffers[name], slot, poison=True)
-            if proven.lse is not None:
-                self._judge.digest(proven.lse, slot, poison=True)
-        else:
-            proven.fixture.compare(slot)
-            proven.fixture.poison()
-
-    def _compare(self, proven: Proven, slots: int, *, lse: bool = False) -> None:
-        fixture = proven.fixture
-        if not proven.deterministic:
-            try:
-                for found in self._judge.found_of(slots, len(fixture.outputs)):
-                    same = self._same(fixture, proven.rounds_scores)
-                    how: dict[str, Any] = {"same": same, "slack": proven.slack}
-                    fixture.accuracy(Errors(found, {}), proven.rounds_scores, **how)
-            except WrongResult:
-                self._mend(fixture)
-                raise
-            return
-        expected = fixture.digest(proven.digests)
-        if lse and proven.lse is not None and proven.lse_digests is not None:
-            expected += fixture.digest(proven.lse_digests)
-        counts = self._judge.counts(slots)
-        differing = int(np.count_nonzero(counts != np.uint64(expected % 2**64)))
-        if differing:
-            self._mend(fixture)
-            raise WrongResult(
-                f"a race, or an answer kept from an earlier call: {differing} of {slots} repeated "
-                f"calls gave another output than the checked call ({fixture.case.label})"
-            )
-
-    def mend(self, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
-        """Give the inputs, and those of cold copies, what they were made with: a call failed."""
-        self._mend(self.timed)
-        if copies:
-            self._session.settle()
-            for copy in copies:
-                for name in self.timed.case.problem.inputs:
-                    copy[name].copy_from(self.timed.buffers[name])
-            self._session.settle()
-            self._cold = None
-
-    def _mend(self, fixture: DeviceCase) -> bool:
-        """Renew the inputs if calls wrote to them, for the next; returns whether they did."""
-        with self._session.stream:
-            fixture.go_to(PLAIN)
-            self._judge.clear()
-            fixture.look_at_inputs(0)
-            (count,) = self._judge.counts(1)
-        return fixture.renew_inputs(count)

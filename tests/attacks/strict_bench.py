@@ -16,7 +16,7 @@ from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.bench.owned import Owned
 from attnsweep.core.cases import Case
-from attnsweep.verify import verifier
+from attnsweep.verify import calls
 from attnsweep.verify.device_case import WrongResult
 
 TESTS = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def strict_bench(
     patch.setattr(kind, "sides", sides, raising=False)
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
-        patch.setattr(verifier, "contents_of", lambda first, digests: [0] * len(digests))
+        patch.setattr(calls, "contents_of", lambda first, digests: [0] * len(digests))
     bench = opened(simulator, owned, patch, kind, strict=place, small=small, **how)
     assert isinstance(bench, HostBench)
     return bench

@@ -228,7 +228,7 @@ NAME = "attacks.kernels:recorded"
 
 
 def of_long_calls(name, patch, request):
-    for module in ("attnsweep.bench.bench", "attnsweep.verify.verifier"):
+    for module in ("attnsweep.bench.bench", "attnsweep.verify.calls"):
         patch.setattr(f"{module}.is_long", lambda problem: True)
     return judged(request.getfixturevalue("bench"), name)
 

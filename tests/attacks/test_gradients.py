@@ -16,7 +16,7 @@ from attacks.test_attacks import no_limits
 from attacks.test_strict import chains_unseen, no_chain
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import BACKWARD
-from attnsweep.verify import verifier
+from attnsweep.verify import calls
 from attnsweep.verify.compare import Comparer
 
 PROBLEM = replace(card.PROBLEM, op=BACKWARD)
@@ -88,9 +88,9 @@ def the_same_row(patch):
 
 def the_first_call(patch):
     """Only the first call of each chain is compared in every element."""
-    patch.setattr(verifier, "_WHOLE_FLOPS", 0.0)
+    patch.setattr(calls, "_WHOLE_FLOPS", 0.0)
     random = SimpleNamespace(sample=lambda of, most: [*of][:most])
-    patch.setattr(verifier.secrets, "SystemRandom", lambda: random)
+    patch.setattr(calls.secrets, "SystemRandom", lambda: random)
 
 
 @pytest.mark.parametrize("off", [the_same_row, the_first_call])

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from attnsweep.compile.nvrtc import source_closure
 from attnsweep.device.buffers import GUARD_BYTES, POISON
+from attnsweep.verify import calls as calls_module
 from attnsweep.verify import compare as judge_module
 from attnsweep.verify import device_case as fixture_module
 from attnsweep.verify import verifier as proof_module
@@ -132,7 +133,7 @@ class Device:
             return str(_stage(self._simulator, source, define))
 
         monkeypatch.setattr(judge_module, "_cubin", library)
-        for module in (fixture_module, judge_module, proof_module):
+        for module in (fixture_module, judge_module, calls_module, proof_module):
             monkeypatch.setattr(module, "Buffer", HostBuffer)
 
     def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:

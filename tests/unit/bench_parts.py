@@ -13,7 +13,8 @@ from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
-from attnsweep.verify.verifier import Proven, Verifier
+from attnsweep.verify.calls import Proven
+from attnsweep.verify.verifier import Verifier
 
 PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
