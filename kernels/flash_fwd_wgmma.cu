@@ -102,13 +102,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 // Writes which keys each row of a mask sees, and a record for each 64 rows; or, with MASK 2, in
 // `bounds`, what these see together. The grid is (records of a mask, masks), and then parts of the
 // keys. RANGES: 1 with key_range, 2 with packed sequences.
-extern "C" __global__ void __launch_bounds__(MASK_THREADS)
+extern "C" __global__ void __launch_bounds__(MASK_THREADS, 2048 / MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
                          const int* __restrict__ cu_seqlens_q, const int* __restrict__ cu_seqlens_k,
                          int2* __restrict__ bounds, unsigned* __restrict__ bits,
                          int4* __restrict__ records, int seqlen_q, int seqlen_k, int low, int high,
                          int words, int sequences, int masks_of_batch, int batch_stride,
                          int head_stride, int row_stride, int key_stride) {
+    grid_launch_dependents();  // the list of tiles, which waits for what this grid writes
     extern __shared__ __align__(16) unsigned char smem[];
     const int own = blockIdx.y, of_64 = own * gridDim.x + blockIdx.x;
     const long long first_row = static_cast<long long>(own) * seqlen_q;
@@ -123,30 +124,32 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS)
                                   static_cast<long long>(head) * head_stride;
     unsigned* together = reinterpret_cast<unsigned*>(bounds) +
                          of_64 * static_cast<long long>(2 * ceil_div<512>(seqlen_k));
-    see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, together,
-                                 reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
+    see_bytes<MASK_THREADS / 32, SCANNED_KEYS>(
+        of_own, row_stride, key_stride, bits + first_row * words, together,
+        reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
 #endif
 }
 #elif STAGE_ORDER
 // The list of the tiles of queries of all masks: from their records, or from what each 64 queries
-// see together.
+// see together. It begins while the mask stage writes those.
 #if MASK == 2
-#define LIST_OF const unsigned *__restrict__ together, int words, int block_n
+#define LIST_OF const unsigned *together, int words, int block_n
 #else
-#define LIST_OF const int4* __restrict__ records
+#define LIST_OF const int4* records
 #endif
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
     flash_fwd_wgmma_order(LIST_OF, int4* __restrict__ work, int* turns, int masks,
                           int records_of_mask, int seqlen_k) {
     extern __shared__ __align__(16) unsigned char smem[];
     int* place = reinterpret_cast<int*>(smem);
+    grid_wait();
 #if MASK == 2
     list_tiles<ROW_GROUPS, ORDER_THREADS>(together, work, masks, records_of_mask, seqlen_k, words,
                                           block_n, place);
 #else
     order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, seqlen_k, place);
 #endif
-    if (threadIdx.x < 2) turns[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < 2) turns[threadIdx.x] = 0;
 }
 #else
 

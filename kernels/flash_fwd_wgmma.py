@@ -49,8 +49,9 @@ kernel = Family(
 COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
 MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up to 5 % slower
-ORDER_THREADS = 1024
-SCANNED_KEYS = 1024  # by a block of the mask stage, of 64 queries
+ORDER_THREADS = (0, 1024, 512)  # of a mask's list, by hopper.mask_define
+SCANNED_KEYS = 512  # by a block of the mask stage, of 64 queries
+LISTING_BLOCKS = 32  # at most: each counts the tiles of all
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns
@@ -302,7 +303,7 @@ def mask(c, p, arch):
     if not how:
         return None
     masks, records, _ = sizes_of_mask(c, p)
-    threads = 64 if how == 1 else 1024
+    threads = 64 if how == 1 else 512
     low, high = p.diagonals
     seen = "bits" if how == 2 else "bounds"
     written = ("together", "bits", "together") if how == 2 else ("bounds", "bounds", "records")
@@ -324,8 +325,9 @@ def mask(c, p, arch):
             *(*given, *written, p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
             *(p.layout.sequences, *strides),
         ),
-        smem_bytes=64 * 8,
-        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
+        smem_bytes=64 * 8 if how == 1 else SCANNED_KEYS * 8 + SCANNED_KEYS // 64,
+        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64}
+        | ({"SCANNED_KEYS": SCANNED_KEYS} if how == 2 else {}),
         once=True,
     )
 
@@ -335,20 +337,23 @@ def order(c, p, arch):
     how = hopper.mask_define(p)
     if not how:
         return None
-    masks, records, _ = sizes_of_mask(c, p)
+    masks, records, tiles = sizes_of_mask(c, p)
     of_64 = ("together", words_of(p), c.BLOCK_N) if how == 2 else ("records",)
+    threads = ORDER_THREADS[how]
+    blocks = min(LISTING_BLOCKS, ceil_div(tiles, threads // 32)) if how == 2 else 1
     return Launch(
         function="flash_fwd_wgmma_order",
-        grid=(1, 1, 1),
-        threads=ORDER_THREADS,
+        grid=(blocks, 1, 1),
+        threads=threads,
         args=(*of_64, list_of(c, p), "turns", masks, records, p.seqlen_k),
-        smem_bytes=4 * (ORDER_THREADS + 32),
+        smem_bytes=4 * (2 * threads + threads // 32),
         defines={
             "ROW_GROUPS": c.WARPGROUPS,
-            "ORDER_THREADS": ORDER_THREADS,
+            "ORDER_THREADS": threads,
             "HEAD_DIM": 64,
         }
         | ({"MASK": how} if how == 2 else {}),
+        programmatic=True,
         once=True,
     )
 

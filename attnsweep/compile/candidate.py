@@ -136,7 +136,7 @@ class Build:
         """
         schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
         cubins = self.cubins()
-        stages = []
+        stages: list[CompiledStage] = []
         begun = set()
         chains = False
         for piece in schedule.pieces:
@@ -144,10 +144,11 @@ class Build:
             for name, launch in launches.items():
                 check_arguments(name, cubins[name], launch)
                 # A call has ordinary dependencies on the call before it, as a baseline's call has.
-                # On several streams, the first launch waits for an event anyway.
-                first = piece.stream not in begun
-                chains = chains or (first and launch.programmatic and schedule.streams == 1)
-                begun.add(piece.stream)
+                # On several streams, the first launch waits for an event anyway. What runs once
+                # is no part of a call.
+                first = (piece.stream, launch.once) not in begun
+                chains = chains or (not stages and launch.programmatic and schedule.streams == 1)
+                begun.add((piece.stream, launch.once))
                 launch = replace(
                     launch,
                     defines={},

@@ -17,6 +17,7 @@ from attnsweep.compile import sass
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.masks import FULL, Interval
 from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
@@ -44,6 +45,8 @@ CONFIGS = {
     "flash_fwd_fp32_wide": ("SCORES=workspace SLICES=8 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1 MATH=ffma",),
     "flash_fwd_fp32_wgmma": ("SLICES=16 CLUSTER=8 BLOCK_M=16 WARPGROUPS=2 NUM_STAGES=2 PDL=2",),
 }
+# Those whose mask is scanned before a call.
+MASKS = {"flash_fwd_wgmma": (FULL.as_boolean(()), Interval(64, 0))}
 # Inputs, which no launch of a call writes.
 INPUT = re.compile(r"(const \w+\*) __restrict__ ([qkv])\b")
 CONSTANT = re.compile(r"\bLDG\S*\.CONSTANT\S*")
@@ -53,9 +56,10 @@ def launches():
     """Family, config, problem, stage: of every programmatic launch that may meet such a load."""
     for name, texts in CONFIGS.items():
         kernel = KERNELS[name]
-        problem = next(p for p in (BASE, FP32, FP8) if p.dtype in kernel.dtypes)
-        problem = replace(problem, op=OPS[kernel.ops[0]])
-        for text in texts:
+        base = next(p for p in (BASE, FP32, FP8) if p.dtype in kernel.dtypes)
+        base = replace(base, op=OPS[kernel.ops[0]])
+        masked = [("", replace(base, mask=mask)) for mask in MASKS.get(name, ())]
+        for text, problem in (*((text, base) for text in texts), *masked):
             values = {param.name: param.values[0] for param in kernel.params}
             for word in text.split():
                 parameter, _, value = word.partition("=")
@@ -65,7 +69,7 @@ def launches():
             for stage, launch in kernel.launches(config, problem, ARCH).items():
                 pointers = {arg for arg in launch.args if isinstance(arg, str)}
                 if launch.programmatic and pointers & ahead:
-                    case = f"{name}-{stage}-{text}"
+                    case = f"{name}-{stage}-{text or problem.label}"
                     yield pytest.param(kernel, config, problem, stage, id=case)
                 maps = {arg.buffer for arg in launch.args if isinstance(arg, TensorMap)}
                 ahead |= (pointers | maps) - {"q", "k", "v"}

@@ -67,7 +67,8 @@ def expected(q, k, v, seen, scale):
     return p @ v / np.maximum(p.sum(-1, keepdims=True), 1e-300)
 
 
-def served(simulator, config, case, inputs, schedule):
+def launched(simulator, config, case, inputs, schedule, *, whole=True):
+    """What the launches leave, by name: 32-bit words. whole: not only those that scan the mask."""
     problem = case.problem
     sizes = FAMILY.workspaces(config, problem)
     with simulator._lock:
@@ -80,11 +81,12 @@ def served(simulator, config, case, inputs, schedule):
         np.ascontiguousarray(array).tofile(place / name)
     kinds = dict.fromkeys(inputs, "input") | {"o": "output"} | dict.fromkeys(sizes, "workspace")
     for name, (launch, made) in simulator.build(FAMILY, config, case).items():
+        if not (whole or launch.once):
+            continue
         request = place / f"{name}.request"
         request.write_text(_request(launch, kinds, place, schedule))
         _run((simulator._runner(False).result(), made.result()), request, 120)
-    bits = np.fromfile(place / "o", np.uint16).reshape(problem.shape_of("o"))
-    return from_bits(bits, problem.dtype).astype(np.float64)
+    return {name: np.fromfile(place / name, np.uint32) for name in written}
 
 
 @pytest.mark.nightly(push=1)
@@ -100,10 +102,37 @@ def test_each_query_sees_what_the_mask_says(simulator, words, batch_to_keys, own
     items, heads, rows, keys = problem.shape_of("mask")
     for number, kind in enumerate(KINDS):
         seen = masks(kind, rng, items * heads, rows, keys).reshape(items, heads, rows, keys)
-        inputs = drawn | {"mask": seen.astype(np.uint8)}
-        out = served(simulator, config, case, inputs, number % 2)
+        # A tensor of bool may hold other bytes than 0 and 1, as a view of one of uint8.
+        inputs = drawn | {"mask": seen * rng.integers(1, 256, seen.shape, np.uint8)}
+        bits = launched(simulator, config, case, inputs, number % 2)["o"].view(np.uint16)
+        out = from_bits(bits.reshape(problem.shape_of("o")), "bf16").astype(np.float64)
         want = expected(q, k, v, seen, problem.scale)
         norm, error = (np.linalg.norm(x, axis=-1) for x in (want, out - want))
         empty = ~np.broadcast_to(seen.any(-1), norm.shape)
         assert (error[empty] == 0).all(), kind
         assert (error[~empty] <= LIMIT * norm[~empty]).all(), kind
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("kind", ["blocks", "few", "causal", "none"])
+def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kind):
+    config = config_of(FAMILY, next(iter(CONFIGS)))
+    problem = Problem(2, 1, 1, 1100, 1000, 64, "bf16", FULL.as_boolean(("item",)))
+    items, rng = 2, np.random.default_rng(5)
+    seen = masks(kind, rng, items, problem.seqlen_q, problem.seqlen_k)
+    inputs = {"mask": np.ascontiguousarray(seen, np.uint8)}
+    inputs |= dict.fromkeys("qkv", np.zeros(1, np.uint8))
+    left = launched(simulator, config, Case(problem), inputs, 2, whole=False)
+    (entries,) = (words for name, words in left.items() if name.startswith("work"))
+    entries = entries.reshape(items * 9, -1)  # of 128 queries: more than one block lists
+    rows, masked, _, key_tiles = entries[:, :4].T
+    tiles = set(zip(masked.tolist(), rows.tolist(), strict=True))
+    assert tiles == {(item, row * 128) for item in range(items) for row in range(9)}
+    whole = np.pad(seen, ((0, 0), (0, 52), (0, 24))).reshape(items, 9, 128, 64, 16).any((2, 4))
+    lengths = [int(whole[item, row // 128].sum()) for row, item in zip(rows, masked, strict=True)]
+    assert lengths == sorted(lengths, reverse=True)
+    of_64 = whole.reshape(items, 9, 16, 4).any(3)
+    for (row, item), told, count in zip(entries[:, :2], entries[:, 12:], key_tiles, strict=True):
+        keys = np.flatnonzero(of_64[item, row // 128])[::-1] * 64
+        assert told[:count].tolist() == keys.tolist()
+    assert (left["turns"] == 0).all()

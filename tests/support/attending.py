@@ -64,8 +64,8 @@ class MaskedKernel(Kernel):
             scan(launch["config"].gridDimY, *values)
             (self._intervals.add if of_rows else self._intervals.discard)(values[5])
         elif name.endswith("_order"):
-            _ints(values[1], 1)[:] = 77
-            _ints(values[2], 2)[:] = 0
+            _ints(values[-5], 1)[:] = 77
+            _ints(values[-4], 2)[:] = 0
         else:
             self._attend(launch)
 

@@ -164,7 +164,7 @@ class FakeDriver:
         elif function[1].endswith("_mask"):
             kinds = "ppppppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
-            kinds = "ppp" + "iii"
+            kinds = ("pii" if b" boolean " in code else "p") + "pp" + "iii"
         elif masked or scored:
             kinds = "mmmmpp" + "iiiii" + "f"
             kinds += "pppp" + "iii" if masked else ""

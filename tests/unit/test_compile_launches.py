@@ -35,13 +35,13 @@ CALLS = {
 }
 
 
-def launches_of(name, tmp_path):
+def launches_of(name, tmp_path, problem=PROBLEM):
     family, parameters, _ = CALLS[name]
     kernel = discover()[family]
     config = Config({p.name: p.values[0] for p in kernel.params} | parameters)
-    build = Build.of(kernel, config, PROBLEM, FakeCompiler(ARCH, tmp_path))
+    build = Build.of(kernel, config, problem, FakeCompiler(ARCH, tmp_path))
     build.submit()
-    return build.launches_for(PROBLEM)
+    return build.launches_for(problem)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -87,3 +87,12 @@ def test_a_graph_holds_ordinary_calls_unless_chained_ones_are_asked_for(name, tm
     session.launched.clear()
     call.capture(2, chained=True)()
     assert session.launched == [True, *ordinary[1:]] * 2
+
+
+@pytest.mark.parametrize("mask", ["boolean(causal)", "window(64,0)"])
+def test_the_list_of_a_mask_begins_under_its_scan_and_no_call_under_them(mask, tmp_path):
+    problem = Problem.parse(f"(1,4,512x4096,64) fp16 {mask}")
+    made = launches_of("one launch", tmp_path, problem)
+    early = {stage.name: stage.launch.programmatic for stage in made.stages}
+    assert early == {"mask": False, "order": True, "fwd": False}
+    assert not made.chains  # its first launch is no part of a call

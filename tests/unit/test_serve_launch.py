@@ -116,3 +116,12 @@ def test_the_rules_meet_both_answers():
         if not wanted:
             return
     raise AssertionError(f"no problem is answered by {wanted}")
+
+
+@pytest.mark.parametrize("mask", ["boolean(causal)", "window(64,0)"])
+def test_the_list_of_a_mask_begins_under_its_scan_and_no_call_under_them(mask):
+    problem = Problem.parse(f"(1,4,512x4096,64) fp16 {mask}")
+    config = Config(FIRST | {"BLOCK_N": 128, "WARPGROUPS": 2, "PDL": 1})
+    got = served.launches(served.WGMMA, config, problem, 0.25)
+    early = {name: launch.programmatic for name, launch in got.items()}
+    assert early == {"mask": False, "order": True, "fwd": False}

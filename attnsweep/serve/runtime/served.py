@@ -122,17 +122,18 @@ def launches(
     _, rows = rows_of(declaration, config, problem)
     for name, launch in _launches(declaration, config, problem).items():
         args = [here(arg) for arg in launch.args]
+        # The first one follows a launch of PyTorch's, which lets nobody begin early.
+        behind = any(each.once == launch.once for each in made.values())
+        programmatic = launch.programmatic and behind
         if launch.once:
             if mask_strides and "mask" in args:
                 args[-4:] = mask_strides
-            made[name] = replace(launch, args=tuple(args))
+            made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
             continue
         if bias_rows and name == "fwd":
             args[-1] = int(bias_rows > 1)
         for each in declaration.kernel.stages[name].strided if strides else ():
             args += strides[each][:3] if each in strides else [getattr(rows, each)]
-        # The first one follows a launch of PyTorch's, which lets nobody begin early.
-        programmatic = launch.programmatic and not all(each.once for each in made.values())
         made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
     return made
 

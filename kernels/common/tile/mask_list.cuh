@@ -97,16 +97,6 @@ struct MaskedSchedule {
 };
 
 // ---- records and the list ----
-__device__ __forceinline__ int warp_min(int x) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) x = min(x, __shfl_xor_sync(0xffffffffu, x, d));
-    return x;
-}
-__device__ __forceinline__ int warp_max(int x) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, d));
-    return x;
-}
 constexpr int NO_KEY = 0x7fffffff;
 
 // The record of 64 rows by one warp. of_row: {first, end} of each.
@@ -119,7 +109,9 @@ __device__ __forceinline__ int4 record_of(const int2* of_row, int rows, int lane
         record.x = min(record.x, seen.x), record.y = max(record.y, seen.y);
         record.z = max(record.z, seen.y > 0 ? seen.x : 0), record.w = min(record.w, seen.y);
     }
-    return {warp_min(record.x), warp_max(record.y), warp_max(record.z), warp_min(record.w)};
+    constexpr unsigned ALL = 0xffffffffu;
+    return {__reduce_min_sync(ALL, record.x), __reduce_max_sync(ALL, record.y),
+            __reduce_max_sync(ALL, record.z), __reduce_min_sync(ALL, record.w)};
 }
 
 // Where sequences begin that lie one behind the other, and where the last one ends.
@@ -166,14 +158,14 @@ see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* b
     if (threadIdx.x == 0) *record = of_all;
 }
 
-// Bytes that are 0 or not, of 16 keys, as 16 bits.
+// Bytes that are 0 or not, of 16 keys, as 16 bits: a byte of bool is 0 or 1, and of others any bit
+// counts. By five instructions a word, since a scan of what L2 has is bound by such.
 __device__ __forceinline__ unsigned bits_of_bytes(const uint4& bytes) {
-    auto four = [](unsigned word) {
-        // A byte of bool is 0 or 1; of other bytes, any bit counts.
-        word |= word >> 4, word |= word >> 2, word |= word >> 1;
-        return (word & 0x01010101u) * 0x01020408u >> 24 & 0xfu;
+    auto add_four = [](unsigned bits, unsigned word) {
+        word = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
+        return __funnelshift_l(word * 0x00204081u, bits, 4);  // the product's highest four
     };
-    return four(bytes.x) | four(bytes.y) << 4 | four(bytes.z) << 8 | four(bytes.w) << 12;
+    return add_four(add_four(add_four(add_four(0, bytes.w), bytes.z), bytes.y), bytes.x);
 }
 
 // What 64 queries see together: of each 16 keys a bit of any that one of them sees, and one of any
@@ -192,74 +184,90 @@ __device__ __forceinline__ unsigned sixteens(const unsigned* bits, int words, in
     return __funnelshift_r(bits[word], next, key / 16 % 32) & ((1u << count) - 1);
 }
 
-constexpr int SCANNED_KEYS = 1024;  // by a block, of 64 queries
+// Bits of `Keys` keys of up to 64 queries, whose rows begin and end at multiples of 16 bytes, and
+// what these see together. Each of Warps warps takes every Warps-th row, and a lane 16 keys of it.
+template <int Warps, int Keys>
+__device__ __forceinline__ void see_sixteens(const unsigned char* mask, int row_stride,
+                                             unsigned* bits, const Together& own, int rows,
+                                             int key_0, int seqlen_k) {
+    constexpr int PARTS = Keys / 512, ROWS = 64 / Warps;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_of_lane = key_0 + lane * 16;
+    auto* halves = reinterpret_cast<unsigned short*>(bits) + warp * (Keys / 16) + lane;
+    uint4 bytes[PARTS][ROWS];  // all are on their way before the first is used
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i)
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            // Of no row or key beyond the last: a branch would leave no registers for all loads.
+            int row = min(warp + r * Warps, rows - 1);
+            unsigned at = row * row_stride + min(key_of_lane + i * 512, seqlen_k - 16);
+            bytes[i][r] = *reinterpret_cast<const uint4*>(mask + at);
+        }
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        const unsigned there = key_of_lane + i * 512 < seqlen_k ? 0xffffu : 0;
+        unsigned any = 0, all = 0xffffu;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            unsigned half = bits_of_bytes(bytes[i][r]) & there;
+            halves[r * Warps * (Keys / 16) + i * 32] = static_cast<unsigned short>(half);
+            any |= half, all &= half;
+        }
+        unsigned of_any = __ballot_sync(0xffffffffu, any != 0);
+        unsigned of_part = __ballot_sync(0xffffffffu, all != 0xffffu);
+        if (lane == 0) own.add(key_0 + i * 512, of_any, of_part);
+    }
+}
 
 // Rows of a mask that has a byte for each query and key: their bits, and of each 64 queries what
-// they see together. Block z has SCANNED_KEYS keys, and the last one those beyond, up to 32
-// `words`. Its Warps warps take two rows each, by 16 bytes where all rows begin and end at such.
-template <int Warps>
+// they see together. Block z has `Keys` keys, and the last one those beyond, up to 32 `words`. Rows
+// are read by 16 bytes where all begin and end at such. shared: the block's bits, then two words
+// for each 512 keys.
+template <int Warps, int Keys>
 __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_stride, int key_stride,
                                           unsigned* bits, unsigned* together, unsigned* shared,
                                           int seqlen_q, int seqlen_k, int words) {
-    constexpr int OWN = SCANNED_KEYS / 512, ROWS = 64 / Warps;
+    constexpr int OWN = Keys / 512, WORDS = Keys / 32;
     const int begin = blockIdx.x * 64, rows = min(64, seqlen_q - begin), of_z = blockIdx.z * OWN;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_0 = blockIdx.z * SCANNED_KEYS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_0 = blockIdx.z * Keys;
     const bool wide = key_stride == 1 && (row_stride | seqlen_k) % 16 == 0 &&
-                      reinterpret_cast<unsigned long long>(mask) % 16 == 0;
-    const Together own{shared - of_z, shared + OWN - of_z};
-    if (threadIdx.x < 2 * OWN) shared[threadIdx.x] = 0;
+                      row_stride < 1 << 25 && reinterpret_cast<unsigned long long>(mask) % 16 == 0;
+    unsigned* seen = shared + 64 * WORDS;
+    const Together own{seen - of_z, seen + OWN - of_z};
+    if (threadIdx.x < 2 * OWN) seen[threadIdx.x] = 0;
     __syncthreads();
     mask += static_cast<long long>(begin) * row_stride;
-    bits += static_cast<long long>(begin) * words;
     if (wide) {
-        unsigned of_any[OWN] = {}, of_part[OWN] = {};
-        uint4 bytes[ROWS][OWN];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                int row = warp + r * Warps, key = key_0 + i * 512 + lane * 16;
-                const unsigned char* at = mask + static_cast<long long>(row) * row_stride + key;
-                bytes[r][i] = row < rows && key < seqlen_k ? *reinterpret_cast<const uint4*>(at)
-                                                           : uint4{0, 0, 0, 0};
-            }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                int row = warp + r * Warps, key = key_0 + i * 512 + lane * 16;
-                if (row >= rows) continue;
-                unsigned half = bits_of_bytes(bytes[r][i]);
-                unsigned word = half | __shfl_xor_sync(0xffffffffu, half, 1) << 16;
-                if (lane % 2 == 0 && key < words * 32) bits[row * words + key / 32] = word;
-                of_any[i] |= __ballot_sync(0xffffffffu, half != 0);
-                of_part[i] |= __ballot_sync(0xffffffffu, half != 0xffffu);
-            }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (lane == i) own.add(key_0 + i * 512, of_any[i], of_part[i]);
+        see_sixteens<Warps, Keys>(mask, row_stride, shared, own, rows, key_0, seqlen_k);
     } else {
         for (int row = warp; row < rows; row += Warps)
-            for (int first = key_0; first < min(key_0 + SCANNED_KEYS, words * 32); first += 32) {
-                int key = first + lane;
+            for (int first = 0; first < Keys; first += 32) {
+                int key = key_0 + first + lane;
                 const unsigned char* at = mask + static_cast<long long>(row) * row_stride +
                                           static_cast<long long>(key) * key_stride;
                 unsigned word = __ballot_sync(0xffffffffu, key < seqlen_k && *at != 0);
                 if (lane > 0) continue;
-                bits[row * words + first / 32] = word;
+                shared[row * WORDS + first / 32] = word;
                 unsigned low = word & 0xffffu, high = word >> 16;
-                own.add(first, (low != 0) | (high != 0) << 1,
+                own.add(key, (low != 0) | (high != 0) << 1,
                         (low != 0xffffu) | (high != 0xffffu) << 1);
             }
     }
     __syncthreads();
     const int all = ceil_div<512>(seqlen_k), i = threadIdx.x;
     if (i < OWN && of_z + i < all)
-        together[of_z + i] = shared[i], together[all + of_z + i] = shared[OWN + i];
+        together[of_z + i] = seen[i], together[all + of_z + i] = seen[OWN + i];
+    bits += static_cast<long long>(begin) * words;
+    for (int at = threadIdx.x * 4; at < rows * WORDS; at += Warps * 32 * 4) {
+        int row = at / WORDS, word = key_0 / 32 + at % WORDS;
+        if (word < words)
+            *reinterpret_cast<uint4*>(bits + row * words + word) =
+                *reinterpret_cast<const uint4*>(shared + at);
+    }
     // No tile is loaded of the keys beyond, but some are looked at.
     if (blockIdx.z + 1 == gridDim.z)
         for (int row = warp; row < rows; row += Warps)
-            for (int word = (key_0 + SCANNED_KEYS) / 32 + lane; word < words; word += 32)
+            for (int word = key_0 / 32 + WORDS + lane; word < words; word += 32)
                 bits[row * words + word] = 0;
 }
 
@@ -327,100 +335,141 @@ __device__ __forceinline__ void order_tiles(const int4* records, int4* work, int
     }
 }
 
-// The longest run of places without a break among them, which are met in their order.
+// The longest run of places without a break among them, which a warp meets in their order.
 struct LongestRun {
     int begin = 0, end = 0, own = 0;  // own: the place behind the last break
-    __device__ __forceinline__ void stop(int place) {
-        if (place - own > end - begin) begin = own, end = place;
-        own = place + 1;
+    // breaks: of lanes, each of which has a place. All lanes call it, and have the same run.
+    __device__ __forceinline__ void stop(unsigned breaks, int place) {
+        if (breaks == 0) return;
+        const int lane = threadIdx.x % 32;
+        const unsigned before = breaks & ((1u << lane) - 1);
+        const int last = __shfl_sync(0xffffffffu, place, 31 - __clz(before | 1));
+        const int first = before ? last + 1 : own;  // of the run that a break of this lane ends
+        const int length = breaks >> lane & 1 ? place - first : 0;
+        const int longest = __reduce_max_sync(0xffffffffu, length);
+        if (longest > end - begin) {
+            const unsigned found = __ballot_sync(0xffffffffu, length == longest);
+            begin = __shfl_sync(0xffffffffu, first, __ffs(found) - 1), end = begin + longest;
+        }
+        own = __shfl_sync(0xffffffffu, place, 31 - __clz(breaks)) + 1;
+    }
+};
+
+// What a scan has written of a tile of queries: of each 64 of them what they see together.
+template <int Groups>
+struct SeenByTile {
+    const unsigned* first;
+    int groups, words;  // groups: that have queries; words: of `any`, which are as many of `part`
+    __device__ __forceinline__ const unsigned* of(int group) const {
+        return first + group * 2 * words;
+    }
+    // How many sixteens of keys its queries see: by `lanes` lanes, of which this one is the i-th.
+    __device__ __forceinline__ int count(int i, int lanes) const {
+        int count = 0;
+        for (; i < words; i += lanes) {
+            unsigned any = 0;
+#pragma unroll
+            for (int g = 0; g < Groups; ++g)
+                if (g < groups) any |= of(g)[i];
+            count += __popc(any);
+        }
+        for (int d = 1; d < lanes; d *= 2) count += __shfl_xor_sync(0xffffffffu, count, d);
+        return count;
+    }
+    // Writes its tiles of keys and its records, behind an entry's first 16 bytes, and returns the
+    // number of those tiles: by a warp, a lane a tile of keys, from the right.
+    __device__ __forceinline__ int list(int4* records, int seqlen_k, int block_n) const {
+        const int lane = threadIdx.x % 32, tiles = (seqlen_k + block_n - 1) / block_n;
+        int* key_tiles = reinterpret_cast<int*>(records + Groups);
+        int total = 0, begin[Groups], end[Groups], keys[Groups];  // places, and keys of the first
+        LongestRun whole[Groups];
+#pragma unroll
+        for (int g = 0; g < Groups; ++g) begin[g] = end[g] = -1, keys[g] = 0;
+        for (int from = 0; from < tiles; from += 32) {
+            const int key = (tiles - 1 - from - lane) * block_n;
+            unsigned any[Groups], of_all = 0;
+            bool part[Groups];
+#pragma unroll
+            for (int g = 0; g < Groups; ++g) {
+                bool there = g < groups && key >= 0;
+                any[g] = there ? sixteens(of(g), words, key, block_n / 16) : 0;
+                of_all |= any[g];
+                part[g] = !any[g] || key + block_n > seqlen_k ||
+                          sixteens(of(g) + words, words, key, block_n / 16);
+            }
+            const unsigned lanes = __ballot_sync(0xffffffffu, of_all != 0);
+            const int place = total + __popc(lanes & ((1u << lane) - 1));
+            if (of_all) key_tiles[place] = key;
+#pragma unroll
+            for (int g = 0; g < Groups; ++g) {
+                const unsigned seen = __ballot_sync(0xffffffffu, any[g] != 0);
+                whole[g].stop(__ballot_sync(0xffffffffu, part[g]) & lanes, place);
+                if (seen == 0) continue;
+                const int right = __ffs(seen) - 1;
+                const unsigned bits = __shfl_sync(0xffffffffu, any[g], right);
+                const int place_of_right = __shfl_sync(0xffffffffu, place, right);
+                if (begin[g] < 0) begin[g] = place_of_right, keys[g] = 16 * (32 - __clz(bits));
+                end[g] = __shfl_sync(0xffffffffu, place, 31 - __clz(seen));
+            }
+            total += __popc(lanes);
+        }
+#pragma unroll
+        for (int g = 0; g < Groups; ++g) {
+            LongestRun& run = whole[g];
+            run.stop(1, total);
+            const int4 record{(total - 1 - end[g]) * block_n,
+                              begin[g] < 0 ? 0 : (total - 1 - begin[g]) * block_n + keys[g],
+                              (total - run.end) * block_n, (total - run.begin) * block_n};
+            if (lane == 0) records[g] = record;
+        }
+        return total;
     }
 };
 
 // The same of MASK 2, by how many sixteens of keys its queries see, and its tiles of keys.
-// together: what a scan has written of each 64 queries.
+// together: what a scan has written of each 64 queries. Each block counts all tiles and has entries
+// of some: those of the blocks before it come first among the equally long. place: two of each
+// thread, and one of each warp.
 template <int Groups, int Threads>
 __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work, int masks,
                                            int records_of_mask, int seqlen_k, int words,
                                            int block_n, int* place) {
     constexpr int Places = Threads;
     const int tiles_m = ceil_div<Groups>(records_of_mask), tiles = masks * tiles_m;
-    const int tiles_n = (seqlen_k + block_n - 1) / block_n, of_64 = ceil_div<512>(seqlen_k);
-    const int unit = ceil_div<16 * (Places - 1)>(seqlen_k), lane = threadIdx.x % 32;
-    const int pitch = entry_pitch<Groups>(words);
-    auto of_group = [&](int mask, int first_64) {
-        return together + static_cast<long long>(mask * records_of_mask + first_64) * 2 * of_64;
+    const int of_64 = ceil_div<512>(seqlen_k), unit = ceil_div<16 * (Places - 1)>(seqlen_k);
+    const int own = (tiles + gridDim.x - 1) / gridDim.x, first_own = blockIdx.x * own;
+    const int lane = threadIdx.x % 32;
+    int* of_before = place + Threads + Threads / 32;
+    auto tile_at = [&](int at) -> SeenByTile<Groups> {
+        int mask = at / tiles_m, first_64 = at % tiles_m * Groups;
+        long long record = mask * records_of_mask + first_64;
+        return {together + record * 2 * of_64, min(Groups, records_of_mask - first_64), of_64};
     };
-    // The place of a tile of queries; 0 is of the longest.
-    auto step_of = [&](int mask, int first_64) {
-        int count = 0;
-        for (int i = 0; i < of_64; ++i) {
-            unsigned any = 0;
-#pragma unroll
-            for (int g = 0; g < Groups; ++g)
-                if (first_64 + g < records_of_mask) any |= of_group(mask, first_64 + g)[i];
-            count += __popc(any);
-        }
-        return Places - 1 - (count + unit - 1) / unit;
-    };
-    place[threadIdx.x] = 0;
+    // Place 0 is of the longest.
+    auto place_of = [&](int count) { return Places - 1 - (count + unit - 1) / unit; };
+    place[threadIdx.x] = of_before[threadIdx.x] = 0;
     __syncthreads();
-    for (int tile = threadIdx.x; tile < tiles; tile += Threads)
-        atomicAdd(place + step_of(tile / tiles_m, tile % tiles_m * Groups), 1);
-    __syncthreads();
-    begin_places(place);
-    for (int tile = threadIdx.x; tile < tiles; tile += Threads) {
-        int mask = tile / tiles_m, first_64 = tile % tiles_m * Groups;
-        work[atomicAdd(place + step_of(mask, first_64), 1) * pitch] = {first_64 * 64, mask, 0, 0};
+    int lanes = 1;  // of a tile, so that a block counts many at once
+    while (lanes < min(32, of_64)) lanes *= 2;
+    for (int first = 0; first < tiles; first += Threads / lanes) {
+        int at = first + threadIdx.x / lanes, i = threadIdx.x % lanes;
+        int to = place_of(tile_at(min(at, tiles - 1)).count(i, lanes));
+        if (i > 0 || at >= tiles) continue;
+        atomicAdd(place + to, 1);
+        if (at < first_own) atomicAdd(of_before + to, 1);
     }
     __syncthreads();
-    for (int at = threadIdx.x / 32; at < tiles; at += Threads / 32) {  // a warp an entry
-        int4* entry = work + at * pitch;
-        const int first_64 = entry->x / 64, mask = entry->y;
-        int* key_tiles = reinterpret_cast<int*>(entry + 1 + Groups);
-        int count = 0, first[Groups], last[Groups], keys[Groups];
-        LongestRun seen_whole[Groups];
-#pragma unroll
-        for (int g = 0; g < Groups; ++g) first[g] = last[g] = -1, keys[g] = 0;
-        for (int from = 0; from < tiles_n; from += 32) {  // from the right
-            const int key = (tiles_n - 1 - from - lane) * block_n;
-            unsigned any[Groups], of_all = 0;
-            bool part[Groups];
-#pragma unroll
-            for (int g = 0; g < Groups; ++g) {
-                const unsigned* own = of_group(mask, first_64 + g);
-                bool there = first_64 + g < records_of_mask && key >= 0;
-                any[g] = there ? sixteens(own, of_64, key, block_n / 16) : 0;
-                of_all |= any[g];
-                part[g] = !any[g] || key + block_n > seqlen_k ||
-                          sixteens(own + of_64, of_64, key, block_n / 16);
-            }
-            const unsigned lanes = __ballot_sync(0xffffffffu, of_all != 0);
-            auto place_of = [&](int lane) { return count + __popc(lanes & ((1u << lane) - 1)); };
-            if (lanes >> lane & 1) key_tiles[place_of(lane)] = key;
-#pragma unroll
-            for (int g = 0; g < Groups; ++g) {
-                const unsigned seen = __ballot_sync(0xffffffffu, any[g] != 0);
-                unsigned breaks = __ballot_sync(0xffffffffu, part[g]) & lanes;
-                for (; breaks; breaks &= breaks - 1)
-                    seen_whole[g].stop(place_of(__ffs(breaks) - 1));
-                if (seen == 0) continue;
-                const int right = __ffs(seen) - 1;
-                const unsigned bits = __shfl_sync(0xffffffffu, any[g], right);
-                if (last[g] < 0) last[g] = place_of(right), keys[g] = 16 * (32 - __clz(bits));
-                first[g] = place_of(31 - __clz(seen));
-            }
-            count += __popc(lanes);
-        }
-        if (lane > 0) continue;
-        entry->w = count;
-#pragma unroll
-        for (int g = 0; g < Groups; ++g) {
-            LongestRun& run = seen_whole[g];
-            run.stop(count);
-            entry[1 + g] = {(count - 1 - first[g]) * block_n,
-                            last[g] < 0 ? 0 : (count - 1 - last[g]) * block_n + keys[g],
-                            (count - run.end) * block_n, (count - run.begin) * block_n};
-        }
+    begin_places(place);
+    place[threadIdx.x] += of_before[threadIdx.x];
+    __syncthreads();
+    for (int at = first_own + threadIdx.x / 32; at < min(first_own + own, tiles);
+         at += Threads / 32) {  // a warp an entry
+        const SeenByTile<Groups> seen = tile_at(at);
+        int to = place_of(seen.count(lane, 32));
+        if (lane == 0) to = atomicAdd(place + to, 1);
+        int4* entry = work + __shfl_sync(0xffffffffu, to, 0) * entry_pitch<Groups>(words);
+        int count = seen.list(entry + 1, seqlen_k, block_n);
+        if (lane == 0) *entry = {at % tiles_m * Groups * 64, at / tiles_m, 0, count};
     }
 }
 

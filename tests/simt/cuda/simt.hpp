@@ -244,6 +244,16 @@ inline int __any_sync(unsigned mask, int x, SIMT_HERE) {
 inline int __all_sync(unsigned mask, int x, SIMT_HERE) {
     return simt::ballot(mask, !x, SIMT_AT) == 0;
 }
+inline int __reduce_max_sync(unsigned mask, int x, SIMT_HERE) {
+    for (int d = 16; d > 0; d /= 2) {
+        int other = simt::shuffle(mask, x, simt::self->lane ^ d, SIMT_AT);
+        x = x > other ? x : other;
+    }
+    return x;
+}
+inline int __reduce_min_sync(unsigned mask, int x, SIMT_HERE) {
+    return -1 - __reduce_max_sync(mask, -1 - x, file, line);
+}
 
 template <class To, class From>
 To simt_cast(From x) {
@@ -254,6 +264,9 @@ To simt_cast(From x) {
 }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> shift % 32);
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+    return shift % 32 ? high << shift % 32 | low >> (32 - shift % 32) : high;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
