@@ -15,7 +15,8 @@ from attending import Kernel, MaskedKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from packages import imported, shape, winner  # noqa: E402
 
-from attnsweep.core.masks import CAUSAL, FULL  # noqa: E402
+from attnsweep.core.layouts import DENSE, Padded  # noqa: E402
+from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,6 +127,235 @@ def test_it_is_chosen_when_a_model_is_made(package):
     model = kind(config).to(torch.bfloat16).eval()
     logits(model, tokens())
     assert package.counters() == {"kernel": 2}
+
+
+def mistral(**options):
+    return transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=100, **options)
+
+
+def qwen2(**options):
+    return transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SIZES, **options)
+
+
+def gemma3(**options):
+    config = transformers.Gemma3TextConfig(**SIZES | {"sliding_window": 100}, query_pre_attn_scalar=64, **options)
+    return transformers.Gemma3ForCausalLM, config
+
+
+def bert(**options):
+    own = {"hidden_size": 256, "is_decoder": False}
+    return transformers.BertForMaskedLM, transformers.BertConfig(**SIZES | own, **options)
+
+
+def padded(how):
+    """A mask of tokens, of which the first sequence has fewer."""
+    mask = torch.ones(2, SEQLEN, dtype=torch.long)
+    rows = {"left": slice(0, 7), "right": slice(-9, None), "with a hole": slice(40, 47), "not": slice(0, 0)}
+    mask[0, rows[how]] = 0
+    return mask
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A package with kernels for what the models here hide, their stand-in, and the driver's."""
+    one, window, lengths = shape(2, 4, SEQLEN), Interval(99, 0), Padded("right", 100)
+    hidden = [(FULL, DENSE), (CAUSAL, DENSE), (window, DENSE), (FULL.as_boolean(("item",)), DENSE)]
+    hidden += [(FULL, lengths), (CAUSAL, lengths), (window, lengths)]
+    each = [replace(one, mask=mask, layout=layout, heads_kv=n) for mask, layout in hidden for n in (2, 4)]
+    driver = FakeDriver(MaskedKernel())
+    return imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *map(winner, each)), driver
+
+
+def dense_masks(monkeypatch):
+    """Sizes of the dense masks that transformers makes from here on."""
+    found, own = [], transformers.masking_utils._non_vmap_expansion_sdpa
+
+    def noted(batch, head, rows, keys):
+        found.append((len(batch), len(rows), len(keys)))
+        return own(batch, head, rows, keys)
+
+    monkeypatch.setattr(transformers.masking_utils, "_non_vmap_expansion_sdpa", noted)
+    return found
+
+
+@pytest.mark.parametrize("how", ["left", "right", "not", "with a hole"])
+@pytest.mark.parametrize("kind", [llama, mistral, qwen2, gemma3, bert])
+def test_no_dense_mask_is_made_of_what_is_an_interval(served, monkeypatch, kind, how):
+    made, driver = served
+    model, ids, mask = built(kind), tokens(), padded(how)
+    theirs, right = (by(model, ids, attention_mask=mask) for by in (logits, exact))
+    model.set_attn_implementation(made.register())
+    dense = dense_masks(monkeypatch)
+    ours = logits(model, ids, attention_mask=mask)
+    error, own = ((each - right)[mask == 1].norm() for each in (ours, theirs))
+    assert error <= 1.5 * own + 1e-6 * right.norm()
+    read = [launch["function"][1] for launch in driver.launches if b" boolean " in launch["code"]]
+    assert bool(dense) == bool(read) == (how == "with a hole")
+    assert made.counters() == {"kernel": 2}
+    scans = [launch for launch in driver.launches if launch["function"][1].endswith("_mask")]
+    assert len(scans) <= (2 if kind is gemma3 else 1), "once for all layers of a kind"
+
+
+def test_a_dense_mask_is_made_once_where_no_kernel_serves(package, monkeypatch):
+    model, ids, mask = built(llama), tokens(), padded("left")
+    expected = logits(model, ids, attention_mask=mask)
+    model.set_attn_implementation(package.register())
+    dense = dense_masks(monkeypatch)
+    assert torch.equal(logits(model, ids, attention_mask=mask), expected)
+    assert dense == [(2, SEQLEN, SEQLEN)]
+
+
+def lazy(package, **options):
+    """What a model gets as its mask."""
+    utils = transformers.masking_utils
+    given = {"batch_size": 2, "q_length": 8, "kv_length": 8, "mask_function": utils.causal_mask_function}
+    given |= {"attention_mask": padded("left")[:, :8].bool(), "allow_is_causal_skip": True} | options
+    if given["mask_function"] is utils.bidirectional_mask_function or options.get("both_sides"):
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    found = transformers.AttentionMaskInterface()[package.register()](**given)
+    return found, transformers.AttentionMaskInterface()["sdpa"](**given)
+
+
+def windows(name, size):
+    return getattr(transformers.masking_utils, f"sliding_window_{name}mask_function")(size)
+
+
+READ = {
+    "sliced": lambda mask: mask[:, :, 2:, :5],
+    "inverted": lambda mask: ~mask,
+    "added": lambda mask: mask + torch.zeros(8),
+    "chosen by": lambda mask: torch.where(mask, 0.0, -1.0),
+    "of another dtype": lambda mask: mask.to(torch.bfloat16),
+    "copied": lambda mask: mask.clone(),
+    "expanded": lambda mask: mask.expand(2, 4, 8, 8),
+    "written": lambda mask: mask.masked_fill_(torch.arange(8) == 1, False),
+    "listed": lambda mask: torch.tensor(mask.tolist()),
+    "of another library": lambda mask: torch.from_numpy(mask.numpy()),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_code_that_reads_a_mask_gets_a_dense_one(package, how):
+    mask, theirs = lazy(package)
+    assert (mask.shape, mask.dtype, mask.device) == (theirs.shape, theirs.dtype, theirs.device)
+    assert isinstance(mask, torch.Tensor)
+    assert torch.equal(READ[how](mask), READ[how](theirs))
+    assert torch.equal(mask.clone(), theirs), "with what was written"
+
+
+def test_a_mask_that_was_written_hides_what_it_then_says(served):
+    made, _ = served
+    attend = transformers.AttentionInterface()[made.register()]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q = torch.randn(2, 4, SEQLEN, 64).bfloat16()
+    for change in (lambda mask: None, lambda mask: mask[:, :, 9:, 3].fill_(False)):
+        sizes = {"q_length": SEQLEN, "kv_length": SEQLEN, "attention_mask": padded("right").bool()}
+        mask, theirs = lazy(made, **sizes)
+        change(mask), change(theirs)
+        out, _ = attend(torch.nn.Module(), q, q, q, mask, scaling=0.125)
+        assert torch.allclose(out.transpose(1, 2).float(), sdpa(*[q.float()] * 3, theirs), atol=3e-2)
+
+
+SAID = {
+    "causal": ({}, {"limits": (None, 0)}),
+    "later part": ({"q_length": 4, "q_offset": 4}, {"limits": (None, 4)}),
+    "bidirectional": ({"mask_function": "bidirectional"}, {"limits": (None, None)}),
+    "window": ({"mask_function": ("causal_", 3)}, {"limits": (-2, 0)}),
+    "window, wide": ({"mask_function": ("causal_", 30)}, {"limits": (None, 0)}),
+    "both sides": ({"mask_function": ("bidirectional_", 2), "both_sides": True}, {"limits": (-2, 2)}),
+    "cache of a window": (
+        {"mask_function": ("causal_", 5), "q_length": 3, "q_offset": 9, "kv_offset": 4, "attention_mask": None},
+        {"limits": (1, 5)},
+    ),
+    "fewer tokens than keys": ({"attention_mask": torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]).bool()}, {}),
+    "nothing seen": ({"attention_mask": torch.tensor([[False], [True]]).expand(2, 8)}, {}),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_intervals_say_what_the_dense_mask_says(package, what):
+    from attnsweep.serve.runtime.intervals import dense
+
+    options, said = SAID[what]
+    function = options.get("mask_function")
+    if function is not None:
+        own = transformers.masking_utils.bidirectional_mask_function
+        options = options | {"mask_function": own if function == "bidirectional" else windows(*function)}
+    mask, theirs = lazy(package, **options)
+    assert mask.limits == said.get("limits", mask.limits)
+    q, k = torch.empty(2, 1, theirs.shape[2], 8), torch.empty(2, 1, theirs.shape[3], 8)
+    assert torch.equal(dense(mask.limits, q, k, mask.lengths).expand_as(theirs), theirs)
+    assert torch.equal(mask.clone(), theirs)
+
+
+MADE = {
+    "a hole": {"attention_mask": torch.tensor([[True, False, True, True]] * 2).repeat(1, 2)},
+    "one query": {"q_length": 1, "q_offset": 7},
+    "an offset of the device": {"q_offset": torch.tensor(0), "kv_length": 12},
+    "a function of the caller": {"mask_function": lambda b, h, q, k: (k <= q) & (k != 3)},
+    "packed": {"mask_function": "packed"},
+    "chunks": {"mask_function": "chunks"},
+    "a part of another": {"allow_is_causal_skip": False},
+    "index by index": {"use_vmap": True},
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_other_masks_are_made_by_transformers(package, what):
+    utils = transformers.masking_utils
+    options = dict(MADE[what])
+    if options.get("mask_function") == "packed":
+        packed = utils.packed_sequence_mask_function(torch.tensor([[0] * 3 + [1] * 5] * 2))
+        options["mask_function"] = utils.and_masks(utils.causal_mask_function, packed)
+    if options.get("mask_function") == "chunks":
+        options["mask_function"] = utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int))
+    mask, theirs = lazy(package, **options)
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, theirs)
+
+
+NONE = {
+    "causal": {},
+    "bidirectional": {"mask_function": "bidirectional"},
+    "window, wide": {"mask_function": ("causal_", 9), "local_size": 9},
+    "an empty static cache": {"kv_length": 12},
+}
+
+
+@pytest.mark.parametrize("what", NONE)
+def test_what_hides_nothing_else_has_no_mask(package, what):
+    options, every = dict(NONE[what]), torch.ones(2, 8, dtype=torch.bool)
+    function = options.get("mask_function")
+    if function is not None:
+        own = transformers.masking_utils.bidirectional_mask_function
+        options["mask_function"] = own if function == "bidirectional" else windows(*function)
+    for mask in (every, None):
+        assert lazy(package, **options, attention_mask=mask) == (None, None)
+
+
+def test_layers_that_are_compiled_alone_take_such_a_mask(package):
+    torch._dynamo.reset()
+    mask, theirs = lazy(package)
+    q = torch.randn(2, 4, 8, 64)
+    attend = transformers.AttentionInterface()[package.register()]
+    compiled = torch.compile(
+        lambda q, mask: attend(None, q, q, q, mask, scaling=0.125)[0] * 2, fullgraph=True, backend="aot_eager"
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, theirs).transpose(1, 2) * 2
+    assert torch.allclose(compiled(q, mask), expected, atol=1e-5)
+
+
+def test_a_step_with_gradients_and_checkpoints_has_the_same_gradients(package):
+    ids, mask = tokens(), padded("left")
+    found = []
+    for by in ("sdpa", package.register()):
+        model = built(llama).float()
+        model.set_attn_implementation(by)
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": by == "sdpa"})
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
 
 
 def test_padding_gets_pytorchs_attention(package):

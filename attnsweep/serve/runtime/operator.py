@@ -14,6 +14,7 @@ import torch
 from .arguments import Call, autocast, never, number, plain, records_gradients
 from .backward_operator import BackwardOperator
 from .call_cache import Seen, transformed
+from .changed_scores import checked
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import (
@@ -23,6 +24,7 @@ from .gradients import (
 from .interval_gradients import IntervalGradient, key_ranges
 from .intervals import by_pytorch, scanned, understood
 from .mask_lists import MaskList, MaskLists
+from .model_masks import LazyMask
 from .packed import CuSeqlens
 from .planner import Planner
 from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
@@ -132,9 +134,29 @@ class Operator:
         return None if done is None else done[0]
 
     def masked_in_model(
-        self, query: Any, key: Any, value: Any, mask: Any, scale: float | None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        scale: float | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """`masked` as a model of transformers calls it, whose own attention repeats k and v."""
+        """`masked` as a model of transformers calls it, whose own attention repeats k and v.
+
+        softcap, sinks: beside a LazyMask alone.
+        """
+        if isinstance(mask, LazyMask):
+            sizes = (query.shape[0], 1, query.shape[2], key.shape[2])
+            if mask.shape != sizes or mask.device != query.device:
+                return None
+            cap, sinks = checked(softcap, sinks, query, None, False)
+            how: Any = (False, scale, True, mask.limits, cap, sinks)
+            lazily = Call(*self.cast(query, key, value), mask.lengths, *how)
+            done = self.masked(lazily)
+            changed = cap or sinks is not None
+            return by_pytorch(lazily) if done is None and changed else done
         if not _is_compiling():
             return self.masked(Call(query, key, value, mask, scale=scale))
         call = Call(*self.cast(query, key, value), mask, scale=scale)

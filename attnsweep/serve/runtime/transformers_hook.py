@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .model_masks import LazyMask, Recognised
 from .table import PackageError
 
 # What transformers' own function for PyTorch's attention computes, without softcap and sinks.
@@ -16,11 +17,11 @@ _OTHERS = ("position_bias", "cache")
 def register(name: str, attention: Callable[..., Any], masked: Callable[..., Any]) -> str:
     """Add `attention` to transformers' AttentionInterface under a name, which is returned.
 
-    Masks are those of `sdpa`: a causal model without padding gets none. masked: the same with a
-    boolean mask, or None where no kernel serves the call. Raises PackageError for a name that
-    transformers reads otherwise, ImportError without transformers.
+    Masks are those of `sdpa`, most of which are made only if something reads them. masked: the same
+    with a boolean mask, or None where no kernel serves the call. Raises PackageError for a name
+    that transformers reads otherwise, ImportError without transformers.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     known = AttentionInterface().get(name)
     ours = getattr(getattr(known, "attention", None), "__module__", "") == attention.__module__
@@ -29,25 +30,35 @@ def register(name: str, attention: Callable[..., Any], masked: Callable[..., Any
             f"{name!r} means something else to transformers; give another name, "
             'like register("tuned")'
         )
-    AttentionMaskInterface.register(name, _masks(AttentionMaskInterface()["sdpa"]))
+    masks = _masks(AttentionMaskInterface()["sdpa"], masking_utils)
+    AttentionMaskInterface.register(name, masks)
     theirs = AttentionInterface()["sdpa"]
     AttentionInterface.register(name, _implementation(attention, masked, theirs))
     return name
 
 
-def _masks(sdpa: Callable[..., Any]) -> Callable[..., Any]:
-    """Masks for an attention that knows is_causal. sdpa: transformers' own.
+def _masks(sdpa: Callable[..., Any], masking_utils: Any) -> Callable[..., Any]:
+    """Masks for an attention that knows is_causal and intervals. sdpa: transformers' own.
 
     That one gives compiled code a causal mask where eager code gets none, with PyTorch before 2.14:
     it takes compiling for exporting.
     """
+    try:
+        recognised = Recognised(masking_utils)
+    except AttributeError:  # a version that makes masks in another way
+        recognised = None
 
     def mask(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() and options.get("allow_is_causal_skip"):
-            hides = [options.get(name) is not None for name in ("attention_mask", "local_size")]
-            seqlen_q, seqlen_k = options.get("q_length"), options.get("kv_length")
-            if not any(hides) and seqlen_q is not None and seqlen_q == seqlen_k:
-                return None
+        if torch.compiler.is_compiling():
+            if options.get("allow_is_causal_skip"):
+                hides = [options.get(name) is not None for name in ("attention_mask", "local_size")]
+                seqlen_q, seqlen_k = options.get("q_length"), options.get("kv_length")
+                if not any(hides) and seqlen_q is not None and seqlen_q == seqlen_k:
+                    return None
+        elif recognised is not None and not args:
+            found = recognised.lazily(sdpa, options)
+            if found is not None:
+                return found
         return sdpa(*args, **options)
 
     return mask
@@ -84,6 +95,15 @@ def _implementation(
         unfused = key.shape[-1] > 256 or (grouped and key.shape[-1] != value.shape[-1])
         others = bool(found) or (not changed and (dropout != 0.0 or unfused))
         scores = {"softcap": softcap, "sinks": s_aux} if changed else {}
+        if isinstance(attention_mask, LazyMask) and torch.compiler.is_compiling():
+            attention_mask = attention_mask.dense  # of code that is compiled for a layer alone
+        elif isinstance(attention_mask, LazyMask):
+            if not found and dropout == 0.0 and attention_mask.is_as_made:
+                out = masked(query, key, value, attention_mask, scaling, **scores)
+                if out is not None:
+                    return out.transpose(1, 2).contiguous(), None
+                others = True
+            attention_mask = attention_mask.dense
         if changed and attention_mask is not None:
             how = {"scale": scaling, "enable_gqa": grouped, **scores}
             out = attention(query, key, value, attention_mask, dropout, **how)
