@@ -3,6 +3,10 @@
 The plan is built once, and its workspace allocated, before any call; a call only executes it, so
 that it can be captured. Its FP8 takes the same bytes and scales as our kernels.
 `cudnn_deterministic` is its backward by the algorithm that gives the same bits in each call.
+
+A padded problem's lengths are its sequence lengths of keys, beside all queries, and packed
+sequences are ragged tensors. A query without a key has output 0 here as everywhere, and cuDNN is
+judged by that: whether its versions write it is not known beforehand.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import importlib.util
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way
-from attnsweep.baselines.torch_sdpa import rows_of_heads
+from attnsweep.baselines.torch_sdpa import packed_inputs, rows_of_heads
+from attnsweep.core.layouts import Padded
 from attnsweep.core.problem import BACKWARD, Problem
 
 if TYPE_CHECKING:
@@ -31,8 +37,21 @@ _AMAX = (11, 12)
 # In a backward: the log-sum-exp, dO, and the gradients by their names.
 _STATS, _DO = 13, 14
 _GRADIENTS = {"dq": 15, "dk": 16, "dv": 17}
+_LENGTHS = {"seq_len_q": 18, "seq_len_kv": 19}
+_OFFSETS = {"q": 20, "k": 21, "v": 22, "o": 23}
 # Probabilities times this are rounded to e4m3, whose largest number is 448.
 _P_SCALE = 256.0
+
+
+def cannot(problem: Problem) -> str | None:
+    """What its graphs lack for a problem."""
+    if not isinstance(problem.layout, Padded):
+        return None
+    if problem.layout.side == "left":
+        return "has no padding on the left: its lengths count from the first key"
+    if problem.mask.kind != "full" and _aligned_last(problem):
+        return "aligns a mask to the last key of each item, not of the whole"
+    return None
 
 
 def strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -70,6 +89,33 @@ def build(
 
     weakref.finalize(forward, cudnn.destroy_handle, made.handle)
     return forward, None if layout == "bhsd" else rows_of_heads
+
+
+def build_packed(torch: Any, cudnn: Any, problem: Problem, stream: int) -> Way:
+    """A call of packed sequences: (tokens, heads, head_dim), as ragged tensors of a batch of them.
+
+    Raises what cuDNN raises if none of its engines does the problem.
+    """
+    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
+    made = _Graph(torch, cudnn, problem, stream, "bshd", getattr(cudnn.data_type, kind))
+    out, _ = made.graph.sdpa(
+        **made.options(),
+        generate_stats=False,
+        diagonal_band_right_bound=problem.mask.right,
+        **_left_bound(problem),
+    )
+    made.write(out, "o", _O, made.io)
+    made.plan()
+    _, heads, tokens, columns = problem.shape_of("o")
+    execute = made.execute
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out = torch.empty((tokens, heads, columns), dtype=q.dtype, device=q.device)
+        execute({_Q: q, _K: k, _V: v, _O: out})
+        return out.transpose(0, 1)[None]
+
+    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
+    return Way(forward, packed_inputs)
 
 
 def build_backward(
@@ -173,6 +219,15 @@ def _left_bound(problem: Problem) -> dict[str, int]:
     return {} if left is None else {"diagonal_band_left_bound": left + 1}
 
 
+def _aligned_last(problem: Problem) -> bool:
+    """Whether the last query sees the last key, which is not the query's own by its number."""
+    if problem.layout.kind == "packed":
+        same = all(q[1] - q[0] == k[1] - k[0] for q, k in problem.sequence_ranges)
+    else:
+        same = problem.seqlen_q == problem.seqlen_k
+    return not (same or problem.mask.top_left)
+
+
 class _Graph:
     """A graph with the inputs q, k and v, and how it is planned and executed."""
 
@@ -192,36 +247,90 @@ class _Graph:
             intermediate_data_type=fp32,
             compute_data_type=fp32,
         )
+        self._own: dict[int, Any] = {}  # tensors of every call, by their uid
+        # Where packed sequences begin in each tensor, and where the last one ends: in tokens.
+        self._begins: dict[str, list[int]] = {}
+        if problem.layout.kind == "packed":
+            of_q, of_k = (
+                [0, *(e for _, e in each)] for each in zip(*problem.sequence_ranges, strict=True)
+            )
+            self._begins = {"q": of_q, "k": of_k, "v": of_k, "o": of_q}
+
+    def _integers(self, name: str, uid: int, numbers: list[int]) -> Any:
+        """An input of whole numbers, one of each item."""
+        torch, kinds, wide = self._torch, self._cudnn.data_type, max(numbers) >= 2**31
+        dtype = torch.int64 if wide else torch.int32
+        self._own[uid] = torch.tensor(numbers, dtype=dtype, device="cuda").reshape(-1, 1, 1, 1)
+        return self.graph.tensor(
+            name=name,
+            dim=[len(numbers), 1, 1, 1],
+            stride=[1, 1, 1, 1],
+            data_type=kinds.INT64 if wide else kinds.INT32,
+            uid=uid,
+        )
+
+    def _lengths(self) -> dict[str, Any]:
+        """Arguments that say how many queries and keys each item has."""
+        problem = self._problem
+        if problem.layout.kind == "dense":
+            return {}
+        if self._begins:
+            ranges = [pairwise(self._begins[name]) for name in "qk"]
+            lengths = [[end - first for first, end in each] for each in ranges]
+        else:
+            lengths = [[problem.seqlen_q] * problem.batch, [end for _, end in problem.key_ranges]]
+        said = zip(_LENGTHS.items(), lengths, strict=True)
+        return {"use_padding_mask": True} | {
+            name: self._integers(name, uid, numbers) for (name, uid), numbers in said
+        }
 
     def options(self) -> dict[str, Any]:
         """Arguments of sdpa, of sdpa_fp8 and of sdpa_backward."""
         problem, alignment = self._problem, self._cudnn.diagonal_alignment
-        # The last query sees the last key.
-        last = problem.seqlen_q != problem.seqlen_k and not problem.mask.top_left
+        last = _aligned_last(problem)
         return {
             "name": "sdpa",
             **{name: self.tensor(name, uid) for name, uid in zip("qkv", (_Q, _K, _V), strict=True)},
             "attn_scale": problem.scale,
             "diagonal_alignment": alignment.BOTTOM_RIGHT if last else alignment.TOP_LEFT,
             "compute_data_type": self._cudnn.data_type.FLOAT,
+            **self._lengths(),
         }
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape: of packed sequences a batch, each as long as the longest."""
+        shape = self._problem.shape_of(name)
+        if not self._begins:
+            return shape
+        longest = max(end - first for first, end in pairwise(self._begins[name]))
+        return (len(self._begins[name]) - 1, shape[1], longest, shape[3])
+
+    def _ragged(self, tensor: Any, name: str) -> Any:
+        """The tensor, with where each packed sequence begins in it, in elements."""
+        if self._begins:
+            _, heads, _, columns = self._problem.shape_of(name)
+            elements = [begin * heads * columns for begin in self._begins[name]]
+            tensor.set_ragged_offset(self._integers(f"of_{name}", _OFFSETS[name], elements))
+        return tensor
 
     def tensor(self, name: str, uid: int) -> Any:
         """A tensor of the problem as an input, in the layout."""
-        shape = self._problem.shape_of(name)
-        return self.graph.tensor(
+        shape = self._shape(name)
+        made = self.graph.tensor(
             name=name,
             dim=list(shape),
             stride=list(strides(shape, self._layout)),
             data_type=self.io,
             uid=uid,
         )
+        return self._ragged(made, name)
 
     def write(self, out: Any, name: str, uid: int, kind: Any) -> None:
         """Let `out` be a tensor of the problem, in the layout and in this type."""
-        shape = self._problem.shape_of(name)
+        shape = self._shape(name)
         out.set_uid(uid).set_output(True).set_dim(list(shape))
         out.set_stride(list(strides(shape, self._layout))).set_data_type(kind)
+        self._ragged(out, name)
 
     def plan(self) -> None:
         """Choose a plan for the graph."""
@@ -236,7 +345,7 @@ class _Graph:
 
     def execute(self, buffers: dict[int, Any]) -> None:
         """Enqueue one call on the stream. buffers: tensors by their uid."""
-        self.graph.execute(buffers, self._workspace, handle=self.handle)
+        self.graph.execute(buffers | self._own, self._workspace, handle=self.handle)
 
 
 def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Way]:
@@ -275,6 +384,8 @@ def _cudnn(
     stream = session.stream.ptr
     if problem.scaled:
         return cudnn_fp8(torch, cudnn, problem, stream)
+    if problem.layout.kind == "packed":
+        return [build_packed(torch, cudnn, problem, stream)]
     ways, failed = [], []
     for layout in LAYOUTS:
         try:

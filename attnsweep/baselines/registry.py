@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import flash, flex
+from attnsweep.baselines import cudnn, flash, flex
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
@@ -64,9 +64,22 @@ BACKENDS = {
         ),
         Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
         Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
-        Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8), ops=_BOTH),
         Backend(
-            "cudnn_deterministic", partial(_cudnn, deterministic=True), _CUDNN, ops=("backward",)
+            "cudnn",
+            _cudnn,
+            _CUDNN,
+            (*_HALF, *_FP8),
+            layouts=("dense", "padded", "packed"),
+            ops=_BOTH,
+            cannot=cudnn.cannot,
+        ),
+        Backend(
+            "cudnn_deterministic",
+            partial(_cudnn, deterministic=True),
+            _CUDNN,
+            layouts=("dense", "padded"),
+            ops=("backward",),
+            cannot=cudnn.cannot,
         ),
         Backend("triton_flash", _triton, _TRITON, masks=("full", "causal"), head_dim_v=False),
         Backend(

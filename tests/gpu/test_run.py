@@ -94,6 +94,32 @@ def test_baselines_are_rows_and_skipped_ones_say_why(tmp_path):
     assert json.loads(done.stdout)["problems"]
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "{batch: 3, heads: 8, heads_kv: 2, seqlen: 384, padding: [right, 40]}",
+        "{batch: 3, heads: 8, heads_kv: 2, seqlen: 384, causal: true, padding: [right, 40]}",
+        "{batch: 2, heads: 4, seqlen: 512, window: [100, 0]}",
+        "{batch: 2, heads: 4, seqlen: 512, window: [100, 0], padding: [right, 90]}",
+        "{batch: 1, heads: 4, seqlen: 1000, causal: true, packed: [5, 40]}",
+    ],
+)
+def test_cudnns_own_lengths_bands_and_ragged_tensors_are_right(tmp_path, problem):
+    """Or it says why not: its versions differ."""
+    spec = tmp_path / "cudnn.yaml"
+    problem = problem.replace("}", ", head_dim: 64, dtype: bf16}")
+    facts = f"problems: [{problem}]\nkernels: {{flash_fwd_wgmma: {{}}}}\nbaselines: [cudnn]\n"
+    how = "search: {strategy: random, candidates: 2}\nmeasure: {rounds: 5, finalists: 2, replay_us: 200}\n"
+    spec.write_text(facts + how)
+    done = attnsweep(spec, tmp_path / "results", "--json")
+    assert done.returncode == 0, done.stderr
+    (baseline,) = (t for t in rows(tmp_path / "results")[0] if t.provider == "cudnn")
+    assert baseline.status in (Status.OK, Status.NOISY, Status.SKIPPED)
+    if baseline.status == Status.SKIPPED:
+        pytest.skip(baseline.detail)
+    assert baseline.accuracy.rel_err <= baseline.accuracy.limit
+
+
 def test_kill_and_resume(tmp_path):
     spec = write_spec(tmp_path / "resume.yaml", kernels="{naive: {}, misbehaves: {FAULT: [0, 1]}}")
     # The hang holds the run for four seconds: time to kill it with every other row written.

@@ -68,6 +68,7 @@ class Cudnn(ModuleType):
         self.destroyed: list[int] = []
         self.version, self.unsupported = version, unsupported
         names = {"HALF": "half", "BFLOAT16": "bf16", "FLOAT": "float", "FP8_E4M3": "e4m3"}
+        names |= {"INT32": "int32", "INT64": "int64"}
         self.data_type = SimpleNamespace(**names)
         self.diagonal_alignment = SimpleNamespace(TOP_LEFT="top", BOTTOM_RIGHT="bottom")
         self.heur_mode = SimpleNamespace(A="A", FALLBACK="fallback")
@@ -90,6 +91,15 @@ class Cudnn(ModuleType):
         return graph
 
 
+class Named(str):
+    """A tensor of a graph."""
+
+    ragged: str | None = None
+
+    def set_ragged_offset(self, offsets: str) -> None:
+        self.ragged = offsets
+
+
 class Graph:
     def __init__(self, cudnn: Cudnn, handle: int, types: tuple[str, ...]) -> None:
         self.cudnn, self.handle, self.types = cudnn, handle, types
@@ -99,13 +109,15 @@ class Graph:
 
     def tensor(
         self, dim: list[int], stride: list[int], data_type: str | None = None, name: str = "", uid: int = -1
-    ) -> str:
+    ) -> Named:
         self.tensors[name] = {"dim": dim, "stride": stride, "type": data_type, "uid": uid}
-        return name
+        return Named(name)
 
     def sdpa(
         self, q: str, k: str, v: str, attn_scale: Any = None, generate_stats: Any = None,
         diagonal_alignment: str = "top", diagonal_band_right_bound: Any = None,
+        diagonal_band_left_bound: Any = None, use_padding_mask: bool = False,
+        seq_len_q: str | None = None, seq_len_kv: str | None = None,
         compute_data_type: Any = None, name: str = "",
     ) -> tuple[Output, None]:  # fmt: skip
         self.options = dict(locals())
@@ -126,6 +138,7 @@ class Graph:
         self, q: str, k: str, v: str, o: str, dO: str, stats: str, attn_scale: Any = None,
         diagonal_alignment: str = "top", diagonal_band_left_bound: Any = None,
         diagonal_band_right_bound: Any = None, use_deterministic_algorithm: bool = False,
+        use_padding_mask: bool = False, seq_len_q: str | None = None, seq_len_kv: str | None = None,
         compute_data_type: Any = None, name: str = "",
     ) -> tuple[Output, ...]:  # fmt: skip
         self.options = dict(locals())

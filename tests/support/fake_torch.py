@@ -69,11 +69,14 @@ class Tensor:
 
 def torch_of() -> Any:
     """A PyTorch whose graphs replay what they hold."""
-    names = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int16", "int32", "uint8")
+    names = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int16", "int32", "int64", "uint8")
     torch: Any = SimpleNamespace(**{name: name for name in names})
     torch.from_dlpack = lambda array: array
     torch.set_float32_matmul_precision = lambda precision: None
-    torch.empty = lambda size, dtype, device: SimpleNamespace(size=size, dtype=dtype)
+    torch.empty = lambda size, dtype, device: (
+        SimpleNamespace(size=size, dtype=dtype) if isinstance(size, int) else Tensor(np.zeros(size), dtype)
+    )
+    torch.tensor = lambda numbers, dtype, device: Tensor(np.array(numbers), dtype)
     torch.full = lambda shape, value, dtype, device: Tensor(np.full(shape, value), dtype)
     torch.empty_like = lambda tensor: tensor
     torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(strides=strides, dtype=dtype)

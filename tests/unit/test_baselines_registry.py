@@ -316,6 +316,97 @@ def test_cudnn_gets_v_and_o_of_their_own_head_dim(torch, layout):
     assert out.strides == tuple(graph.out.told["stride"])
 
 
+def integers(graph, name):
+    """The numbers of an input in the last call, as they are told and as they are."""
+    told, (buffers, *_) = graph.tensors[name], graph.executed[-1]
+    given = buffers[told["uid"]]
+    assert given.shape == tuple(told["dim"])
+    assert given.dtype == told["type"]
+    return given.array.ravel().tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "right"),
+    [("64,64) bf16 causal", None, 0), ("64,64) bf16 window(8,3)", 9, 3), ("64x128,64) bf16 full", None, None)],
+)
+def test_cudnn_is_told_lengths_of_keys_beside_all_queries(torch, monkeypatch, text, left, right):
+    cudnn, problem = Cudnn(), Problem.parse(f"(3,8/2,{text} padded(right,40)")
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    ways = BACKENDS["cudnn"].ways(torch, problem, Session([0.0]))
+    assert len(ways) == 2
+    for way, graph in zip(ways, cudnn.graphs, strict=True):
+        way.forward(*(Tensor(np.zeros(problem.shape_of(t))) for t in "qkv"))
+        options = graph.options
+        assert (options["use_padding_mask"], options["seq_len_q"]) == (True, "seq_len_q")
+        assert integers(graph, options["seq_len_q"]) == [64] * 3
+        assert integers(graph, options["seq_len_kv"]) == [end for _, end in problem.key_ranges]
+        assert options["diagonal_band_left_bound"] == left
+        assert options["diagonal_band_right_bound"] == right
+        assert options["diagonal_alignment"] == ("bottom" if "full" in text else "top")
+        assert graph.tensors["q"]["dim"] == [3, 8, 64, 64]
+        uids = [told["uid"] for told in graph.tensors.values()]
+        assert len({*uids, graph.out.told["uid"]}) == 6
+
+
+@pytest.mark.parametrize(("sizes", "aligned"), [("300", "top"), ("200x300", "bottom")])
+def test_cudnn_gets_packed_sequences_as_ragged_tensors(torch, monkeypatch, sizes, aligned):
+    problem = Problem.parse(f"(1,8/2,{sizes},64/32) bf16 causal packed(3,40)")
+    cudnn = Cudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    (way,) = BACKENDS["cudnn"].ways(torch, problem, Session([0.0]))
+    (graph,) = cudnn.graphs
+    given = way.convert(*(Tensor(np.zeros(problem.shape_of(t))) for t in "qkv"))
+    assert [each.shape for each in given] == [
+        *((problem.seqlen_q, 8, 64), (problem.seqlen_k, 2, 64), (problem.seqlen_k, 2, 32))
+    ]
+    assert way.forward(*given).shape == problem.shape_of("o")
+    assert graph.options["diagonal_alignment"] == aligned
+    of_q, of_k = ([0, *(end for _, end in each)] for each in zip(*problem.sequence_ranges, strict=True))
+    for name, begins, heads, columns in (
+        ("q", of_q, 8, 64),
+        ("k", of_k, 2, 64),
+        ("v", of_k, 2, 32),
+        ("o", of_q, 8, 32),
+    ):
+        longest = int(np.diff(begins).max())
+        told = graph.out.told if name == "o" else graph.tensors[name]
+        assert list(told["dim"]) == [3, heads, longest, columns]
+        assert list(told["stride"]) == [longest * heads * columns, columns, heads * columns, 1]
+        ragged = told["ragged_offset"] if name == "o" else graph.options[name].ragged
+        assert integers(graph, ragged) == [begin * heads * columns for begin in begins]
+    assert integers(graph, graph.options["seq_len_q"]) == np.diff(of_q).tolist()
+    assert integers(graph, graph.options["seq_len_kv"]) == np.diff(of_k).tolist()
+
+
+def test_offsets_of_large_tensors_have_64_bits(torch, monkeypatch):
+    problem, cudnn = Problem.parse("(1,64,600000,64) bf16 causal packed(2)"), Cudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    BACKENDS["cudnn"].ways(torch, problem, Session([0.0]))
+    assert {name: told["type"] for name, told in cudnn.graphs[0].tensors.items() if told["type"] != "bf16"} == {
+        **dict.fromkeys(("of_q", "of_k", "of_v", "of_o"), "int64"),
+        **dict.fromkeys(("seq_len_q", "seq_len_kv"), "int32"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("(2,8,64,64) bf16 full padded(left,40)", "no padding on the left"),
+        ("(2,8,64x128,64) bf16 causal padded(right,40)", "to the last key of each item"),
+        ("(2,8,64x128,64) bf16 window(9,0) padded(right,40)", "to the last key of each item"),
+        ("(2,8,64,64) bf16 boolean(causal,item)", "has no mask"),
+        ("(2,8,64x128,64) bf16 full padded(right,40)", None),
+        ("(2,8,64,64) bf16 causal padded(right,40)", None),
+        ("(2,8,64,64) bf16 causal padded(right,40) backward", None),
+        ("(1,8,256,64) bf16 window(9,0) packed(3)", None),
+        ("(2,8,64,64) e4m3_tensor causal padded(right,40)", None),
+    ],
+)
+def test_what_cudnn_cannot_say_is_refused_with_the_reason(text, reason):
+    said = BACKENDS["cudnn"].supports(Problem.parse(text))
+    assert said is reason is None or (said is not None and reason is not None and reason in said)
+
+
 def test_a_layout_that_cudnn_refuses_is_left_out_and_both_are_a_reason(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096}))
     ways = BACKENDS["cudnn"].ways(torch, PROBLEM, Session([0.0]))
