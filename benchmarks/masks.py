@@ -4,16 +4,18 @@ Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has wi
 
 Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
-`attnsweep.attention` with the same mask, which was scanned before; `unmasked` is PyTorch's without
-a mask. In `arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask;
-or both get a float mask. Times are medians of the device's, microseconds a call; `ratio` is
-the median of the rounds' PyTorch over ours. `host_us`: from call to return, with a mask that stays,
-and without one.
+`attnsweep.attention` with the same mask, which was scanned before; `changing` is ours with a mask
+that is another in each call, so that each call scans it; `unmasked` is PyTorch's without a mask. In
+`arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask; or both get
+a float mask. Times are medians of the device's, microseconds a call; `ratio` is the median of the
+rounds' PyTorch over ours, `changing_ratio` over those that scan. `host_us`: from call to return,
+with a mask that stays, with one that changes, and without one.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 import statistics
 import sys
@@ -107,16 +109,21 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def rounds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Medians of each way's times, and the median ratio of the first two."""
+    """Medians of each way's times, and the median ratios of the first one to the others."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     counts = {n: max(1, int(SAMPLE_US / sample_us(call, 2))) for n, call in ways.items()}
     for _ in range(ROUNDS):
         for name in random.sample([*ways], len(ways)):
             times[name].append(sample_us(ways[name], counts[name]))
-    theirs, ours, *_ = times.values()
-    ratio = statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    theirs, *others = times
+    ratios = {
+        "ratio" if name == "ours" else f"{name}_ratio": statistics.median(
+            a / b for a, b in zip(times[theirs], times[name], strict=True)
+        )
+        for name in others
+    }
     found = {f"{name}_us": round(statistics.median(each), 1) for name, each in times.items()}
-    return {"ratio": round(ratio, 3)} | found
+    return {name: round(ratio, 3) for name, ratio in ratios.items()} | found
 
 
 def tensors(shape: tuple[Any, ...]) -> list[Any]:
@@ -211,9 +218,11 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     q, k, v = tensors(shape)
     whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
     mask, options = mask_of(kind, batch, seqlen), {"enable_gqa": heads != heads_kv}
+    masks = itertools.cycle((mask, mask.clone(), mask.clone()))
     ways: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, *whole, mask),
         "ours": lambda: attnsweep.attention(q, k, v, mask, **options),
+        "changing": lambda: attnsweep.attention(q, k, v, next(masks), cache=False, **options),
         "unmasked": lambda: F.scaled_dot_product_attention(q, *whole),
     }
     found = rounds_of(ways)
@@ -221,6 +230,7 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     grouped = F.scaled_dot_product_attention(q, *whole, mask).float()
     off = (ways["ours"]().float() - grouped).norm() / grouped.norm()
     host = {"host_us": round(host_us(ways["ours"]), 1)}
+    host["host_changing_us"] = round(host_us(ways["changing"]), 1)
     host["host_unmasked_us"] = round(host_us(lambda: attnsweep.attention(q, k, v, **options)), 1)
     label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
     facts = {"call": label, "code": explained.code}
