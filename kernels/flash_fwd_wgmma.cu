@@ -124,9 +124,8 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, 2048 / MASK_THREADS)
                                   static_cast<long long>(head) * head_stride;
     unsigned* together = reinterpret_cast<unsigned*>(bounds) +
                          of_64 * static_cast<long long>(2 * ceil_div<512>(seqlen_k));
-    see_bytes<MASK_THREADS / 32, SCANNED_KEYS>(
-        of_own, row_stride, key_stride, bits + first_row * words, together,
-        reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
+    see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, together,
+                                 reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
 #endif
 }
 #elif STAGE_ORDER

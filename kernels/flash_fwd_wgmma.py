@@ -325,9 +325,8 @@ def mask(c, p, arch):
             *(*given, *written, p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
             *(p.layout.sequences, *strides),
         ),
-        smem_bytes=64 * 8 if how == 1 else SCANNED_KEYS * 8 + SCANNED_KEYS // 64,
-        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64}
-        | ({"SCANNED_KEYS": SCANNED_KEYS} if how == 2 else {}),
+        smem_bytes=64 * 8 if how == 1 else SCANNED_KEYS * 8 + 8,
+        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
         once=True,
     )
 

@@ -45,6 +45,7 @@ CASES = {
     "blocks": Case(Problem.parse("(1,2,200x700,64) fp16 boolean(blocks,25)")),
     "holes": Case(Problem.parse("(2,2,97x333,64) fp16 boolean(holes,50)")),
     "documents": Case(Problem.parse("(1,2,200x333,64) fp16 boolean(documents,3)")),
+    "long holes": Case(Problem.parse("(1,1,70x1101,64) fp16 boolean(holes,50)")),
     "many tiles": Case(Problem.parse("(1,1,2200x80,64) fp16 boolean(documents,3)")),
     "long documents": Case(Problem.parse("(1,1,200x2700,64) fp16 boolean(documents,2)")),
     "causal as a tensor": Case(Problem.parse("(1,2,200x336,64) fp16 boolean(causal)")),

@@ -3,6 +3,8 @@
 What a problem's own mask is plays no part: the kernel reads bits, which a scan makes of the tensor.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -67,8 +69,11 @@ def expected(q, k, v, seen, scale):
     return p @ v / np.maximum(p.sum(-1, keepdims=True), 1e-300)
 
 
-def launched(simulator, config, case, inputs, schedule, *, whole=True):
-    """What the launches leave, by name: 32-bit words. whole: not only those that scan the mask."""
+def launched(simulator, config, case, inputs, schedule, *, whole=True, strides=()):
+    """What the launches leave, by name: 32-bit words. whole: not only those that scan the mask.
+
+    strides: of the mask in bytes, from item to item, head to head, row to row and key to key.
+    """
     problem = case.problem
     sizes = FAMILY.workspaces(config, problem)
     with simulator._lock:
@@ -83,6 +88,8 @@ def launched(simulator, config, case, inputs, schedule, *, whole=True):
     for name, (launch, made) in simulator.build(FAMILY, config, case).items():
         if not (whole or launch.once):
             continue
+        if strides and name == "mask":
+            launch = replace(launch, args=(*launch.args[: -len(strides)], *strides))
         request = place / f"{name}.request"
         request.write_text(_request(launch, kinds, place, schedule))
         _run((simulator._runner(False).result(), made.result()), request, 120)
@@ -136,3 +143,29 @@ def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kin
         keys = np.flatnonzero(of_64[item, row // 128])[::-1] * 64
         assert told[:count].tolist() == keys.tolist()
     assert (left["turns"] == 0).all()
+
+
+LAID = {
+    "transposed": lambda seen: seen.swapaxes(2, 3).copy().swapaxes(2, 3),
+    "every second key": lambda seen: np.repeat(seen, 2, 3)[..., ::2],
+    "rows apart": lambda seen: np.pad(seen, ((0, 0), (0, 0), (0, 0), (0, 13)))[..., :-13],
+    "one row of all": lambda seen: np.broadcast_to(seen[:, :, 70:71].copy(), seen.shape),
+    "one key of all": lambda seen: np.broadcast_to(seen[..., 70:71].copy(), seen.shape),
+}
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("keys", [130, 544, 601])
+@pytest.mark.parametrize("how", LAID)
+def test_a_mask_that_lies_in_memory_in_any_way_has_the_same_bits(simulator, how, keys):
+    """Its base, too, is at any address: items and heads are as long as they are."""
+    config = config_of(FAMILY, next(iter(CONFIGS)))
+    problem = Problem(2, 2, 1, 99, keys, 64, "bf16", FULL.as_boolean(("item", "head")))
+    drawn = np.random.default_rng(7).random(problem.shape_of("mask")) < 0.5
+    seen = LAID[how](drawn.astype(np.uint8))
+    memory = seen if seen.base is None else seen.base
+    inputs = {"mask": memory} | dict.fromkeys("qkv", np.zeros(1, np.uint8))
+    words = launched(simulator, config, Case(problem), inputs, 0, whole=False, strides=seen.strides)["bits"]
+    bits = np.unpackbits(words.view(np.uint8).reshape(4 * 99, -1), axis=1, bitorder="little")
+    assert (bits[:, :keys] == seen.reshape(4 * 99, keys)).all()
+    assert not bits[:, keys:].any()

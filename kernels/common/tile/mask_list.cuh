@@ -184,79 +184,124 @@ __device__ __forceinline__ unsigned sixteens(const unsigned* bits, int words, in
     return __funnelshift_r(bits[word], next, key / 16 % 32) & ((1u << count) - 1);
 }
 
-// Bits of `Keys` keys of up to 64 queries, whose rows begin and end at multiples of 16 bytes, and
-// what these see together. Each of Warps warps takes every Warps-th row, and a lane 16 keys of it.
-template <int Warps, int Keys>
-__device__ __forceinline__ void see_sixteens(const unsigned char* mask, int row_stride,
-                                             unsigned* bits, const Together& own, int rows,
-                                             int key_0, int seqlen_k) {
-    constexpr int PARTS = Keys / 512, ROWS = 64 / Warps;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_of_lane = key_0 + lane * 16;
-    auto* halves = reinterpret_cast<unsigned short*>(bits) + warp * (Keys / 16) + lane;
-    uint4 bytes[PARTS][ROWS];  // all are on their way before the first is used
+constexpr int SCANNED_KEYS = 512;  // by a block, of 64 queries
+
+// Rows of a mask of bytes, of up to 64 queries, and the memory of the whole mask.
+struct MaskRows {
+    const unsigned char *first, *begin, *end;
+    int row_stride, rows, seqlen_k;
+    // A key's byte, or that of one beyond the last; by an offset of 32 bits, which saves registers.
+    __device__ __forceinline__ const unsigned char* at(int row, int key) const {
+        return first + static_cast<unsigned>(min(row, rows - 1) * row_stride + key);
+    }
+    // 16 bytes as bits, those outside the memory as 0.
+    __device__ __forceinline__ unsigned bits_one_by_one(const unsigned char* block) const {
+        unsigned bits = 0;
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i)
+            if (block + i >= begin && block + i < end && block[i]) bits |= 1u << i;
+        return bits;
+    }
+};
+
+// The bits of SCANNED_KEYS keys of these rows, whose keys lie side by side, and what the queries
+// see together. Each of Warps warps takes every Warps-th row, and a lane 16 keys of it. They are
+// read by aligned blocks of 16 bytes: Aligned: where rows begin and end at such.
+template <int Warps, bool Aligned>
+__device__ __forceinline__ void see_sixteens(const MaskRows& mask, unsigned* bits,
+                                             const Together& own, int key_0) {
+    constexpr int ROWS = 64 / Warps, AT_ONCE = Aligned ? ROWS : 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key = key_0 + lane * 16;
+    const int most = Aligned ? mask.seqlen_k - 16 : round_up(mask.seqlen_k, 16);
+    auto* halves = reinterpret_cast<unsigned short*>(bits) + warp * (SCANNED_KEYS / 16) + lane;
+    auto before = [&](int row) {  // bytes of a block that lie before a key
+        return Aligned ? 0 : reinterpret_cast<unsigned long long>(mask.at(row, 0)) % 16;
+    };
+    auto block_of = [&](int row, int key) { return mask.at(row, min(key, most)) - before(row); };
+    auto inside = [&](const unsigned char* block) {
+        return Aligned || (block >= mask.begin && block + 16 <= mask.end);
+    };
+    const unsigned there = (1u << max(0, min(16, mask.seqlen_k - key))) - 1;
+    unsigned any = 0, all = 0xffffu;
+#pragma unroll 1
+    for (int from = 0; from < ROWS; from += AT_ONCE) {
+        const int row = warp + from * Warps;
+        uint4 bytes[AT_ONCE];  // all are on their way before the first is used
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i)
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            // Of no row or key beyond the last: a branch would leave no registers for all loads.
-            int row = min(warp + r * Warps, rows - 1);
-            unsigned at = row * row_stride + min(key_of_lane + i * 512, seqlen_k - 16);
-            bytes[i][r] = *reinterpret_cast<const uint4*>(mask + at);
+        for (int r = 0; r < AT_ONCE; ++r) {
+            const unsigned char* block = block_of(row + r * Warps, key);
+            if (!inside(block))  // another one
+                block = mask.begin + (-reinterpret_cast<unsigned long long>(mask.begin) & 15);
+            bytes[r] = *reinterpret_cast<const uint4*>(block);
+        }
+        unsigned behind = 0;  // bits of the blocks behind the last lane's, of two rows
+        if constexpr (!Aligned) {
+            const unsigned char* block =
+                block_of(row + lane / 16 * Warps, key_0 + SCANNED_KEYS) + lane % 16;
+            behind = __ballot_sync(0xffffffffu, block < mask.end && *block != 0);
         }
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-        const unsigned there = key_of_lane + i * 512 < seqlen_k ? 0xffffu : 0;
-        unsigned any = 0, all = 0xffffu;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            unsigned half = bits_of_bytes(bytes[i][r]) & there;
-            halves[r * Warps * (Keys / 16) + i * 32] = static_cast<unsigned short>(half);
+        for (int r = 0; r < AT_ONCE; ++r) {
+            unsigned half = bits_of_bytes(bytes[r]);
+            if constexpr (!Aligned) {
+                const unsigned char* block = block_of(row + r * Warps, key);
+                if (!inside(block)) half = mask.bits_one_by_one(block);
+                const unsigned next = __shfl_down_sync(0xffffffffu, half, 1);
+                half |= (lane < 31 ? next : behind >> r * 16) << 16;
+                half >>= before(row + r * Warps);
+            }
+            half &= there;
+            halves[(from + r) * Warps * (SCANNED_KEYS / 16)] = static_cast<unsigned short>(half);
             any |= half, all &= half;
         }
-        unsigned of_any = __ballot_sync(0xffffffffu, any != 0);
-        unsigned of_part = __ballot_sync(0xffffffffu, all != 0xffffu);
-        if (lane == 0) own.add(key_0 + i * 512, of_any, of_part);
     }
+    unsigned of_any = __ballot_sync(0xffffffffu, any != 0);
+    unsigned of_part = __ballot_sync(0xffffffffu, all != 0xffffu);
+    if (lane == 0) own.add(key_0, of_any, of_part);
+}
+// The same of keys that do not lie side by side.
+template <int Warps>
+__device__ __forceinline__ void see_one_by_one(const MaskRows& mask, int key_stride, unsigned* bits,
+                                               const Together& own, int key_0) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = warp; row < mask.rows; row += Warps)
+#pragma unroll 1  // unrolled, a register was spilled
+        for (int first = 0; first < SCANNED_KEYS; first += 32) {
+            int key = key_0 + first + lane;
+            const unsigned char* at = mask.first + static_cast<long long>(row) * mask.row_stride +
+                                      static_cast<long long>(key) * key_stride;
+            unsigned word = __ballot_sync(0xffffffffu, key < mask.seqlen_k && *at != 0);
+            if (lane > 0) continue;
+            bits[(row * SCANNED_KEYS + first) / 32] = word;
+            unsigned low = word & 0xffffu, high = word >> 16;
+            own.add(key, (low != 0) | (high != 0) << 1, (low != 0xffffu) | (high != 0xffffu) << 1);
+        }
 }
 
 // Rows of a mask that has a byte for each query and key: their bits, and of each 64 queries what
-// they see together. Block z has `Keys` keys, and the last one those beyond, up to 32 `words`. Rows
-// are read by 16 bytes where all begin and end at such. shared: the block's bits, then two words
-// for each 512 keys.
-template <int Warps, int Keys>
+// they see together. Block z has SCANNED_KEYS keys, and the last one those beyond, up to 32
+// `words`. shared: the block's bits, then two words.
+template <int Warps>
 __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_stride, int key_stride,
                                           unsigned* bits, unsigned* together, unsigned* shared,
                                           int seqlen_q, int seqlen_k, int words) {
-    constexpr int OWN = Keys / 512, WORDS = Keys / 32;
-    const int begin = blockIdx.x * 64, rows = min(64, seqlen_q - begin), of_z = blockIdx.z * OWN;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_0 = blockIdx.z * Keys;
-    const bool wide = key_stride == 1 && (row_stride | seqlen_k) % 16 == 0 &&
-                      row_stride < 1 << 25 && reinterpret_cast<unsigned long long>(mask) % 16 == 0;
-    unsigned* seen = shared + 64 * WORDS;
-    const Together own{seen - of_z, seen + OWN - of_z};
-    if (threadIdx.x < 2 * OWN) seen[threadIdx.x] = 0;
+    constexpr int WORDS = SCANNED_KEYS / 32;
+    const int begin = blockIdx.x * 64, rows = min(64, seqlen_q - begin), z = blockIdx.z;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_0 = z * SCANNED_KEYS;
+    const long long stride = row_stride, last = (seqlen_q - 1) * stride + seqlen_k;
+    const MaskRows seen{mask + begin * stride, mask, mask + last, row_stride, rows, seqlen_k};
+    unsigned* of_64 = shared + 64 * WORDS;
+    const Together own{of_64 - z, of_64 + 1 - z};
+    if (threadIdx.x < 2) of_64[threadIdx.x] = 0;
     __syncthreads();
-    mask += static_cast<long long>(begin) * row_stride;
-    if (wide) {
-        see_sixteens<Warps, Keys>(mask, row_stride, shared, own, rows, key_0, seqlen_k);
-    } else {
-        for (int row = warp; row < rows; row += Warps)
-            for (int first = 0; first < Keys; first += 32) {
-                int key = key_0 + first + lane;
-                const unsigned char* at = mask + static_cast<long long>(row) * row_stride +
-                                          static_cast<long long>(key) * key_stride;
-                unsigned word = __ballot_sync(0xffffffffu, key < seqlen_k && *at != 0);
-                if (lane > 0) continue;
-                shared[row * WORDS + first / 32] = word;
-                unsigned low = word & 0xffffu, high = word >> 16;
-                own.add(key, (low != 0) | (high != 0) << 1,
-                        (low != 0xffffu) | (high != 0xffffu) << 1);
-            }
-    }
+    if (key_stride != 1 || row_stride >= 1 << 25 || last < 32)
+        see_one_by_one<Warps>(seen, key_stride, shared, own, key_0);
+    else if ((reinterpret_cast<unsigned long long>(mask) | row_stride | seqlen_k) % 16 == 0)
+        see_sixteens<Warps, true>(seen, shared, own, key_0);
+    else see_sixteens<Warps, false>(seen, shared, own, key_0);
     __syncthreads();
-    const int all = ceil_div<512>(seqlen_k), i = threadIdx.x;
-    if (i < OWN && of_z + i < all)
-        together[of_z + i] = seen[i], together[all + of_z + i] = seen[OWN + i];
+    const int all = ceil_div<512>(seqlen_k);
+    if (threadIdx.x == 0 && z < all) together[z] = of_64[0], together[all + z] = of_64[1];
     bits += static_cast<long long>(begin) * words;
     for (int at = threadIdx.x * 4; at < rows * WORDS; at += Warps * 32 * 4) {
         int row = at / WORDS, word = key_0 / 32 + at % WORDS;
@@ -265,7 +310,7 @@ __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_str
                 *reinterpret_cast<const uint4*>(shared + at);
     }
     // No tile is loaded of the keys beyond, but some are looked at.
-    if (blockIdx.z + 1 == gridDim.z)
+    if (z + 1 == gridDim.z)
         for (int row = warp; row < rows; row += Warps)
             for (int word = key_0 / 32 + WORDS + lane; word < words; word += 32)
                 bits[row * words + word] = 0;
