@@ -1,7 +1,10 @@
 """A package as an attention implementation of transformers, on tiny models of random weights."""
 
+import copy
+import ctypes
 import importlib
 import itertools
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +234,9 @@ READ = {
     "written": lambda mask: mask.masked_fill_(torch.arange(8) == 1, False),
     "listed": lambda mask: torch.tensor(mask.tolist()),
     "of another library": lambda mask: torch.from_numpy(mask.numpy()),
+    "copied deeply": copy.deepcopy,
+    "sent": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "shared": lambda mask: mask.share_memory_(),
 }
 
 
@@ -241,6 +247,12 @@ def test_code_that_reads_a_mask_gets_a_dense_one(package, how):
     assert isinstance(mask, torch.Tensor)
     assert torch.equal(READ[how](mask), READ[how](theirs))
     assert torch.equal(mask.clone(), theirs), "with what was written"
+
+
+def test_code_that_reads_memory_itself_finds_the_mask_there(package):
+    mask, theirs = lazy(package)
+    memory = (ctypes.c_uint8 * theirs.numel()).from_address(mask.data_ptr())
+    assert bytes(memory) == bytes(theirs.flatten().tolist())
 
 
 def test_a_mask_that_was_written_hides_what_it_then_says(served):

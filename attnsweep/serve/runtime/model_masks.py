@@ -66,14 +66,6 @@ class LazyMask(torch.Tensor):  # type: ignore[misc]
         dense = inner["dense"]
         return LazyMask(tuple(dense.shape), dense.device, (None, None), None, lambda: dense)
 
-    def tolist(self) -> Any:
-        """As a tensor's, which PyTorch refuses for subclasses."""
-        return self.clone().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """As a tensor's, which PyTorch refuses for subclasses."""
-        return self.clone().numpy(force=force)
-
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -87,6 +79,19 @@ class LazyMask(torch.Tensor):  # type: ignore[misc]
             return each.dense
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+def _of_dense(name: str) -> Callable[..., Any]:
+    def method(self: LazyMask, *args: Any, **options: Any) -> Any:
+        self.is_as_made = False
+        return getattr(self.dense, name)(*args, **options)
+
+    return method
+
+
+# What is no operator: PyTorch refuses it for tensors without memory of their own, or has none.
+for _name in ("data_ptr", "numpy", "share_memory_", "tolist", "__deepcopy__", "__reduce_ex__"):
+    setattr(LazyMask, _name, _of_dense(_name))
 
 
 class Recognised:
