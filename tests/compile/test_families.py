@@ -24,7 +24,7 @@ KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "fa
 ARCH_NAMES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 BASE = Problem(2, 16, 16, 1024, 1024, 64)
 # Bytes, stored and loaded, of what stays the same from tile to tile: a few loads a tile.
-SPILLS = {"flash_bwd_wgmma": 192}
+SPILLS = {"flash_bwd_wgmma": 192, "flash_fwd_fp32_halves": 320}
 WIDE = Problem(1, 4, 4, 64, 64, 512)
 
 

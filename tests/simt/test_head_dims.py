@@ -62,6 +62,12 @@ FP32_CONFIGS = (
     "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=8 NUM_STAGES=2",
     "BLOCK_M=64 BLOCK_N=32 NUM_WARPS=8 NUM_STAGES=1 PV_PRODUCTS=2",
 )
+HALVES_CONFIGS = (
+    "BLOCK_M=64 BLOCK_N=32 NUM_STAGES=2",
+    "BLOCK_M=128 BLOCK_N=64 NUM_WARPS=4 NUM_STAGES=1",
+    "BLOCK_M=64 BLOCK_N=16 NUM_STAGES=3",
+    "BLOCK_M=128 BLOCK_N=16 NUM_WARPS=8 NUM_STAGES=1",
+)
 # What rules say of sizes so small, and of speed.
 MAY_REFUSE = (
     *("turns_of_blocks", "block_order", "no_idle_tile", "split_grid", "split_keys"),
@@ -102,7 +108,11 @@ def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
     ("name", "configs", "labels"),
-    [("flash_fwd_mma", MMA_CONFIGS, PROBLEMS[:3]), ("flash_fwd_fp32_mma", FP32_CONFIGS, FP32_PROBLEMS)],
+    [
+        ("flash_fwd_mma", MMA_CONFIGS, PROBLEMS[:3]),
+        ("flash_fwd_fp32_mma", FP32_CONFIGS, FP32_PROBLEMS),
+        ("flash_fwd_fp32_halves", HALVES_CONFIGS, FP32_PROBLEMS),
+    ],
 )
 def test_right_with_mma(simulator, name, configs, labels, dim):
     family, tried = FAMILIES[name], 0
