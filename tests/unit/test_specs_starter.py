@@ -151,7 +151,7 @@ def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
         ("flash_fwd_fp32_wide", "flash_fwd_fp32_wgmma"),
     ]
     spec, _ = made(replace(wide, head_dim=72))
-    assert [*spec.kernels] == ["flash_fwd_fp32_mma"]
+    assert [*spec.kernels] == ["flash_fwd_fp32_halves", "flash_fwd_fp32_mma"]
     spec, _ = made(wide)
     assert spec.baselines == load_spec(shipped_specs()["wide_head"]).baselines
     fp8 = load_spec(shipped_specs()["fp8_h100"])
