@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attnsweep.choose.baseline_ratio import Base, Ratio, below_ranking, over_limit
+from attnsweep.choose.baseline_ratio import Base, below_ranking, over_limit
 from attnsweep.choose.drift import settings, time_kind
 from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
@@ -32,16 +32,28 @@ COLUMNS = {
     "recorded_on": _TEXT, "trial": _TEXT,
 }  # fmt: skip
 """The columns of a ranking, and their types in a DataFrame."""
+_UNKNOWN: dict[str, Any] = dict.fromkeys(COLUMNS)
 
 
 class Ground:
-    """What a problem's rows are set against: the card, its bounds and the fastest baseline."""
+    """What a problem's rows are set against: the card, its bounds and the fastest baseline.
 
-    def __init__(self, problem: Problem, environment: Environment | None, base: Base | None):
-        self.problem, self.environment, self.base = problem, environment, base
-        self.label, self.base_name = problem.label, base.trial.provider if base else None
+    base: the fastest baseline, which is set once the rows are judged.
+    """
+
+    def __init__(self, problem: Problem, environment: Environment | None):
+        self.problem, self.environment, self.label = problem, environment, problem.label
         self.flops, self.min_bytes = problem.flops, problem.min_bytes
+        self.base: Base | None = None
+        self._limits: dict[tuple[bool, str | None], dict[str, float]] = {}
         self._bounds: dict[tuple[object, ...], tuple[str, float] | None] = {}
+
+    def _bounds_of(self, trial: Trial) -> dict[str, float]:
+        """As `bounds_of`, which needs to be asked once for all rows of one recording."""
+        key = (trial.recorded, trial.recorded_on)
+        if key not in self._limits:
+            self._limits[key] = bounds_of(trial, self.environment)
+        return self._limits[key]
 
     def binding(self, trial: Trial, l2: str) -> tuple[str, float] | None:
         """The unit that binds the row's time with a warm or cold L2, and its bound in us."""
@@ -50,9 +62,35 @@ class Ground:
             return None
         key = (trial.recorded, trial.recorded_on, l2)
         if key not in self._bounds:
-            limits = bounds_of(trial, where)
+            limits = self._bounds_of(trial)
             self._bounds[key] = binding(limits, self.problem, l2_bytes=where.l2_bytes, l2=l2)
         return self._bounds[key]
+
+    def light(self, trial: Trial) -> dict[str, Any]:
+        """The share of the speed of light at the SM clock of the rounds, its unit, and that clock.
+
+        The speed of light is the bound that `hardware.bounds` has, at the clock that NVML reported
+        in the rounds in the place of the boost clock; the memory's is the card's own. Empty if the
+        bound or the clock is not known.
+        """
+        where, mhz = self.environment, trial.conditions.get("sm_mhz")
+        if where is None or not mhz or not isinstance(mhz, int | float) or not mhz > 0:
+            return {}
+        us, l2 = _device_us(trial)
+        slower = where.clock_hz / 1e6 / mhz
+        limits = self._bounds_of(trial).items()
+        now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
+        binds = binding(now, self.problem, l2_bytes=where.l2_bytes, l2=l2)
+        if binds is None:
+            return {}
+        return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": float(mhz)}
+
+    def faster_than_light(self, trial: Trial) -> str | None:
+        """Why a time cannot be one: it is below the bound at the clock of its rounds."""
+        found = self.light(trial)
+        if not found or not found["light"] > _FASTER_THAN_LIGHT:
+            return None
+        return f"says ok, but is faster than light: {light_text(found)}"
 
 
 class Row(Mapping[str, Any]):
@@ -90,17 +128,20 @@ class Row(Mapping[str, Any]):
             "time_us": time.median if time is not None and time.median > 0 else None,
             "rounds": len(time.rounds) if time is not None else None,
             "timed_as": time_kind(trial),
-            "best_baseline": ground.base_name,
+            "best_baseline": ground.base.trial.provider if ground.base else None,
             "over_limit": over_limit(trial),
             "recorded": trial.recorded,
             "trial": trial,
         }
 
     def __getitem__(self, name: str) -> Any:
-        facts = self._facts
-        if name not in facts and name in COLUMNS:
-            facts |= self._figures() | {"config": named(facts["trial"].config)}
-        return facts[name]
+        try:
+            return self._facts[name]
+        except KeyError:
+            if name not in COLUMNS:
+                raise
+        self._facts = self.columns(named(self._facts["trial"].config))
+        return self._facts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COLUMNS)
@@ -110,87 +151,63 @@ class Row(Mapping[str, Any]):
 
     def columns(self, config: object) -> dict[str, Any]:
         """All columns, in order. config: what stands for the config, whose text takes time."""
-        whole: dict[str, Any] = dict.fromkeys(COLUMNS)
-        whole.update(self._facts)
-        whole.update(self._figures(), config=config)
+        whole = _UNKNOWN | self._facts
+        trial: Trial = whole["trial"]
+        accuracy, used = trial.accuracy, trial.resources
+        whole["config"], whole["recorded_on"] = config, trial.recorded_on
+        whole["variant"] = " ".join(trial.variant.values())
+        whole["ranked_as"] = whole["timed_as"]
+        if used is not None:
+            whole["registers"], whole["spill_bytes"] = used.registers, used.spill_bytes
+            whole["smem_bytes"] = used.smem_bytes
+        figures = self._figures(trial, whole["time_us"] or math.nan, whole["timed_as"])
+        if accuracy is not None:
+            figures["rel_err"], figures["limit"] = accuracy.rel_err, accuracy.limit
+        if used is not None:
+            figures["occupancy"] = used.occupancy
+        if (energy := trial.energy_uj) is not None:
+            figures["energy_uj"] = energy.median
+            figures["energy_spread_uj"] = (energy.high - energy.low) / 2
+            whole["ranked_as"] = "energy" if energy.ranks else whole["timed_as"]
+        for name, value in figures.items():
+            if value == value:  # NaN is unknown
+                whole[name] = value
         return whole
 
-    def _figures(self) -> dict[str, Any]:
-        """The columns that take time."""
-        trial, ground, ratio = self._facts["trial"], self._ground, Ratio()
-        problem, time, used = trial.problem, trial.time_us, trial.resources
-        accuracy, energy, kind = trial.accuracy, trial.energy_uj, self._facts["timed_as"]
-        median = self._facts["time_us"] or math.nan
-        device_us, l2 = _device_us(trial)
-        bound, bound_us = ground.binding(trial, l2) or (None, math.nan)
-        if ground.base is not None and below_ranking(trial) is None:
-            ratio = ground.base.ratio(trial, self._paced_us)
-        found = {
-            "variant": " ".join(trial.variant.values()),
-            "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else None,
-            "cycles": time.cycles if time is not None else None,
+    def _figures(self, trial: Trial, median: float, kind: str) -> dict[str, Any]:
+        """The times, and what follows from them; NaN or absent if unknown."""
+        ground, problem, time = self._ground, trial.problem, trial.time_us
+        found: dict[str, Any] = {
             "warm_us": median if kind == "warm" else trial.warm_us,
             "cold_us": trial.cold_us,
             "eager_us": trial.eager_us,
             "launch_us": trial.launch_us,
-            "energy_uj": energy.median if energy is not None else None,
-            "energy_spread_uj": (energy.high - energy.low) / 2 if energy is not None else None,
             "power_w": trial.power_w,
-            "ranked_as": "energy" if energy is not None and energy.ranks else kind,
-            "us_per_head": median / (problem.batch * problem.heads),
-            "us_per_sequence": median / problem.batch,
-            "tflops": ground.flops / device_us / 1e6,
-            "gbytes_per_s": ground.min_bytes / device_us / 1e3,
-            "bound_us": bound_us,
-            "bound": bound,
-            "bound_share": bound_us / device_us,
-            **light_of(trial, ground.environment),
-            "ratio_to_best_baseline": ratio.value,
-            "ratio_low": ratio.low,
-            "ratio_high": ratio.high,
-            "ratio_of": ratio.of,
-            "rel_err": accuracy.rel_err if accuracy is not None else None,
-            "limit": accuracy.limit if accuracy is not None else None,
-            "registers": used.registers if used is not None else None,
-            "spill_bytes": used.spill_bytes if used is not None else None,
-            "smem_bytes": used.smem_bytes if used is not None else None,
-            "occupancy": used.occupancy if used is not None else None,
-            "recorded_on": trial.recorded_on,
         }
-        found.update(dict.fromkeys([name for name, value in found.items() if value != value]))
+        device_us, l2 = _device_us(trial)
+        if (binds := ground.binding(trial, l2)) is not None:
+            found["bound"], found["bound_us"] = binds
+            found["bound_share"] = binds[1] / device_us
+        if time is not None:
+            if time.samples > 1:
+                found["spread_us"] = (time.high - time.low) / 2
+            found |= {
+                "cycles": time.cycles,
+                "us_per_head": median / (problem.batch * problem.heads),
+                "us_per_sequence": median / problem.batch,
+                "tflops": ground.flops / device_us / 1e6,
+                "gbytes_per_s": ground.min_bytes / device_us / 1e3,
+                **ground.light(trial),
+            }
+            if ground.base is not None and below_ranking(trial) is None:
+                ratio = ground.base.ratio(trial, self._paced_us)
+                found["ratio_to_best_baseline"], found["ratio_of"] = ratio.value, ratio.of
+                found["ratio_low"], found["ratio_high"] = ratio.low, ratio.high
         return found
 
 
 # A clock is sampled once a round, and a time errs by a little.
 _FASTER_THAN_LIGHT = 1.02
-_DARK = {"light": math.nan, "light_by": None, "light_mhz": math.nan}
-
-
-def light_of(trial: Trial, environment: Environment | None) -> Mapping[str, Any]:
-    """The share of the speed of light at the SM clock of the rounds, its unit, and that clock.
-
-    The speed of light is the bound that `hardware.bounds` has, at the clock that NVML reported in
-    the rounds in the place of the boost clock; the memory's is the card's own.
-    """
-    mhz = trial.conditions.get("sm_mhz")
-    if environment is None or not mhz or not isinstance(mhz, int | float) or not mhz > 0:
-        return _DARK
-    us, l2 = _device_us(trial)
-    slower = environment.clock_hz / 1e6 / mhz
-    limits = bounds_of(trial, environment).items()
-    now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
-    binds = binding(now, trial.problem, l2_bytes=environment.l2_bytes, l2=l2)
-    if binds is None:
-        return _DARK
-    return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": float(mhz)}
-
-
-def faster_than_light(trial: Trial, environment: Environment | None) -> str | None:
-    """Why a time cannot be one: it is below the bound at the clock of its rounds."""
-    found = light_of(trial, environment)
-    if not found["light"] > _FASTER_THAN_LIGHT:
-        return None
-    return f"says ok, but is faster than light: {light_text(found)}"
 
 
 def light_text(row: Mapping[str, Any]) -> str:

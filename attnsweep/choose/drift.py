@@ -121,13 +121,15 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
         median([us[id(t)] / value for t in timed if (value := first(t))] or [0.0])
         for first in (_first_us, _first_cycles)
     )
+    if not timed:
+        return us
     raced = [trial for trial in rows if trial.race or rounds_of(trial)]
-    names = {label_of_row(trial): trial for trial in raced} if timed else {}
+    names = {label_of_row(trial): trial for trial in raced}
 
     def of(trial: Trial, seen: frozenset[int]) -> float:
         """A row without rounds, and those that beat it in a race."""
         least = us[id(trial)]
-        if rounds_of(trial) or not timed:
+        if rounds_of(trial):
             return least
         least = max(least, _first_us(trial) * of_first, _first_cycles(trial) * of_cycles)
         other = names.get(trial.race.get("against", ""))

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress
+from itertools import chain
+from operator import add, sub
 from typing import Any
 
 from attnsweep.core.problem import Value
@@ -94,44 +95,49 @@ def effects(
     candidates is left out: the run says nothing about it.
     """
     rows = timed(trials, reference.kernel)
-    orders = [sorted(t.config) for t in rows]
     us = [t.screened_us or math.nan for t in rows]
-    found_us = [*zip(us, map(math.log, us), strict=True)]
-    # A number for each value of each parameter: tuples of them are compared a million times.
-    codes: dict[tuple[str, type, Value], int] = {}
-
-    def code(name: str, value: Value) -> int:  # True is not 1
-        return codes.setdefault((name, type(value), value), len(codes))
-
-    own = {name: code(name, value) for name, value in reference.config.items()}
-    settings = [
-        [codes.setdefault((n, (v := t.config[n]).__class__, v), len(codes)) for n in order]
-        for t, order in zip(rows, orders, strict=True)
-    ]
+    times = [*zip(us, map(math.log, us), strict=True)]
+    columns = {
+        name: _Column([t.config.get(name) for t in rows])
+        for name in dict.fromkeys(chain.from_iterable(t.config for t in rows))
+    }
+    varied = {name: column for name, column in columns.items() if column.varies}
+    # All settings of a row as one number, since they are compared a million times.
+    bits, whole = len(rows).bit_length(), [0] * len(rows)
+    for at, column in enumerate(varied.values()):
+        column.digits = [digit << bits * at for digit in column.digits]
+        whole = [*map(add, whole, column.digits)]
     found: list[Effect] = []
-    there = [*zip(rows, orders, settings, found_us, strict=True)]
-    for name in reference.config:
-        of = [(o.index(name), each, time) for t, o, each, time in there if name in t.config]
-        if len({each[at] for at, each, _ in of}) > 1:
-            varied = [(each[at], (*each[:at], *each[at + 1 :]), *time) for at, each, time in of]
-            found += _effect(varied, name, own[name], [*codes])
+    for name, value in reference.config.items():
+        if name in varied:
+            others = [*map(sub, whole, varied[name].digits)]
+            found += _effect(varied[name], others, times, name, value)
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
-            mine = code(axis, reference.variant[axis])
-            varied = [
-                (
-                    code(axis, t.variant[axis]),
-                    (*compress(each, (n not in names for n in o)),),
-                    *time,
-                )
-                for t, o, each, time in there
-                if axis in t.variant
-            ]
-            of_axis = _effect(varied, axis, mine, [*codes], names)
+            others = whole
+            for name in names:
+                others = [*map(sub, others, varied[name].digits)] if name in varied else others
+            column = _Column([t.variant.get(axis) for t in rows])
+            of_axis = _effect(column, others, times, axis, reference.variant[axis], names)
             # What changes with its axis only has no pairs of its own: the axis speaks for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
     return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))
+
+
+class _Column:
+    """One setting of all rows: each value as a digit from 1 on, and 0 where a row has none.
+
+    varies: whether rows differ in it.
+    """
+
+    def __init__(self, values: Sequence[Value | None]) -> None:
+        self.values: dict[tuple[type, Value], int] = {}
+        known = self.values  # by type too: True is not 1
+        self.digits = [
+            0 if v is None else known.setdefault((v.__class__, v), len(known) + 1) for v in values
+        ]
+        self.varies = len({*self.digits}) > 1
 
 
 def axes_of(variants: object) -> dict[str, list[str]]:
@@ -157,47 +163,51 @@ def axes_of(variants: object) -> dict[str, list[str]]:
 
 
 def _effect(
-    rows: Sequence[tuple[int, tuple[int, ...], float, float]],
+    column: _Column,
+    others: Sequence[int],
+    times: Sequence[tuple[float, float]],
     name: str,
-    own: int,
-    codes: Sequence[tuple[str, type, Value]],
+    reference: Value,
     sets: Sequence[str] = (),
 ) -> list[Effect]:
     """The effect of one setting, none if it has one value.
 
-    rows: the code of its value, those of all others, the first time and its logarithm. own: the
-    reference's. codes: by code, what it stands for.
+    others: all other settings of each row, as one number. times: first times and their logarithms.
     """
-    groups: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    groups: dict[int, dict[int, float]] = defaultdict(dict)
     logs: dict[int, list[float]] = defaultdict(list)
-    for value, others, us, log in rows:
-        groups[others][value] = us
-        logs[value].append(log)
+    often = Counter(others)
+    for digit, rest, (us, log) in zip(column.digits, others, times, strict=True):
+        if digit:
+            logs[digit].append(log)
+            if often[rest] > 1:
+                groups[rest][digit] = us
     if len(logs) < 2:
         return []
+    values = dict(zip(logs, (value for _, value in column.values), strict=True))
+    own = next((d for d, v in values.items() if v == reference and type(v) is type(reference)), 0)
     spreads: list[float] = []
     ratios: dict[int, list[float]] = defaultdict(list)
-    for times in groups.values():
-        each = list(times.values())
+    for alike in groups.values():
+        each = list(alike.values())
         spreads += [max(a, b) / min(a, b) for i, a in enumerate(each) for b in each[:i]]
-        if own in times:
-            for value, time_us in times.items():
-                if value != own:
-                    ratios[value].append(time_us / times[own])
+        if own in alike:
+            for digit, us in alike.items():
+                if digit != own:
+                    ratios[digit].append(us / alike[own])
     shown = tuple(
         ValueEffect(
-            codes[code][-1],
-            len(logs[code]),
-            len(ratios[code]),
-            statistics.median(ratios[code]) if ratios[code] else None,
-            sum(ratio < 1 for ratio in ratios[code]),
+            values[digit],
+            len(logs[digit]),
+            len(ratios[digit]),
+            statistics.median(ratios[digit]) if ratios[digit] else None,
+            sum(ratio < 1 for ratio in ratios[digit]),
         )
-        for code in sorted(logs, key=lambda code: in_order(codes[code][-1]))
+        for digit in sorted(logs, key=lambda digit: in_order(values[digit]))
     )
     share, spread = _share([*logs.values()]), statistics.median(spreads) if spreads else None
-    return [
-        Effect(name, codes[own][-1], len(rows), share, len(spreads), spread, shown, tuple(sets))
-    ]
+    count = sum(map(len, logs.values()))
+    return [Effect(name, reference, count, share, len(spreads), spread, shown, tuple(sets))]
 
 
 def _share(groups: Sequence[Sequence[float]]) -> float | None:
@@ -212,8 +222,8 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
         return None
 
     def squares(values: Sequence[float]) -> float:
-        mean = statistics.fmean(values)
-        return sum((value - mean) ** 2 for value in values)
+        mean = math.fsum(values) / len(values)
+        return sum([(value - mean) ** 2 for value in values])
 
     total, within = squares(everything), sum(map(squares, groups))
     if total == 0:

@@ -22,7 +22,6 @@ from attnsweep.choose.columns import (
     COLUMNS,
     Ground,
     Row,
-    faster_than_light,
     named,
     too_inaccurate,
 )
@@ -229,25 +228,27 @@ def _groups(trials: Sequence[Trial], us: Mapping[int, float]) -> list[list[Trial
     # Another kind of time cannot compete with that of the rounds: warm times are below cold ones.
     kinds = {time_kind(trial) for trial in trials if rounds_of(trial)}
     left = _sorted(trials, lambda t: (bool(kinds) and time_kind(t) not in kinds, us[id(t)]))
+    raced = [trial for trial in left if rounds_of(trial)]
     most: dict[tuple[object, ...], int] = {}
-    for trial in left:
+    for trial in raced:
         most[session(trial)] = max(last_round(trial), most.get(session(trial), 0))
+    full = [trial for trial in raced if last_round(trial) == most[session(trial)]]
     groups: list[list[Trial]] = []
     while left:
-        full = [t for t in left if rounds_of(t) and last_round(t) == most[session(t)]]
         leader = left[0]
         if full and us[id(full[0])] <= MARGIN * us[id(leader)]:
             leader = full[0]
         tied = [t for t in full if t is not leader and _tied(t, leader)]
-        apart = {id(t) for t in left} - {id(t) for t in (leader, *tied)}
+        apart = {id(t) for t in (leader, *tied)}
         # Noisy rounds can tie with rows that are much slower than the next rank's. Another kind of
         # time says nothing of that: warm times are below cold ones, microseconds below microjoules.
-        alike = [t for t in left if id(t) in apart and time_kind(t) == time_kind(leader)]
-        fastest = min((us[id(t)] for t in alike), default=math.inf)
+        alike = (t for t in left if id(t) not in apart and time_kind(t) == time_kind(leader))
+        after = next(alike, None)  # rows of a kind are in the order of their times
+        fastest = math.inf if after is None else us[id(after)]
         group = [leader] + [t for t in tied if us[id(t)] <= MARGIN * fastest]
         groups.append(group)
         keys = {id(t) for t in group}
-        left = [t for t in left if id(t) not in keys]
+        left, full = ([t for t in those if id(t) not in keys] for those in (left, full))
         if any(t.provider == OURS for t in group):
             return groups + [[t] for t in left]
     return groups
@@ -303,8 +304,9 @@ def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
+    ground = Ground(problem, environment)
     for trial in trials:
-        if verdicts[id(trial)][0] is Status.OK and (why := faster_than_light(trial, environment)):
+        if verdicts[id(trial)][0] is Status.OK and (why := ground.faster_than_light(trial)):
             verdicts[id(trial)] = Status.DAMAGED, why
     right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
     us = at_pace(right)
@@ -319,7 +321,7 @@ def _rank_problem(
     rest = _sorted(rest, lambda t: _AFTER.index(verdicts[id(t)][0]))
     places += [(t, (None, False, False)) for t in (*below, *rest)]
     statuses = {number: status for number, (status, _) in verdicts.items()}
-    ground = Ground(problem, environment, fastest_baseline(trials, statuses, us))
+    ground.base = fastest_baseline(trials, statuses, us)
     return [Row(t, ground, us.get(id(t)), verdicts[id(t)], place) for t, place in places]
 
 

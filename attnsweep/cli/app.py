@@ -199,6 +199,7 @@ def no_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # or the first collection looks at all that is about to be freed
         gc.enable()
 
 

@@ -46,7 +46,7 @@ def frontier_points(section: Section) -> list[dict[str, Any]]:
 
 def max_error_of(section: Section) -> float | None:
     """The max_error that the problem's candidates were held to, or None."""
-    asked = [row["trial"].accuracy for row in section.rows if not row["baseline"]]
+    asked = [row["trial"].accuracy for row in section.candidates]
     return next((a.max_error for a in asked if a is not None and a.max_error is not None), None)
 
 

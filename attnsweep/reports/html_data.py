@@ -35,34 +35,34 @@ def data_of(
     """
     families = kernels_of(spec_text)
     kernels: dict[str, dict[str, None]] = {}
+    last: dict[str, tuple[str, ...]] = {}
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {}
     for section in sections:
-        for row in section.rows:
-            if not row["baseline"]:
-                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(_settings(row)))
+        for row in section.candidates:
+            trial = row["trial"]
+            if (names := (*trial.variant, *trial.config)) != last.get(row["kernel"]):
+                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(names))
+                last[row["kernel"]] = names
     number = {kernel: index for index, kernel in enumerate(kernels)}
     trials = []
     for index, section in enumerate(sections):
-        for row in section.rows:
-            if row["baseline"]:
-                continue
-            config = _settings(row)
-            reason = reason_of(row)
+        for row in section.candidates:
+            trial, kernel, reason = row["trial"], row["kernel"], reason_of(row)
+            own = {**trial.variant, **trial.config}
             trials.append(
                 [
                     index,
-                    number[row["kernel"]],
+                    number[kernel],
                     statuses.setdefault(row["status"], len(statuses)),
                     short(row["time_us"]) if row["rank"] else None,
                     reasons.setdefault(reason, len(reasons)) if reason else None,
                     [
-                        value_text(config[name]) if type(config.get(name)) is bool
-                        else config.get(name)
-                        for name in kernels[row["kernel"]]
+                        value_text(value) if (value := own.get(name)).__class__ is bool else value
+                        for name in kernels[kernel]
                     ],
                 ]
-            )  # fmt: skip
+            )
     of_problem: dict[Problem, list[Trial]] = defaultdict(list)
     for trial in in_order:
         of_problem[trial.problem].append(trial)
@@ -78,16 +78,11 @@ def data_of(
     }
 
 
-def _settings(row: Row) -> dict[str, Any]:
-    return {**row["trial"].variant, **row["trial"].config}
-
-
 def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
     """One problem: size, bounds, baselines, the stages of its best pipelines, and effects."""
     problem: Problem = section.problem
     bests = {id(row) for row in section.best_of_families}
-    ranked = [row for row in section.rows if row["rank"]]
-    in_stages = [row for row in ranked if row["trial"].stages_us]
+    in_stages = [row for row in section.ranked if row["trial"].stages_us]
     first = [row for row in in_stages if id(row) in bests]
     others = [row for row in in_stages if id(row) not in bests]
     staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
@@ -99,7 +94,9 @@ def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": problem.min_bytes,
         "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
         "binds": binds,
-        "baselines": [_baseline(row) for row in ranked if row["baseline"] or id(row) in bests],
+        "baselines": [
+            _baseline(row) for row in section.ranked if row["baseline"] or id(row) in bests
+        ],
         "effects": _effects(section, families),
         "frontier": frontier_points(section),
         "staged": [
@@ -120,7 +117,7 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
     won = section.winner
     if won is None:
         return None
-    trials = [row["trial"] for row in section.rows if row["kernel"] == won["kernel"]]
+    trials = [row["trial"] for row in section.candidates if row["kernel"] == won["kernel"]]
     found = effects(
         trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
     )

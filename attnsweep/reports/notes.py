@@ -43,7 +43,7 @@ def notes(
         (rest_line(section, shown, more), ""),
         *((line, "yellow") for line in served_lines(section)),
         *((line, "") for line in searched_lines(section)),
-        (judged_line(section.rows), ""),
+        (judged_line(section.candidates), ""),
     ]
     after = [
         *((line, "") for line in baseline_lines(section)),
@@ -81,7 +81,7 @@ def _short_reasons(details: Iterable[str | None]) -> Counter[str]:
 def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
     """The number of candidates that are not shown, by status."""
     visible = {id(row) for row in shown}
-    rest = [r for r in section.rows if not r["baseline"] and id(r) not in visible]
+    rest = [row for row in section.candidates if id(row) not in visible]
     if not rest:
         return None
     counted = []
@@ -109,7 +109,7 @@ def _fate(row: Row) -> str:
 
 def searched_lines(section: Section) -> list[str]:
     """For each family that was searched in part: how many of its candidates were tried, and why."""
-    tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
+    tried = Counter(row["kernel"] for row in section.candidates)
     out = []
     for facts in section.spaces:
         kernel, there, why = facts.get("kernel"), facts.get("candidates"), facts.get("ended")

@@ -40,36 +40,50 @@ class Section:
     spaces: Sequence[Mapping[str, Any]] = ()
     """Facts of the families' candidates, tried or not: the entries of its Run."""
 
-    @property
+    @functools.cached_property
     def winner(self) -> Row | None:
         """The candidate that the fixed rule picks, or None."""
         return next((row for row in self.rows if row["winner"]), None)
 
-    @property
+    @functools.cached_property
     def best_baseline(self) -> Row | None:
         """The fastest baseline known, which × base compares with, or None. It may be noisy."""
         name = self.rows[0]["best_baseline"]
-        return next((row for row in self.rows if row["baseline"] and row["provider"] == name), None)
+        return next((row for row in self.baselines if row["provider"] == name), None)
 
     @property
     def bounds_us(self) -> dict[str, float]:
         """Unit to its bound; empty if the rows come from another GPU than the environment's."""
         return bounds_of(self.rows[0]["trial"], self.environment)
 
+    @functools.cached_property
+    def candidates(self) -> list[Row]:
+        """The rows of candidates."""
+        return [row for row in self.rows if not row["baseline"]]
+
+    @functools.cached_property
+    def baselines(self) -> list[Row]:
+        """The rows of baselines."""
+        return [row for row in self.rows if row["baseline"]]
+
+    @functools.cached_property
+    def ranked(self) -> list[Row]:
+        """The rows with a rank, best first."""
+        return [row for row in self.rows if row["rank"]]
+
     def shown(self, top: int) -> list[Row]:
         """The table's rows: the best `top`, each family's best, baselines; those below it last."""
-        ranked = [row for row in self.rows if row["rank"]]
-        best = [row for row in ranked if not row["baseline"]][:top]
+        best = [row for row in self.ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
-        shown = [row for row in ranked if row["baseline"] or id(row) in keep]
-        return shown + [row for row in self.rows if _unranked_baseline(row)] if shown else []
+        shown = [row for row in self.ranked if row["baseline"] or id(row) in keep]
+        return shown + [row for row in self.baselines if _unranked_baseline(row)] if shown else []
 
     @functools.cached_property
     def best_of_families(self) -> list[Row]:
         """The first ranked candidate of each kernel family."""
         first: dict[str, Row] = {}
-        for row in self.rows:
-            if row["rank"] and not row["baseline"]:
+        for row in self.candidates:
+            if row["rank"]:
                 first.setdefault(row["kernel"], row)
         return list(first.values())
 
@@ -77,9 +91,8 @@ class Section:
     def differing(self) -> dict[str, list[str]]:
         """Family to the parameters in which its candidates differ, shown or not."""
         configs: dict[str, list[Mapping[str, Any]]] = {}
-        for row in self.rows:
-            if not row["baseline"]:
-                configs.setdefault(row["kernel"], []).append(row["trial"].config)
+        for row in self.candidates:
+            configs.setdefault(row["kernel"], []).append(row["trial"].config)
         return {kernel: _varied(those) for kernel, those in configs.items()}
 
 
@@ -123,8 +136,7 @@ def kernels_of(spec_text: str | None) -> dict[str, Any]:
 
 def _unranked_baseline(row: Row) -> bool:
     """Whether a baseline has a time, but is noisy or listed below the ranking."""
-    timed = bool(row["baseline"] and row["time_us"])
-    return timed and (row["status"] == Status.NOISY or is_below(row))
+    return bool(row["time_us"]) and (row["status"] == Status.NOISY or is_below(row))
 
 
 def is_below(row: Row) -> bool:
@@ -266,7 +278,7 @@ def faster_baseline(section: Section) -> str | None:
 
 def served_lines(section: Section) -> list[str]:
     """What each family that ran serves only, if it does not serve all problems of its kind."""
-    ran = {row["kernel"] for row in section.rows if not row["baseline"]}
+    ran = {row["kernel"] for row in section.candidates}
     found = {f["kernel"]: f["serves"] for f in section.spaces if f.get("serves")}
     return [f"{name} serves only {'; '.join(s)}" for name, s in found.items() if name in ran]
 
@@ -439,8 +451,8 @@ def absent_baselines(section: Section) -> list[str]:
 
     return [
         f"baseline {who(row)} {row['status'].replace('_', ' ')}: {reason(row)}"
-        for row in section.rows
-        if row["baseline"] and not row["rank"] and not is_below(row)
+        for row in section.baselines
+        if not row["rank"] and not is_below(row)
     ]
 
 
