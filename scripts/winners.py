@@ -1,20 +1,21 @@
 """Write table.json and cubins/ in attnsweep/serve/runtime: the winners behind attnsweep.attention.
 
-Usage: python scripts/winners.py [--check]. Needs the NVRTC of the recorded runs, since the machine
-code of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns
-1 if the table is not what results/ gives, or if the kernels' text has changed since.
+Usage: python scripts/winners.py [--check]. What is shipped already, of kernels whose text is the
+same, is not compiled again. The rest needs the NVRTC of the recorded runs, since the machine code
+of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns 1 if
+the table is not what results/ gives, or if the kernels' text has changed since.
 """
 
 from __future__ import annotations
 
-import io
+import ctypes
+import ctypes.util
+import itertools
 import json
-import lzma
 import re
 import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from attnsweep import exported_table, find_runs
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import export, table_text
 from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY
+from attnsweep.serve.runtime.served import forms_of
+from attnsweep.serve.runtime.table import ALIGNMENT, BASE, WINDOW, Code, read_table
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
-# Cubins of an archive. A first call unpacks one or two, so they must not be large. 936 kernels
-# were 3086 KiB in groups of 36 cubins, 2551 in groups of 108, 2201 in groups of 288.
-GROUP = 124
+# Most bytes of an archive, and cubins of the base, whose bytes others repeat; a first call unpacks
+# the base and one archive, or two. 972 kernels are 2198 KiB so, and unpacked in 17 ms of a first
+# call, at most 19; with a base of 64, 2143 KiB in 24 ms.
+GROUP, OF_BASE = 9 * 2**18, 32
 # Runs that judge the shipped table, and so tune nothing in it.
 JUDGES = ("held_out_decode", "held_out_decode_later")
 
@@ -40,44 +44,126 @@ def recorded() -> list[Path]:
     return [run for run in runs if run.parent.name != "replay" and run.name not in JUDGES]
 
 
-def grouped(table: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The cubins of each archive: alike ones next to each other, since they share most bytes."""
+def grouped(table: Mapping[str, Any], nbytes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The cubins of each archive: alike ones next to each other, since they share most bytes.
 
-    def likeness(kernel: Mapping[str, Any]) -> tuple[object, ...]:
+    nbytes: of each cubin. The base has some of all kinds, and stages that many kernels share.
+    """
+
+    def likeness(kernel: Mapping[str, Any]) -> tuple[Any, ...]:
         config = [int(number) for number in re.findall(r"\d+", table["configs"][kernel["config"]])]
-        return kernel["head_dim"], config, kernel["mask"], kernel["dtype"]
+        return kernel["head_dim"], config, kernel["mask"]
 
-    codes = (
-        f"{kernel['stages'][stage][form][:16]}.cubin"
-        for kernel in sorted(table["kernels"], key=likeness)
-        for form in (0, 1)  # without and with the log-sum-exp; a backward has one
-        for stage in sorted(kernel["stages"])
-        if form < len(kernel["stages"][stage])
+    codes: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for _, alike in itertools.groupby(sorted(table["kernels"], key=likeness), likeness):
+        both = list(alike)  # of two types of elements: nearly the same code
+        for stage, forms in sorted(both[0]["stages"].items()):
+            for form, kernel in itertools.product(range(len(forms)), both):
+                file = f"{kernel['stages'][stage][form][:16]}.cubin"
+                codes[stage in _MAIN].setdefault(file)
+    main = [*codes[True]]
+    some = dict.fromkeys(main[at * len(main) // OF_BASE] for at in range(OF_BASE if main else 0))
+    groups, size = {BASE: [*codes[False], *some]}, GROUP
+    for file in (file for file in main if file not in some):
+        size += nbytes[file]
+        if size > GROUP:
+            archive, size = f"{len(groups) - 1:02}.lzma2", nbytes[file]
+            groups[archive] = []
+        groups[archive].append(file)
+    return groups
+
+
+_MAIN = ("fwd", "keys", "queries")
+"""Stages whose code is of one kernel; a mask's, and what combines splits, many have in common."""
+
+
+def packed(data: bytes, before: bytes) -> bytes:
+    """LZMA2 that goes on after `before`, as `table.unpacked` reads it.
+
+    By liblzma itself, since Python's module has no way to give it what is before.
+    """
+    found = ctypes.util.find_library("lzma")
+    if found is None:
+        sys.exit("needs liblzma, the library of xz")
+    library, options, extreme = ctypes.CDLL(found), _Options(), 9 | 1 << 31
+    library.lzma_lzma_preset(ctypes.byref(options), ctypes.c_uint32(extreme))
+    kept = ctypes.create_string_buffer(before, len(before))
+    options.dict_size, options.lc, options.lp, options.pb = WINDOW, 0, 4, 4  # words of 16 bytes
+    options.preset_dict, options.preset_dict_size = ctypes.addressof(kept), len(before)
+    chain = (_Filter * 2)(_Filter(0x21, ctypes.addressof(options)), _Filter(2**64 - 1, None))
+    out, size = ctypes.create_string_buffer(len(data) + 2**16), ctypes.c_size_t(0)
+    room = ctypes.c_size_t(len(out))
+    given = (chain, None, data, ctypes.c_size_t(len(data)), out, ctypes.byref(size), room)
+    if code := library.lzma_raw_buffer_encode(*given):
+        sys.exit(f"liblzma returned {code}")
+    return out.raw[: size.value]
+
+
+class _Options(ctypes.Structure):
+    """lzma_options_lzma, of lzma/lzma12.h; its last fields are reserved."""
+
+    _fields_ = (
+        ("dict_size", ctypes.c_uint32),
+        ("preset_dict", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("preset_dict_size", "lc", "lp", "pb")),
+        ("rest", ctypes.c_uint64 * 16),
     )
-    files = list(dict.fromkeys(codes))  # two kernels may have the same code of a stage
-    groups = [files[first : first + GROUP] for first in range(0, len(files), GROUP)]
-    return {f"{number:02}.zip.xz": group for number, group in enumerate(groups)}
 
 
-def packed(cubins: Path, files: Sequence[str]) -> bytes:
-    """Cubins as one compressed file; equal cubins give equal bytes."""
-    together = io.BytesIO()
-    with zipfile.ZipFile(together, "w", zipfile.ZIP_STORED) as file:
-        for name in files:
-            file.writestr(zipfile.ZipInfo(name), (cubins / name).read_bytes())
-    return lzma.compress(together.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+class _Filter(ctypes.Structure):
+    """lzma_filter, of lzma/filter.h."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("options", ctypes.c_void_p))
 
 
 def write(made: Path) -> None:
     """Put the table and the cubins of an exported package in their place."""
     table = json.loads((made / TABLE.name).read_text())
-    table["archives"] = grouped(table)
+    cubins = {path.name: path.read_bytes() for path in (made / CUBINS.name).iterdir()}
+    groups = grouped(table, {file: len(data) for file, data in cubins.items()})
+    table["archives"] = {
+        archive: [[file, len(cubins[file])] for file in files] for archive, files in groups.items()
+    }
     if CUBINS.exists():
         shutil.rmtree(CUBINS)
     CUBINS.mkdir()
-    for archive, files in table["archives"].items():
-        (CUBINS / archive).write_bytes(packed(made / CUBINS.name, files))
+    before = b""
+    for archive, files in groups.items():
+        data = b"".join(cubins[file] + bytes(-len(cubins[file]) % ALIGNMENT) for file in files)
+        if len(before) + len(data) > WINDOW:
+            sys.exit(f"{archive} and {BASE} are larger than {WINDOW} bytes")
+        (CUBINS / archive).write_bytes(packed(data, before))
+        before = before or data  # the base is the first
     TABLE.write_text(table_text(table))
+
+
+def shipped_already(made: Path) -> bool:
+    """Write to `made` the package of kernels that are shipped; whether that is all of them.
+
+    Which is so if results/ or the rules choose fewer than before, and no text has changed.
+    """
+    old = json.loads(TABLE.read_text())
+    table = exported_table(recorded())
+    stages = {_identity(kernel, old): kernel["stages"] for kernel in old["kernels"]}
+    if table["source"] != old["source"] or table["format"] != old["format"]:
+        return False
+    if not all(_identity(kernel, table) in stages for kernel in table["kernels"]):
+        return False
+    (made / CUBINS.name).mkdir(parents=True)
+    there = read_table(PLACE)
+    for kernel in table["kernels"]:
+        forms, found = forms_of(kernel["mask"]), stages[_identity(kernel, table)]
+        kernel["stages"] = {stage: digests[:forms] for stage, digests in found.items()}
+        for sha256 in itertools.chain.from_iterable(kernel["stages"].values()):
+            file = f"{sha256[:16]}.cubin"
+            (made / CUBINS.name / file).write_bytes(there.code(Code(file, sha256, "")))
+    (made / TABLE.name).write_text(table_text(table | {"nvrtc": old["nvrtc"]}))
+    return True
+
+
+def _identity(kernel: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[object, ...]:
+    own = (kernel["head_dim"], kernel["dtype"], kernel["mask"], kernel.get("family"))
+    return (*own, table["configs"][kernel["config"]])
 
 
 def outline(table: dict[str, Any]) -> dict[str, Any]:
@@ -101,12 +187,17 @@ def main(arguments: Sequence[str]) -> int:
     """Write the table and the archives, or compare the table."""
     if "--check" not in arguments:
         with tempfile.TemporaryDirectory() as place:
-            # What comes with attnsweep serves 16 bits.
-            of_16_bits = {name: discover()[name] for name in (FAMILY, BACKWARD_FAMILY)}
-            done = export(recorded(), Path(place) / "winners", of_16_bits)
-            write(done.directory / done.name)
+            made = Path(place) / "winners"
+            if not shipped_already(made):
+                shutil.rmtree(made, ignore_errors=True)
+                # What comes with attnsweep serves 16 bits.
+                of_16_bits = {name: discover()[name] for name in (FAMILY, BACKWARD_FAMILY)}
+                done = export(recorded(), made, of_16_bits)
+                made = done.directory / done.name
+            write(made)
+        kernels = len(json.loads(TABLE.read_text())["kernels"])
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
-        print(f"{done.winners} winners, {done.kernels} kernels, {size:.0f} KiB of cubins")
+        print(f"{kernels} kernels, {size:.0f} KiB of cubins")
     found = stale(json.loads(TABLE.read_text()))
     if found == ["nvrtc"]:
         print(f"{TABLE.name}: compile with the NVRTC that the runs were measured with")

@@ -166,8 +166,8 @@ def compile_for_models(
     """Start to compile a config for tensors with any strides. See Compiling.done."""
     both = []
     own, rows = served.rows_of(served.WGMMA, config, problem)
-    for lse in (0, 1) if problem.op == FORWARD else (None,):
-        chosen = own if lse is None else Config({**own, "LSE": lse})
+    for lse in range(served.forms_of(problem.variant)):
+        chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
         launches = family.launches(chosen, rows, compiler.arch)
         both.append(
             {

@@ -176,7 +176,7 @@ class Planner:
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
-        stages = kernel.stages[lse]
+        stages = kernel.stages[lse] if lse < len(kernel.stages) else {}
         if not made.keys() <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
         calls = {name: launch for name, launch in made.items() if not launch.once}

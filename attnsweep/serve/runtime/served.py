@@ -48,6 +48,16 @@ def config_of(declaration: Any, label: str) -> Config:
     return Config(values)
 
 
+def forms_of(variant: str) -> int:
+    """How many forms the code of a `Problem.variant` has: without, and with the log-sum-exp.
+
+    A backward has one, and so has what PyTorch records the gradients of, if any are recorded: calls
+    of packed sequences, and of changed scores.
+    """
+    kind, *others = variant.split()
+    return 1 if kind == "packed" or {"backward", "bias", "sinks", "softcap"} & {*others} else 2
+
+
 @functools.cache
 def arch_of(sm_count: int) -> Arch:
     """The architecture of a card."""

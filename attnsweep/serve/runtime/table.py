@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import math
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,18 +16,22 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .served import DECLARED, FP8, WGMMA, config_of
+from .served import DECLARED, FP8, WGMMA, config_of, forms_of
 
 _T = TypeVar("_T")
-FORMAT = 4
+FORMAT = 5
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
 """The directory of a package's cubins, or of archives with several of them each."""
-# The most bytes of an archive, unpacked: 3 times what attnsweep ships.
-_MOST_BYTES = 2**24
+BASE = "base.lzma2"
+"""The archive whose bytes go before those of each other one, which repeat much of them."""
+ALIGNMENT = 16
+"""Bytes of an instruction. A cubin in an archive begins at a multiple: so it takes 7 % less."""
+WINDOW = 2**23
+"""The most bytes of an archive and BASE together, unpacked: so far back may bytes be repeated."""
 # Archives that are kept unpacked: cubins of one model's calls are mostly next to each other.
-_KEPT = 4
+_KEPT = 5
 # What reading a table raises that is none.
 _NONSENSE = (
     ProblemError,
@@ -90,8 +92,8 @@ class Code:
 class CompiledKernel:
     """One compiled config of a family.
 
-    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code,
-    without and with the log-sum-exp; a backward has one. values: the config itself.
+    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code, for
+    each of its `forms_of`. values: the config itself.
     """
 
     head_dim: int
@@ -229,11 +231,19 @@ class TunedFp8Gpu:
     spare: tuple[CompiledFp8Kernel, ...] = ()
 
 
+class Packed(NamedTuple):
+    """Where a cubin is: the archive below CUBINS, and its first byte and size in it, unpacked."""
+
+    archive: str
+    first: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A package's table. attnsweep: the version that wrote it.
 
-    archives: of each cubin that is packed, the archive below CUBINS; the others are files there.
+    archives: of each cubin that is packed, where it is; the others are files below CUBINS.
     fp8: what is known in FP8, of GPUs that also have winners in 16 bits or have none.
     """
 
@@ -241,16 +251,20 @@ class Table:
     attnsweep: str
     digest: str
     gpus: Mapping[GpuKey, TunedGpu]
-    archives: Mapping[str, str] = field(default_factory=dict)
+    archives: Mapping[str, Packed] = field(default_factory=dict)
     fp8: Mapping[GpuKey, TunedFp8Gpu] = field(default_factory=dict)
 
     def code(self, code: Code) -> bytes:
         """A cubin's bytes. Raises PackageError if it is missing, or not what was exported."""
-        cubins, archive = self.directory / CUBINS, self.archives.get(code.file)
-        path = cubins / code.file if archive is None else cubins / archive / code.file
+        cubins, packed = self.directory / CUBINS, self.archives.get(code.file)
+        path = cubins / (code.file if packed is None else packed.archive)
         try:
-            data = path.read_bytes() if archive is None else _unpacked(path.parent).read(path.name)
-        except (OSError, ImportError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
+            if packed is None:
+                data = path.read_bytes()
+            else:
+                data = unpacked(path)[packed.first : packed.first + packed.nbytes]
+                path /= code.file
+        except (OSError, ImportError, RuntimeError) as error:
             raise PackageError(f"{path}: cannot be read: {error}; export again") from error
         if hashlib.sha256(data).hexdigest() != code.sha256:
             raise PackageError(f"{path}: damaged: its SHA-256 is not the table's; export again")
@@ -258,21 +272,29 @@ class Table:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _unpacked(path: Path) -> zipfile.ZipFile:
-    """An archive's cubins, in memory. Raises OSError, ImportError, RuntimeError or BadZipFile."""
+def unpacked(path: Path) -> bytes:
+    """The bytes of an archive. Raises OSError, ImportError or RuntimeError.
+
+    It is a stream of LZMA2 that goes on after the bytes of BASE. liblzma takes such bytes when it
+    compresses; here it gets them as chunks that are not compressed, which it only copies.
+    """
     import lzma  # a Python may have been built without it
 
+    before = b"" if path.name == BASE else unpacked(path.with_name(BASE))
+    how = [{"id": lzma.FILTER_LZMA2, "dict_size": WINDOW}]
     try:
-        reading = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-        data = reading.decompress(path.read_bytes(), _MOST_BYTES)
+        reading = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=how)
+        for at in range(0, len(before), 2**16):
+            chunk = before[at : at + 2**16]  # the first one, 1, begins anew
+            reading.decompress(
+                bytes([2 if at else 1]) + (len(chunk) - 1).to_bytes(2, "big") + chunk
+            )
+        data = reading.decompress(path.read_bytes(), WINDOW)
     except (lzma.LZMAError, EOFError) as error:
         raise RuntimeError(f"damaged: {error}") from error
     if not reading.eof:
-        raise RuntimeError(f"damaged: cut, or more than {_MOST_BYTES} bytes")
-    unpacked = zipfile.ZipFile(io.BytesIO(data))
-    if any(each.compress_type != zipfile.ZIP_STORED for each in unpacked.infolist()):
-        raise RuntimeError("damaged: its files are compressed once more")
-    return unpacked
+        raise RuntimeError(f"damaged: cut, or more than {WINDOW} bytes")
+    return data
 
 
 def read_table(directory: Path) -> Table:
@@ -306,15 +328,18 @@ def read_table(directory: Path) -> Table:
     return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives, fp8)
 
 
-def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The archive of each cubin, from the cubins of each archive."""
-    archives: dict[str, str] = {}
+def _archives(raw: Mapping[str, Any]) -> dict[str, Packed]:
+    """Where each cubin is, from names and sizes of the cubins of each archive."""
+    archives: dict[str, Packed] = {}
     for archive, files in raw.items():
         if not _is_name(archive):
             raise ValueError(f"{archive!r} is no file name")
-        if type(files) is not list or not all(type(file) is str for file in files):
-            raise TypeError(f"{archive} has {files!r}")
-        archives |= dict.fromkeys(files, archive)
+        first = 0
+        for file, nbytes in files:
+            if type(file) is not str or type(nbytes) is not int or not 0 < nbytes <= WINDOW:
+                raise TypeError(f"{archive} has {file!r} of {nbytes!r} bytes")
+            archives[file] = Packed(archive, first, nbytes)
+            first += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return archives
 
 
@@ -323,7 +348,7 @@ def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
     op = "backward" if raw["mask"].endswith(" backward") else "forward"
     if op not in DECLARED[family].kernel.ops:
         raise ValueError(f"{family} has no {op}")
-    forms = 1 if op == "backward" else 2
+    forms = forms_of(raw["mask"])
     if any(len(digests) != forms for digests in stages.values()):
         raise ValueError(f"a stage of {family} has {forms} cubins")
     codes = tuple(
