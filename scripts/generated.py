@@ -1,4 +1,4 @@
-"""Check all that is generated from results/: pages, history.json.gz, and the shipped table.
+"""Check all that is generated from results/: pages, history.json.xz, and the shipped table.
 
 Usage: python scripts/generated.py. One process reads and ranks the recorded runs once for all
 three, which take twice as long one by one. Returns 1 if one is stale.

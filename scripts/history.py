@@ -1,4 +1,4 @@
-"""Write attnsweep/choose/strategies/history.json.gz: the times with which strategy `gp` begins.
+"""Write attnsweep/choose/strategies/history.json.xz: the times with which strategy `gp` begins.
 
 Usage: python scripts/history.py [--check]. With --check it writes nothing and returns 1 if the file
 is not what results/ gives.
@@ -13,7 +13,7 @@ from pathlib import Path
 from attnsweep import History, families, find_runs, open_run, recorded_history
 
 ROOT = Path(__file__).parent.parent
-FILE = ROOT / "attnsweep" / "choose" / "strategies" / "history.json.gz"
+FILE = ROOT / "attnsweep" / "choose" / "strategies" / "history.json.xz"
 
 
 def main(arguments: Sequence[str]) -> int:

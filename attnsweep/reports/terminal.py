@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from attnsweep.core.errors import INTERNAL, AttnsweepError, FileError
+from attnsweep.core.errors import INTERNAL, AttnsweepError, FileError, NoGpuError
 from attnsweep.core.files import shipped
 
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
@@ -193,6 +193,8 @@ def to_the_end(app: Callable[[], object]) -> None:
                 _exit_interrupted()
             raise
         except AttnsweepError as error:
+            if isinstance(error, NoGpuError) and not error.hint:
+                error.hint = "attnsweep doctor says what is missing, and how to fix it"
             _error(error.render())
             sys.exit(error.exit_code)
         except _Stopped as stopped:

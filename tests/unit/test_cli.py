@@ -143,6 +143,14 @@ def test_what_works_repeats_the_users_families_in_columns(attnsweep, tmp_path, f
 
 
 @pytest.mark.skipif(has_driver(), reason="this machine has a driver")
+@pytest.mark.parametrize("words", ["judge mine.py:f 1,16,1024,64", "speedup out -- python -c 1"])
+def test_a_command_that_cannot_do_without_a_gpu_names_doctor(attnsweep, words):
+    done = attnsweep(*words.split())
+    assert done.returncode == 3
+    assert "attnsweep doctor says what is missing" in done.stderr
+
+
+@pytest.mark.skipif(has_driver(), reason="this machine has a driver")
 def test_without_a_driver_nothing_for_the_gpu_is_to_be_installed(attnsweep, spec):
     said = attnsweep("run", spec).stderr
     assert said.startswith("error: no NVIDIA driver")

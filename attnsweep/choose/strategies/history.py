@@ -1,13 +1,13 @@
 """Times that recorded runs hold of other problems: where a model-based search begins.
 
-`history.json.gz` comes with the package; scripts/history.py writes it from results/.
+`history.json.xz` comes with the package; scripts/history.py writes it from results/.
 """
 
 from __future__ import annotations
 
 import functools
-import gzip
 import json
+import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.family import Family
 
-FILE = Path(__file__).with_name("history.json.gz")
+FILE = Path(__file__).with_name("history.json.xz")
 # Rows kept of each problem: the ROWS fastest, and at most ROWS of the others.
 ROWS = 24
 # SMs of every card in the shipped history.
@@ -38,14 +38,14 @@ class History:
 
     @staticmethod
     def pack(histories: Iterable[History]) -> bytes:
-        """Gzipped JSON. What all configs of a history share stands once; times have 5 digits."""
+        """JSON in xz. What all configs of a history share stands once; times have 5 digits."""
         lines = ",\n".join(json.dumps(_facts(history)) for history in histories)
-        return gzip.compress(f"[\n{lines}\n]\n".encode(), mtime=0)
+        return lzma.compress(f"[\n{lines}\n]\n".encode(), preset=9 | lzma.PRESET_EXTREME)
 
     @staticmethod
     def unpack(data: bytes) -> list[History]:
         """The histories that `pack` packed."""
-        return [_history(facts) for facts in json.loads(gzip.decompress(data))]
+        return [_history(facts) for facts in json.loads(lzma.decompress(data))]
 
 
 def shipped_history(kernel: str) -> tuple[History, ...]:
