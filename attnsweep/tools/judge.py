@@ -146,6 +146,9 @@ def judge(
     if CALLABLE.fullmatch(name) is None:
         what = f"{name!r} is no callable's name"
         raise SpecError(what, hint="write MODULE:FUNCTION or FILE.py:FUNCTION")
+    file = Path(Asked.of(name).call.rpartition(":")[0])
+    if file.suffix == ".py" and not file.is_file():  # known before a GPU is asked
+        raise SpecError(f"{CANNOT_IMPORT} {name}: there is no such file", where=str(file))
     strict |= any(Asked.of(each).strict for each in (name, *against))
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)

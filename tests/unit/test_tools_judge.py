@@ -89,6 +89,9 @@ def test_what_cannot_be_imported_is_an_error_and_no_verdict(card):
         failing(card, "add_baseline", Status.SKIPPED, "cannot import mine:f: ImportError: x")
     with pytest.raises(SpecError, match="MODULE:FUNCTION"):
         judge("mine f", PROBLEM)
+    with pytest.raises(SpecError, match="there is no such file") as missing:
+        judge("nowhere/mine.py:f", PROBLEM)
+    assert missing.value.where == "nowhere/mine.py"
 
 
 def test_noise_and_a_problem_that_cannot_be_opened_confirm_nothing(card):
