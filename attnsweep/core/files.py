@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import functools
+import io
 import lzma
 import os
 import secrets
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate"
 """What makes a virtual environment here and activates it."""
+ARCHIVE = "cubins.tar.xz"
+"""The machine code of a packed run's winners."""
 
 
 def shipped(folder: str) -> Path:
@@ -23,14 +28,66 @@ def shipped(folder: str) -> Path:
 
 
 def read_code(path: str | Path) -> bytes:
-    """The bytes of a cubin; runs keep theirs compressed, with another `.xz`. Raises OSError."""
-    data = Path(path).read_bytes()
-    if not str(path).endswith(".xz"):
-        return data
+    """The bytes of a cubin; runs keep theirs compressed, with another `.xz`. Raises OSError.
+
+    A packed run has those of all its winners in one archive, beside where that file was.
+    """
+    path = Path(path)
+    if path.suffix != ".xz":
+        return path.read_bytes()
+    if not path.exists() and path.stem in (code := packed_code(path.parent)):
+        return code[path.stem]
+    return _unpacked(path, path.read_bytes())
+
+
+def _unpacked(path: Path, data: bytes) -> bytes:
     try:
         return lzma.decompress(data)
-    except lzma.LZMAError as error:
+    except (lzma.LZMAError, EOFError) as error:
         raise OSError(errno.EIO, f"damaged: {error}", str(path)) from error
+
+
+def packed_code(folder: Path) -> Mapping[str, bytes]:
+    """The cubins in the archive of a run's folder, by name; none without one. Raises OSError."""
+    archive = folder / ARCHIVE
+    return _members(archive, archive.stat().st_mtime_ns) if archive.is_file() else {}
+
+
+@functools.lru_cache(maxsize=1)
+def _members(archive: Path, written_ns: int) -> dict[str, bytes]:
+    import tarfile
+
+    data = io.BytesIO(_unpacked(archive, archive.read_bytes()))
+    try:
+        with tarfile.open(fileobj=data, mode="r:") as file:
+            opened = ((one.name, file.extractfile(one)) for one in file)
+            return {name: one.read() for name, one in opened if one is not None}
+    except (tarfile.TarError, KeyError) as error:
+        raise OSError(errno.EIO, f"damaged: {error}", str(archive)) from error
+
+
+def pack_code(folder: Path) -> None:
+    """Pack the cubins of a run's folder, if there are any; equal ones give equal bytes.
+
+    Winners of a run are alike: all that are recorded take a third of the bytes. Raises OSError.
+    """
+    import tarfile
+
+    names, made = {path.stem for path in folder.glob("*.cubin.xz")}, io.BytesIO()
+    if not names:
+        return
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as file:
+        for name in sorted({*packed_code(folder), *names}):
+            data = read_code(folder / f"{name}.xz")
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            file.addfile(entry, io.BytesIO(data))
+    # Instructions have 16 bytes, and files begin at multiples of them.
+    aligned = {"lc": 0, "lp": 4, "pb": 4, "dict_size": max(2**12, made.tell())}
+    how = [{"id": lzma.FILTER_LZMA2, "preset": 6, **aligned}]
+    write_file(folder / ARCHIVE, lzma.compress(made.getvalue(), filters=how), durable=True)
+    for name in names:
+        (folder / f"{name}.xz").unlink()
 
 
 def install_command(extra: str) -> str:

@@ -59,7 +59,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
 def older(run: Run) -> bool:
     """Whether an older version recorded the run: it kept machine code, but not how to launch it."""
     kept = {suffix for path in (run.directory / CUBINS).glob("*") for suffix in path.suffixes}
-    return ".cubin" in kept and ".json" not in kept
+    return bool({".cubin", ".tar"} & kept) and ".json" not in kept
 
 
 def _unfinished(run: Run) -> list[str]:

@@ -75,7 +75,7 @@ def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
     try:
         code = _Code.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        kept = any(directory.glob(f"{name}.*.cubin*"))
+        kept = any(directory.glob(f"{name}.*.cubin*")) or (directory / files.ARCHIVE).is_file()
         what = "winner's launches" if kept else "winner's machine code"
         raise StoreError(f"the run lacks the {what}", where=str(path), hint=_AGAIN) from error
     except OSError as error:

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from attnsweep.core.errors import AttnsweepError, StoreError
-from attnsweep.core.files import write_file
+from attnsweep.core.files import pack_code, write_file
 from attnsweep.core.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
@@ -317,12 +317,16 @@ DERIVED = ("ranking.csv", "ranking.md", "report.html")
 
 
 def pack(directory: Path) -> int:
-    """Pack the run in a directory, in place; returns the size of its compressed rows in bytes.
+    """Pack rows and machine code of a run, in place; returns the bytes of its compressed rows.
 
     Packing drops replaced rows, lines that are not rows, and fingerprints, which only a resume
     reads. The same rows give the same bytes. A packed run stays as it is. Raises StoreError if the
     run cannot be read or written.
     """
+    try:
+        pack_code(directory / CUBINS)
+    except OSError as error:
+        raise StoreError(f"cannot pack: {error.strerror}", where=str(directory)) from error
     if trials_of(directory).name == PACKED:
         return (directory / PACKED).stat().st_size
     trials, _ = read_trials(trials_of(directory))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import lzma
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.files import ARCHIVE, packed_code
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Status, cards_of
 from attnsweep.reports import tables
@@ -84,8 +86,8 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
                     if trial.problem == problem:
                         store.append(trial)
         for run in runs:
-            for file in _cubins(run):
-                store.keep(file.name, file.read_bytes())
+            for name, data in _cubins(run):
+                store.keep(name, data)
         counters = [each for run in runs for each in read(run.directory)]
         if counters:
             (out / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
@@ -100,10 +102,15 @@ def _opened(out: Path) -> Store:
         raise StoreError(error.what, where=error.where, hint=hint) from error
 
 
-def _cubins(run: Run) -> list[Path]:
+def _cubins(run: Run) -> Iterator[tuple[str, bytes]]:
     """The files of machine code. Raises OSError if they may not be read, where glob finds none."""
     folder = run.directory / CUBINS
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name == ARCHIVE:
+            for name, code in packed_code(folder).items():
+                yield f"{name}.xz", lzma.compress(code)
+        else:
+            yield path.name, path.read_bytes()
 
 
 def _place(labels: Sequence[str], label: object) -> int:

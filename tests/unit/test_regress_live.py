@@ -13,6 +13,7 @@ from samples import TEST_GPU
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import CompileError, NoGpuError
+from attnsweep.core.files import read_code
 from attnsweep.core.trial import Status
 from attnsweep.store.run import open_run
 
@@ -417,10 +418,14 @@ def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path
     assert "2 trials" in out
     packed = files(target)
     kept = {name: data for name, data in files(recorded).items() if name in packed}
-    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.xz"}
+    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.xz", "cubins.tar.xz"}
+    code = sorted((recorded / "cubins").glob("*.cubin.xz"))
     assert {path.name for path in set(files(recorded)) - set(kept)} == {
-        *(".lock", "trials.jsonl", "ranking.csv", "ranking.md")
+        *(".lock", "trials.jsonl", "ranking.csv", "ranking.md"),
+        *(path.name for path in code),
     }
+    for path in code:
+        assert read_code(target / "cubins" / path.name) == read_code(path)
     assert [t.with_(fingerprint=None) for t in open_run(recorded).trials] == open_run(target).trials
     (target / "cubins" / "stale.cubin").write_text("of the last one")
     assert accept(recorded, target)[0] == 0

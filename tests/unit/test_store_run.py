@@ -1,6 +1,7 @@
 import errno
 import gzip
 import json
+import lzma
 import os
 import re
 import resource
@@ -20,6 +21,7 @@ from samples import filled, numbers
 from samples import numbered as trial
 
 from attnsweep.core.errors import StoreError
+from attnsweep.core.files import pack_code, read_code
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status
 from attnsweep.store import run as store_module
@@ -539,6 +541,41 @@ def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
     assert not (tmp_path / "one" / "ranking.csv").exists()
     assert pack(tmp_path / "one") == len(packed[0])
     assert find_runs(tmp_path) == [tmp_path / "one", tmp_path / "two"]
+
+
+def test_a_packed_run_has_its_winners_code_in_one_archive(tmp_path):
+    for name in ("one", "two"):
+        with Store.open(tmp_path / name) as store:
+            store.append(trial(32))
+            for stage in ("fwd", "combine"):
+                store.keep(f"a.{stage}.cubin.xz", lzma.compress(stage.encode() * 1000))
+        pack(tmp_path / name)
+    one, two = (tmp_path / name / "cubins" for name in ("one", "two"))
+    assert [path.name for path in one.iterdir()] == ["cubins.tar.xz"]
+    assert (one / "cubins.tar.xz").read_bytes() == (two / "cubins.tar.xz").read_bytes()
+    assert read_code(one / "a.combine.cubin.xz") == b"combine" * 1000
+    with pytest.raises(FileNotFoundError):
+        read_code(one / "b.fwd.cubin.xz")
+    # What is kept later stands before what is packed, and joins it.
+    (one / "a.fwd.cubin.xz").write_bytes(lzma.compress(b"later"))
+    assert read_code(one / "a.fwd.cubin.xz") == b"later"
+    pack(tmp_path / "one")
+    assert read_code(one / "a.fwd.cubin.xz") == b"later"
+    assert read_code(one / "a.combine.cubin.xz") == b"combine" * 1000
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"not packed", lzma.compress(b"no archive" * 60), None],
+    ids=["empty", "foreign", "of something else", "cut"],
+)
+def test_a_damaged_archive_of_code_is_named(tmp_path, damage):
+    (tmp_path / "a.fwd.cubin.xz").write_bytes(lzma.compress(b"fwd"))
+    pack_code(tmp_path)
+    archive = tmp_path / "cubins.tar.xz"
+    archive.write_bytes(archive.read_bytes()[:-20] if damage is None else damage)
+    with pytest.raises(OSError, match=r"damaged: .*cubins.tar.xz"):
+        read_code(tmp_path / "a.fwd.cubin.xz")
 
 
 def as_by_an_older_version(directory):

@@ -1,6 +1,7 @@
 """Parts of a spec, and the whole run that they make."""
 
 import json
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from typer.testing import CliRunner
 
 from attnsweep.cli import app
 from attnsweep.core.errors import SpecError, StoreError
-from attnsweep.core.files import shipped
+from attnsweep.core.files import read_code, shipped
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import PlannedProblem, Shard
-from attnsweep.store.run import open_run
+from attnsweep.store.run import open_run, pack
 from attnsweep.store.store import Store
 from attnsweep.sweep import session
 from attnsweep.tools.merge import merge
@@ -55,7 +56,7 @@ def written(directory: Path, *problems: Problem, spec: str | None = None, **fact
         store.describe(text, TEST_GPU.model_copy(update=facts))
         for number, problem in enumerate(problems, 1):
             store.append(candidate("naive", 10.0 * number, THREADS=32).with_(problem=problem))
-        store.keep(f"{directory.name}.cubin", directory.name.encode())
+        store.keep(f"{directory.name}.cubin.xz", lzma.compress(directory.name.encode()))
         return store.finish()
 
 
@@ -93,10 +94,12 @@ def test_what_is_no_part_is_refused(text):
 def test_parts_make_the_whole_run(tmp_path):
     notes: list[str] = []
     two = [written(tmp_path / "b", PROBLEM), written(tmp_path / "a", OTHER)]
-    whole = merge(two, tmp_path / "whole", notes.append)
+    pack(tmp_path / "a")
+    whole = merge([two[0], open_run(tmp_path / "a")], tmp_path / "whole", notes.append)
     assert notes == []
     assert [trial.problem for trial in whole.trials] == [OTHER, PROBLEM]  # as in the spec
-    assert {p.name for p in (tmp_path / "whole/cubins").iterdir()} == {"a.cubin", "b.cubin"}
+    for name in "ab":
+        assert read_code(tmp_path / f"whole/cubins/{name}.cubin.xz") == name.encode()
     assert (tmp_path / "whole/ranking.md").is_file()
     assert open_run(tmp_path / "whole").environment == TEST_GPU
 
