@@ -56,7 +56,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 2250 * 2**10
+    assert size < 2450 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
