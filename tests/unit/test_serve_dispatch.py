@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, PLAIN_BACKWARD, SPLIT, gpu, shape, winner, with_config
 
+from attnsweep.core.boolean import Boolean
+from attnsweep.core.masks import FULL
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, Interval, Padded
 from attnsweep.serve.runtime.cost_model import ALONE, SDPA, learn, memory_us, nearness, octaves, tiling, work
@@ -352,6 +354,15 @@ def test_pytorch_passes_nothing_by_that_a_dense_mask_hides(hidden):
     masked = replace(plain, **hidden)
     assert work(SDPA, masked, SMS) == work(SDPA, plain, SMS)
     assert work(PLAINLY, masked, SMS) < 0.8 * work(PLAINLY, plain, SMS)
+
+
+def test_a_kernel_that_was_fast_on_few_documents_is_not_taken_for_every_mask():
+    """It was timed on an eighth of the pairs alone, and nobody has read the mask of a call."""
+    asked = shape(4, 16, 4096, boolean=("item",))
+    every = timed(replace(asked, mask=FULL.as_boolean()), 700.0, 1700.0)
+    documents = timed(replace(asked, mask=Boolean("documents", 8)), 100.0, 1700.0, SMALL)
+    assert choose(gpu(every, documents), asked).kernel.config == PLAIN.config
+    assert choose(gpu(documents), asked).kernel.config == SMALL.config  # nothing else is known
 
 
 def test_lengths_that_nobody_knows_count_as_whole():
