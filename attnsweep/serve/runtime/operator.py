@@ -27,7 +27,16 @@ from .mask_lists import MaskList, MaskLists
 from .model_masks import LazyMask
 from .packed import CuSeqlens
 from .planner import Planner
-from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
+from .plans import (
+    FORKED,
+    MOST_PLANS,
+    NEW_MASK,
+    SUBCLASS,
+    TRANSFORMED,
+    UNALIGNED,
+    Explanation,
+    Plan,
+)
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
@@ -126,12 +135,25 @@ class Operator:
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
+        if plan.hesitates and not self._met(plan, mask, keep):
+            self.fell_back(NEW_MASK)
+            return None
         if plan.lse:
             given = (query, key, value, mask, self, plan, keep)
             with_grad: torch.Tensor = IntervalGradient.apply(*given)
             return with_grad
         done = self.run(plan, query, key, value, mask, keep, call.sinks)
         return None if done is None else done[0]
+
+    def _met(self, plan: Plan, mask: torch.Tensor, keep: bool) -> bool:
+        """Whether what a scan makes of a mask is there, or will be of use in a later call too."""
+        stream = self.stream(plan.index)
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        met = keep and self._masks.find((mask,), None, stream) is not None
+        if not met:
+            self._masks.keep((mask,), None, stream, MaskList((), ()))
+        return met
 
     def masked_in_model(
         self,
@@ -554,7 +576,10 @@ class Operator:
 
 # Reasons that say nothing is wrong with the caller's tensors.
 _EXPECTED = frozenset(
-    {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
+    {
+        *("not_faster", "short_training", "far", "not_tuned", "mask", "new_mask", "dropout"),
+        "head_dim",
+    }
 )
 
 

@@ -37,6 +37,9 @@ from .sdpa_patch import asked_once
 from .served import WGMMA
 from .table import GpuKey, Table, TunedGpu, known
 
+# A mask that is another in each call costs the host 16 us more in each, so that a call of
+# (1,12,256,64) takes 32 us where PyTorch's takes 18 (benchmarks/masks.py on an H100).
+_HESITATES = 0.35
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
@@ -146,7 +149,10 @@ class Planner:
         choice, problem = choice_of(gpu, query, key, value, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
-        return self._launched(call, lse, out, choice, problem, tensors)
+        plan = self._launched(call, lse, out, choice, problem, tensors)
+        short = choice.sdpa_us < _HESITATES * gpu.guard.short_us
+        plan.hesitates = short and bool(plan.scan) and limits is None and not packed
+        return plan
 
     @staticmethod
     def _launched(

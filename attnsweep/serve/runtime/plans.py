@@ -50,6 +50,7 @@ class Plan:
     scans: once they are loaded. scan_reads: the names of what they read. biased:
     whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
     diagonals, if the call has it so. out: sizes and strides of the output, if it is not like q.
+    hesitates: whether the first call with a mask is PyTorch's, as a scan takes the host longer.
     """
 
     choice: Choice
@@ -75,12 +76,14 @@ class Plan:
     biased: bool = False
     limits: Diagonals | None = None
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    hesitates: bool = False
 
 
 MOST_PLANS = 4096
 """Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
 starts anew, so that it never grows."""
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
+NEW_MASK = Choice(None, "new_mask", "a scan of the mask pays from the second short call with it on")
 FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
 TRANSFORMED = Plan(
     Choice(None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives")
