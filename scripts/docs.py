@@ -109,7 +109,7 @@ def cli() -> str:
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
     text = re.sub(r"\* `--help`: .*\n", "", text)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", text)  # arguments are listed
-    text = text.replace("**Options**:\n\n\n", "")
+    text = text.replace("**Options**:\n\n\n", "").replace(" range>", ">")
     text = re.sub(r"Examples:\n(?:\nattnsweep .*\n)+", "", text)
     archs = f"ne of {', '.join(attnsweep.ARCHS)}"
     text = text.replace(f"o{archs}", "an architecture").replace(f"O{archs}", "An architecture")
@@ -126,8 +126,10 @@ def cli() -> str:
 
     text = re.sub(r"(?:^\* `-.*\n)+", own, text, flags=re.MULTILINE)
     first, rest = text.split("\n## ", 1)
+    # A command's page has what its summary leaves out, and so does its --help.
+    rest = re.sub(r"(`\n\n.+\n)(?:\n(?!\*\*|#).+\n)+", r"\1", rest)
     listed = f"**Of several commands**:\n\n{''.join(shared)}"
-    about = f"The `--help` of a command ends in examples. An architecture is o{archs}.\n"
+    about = f"The `--help` of a command says more, with examples. An architecture is o{archs}.\n"
     return re.sub(r"\n{3,}", "\n\n", f"{NOTE}{first}\n{about}\n{listed}\n## {rest}")
 
 

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
+from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD, forms_of
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
@@ -90,8 +89,8 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
         return replace(kernel, stages=(own,))
     scan = () if kernel.mask.split()[0] in ("full", "causal") else ("mask", "order")
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
-    both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
-    return replace(kernel, stages=(both[0], both[1]))
+    forms = [{name: code(name, lse) for name in names} for lse in range(forms_of(kernel.mask))]
+    return replace(kernel, stages=tuple(forms))
 
 
 def winner(of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None) -> Winner:
