@@ -143,7 +143,7 @@ def test_what_works_repeats_the_users_families_in_columns(attnsweep, tmp_path, f
 
 
 @pytest.mark.skipif(has_driver(), reason="this machine has a driver")
-@pytest.mark.parametrize("words", ["judge mine.py:f 1,16,1024,64", "speedup out -- python -c 1"])
+@pytest.mark.parametrize("words", ["judge mine:f 1,16,1024,64", "speedup out -- python -c 1"])
 def test_a_command_that_cannot_do_without_a_gpu_names_doctor(attnsweep, words):
     done = attnsweep(*words.split())
     assert done.returncode == 3
