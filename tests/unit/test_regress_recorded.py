@@ -404,8 +404,10 @@ def test_a_report_that_cannot_be_written_says_where(main, tmp_path):
 # ---- every recorded run as the next baseline of `check`: accepted, or why not ----
 RESULTS = Path(__file__).parent.parent.parent / "results"
 RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.xz"))
+with_code = pytest.mark.skipif((ROOT / "PKG-INFO").is_file(), reason="a source distribution has no code of winners")
 
 
+@with_code
 @pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("directory", RUNS, ids=lambda path: path.name)
 def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, tmp_path):
@@ -422,6 +424,7 @@ def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, 
         assert not (tmp_path / "baseline").exists()
 
 
+@with_code
 def test_a_place_that_cannot_be_written_is_named_with_the_remedy(accept, tmp_path):
     (tmp_path / "taken").touch()
     code, _, err = accept(RESULTS / "h200" / "flash_short", tmp_path / "taken" / "baseline")
