@@ -78,6 +78,36 @@ def test_a_short_call_scans_a_mask_that_is_met_again(operator, kernel):
     assert operator.counters() == {"kernel": 3, "new_mask": 7}
 
 
+def test_calls_of_the_same_sizes_that_differ_take_turns(operator):
+    """Found again by sizes alone, one would get the plan of another."""
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = random_mask(*FORMS["of items"])
+    grouped = tensors(BATCH, HEADS, ROWS, 2)
+    calls = [
+        ((q, k, v), mask, {}),
+        ((q, k, v), mask.mT, {}),
+        ((q, k, v), mask[:, :, :1].expand_as(mask), {}),
+        ((q, k, v), mask.logical_not().to(q.dtype) * -9, {}),  # numbers to add
+        ((q, k.mT.contiguous().mT, v), mask, {}),  # which no map describes
+        ((q, k, v), mask, {"scale": 0.5}),
+        ((torch._neg_view(-q), k, v), mask, {}),
+        ((q.clone().requires_grad_(), k, v), mask, {}),
+        (grouped, mask, {"enable_gqa": True}),
+        ((q, k, v), random_mask(*FORMS["of heads"]), {}),
+    ]
+    wanted = []
+    for qkv, each, how in calls:
+        added = each.float() if each.is_floating_point() else each
+        wanted.append(sdpa(*qkv, added, scale=how.get("scale")))
+    for _ in range(4):
+        for number, (qkv, each, how) in enumerate(calls):
+            assert close(operator.attention(*qkv, each, **how), wanted[number]), number
+    served = operator.counters()["kernel"]
+    with torch.no_grad():
+        operator.attention(*calls[7][0], mask)
+    assert operator.counters()["kernel"] == served + 1
+
+
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_that_broadcasts(operator, form, heads_kv):

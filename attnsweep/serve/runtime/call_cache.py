@@ -29,6 +29,14 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _transform() is not None or _is_tracing()
 
 
+def _what(query: Any, key: Any, *others: Any) -> Any:
+    """What kinds are found by. Raises TypeError if a mask is no plain tensor."""
+    *how, mask = others
+    if mask and type(mask[0]) is not torch.Tensor:
+        raise TypeError
+    return (query.shape, key.shape, *how, *[each.shape for each in mask])
+
+
 class Seen:
     """The kinds of calls that were met before."""
 
@@ -42,11 +50,18 @@ class Seen:
         self._kinds.clear()
 
     def plan(
-        self, query: Any, key: Any, value: Any, causal: bool, scale: float | None, enable_gqa: bool
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        *mask: Any,
     ) -> Plan | None:
         """The plan of a call whose launches need no operator around them, or None if not known.
 
-        None also where a dispatch mode or a transform is active.
+        None also where a dispatch mode or a transform is active. mask: one, if the call has it.
         """
         # A tracer, or a class of its own, would see that its shape is asked for.
         if _modes() or transformed() or type(query) not in _PLAIN or type(key) not in _PLAIN:
@@ -54,7 +69,7 @@ class Seen:
         if key is value:  # PyTorch knows no tensor again that is given twice
             return None
         try:
-            what = (query.shape, key.shape, causal, scale, enable_gqa)
+            what = _what(query, key, causal, scale, enable_gqa, mask)
             kinds = self._kinds.get(what, ())
             if value.is_nested:  # to ask about it would end the process: it has no strides
                 return None
@@ -62,7 +77,7 @@ class Seen:
             return None
         for kind in kinds:
             plan, alike, grad = kind
-            if alike(query, key, value) and (grad is None or grad is _is_grad_enabled()):
+            if alike(query, key, value, *mask) and (grad is None or grad is _is_grad_enabled()):
                 if kind is not kinds[0]:  # the next call is most likely such a one
                     self._kinds[what] = (kind, *(each for each in kinds if each is not kind))
                 return plan
@@ -77,6 +92,7 @@ class Seen:
         causal: bool,
         scale: float | None,
         enable_gqa: bool,
+        *mask: torch.Tensor,
     ) -> None:
         """Have `plan` find such a call, which was planned: from the second time on.
 
@@ -87,9 +103,9 @@ class Seen:
             return
         if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
             return
-        what = (query.shape, key.shape, causal, scale, enable_gqa)
+        what = _what(query, key, causal, scale, enable_gqa, mask)
         kinds = self._kinds.get(what, ())
-        tensors = (query, key, value)
+        tensors = (query, key, value, *mask)
         seldom = len(kinds) >= _MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return

@@ -131,10 +131,15 @@ class Operator:
         if call.limits is None and dtype is not torch.bool and dtype is not query.dtype:
             self.fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
-        plan = self.masked_plan(call)
+        plain_scores = call.limits is None and not call.softcap and call.sinks is None
+        how = (query, key, value, call.is_causal, call.scale, call.enable_gqa, mask)
+        seen = self._find(*how) if plain_scores else None
+        plan = self.masked_plan(call) if seen is None else seen
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
+        if seen is None and plain_scores and not plan.lse and not records_gradients(call):
+            self._seen.add(plan, *how)
         if plan.hesitates and not self._met(plan, mask, keep):
             self.fell_back(NEW_MASK)
             return None
