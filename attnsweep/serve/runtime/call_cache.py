@@ -29,14 +29,6 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _transform() is not None or _is_tracing()
 
 
-def _what(query: Any, key: Any, *others: Any) -> Any:
-    """What kinds are found by. Raises TypeError if a mask is no plain tensor."""
-    *how, mask = others
-    if mask and type(mask[0]) is not torch.Tensor:
-        raise TypeError
-    return (query.shape, key.shape, *how, *[each.shape for each in mask])
-
-
 class Seen:
     """The kinds of calls that were met before."""
 
@@ -69,7 +61,11 @@ class Seen:
         if key is value:  # PyTorch knows no tensor again that is given twice
             return None
         try:
-            what = _what(query, key, causal, scale, enable_gqa, mask)
+            what: Any = (query.shape, key.shape, causal, scale, enable_gqa)
+            if mask:
+                if type(mask[0]) is not torch.Tensor:
+                    return None
+                what = (*what, mask[0].shape)
             kinds = self._kinds.get(what, ())
             if value.is_nested:  # to ask about it would end the process: it has no strides
                 return None
@@ -103,7 +99,8 @@ class Seen:
             return
         if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
             return
-        what = _what(query, key, causal, scale, enable_gqa, mask)
+        sizes_of_mask = (each.shape for each in mask)
+        what = (query.shape, key.shape, causal, scale, enable_gqa, *sizes_of_mask)
         kinds = self._kinds.get(what, ())
         tensors = (query, key, value, *mask)
         seldom = len(kinds) >= _MOST_ALIKE and plan.met & (plan.met - 1)
