@@ -99,7 +99,7 @@ def keeps_the_card_busy(q, k, v):
 
         def work():
             while True:
-                kernels.WORK_US[0] += 50.0
+                kernels.WORK_US[0] += 5_000.0
                 time.sleep(1e-4)
 
         MEMORY["busy"] = threading.Thread(target=work, daemon=True)
@@ -114,7 +114,7 @@ def keeps_it_busy_elsewhere(q, k, v):
         if not MEMORY["busy"]:
             os.setsid()
             while True:
-                kernels.WORK_US[0] += 50.0
+                kernels.WORK_US[0] += 5_000.0
                 time.sleep(1e-4)
     return honest(q, k, v)
 
