@@ -1,4 +1,4 @@
-"""What many calls wrote: those that are repeated, replays that are timed, and strict chains.
+"""Judges the outputs of many calls: repeated ones, timed replays, and strict chains.
 
 A call is right on inputs that nothing could know before, and equal calls give equal bits where a
 family claims so.
@@ -89,7 +89,7 @@ class Calls:
         """The content of the cold copies' inputs, and their regions."""
         self._preparation: tuple[Any, Any] | None = None
         self._kept = 0, 0
-        """Of the replay that was looked at, which kept output is judged, and how many there are."""
+        """The kept output that is judged in the replay that was looked at, and how many it kept."""
         self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
 
     @property
