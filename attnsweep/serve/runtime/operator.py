@@ -131,34 +131,42 @@ class Operator:
         if call.limits is None and dtype is not torch.bool and dtype is not query.dtype:
             self.fell_back(_OTHER_DTYPE)  # nothing else needs to be asked
             return None
-        plain_scores = call.limits is None and not call.softcap and call.sinks is None
-        how = (query, key, value, call.is_causal, call.scale, call.enable_gqa, mask)
-        seen = self._find(*how) if plain_scores else None
-        plan = self.masked_plan(call) if seen is None else seen
+        plan = self.masked_plan(call)
         if not plan.calls:
             self.fell_back(plan.choice)
-            return None
-        if seen is None and plain_scores and not plan.lse and not records_gradients(call):
-            self._seen.add(plan, *how)
-        if plan.hesitates and not self._met(plan, mask, keep):
-            self.fell_back(NEW_MASK)
             return None
         if plan.lse:
             given = (query, key, value, mask, self, plan, keep)
             with_grad: torch.Tensor = IntervalGradient.apply(*given)
             return with_grad
+        plain_scores = call.limits is None and not call.softcap and call.sinks is None
+        if plain_scores and not records_gradients(call):
+            how = (call.is_causal, call.scale, call.enable_gqa, mask)
+            self._seen.add(plan, query, key, value, *how)
         done = self.run(plan, query, key, value, mask, keep, call.sinks)
         return None if done is None else done[0]
 
-    def _met(self, plan: Plan, mask: torch.Tensor, keep: bool) -> bool:
-        """Whether what a scan makes of a mask is there, or will be of use in a later call too."""
-        stream = self.stream(plan.index)
+    def _by_mask(
+        self, query: Any, key: Any, value: Any, mask: Any, how: Any, keep: bool
+    ) -> torch.Tensor | None:
+        """`masked`, of a mask alone; what was met before is found by one question.
+
+        how: is_causal, scale and enable_gqa.
+        """
+        seen = self._find(query, key, value, *how, mask)
+        if seen is None or not seen.calls:
+            return self.masked(Call(query, key, value, mask, *how), keep)
+        done = self.run(seen, query, key, value, mask, keep)
+        return None if done is None else done[0]
+
+    def _is_new(self, mask: torch.Tensor, stream: int, keep: bool) -> bool:
+        """Whether what a scan makes of a mask may be of no use in a later call."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            return True
-        met = keep and self._masks.find((mask,), None, stream) is not None
-        if not met:
-            self._masks.keep((mask,), None, stream, MaskList((), ()))
-        return met
+            return False
+        if keep and self._masks.find((mask,), None, stream) is not None:
+            return False
+        self._masks.keep((mask,), None, stream, MaskList((), ()))
+        return True
 
     def masked_in_model(
         self,
@@ -185,7 +193,7 @@ class Operator:
             changed = cap or sinks is not None
             return by_pytorch(lazily) if done is None and changed else done
         if not _is_compiling():
-            return self.masked(Call(query, key, value, mask, scale=scale))
+            return self._by_mask(query, key, value, mask, (False, scale, True), True)
         call = Call(*self.cast(query, key, value), mask, scale=scale)
         out: torch.Tensor | None = self.traced.masked(call, repeats=True)
         return out
@@ -283,8 +291,8 @@ class Operator:
             query, key, value = self.cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
-            call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-            out = self.masked(call, cache)
+            how = (is_causal, scale, enable_gqa)
+            out = self._by_mask(query, key, value, attn_mask, how, cache)
             if out is not None:
                 return out
         elif dropout_p != 0.0:
@@ -506,6 +514,9 @@ class Operator:
                 return None
             if plan.scan:
                 listed = self._listed(plan, query, key, mask, stream, keep)
+                if listed is None:
+                    self.fell_back(NEW_MASK)
+                    return None
                 addresses += listed.addresses
             elif plan.biased:
                 if mask.data_ptr() & 15:
@@ -547,10 +558,15 @@ class Operator:
 
     def _listed(
         self, plan: Plan, query: Any, key: Any, mask: Any, stream: int, keep: bool
-    ) -> MaskList:
-        """What a call reads of its mask: made in this stream, now or before. Raises DriverError."""
+    ) -> MaskList | None:
+        """What a call reads of its mask: made in this stream, now or before.
+
+        None where a scan may not pay: see Plan.hesitates. Raises DriverError.
+        """
         masks = mask if isinstance(mask, CuSeqlens) else () if mask is None else (mask,)
         found = self._masks.find(masks, plan, stream) if keep else None
+        if found is None and plan.hesitates and self._is_new(mask, stream, keep):
+            return None
         if found is None and plan.scans is not None:
             read = masks
             if isinstance(mask, CuSeqlens):
