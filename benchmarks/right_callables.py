@@ -1,28 +1,43 @@
 """Judge callables that are right, many times: the judge may refuse none of them.
 
-Usage: python benchmarks/right_callables.py [FILE.json] [--runs 100] [--budget-s 3000]. Ten ways to
-compute attention, on three shapes in fp16 and bf16, each judged as `attnsweep judge` does beside
-torch_flash. A run judges each of them once; no judgement begins after the budget. The file counts
-the verdicts, and has the reason of each that is not confirmed, times, and ratios to torch_flash.
+Usage: python benchmarks/right_callables.py [FILE.json] [--runs 17] [--budget-s 3000]. Ten ways to
+compute attention are candidates of a spec of three shapes in fp16 and bf16, beside torch_flash. A
+run judges each of them once on each problem, as `attnsweep run` does, so 17 runs judge each of them
+102 times; none begins after the budget. The file counts the statuses of the rows, of which `ok` and
+`noisy` are right, and has the reason of each other one, times, and ratios to torch_flash.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import tempfile
 import time
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from setting import console, write
+from setting import console, spec_of, write
 
-from attnsweep import KernelVerdict, Problem, Worker, judge
+from attnsweep import Problem, Trial, run
 
-SHAPES = ("2,16,1024,64", "4,16,2048,128 causal", "1,32,4096,128 causal")
-AGAINST = ("torch_flash",)
+# A spec has a family of ours.
+CONFIG = (
+    "BLOCK_M: 64, BLOCK_N: 64, NUM_WARPS: 4, KEY_GROUPS: 1, NUM_STAGES: 2, SWIZZLE: 1, "
+    "Q_IN_REGISTERS: 1, BLOCK_ORDER: 0"
+)
+SPEC = f"""
+name: right_callables
+arch: sm_90a
+problems:
+  - {{batch: 2, heads: 16, seqlen: 1024, head_dim: 64, dtype: [fp16, bf16]}}
+  - {{batch: 4, heads: 16, seqlen: 2048, head_dim: 128, causal: true, dtype: [fp16, bf16]}}
+  - {{batch: 1, heads: 32, seqlen: 4096, head_dim: 128, causal: true, dtype: [fp16, bf16]}}
+kernels: {{flash_fwd_mma: {{{CONFIG}}}}}
+baselines: [torch_flash]
+measure: {{rounds: 9, cold: false, eager: false}}
+"""
 TUTORIAL = Path(__file__).parent.parent / "docs" / "tutorials" / "judge.md"
 
 
@@ -47,12 +62,13 @@ def flex(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if not KEPT:
-        KEPT["call"] = torch.compile(flex_attention)
+    if "flex" not in KEPT:
+        KEPT["flex"] = torch.compile(flex_attention)
+    if problem.causal and problem.label not in KEPT:
         sizes = (None, None, problem.seqlen_q, problem.seqlen_k)
-        causal = create_block_mask(lambda _b, _h, i, j: i >= j, *sizes, device="cuda")
-        KEPT["mask"] = causal if problem.causal else None
-    return KEPT["call"](q, k, v, block_mask=KEPT["mask"])
+        mask = create_block_mask(lambda _b, _h, i, j: i >= j, *sizes, device="cuda")
+        KEPT[problem.label] = mask
+    return KEPT["flex"](q, k, v, block_mask=KEPT.get(problem.label))
 
 
 def naive(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
@@ -100,14 +116,15 @@ def names(place: Path) -> dict[str, str]:
     return found | {"triton": f"{place}/triton_kernel.py:forward"}
 
 
-def facts(verdicts: list[KernelVerdict]) -> dict[str, Any]:
-    """The verdicts of one callable on one problem."""
+def facts(rows: list[Trial], base_us: list[float | None]) -> dict[str, Any]:
+    """The rows of one callable on one problem. base_us: torch_flash's time beside each."""
+    times = [row.time_us.median if row.time_us else None for row in rows]
     return {
-        "verdicts": dict(Counter(one.verdict for one in verdicts)),
-        "not_confirmed": [one.reason for one in verdicts if one.verdict != "confirmed"],
-        "times_us": [one.time_us for one in verdicts],
-        "x_base": [one.x_base for one in verdicts],
-        "calls_judged": [one.calls_judged for one in verdicts],
+        "statuses": dict(Counter(row.status.value for row in rows)),
+        "not_right": [row.detail for row in rows if row.status.value not in ("ok", "noisy")],
+        "times_us": times,
+        "x_base": [b / us if b and us else None for us, b in zip(times, base_us, strict=True)],
+        "calls_judged": [row.accuracy.calls if row.accuracy else None for row in rows],
     }
 
 
@@ -115,30 +132,33 @@ def main() -> None:
     """Judge all of them, run by run, until the budget is spent."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("right_callables.json"))
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
     arguments = parser.parse_args()
-    begun, found = time.monotonic(), defaultdict[tuple[str, str], list[KernelVerdict]](list)
-    parsed = map(Problem.parse, SHAPES)
-    problems = [replace(p, dtype=d) for p in parsed for d in ("fp16", "bf16")]
-    missing: dict[str, str] = {}
-    with Worker(timeout_s=60) as worker:
-        environment = worker.describe()
+    begun, environment, runs = time.monotonic(), None, 0
+    rows, base = defaultdict[Any, list[Trial]](list), defaultdict[Any, list[float | None]](list)
     with tempfile.TemporaryDirectory() as place:
-        asked = [(p, *one) for p in problems for one in names(Path(place)).items()]
-        for problem, name, call in asked * arguments.runs:
-            if time.monotonic() - begun > arguments.budget_s or name in missing:
-                continue
-            verdict = judge(call, problem, against=AGAINST)
-            if "raised ModuleNotFoundError" in verdict.reason:
-                missing[name] = verdict.reason
-                continue
-            found[name, problem.label].append(verdict)
-            console.print(f"{name}: {verdict.sentence}")
-    cases = [{"callable": n, "problem": p, **facts(each)} for (n, p), each in found.items()]
-    count = Counter(one.verdict for each in found.values() for one in each)
-    console.print("  ".join(f"{verdict} {number}" for verdict, number in count.items()))
-    write(arguments.file, environment, {"missing": missing, "all": dict(count), "cases": cases})
+        asked = names(Path(place))
+        spec = spec_of(f"{SPEC}candidates: {[*asked.values()]}\n", Path(place))
+        while runs < arguments.runs and time.monotonic() - begun < arguments.budget_s:
+            runs += 1
+            done = run(spec, results=Path(place) / "results", fresh=True).run
+            environment = done.environment
+            of = {(trial.provider, trial.problem): trial for trial in done.trials}
+            problems = dict.fromkeys(trial.problem for trial in done.trials)
+            for (name, call), problem in itertools.product(asked.items(), problems):
+                trial, flash = of[call, problem], of["torch_flash", problem].time_us
+                rows[name, problem.label].append(trial)
+                base[name, problem.label].append(flash and flash.median)
+            console.print(f"run {runs}: {dict(Counter(t.status.value for t in of.values()))}")
+    cases = [
+        {"callable": name, "problem": label, **facts(each, base[name, label])}
+        for (name, label), each in rows.items()
+    ]
+    count = Counter(row.status.value for each in rows.values() for row in each)
+    console.print("  ".join(f"{status} {number}" for status, number in count.items()))
+    if environment is not None:
+        write(arguments.file, environment, {"runs": runs, "all": dict(count), "cases": cases})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from right_callables import AGAINST, names
+from right_callables import names
 from setting import console, write
 
 from attnsweep import Problem, Worker, judge
@@ -58,7 +58,7 @@ def compared(call: str, problem: Problem, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode, strict in (("friendly", False), ("strict", True)):
         begun = time.monotonic()
-        verdict = judge(call, problem, against=AGAINST, strict=strict, rounds=rounds)
+        verdict = judge(call, problem, against=("torch_flash",), strict=strict, rounds=rounds)
         found[mode] = {
             "verdict": verdict.verdict,
             "reason": verdict.reason,

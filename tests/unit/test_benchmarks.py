@@ -540,26 +540,22 @@ def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
 ):
     right = module("right_callables")
     asked = right.names(tmp_path)
-    times = {"torch_flash": 300.0} | dict.fromkeys(asked.values(), 200.0)
-    card = FakeGpu(times, environment=H200)
+    config = right.CONFIG.replace(": ", "=").replace(", ", " ")
+    card = FakeGpu(dict.fromkeys([config, *asked.values()], 200.0) | {"torch_flash": 300.0}, environment=H200)
     card.faults["replay", asked["naive"]] = WorkerError(Status.WRONG, "a row is off")
-    for name, error in (("flex", "ValueError"), ("flash_3", "ModuleNotFoundError")):
-        said = f"{asked[name]} raised {error}: x"
-        card.faults["add_baseline", asked[name]] = WorkerError(Status.SKIPPED, said)
+    said = f"{asked['flash_3']} raised ModuleNotFoundError: x"
+    card.faults["add_baseline", asked["flash_3"]] = WorkerError(Status.SKIPPED, said)
     use(monkeypatch, card)
-    for name, value in {"Worker": card, "names": lambda place: asked}.items():
-        monkeypatch.setattr(right, name, value)
-    constants(right, SHAPES=right.SHAPES[:1])
+    monkeypatch.setattr(right, "names", lambda place: asked)
     file = tmp_path / "right.json"
     constants(sys, argv=["right_callables.py", str(file), "--runs", "2"])
     right.main()
     found = json.loads(file.read_text())
     assert len(asked) == 10
-    assert found["all"] == {"confirmed": 7 * 2 * 2, "wrong": 2 * 2, "refused": 2 * 2}
+    assert found["all"] == {"ok": 8 * 6 * 2, "wrong": 6 * 2, "skipped": 6 * 2}
     cases = {(case["callable"], case["problem"]): case for case in found["cases"]}
-    assert len(cases) == 9 * 2
-    assert [*found["missing"]] == ["flash_3"]
-    assert {tuple(c["not_confirmed"]) for (n, _), c in cases.items() if n == "naive"} == {
+    assert len(cases) == 10 * 6
+    assert {tuple(c["not_right"]) for (n, _), c in cases.items() if n == "naive"} == {
         ("while timing: a row is off",) * 2
     }
     assert next(iter(cases.values()))["x_base"] == pytest.approx([1.5, 1.5])
