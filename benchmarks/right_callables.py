@@ -10,6 +10,7 @@ run judges each of them once on each problem, as `attnsweep run` does, so 17 run
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import re
 import tempfile
@@ -91,10 +92,22 @@ def compiled(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
 
 def flash_3(q: Any, k: Any, v: Any, *, problem: Problem, out: Any) -> None:
     """FlashAttention-3, with (batch, seqlen, heads, head_dim)."""
-    from flash_attn_interface import flash_attn_func
-
-    made = flash_attn_func(q, k, v, causal=problem.causal)
+    made = _flash_3().flash_attn_func(q, k, v, causal=problem.causal)
     out.copy_(made[0] if isinstance(made, tuple) else made)
+
+
+def _flash_3() -> Any:
+    wanted = ("flash_attn_interface", "fa3_fwd_interface")
+    found = (name for name in wanted if importlib.util.find_spec(name))
+    return importlib.import_module(next(found, wanted[0]))
+
+
+def _by_flash_3(problem: Problem) -> bool | str:
+    in_bf16 = _flash_3().__name__ != "fa3_fwd_interface" or problem.dtype == "bf16"
+    return in_bf16 or "fa3-fwd is built for bf16 alone"
+
+
+flash_3.supports = _by_flash_3  # type: ignore[attr-defined]
 
 
 def ours(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
@@ -149,11 +162,10 @@ def main() -> None:
             for (name, call), problem in itertools.product(asked.items(), problems):
                 trial, flash = of[call, problem], of["torch_flash", problem].time_us
                 rows[name, problem.label].append(trial)
-                base[name, problem.label].append(flash and flash.median)
+                base[name, problem.label].append(flash.median if flash else None)
             console.print(f"run {runs}: {dict(Counter(t.status.value for t in of.values()))}")
     cases = [
-        {"callable": name, "problem": label, **facts(each, base[name, label])}
-        for (name, label), each in rows.items()
+        {"callable": name, "problem": label, **facts(each, base[name, label])} for (name, label), each in rows.items()
     ]
     count = Counter(row.status.value for each in rows.values() for row in each)
     console.print("  ".join(f"{status} {number}" for status, number in count.items()))

@@ -159,14 +159,15 @@ class Operator:
         done = self.run(seen, query, key, value, mask, keep)
         return None if done is None else done[0]
 
-    def _is_new(self, mask: torch.Tensor, stream: int, keep: bool) -> bool:
+    def _is_new(self, mask: torch.Tensor, stream: int) -> bool:
         """Whether what a scan makes of a mask may be of no use in a later call."""
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if keep and self._masks.find((mask,), None, stream) is not None:
+        if self._capturing() or self._masks.find((mask,), None, stream) is not None:
             return False
         self._masks.keep((mask,), None, stream, MaskList((), ()))
         return True
+
+    def _capturing(self) -> bool:
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
     def masked_in_model(
         self,
@@ -491,6 +492,9 @@ class Operator:
         if index >= 0 and index != self.current_device():
             with torch.cuda.device(index):
                 return self.run(plan, query, key, value, mask, keep, sinks)
+        if plan.hesitates and not keep and not self._capturing():
+            self.fell_back(NEW_MASK)
+            return None
         out = _empty_like(query) if plan.out is None else query.new_empty_strided(*plan.out)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
@@ -565,7 +569,7 @@ class Operator:
         """
         masks = mask if isinstance(mask, CuSeqlens) else () if mask is None else (mask,)
         found = self._masks.find(masks, plan, stream) if keep else None
-        if found is None and plan.hesitates and self._is_new(mask, stream, keep):
+        if found is None and plan.hesitates and self._is_new(mask, stream):
             return None
         if found is None and plan.scans is not None:
             read = masks
@@ -585,7 +589,7 @@ class Operator:
 
     def _capture_of(self, stream: int) -> int | None:
         """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""
-        if not self._on_cuda or not torch.cuda.is_current_stream_capturing():
+        if not self._capturing():
             return 0
         try:
             cuda = self._cuda or cuda_driver()
