@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
@@ -29,6 +29,10 @@ T = TypeVar("T")
 _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 # The fastest few are timed again, because the first time is of three replays only.
 _FINALISTS = 3
+# Fewer calls than this are made before a sample of a callable. A graph of 64 calls keeps few
+# outputs, those of the same calls in each replay: on an H100 a kernel that counted its calls, and
+# did nothing in each eighth, was confirmed.
+_OUT_OF_STEP = 8
 # Outputs that are kept of a callable's calls, where they are larger than the L2.
 _KEPT_BYTES = 1 << 30
 
@@ -71,6 +75,7 @@ class BoundBaseline:
         self._made: dict[int, list[tuple[Any, ...]]] = {}
         self._pointer: int = session.stream.ptr
         self._audit: graph_audit.Audit | None = None
+        self._alone: Callable[[], None] | None = None
         self._seals: list[list[Any]] = []
         self._outputs = 1
         self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
@@ -103,13 +108,32 @@ class BoundBaseline:
             self._audit.mark()
         return out if isinstance(out, tuple) else (out,)
 
+    def out_of_step(self, calls: int) -> None:
+        """Make some calls of a callable, fewer than a replay has, at random."""
+        if not self._held:
+            return
+        if self._alone is None:
+            self._alone = self.capture(1)
+        for _ in range(secrets.randbelow(min(_OUT_OF_STEP, calls))):
+            self._alone()
+
+    def _taken(self, outputs: tuple[Any, ...], had: Collection[object]) -> list[Any]:
+        """Tensors that keep the next such outputs from the memory that earlier ones had."""
+        taken: list[Any] = []
+        for one in outputs:
+            while memory_of(new := self._torch.empty_like(one)) in had:
+                taken.append(new)
+        return taken
+
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
         """A function that replays a graph of back-to-back calls; a baseline has no stages.
 
         The outputs of the last call on each copy are kept for `collect`, and those of others at
-        random, as many as `room` has: no call can know which.
+        random, as many as `room` has: no call can know which. Those of a callable have memory that
+        no output had before: there an earlier call on the same inputs would have written what is
+        right, so that one which writes nothing would pass.
         """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
@@ -118,10 +142,15 @@ class BoundBaseline:
         def issue() -> dict[int, list[tuple[Any, ...]]]:
             made: dict[int, list[tuple[Any, ...]]] = {}
             number: dict[int, int] = {}
+            had, out = set[object](), tuple[Any, ...]()
             for call in range(calls):
                 copy = call % len(self._inputs) if rotate else 0
                 kept = made.get(copy, [])
+                looked_at = self._held and (call in chosen or call == calls - 1)
+                taken = self._taken(out, had) if looked_at else []
                 out = self._call(copy)
+                del taken
+                had |= {memory_of(one) for one in out}
                 made[copy] = [*(kept if number.get(copy) in chosen else kept[:-1]), out]
                 number[copy] = call
             return made

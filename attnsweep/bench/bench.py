@@ -325,6 +325,8 @@ class Bench:
                 self._proof.begin(proven, untimed=untimed)
             call.refresh(None if cold else 1)
 
+        if isinstance(call, prepare.BoundBaseline) and not self._long:
+            call.out_of_step(calls)
         with self.session.stream:
             if not self._long:
                 begin(untimed=True)

@@ -1,7 +1,6 @@
 """Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,6 @@ from operators import close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import mask_lists  # noqa: E402
-from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, ROWS = 2, 4, 256
@@ -52,30 +50,6 @@ FORMS = {
     "of keys": (BATCH, 1, 1, ROWS),
     "of queries": (BATCH, 1, ROWS, 1),
 }
-
-
-def test_a_short_call_scans_a_mask_that_is_met_again(operator, kernel):
-    """A scan costs the host more than a short call of PyTorch's takes, so it must pay later."""
-    operator.planner.gpus[0] = replace(operator.planner.gpus[0], guard=Guard())
-    q, k, v = tensors(BATCH, HEADS, ROWS)
-    mask = random_mask(*FORMS["of items"])
-    for _ in range(3):
-        assert close(operator.attention(q, k, v, mask), sdpa(q, k, v, mask))
-    assert (operator.counters(), kernel.scans) == ({"kernel": 2, "new_mask": 1}, 1)
-    mask[:, :, :, 3] = True  # another mask
-    for _ in range(2):
-        assert close(operator.attention(q, k, v, mask), sdpa(q, k, v, mask))
-    for seed in (1, 2):  # one in each call
-        other = random_mask(*FORMS["of items"], seed=seed)
-        assert close(operator.attention(q, k, v, other), sdpa(q, k, v, other))
-    assert (operator.counters(), kernel.scans) == ({"kernel": 3, "new_mask": 4}, 2)
-    operator.attention(q, k, v, other, cache=False)  # which is never met again
-    assert operator.counters() == {"kernel": 3, "new_mask": 5}
-    with torch.inference_mode():  # nor is one whose writes do not show
-        made = random_mask(*FORMS["of items"])
-        for _ in range(2):
-            operator.attention(q, k, v, made)
-    assert operator.counters() == {"kernel": 3, "new_mask": 7}
 
 
 def test_calls_of_the_same_sizes_that_differ_take_turns(operator):

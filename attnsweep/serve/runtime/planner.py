@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,9 +38,6 @@ from .sdpa_patch import asked_once
 from .served import WGMMA
 from .table import GpuKey, Table, TunedGpu, known
 
-# A mask that is another in each call costs the host 16 us more in each, so that a call of
-# (1,12,256,64) takes 32 us where PyTorch's takes 18 (benchmarks/masks.py on an H100).
-_HESITATES = 0.35
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
@@ -149,10 +147,7 @@ class Planner:
         choice, problem = choice_of(gpu, query, key, value, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
-        plan = self._launched(call, lse, out, choice, problem, tensors)
-        short = choice.sdpa_us < _HESITATES * gpu.guard.short_us
-        plan.hesitates = short and bool(plan.scan) and limits is None and not packed
-        return plan
+        return self._launched(call, lse, out, choice, problem, tensors)
 
     @staticmethod
     def _launched(
@@ -207,12 +202,17 @@ class Planner:
             rows,
             scan={name: launch for name, launch in made.items() if launch.once},
             scan_names=tuple(listed),
-            scan_floats=tuple(spaces[name] for name in listed),
+            scan_places=tuple(accumulate((_apart(spaces[n]) for n in listed), initial=0)),
             scan_reads=tuple(name for name in _SCANNED if name in shared),
             limits=limits,
             biased=biased,
             out=None if out.shape == call.query.shape else (tuple(out.shape), out.stride()),
         )
+
+
+def _apart(words: int) -> int:
+    """Words of 4 bytes up to where the next tensor begins, in memory that both share."""
+    return -(-words // 64) * 64
 
 
 def unmappable(tensors: Mapping[str, Tensor]) -> Choice | None:

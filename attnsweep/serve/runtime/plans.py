@@ -46,11 +46,11 @@ class Plan:
     attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
     kernels are loaded. met: how often it was looked up by shapes and strides. by_pytorch: PyTorch's
     own backward: the settings on which it depends, its function, causal and scale; once asked.
-    scan: the launches that make the list of a mask, with names and floats of what they write;
-    scans: once they are loaded. scan_reads: the names of what they read. biased:
-    whether a call reads its mask itself, as numbers that are added to scores. limits: the mask by
-    diagonals, if the call has it so. out: sizes and strides of the output, if it is not like q.
-    hesitates: whether the first call with a mask is PyTorch's, as a scan takes the host longer.
+    scan: the launches that make the list of a mask, with names of what they write, and its places
+    and end in memory of 32-bit words; scans: once they are loaded. scan_reads: the names of what
+    they read. biased: whether a call reads its mask itself, as numbers that are added to scores.
+    limits: the mask by diagonals, if the call has it so. out: sizes and strides of the output, if
+    it is not like q.
     """
 
     choice: Choice
@@ -70,20 +70,18 @@ class Plan:
     by_pytorch: tuple[Any, ...] | None = None
     scan: Mapping[str, Launch] = field(default_factory=dict)
     scan_names: tuple[str, ...] = ()
-    scan_floats: tuple[int, ...] = ()
+    scan_places: tuple[int, ...] = ()
     scan_reads: tuple[str, ...] = ()
     scans: BoundLaunches | None = None
     biased: bool = False
     limits: Diagonals | None = None
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    hesitates: bool = False
 
 
 MOST_PLANS = 4096
 """Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
 starts anew, so that it never grows."""
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
-NEW_MASK = Choice(None, "new_mask", "a scan of the mask pays from the second short call with it on")
 FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
 TRANSFORMED = Plan(
     Choice(None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives")
