@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
@@ -33,6 +33,7 @@ _FINALISTS = 3
 # outputs, those of the same calls in each replay: on an H100 a kernel that counted its calls, and
 # did nothing in each eighth, was confirmed.
 _OUT_OF_STEP = 8
+_MOST_TAKEN = 100  # outputs, of memory that PyTorch has in reserve
 # Outputs that are kept of a callable's calls, where they are larger than the L2.
 _KEPT_BYTES = 1 << 30
 
@@ -117,12 +118,16 @@ class BoundBaseline:
         for _ in range(secrets.randbelow(min(_OUT_OF_STEP, calls))):
             self._alone()
 
-    def _taken(self, outputs: tuple[Any, ...], had: Collection[object]) -> list[Any]:
-        """Tensors that keep the next such outputs from the memory that earlier ones had."""
+    def _taken(self, like: tuple[Any, ...]) -> list[Any]:
+        """Memory that PyTorch had in reserve for such outputs, so that it asks for more."""
         taken: list[Any] = []
-        for one in outputs:
-            while memory_of(new := self._torch.empty_like(one)) in had:
-                taken.append(new)
+        for one in like:
+            before = self._torch.cuda.memory_reserved()
+            for _ in range(_MOST_TAKEN):
+                taken.append(self._torch.empty_like(one))
+                if self._torch.cuda.memory_reserved() > before:  # a new piece: give it back
+                    taken.pop()
+                    break
         return taken
 
     def capture(
@@ -131,26 +136,25 @@ class BoundBaseline:
         """A function that replays a graph of back-to-back calls; a baseline has no stages.
 
         The outputs of the last call on each copy are kept for `collect`, and those of others at
-        random, as many as `room` has: no call can know which. Those of a callable have memory that
-        no output had before: there an earlier call on the same inputs would have written what is
-        right, so that one which writes nothing would pass.
+        random, as many as `room` has: no call can know which. In a graph of a callable the last one
+        and two more lie where nothing was written before. In memory that another call had, on the
+        same inputs, they would be right without being written.
         """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
-        chosen = {*_chosen(calls, self.room)}
+        chosen = _chosen(calls, self.room)
+        apart = {calls - 1, *chosen[:2]} if self._held and self.issued is None else ()
 
         def issue() -> dict[int, list[tuple[Any, ...]]]:
             made: dict[int, list[tuple[Any, ...]]] = {}
             number: dict[int, int] = {}
-            had, out = set[object](), tuple[Any, ...]()
+            out: tuple[Any, ...] = ()
             for call in range(calls):
                 copy = call % len(self._inputs) if rotate else 0
                 kept = made.get(copy, [])
-                looked_at = self._held and (call in chosen or call == calls - 1)
-                taken = self._taken(out, had) if looked_at else []
+                taken = self._taken(out) if call in apart else []
                 out = self._call(copy)
                 del taken
-                had |= {memory_of(one) for one in out}
                 made[copy] = [*(kept if number.get(copy) in chosen else kept[:-1]), out]
                 number[copy] = call
             return made
