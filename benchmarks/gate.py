@@ -1,18 +1,14 @@
 """Count how often `attnsweep check` is wrong: kernels against themselves, and slowed ones.
 
-Usage: python benchmarks/gate.py [FILE.json] [--kernels 10] [--pairs 20] [--seconds 540]
+Usage: python benchmarks/gate.py [FILE.json] [--kernels 10] [--comparisons 20] [--seconds 540]
        [--runs DIR ...]. It needs a GPU, and about 9 minutes of it.
-       python benchmarks/gate.py FILE.json --pool ONE.json OTHER.json ... counts together what
-       several series gave, which may be of other hosts; it needs no GPU.
 
 The kernels are winners of recorded runs, compiled anew. They are compared as `check` compares code
 that changed: in turns, in two processes, and in up to eight while these do not decide. Each side
 has its own copy of the machine code, so that the two lie apart in memory as two versions do.
 
-Starting a process takes seconds, and timing a kernel in it a fraction of one. So every process
-times every kernel, with itself and slowed, one after the other; a comparison that needs another
-process goes on in the next one, and one that has ended is followed by the next. No process serves
-two comparisons of the same kernel and slowdown.
+Starting a process takes seconds, and timing a kernel in it a fraction of one. So a process serves
+one comparison of every kernel and slowdown, one after the other, and none of them twice.
 
 A slowed kernel is the kernel and then a launch that waits for some clock cycles; the other side
 has the same launch with no cycles to wait for. The cycles are corrected in processes of their own.
@@ -21,13 +17,10 @@ The real slowdown (`ratio`) and how much processes differ follow from all that t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import queue
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,15 +29,13 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from gate_counts import console, pooled, show, summary, write
-from setting import recorded
+from setting import console, described, options, recorded, write
 
 from attnsweep import (
     Arch,
     Candidate,
     CompiledStage,
     Compiler,
-    Environment,
     Launch,
     LaunchPlan,
     Verdict,
@@ -54,6 +45,7 @@ from attnsweep import (
     compare_candidates,
     families,
     open_run,
+    proportion_interval,
     rebuild,
     winners,
 )
@@ -68,120 +60,79 @@ SLOWER = 0.02
 SHARES = {0.02: 100, 0.05: 3}
 # Calls no longer than this: a process's rounds take 0.1 to 0.3 s.
 LONGEST_US = 150.0
-# Processes in which the cycles of a slowdown are corrected, and rounds of each correction.
-CALIBRATION_PROCESSES, CALIBRATION_ROUNDS = 3, 60
-# The cycles are corrected until the slowdown is the share, or at most so much above it: a kernel
-# slower by a little less than 2 % is shown to be so, and rightly passes.
-CORRECTIONS, MOST_ABOVE = 4, 0.001
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel on one problem, compiled, with two copies of its code."""
-
-    label: str
-    old: Candidate
-    new: Candidate
-
-
-class Comparison:
-    """One comparison as `check` makes it, which pauses when it asks for another process."""
-
-    def __init__(self, old: Candidate, new: Candidate, seed: str) -> None:
-        self._sides, self._seed = (old, new), seed
-        self._offered: queue.Queue[Worker | None] = queue.Queue()
-        self._paused: queue.Queue[bool] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self.outcome: Any = None
-        self.failure: str | None = None
-
-    def go_on_in(self, worker: Worker) -> bool:
-        """Time both in this process, which has their problem open; whether that ended it."""
-        self._offered.put(worker)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-        return self._paused.get()
-
-    def abandon(self) -> None:
-        """End it without a verdict: no process is left for it."""
-        if self._thread is not None:
-            self._offered.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(_Abandoned):
-            try:
-                old, new = self._sides
-                self.outcome = compare_candidates(old, new, self._another(), self._next, slower=SLOWER, seed=self._seed)
-            except WorkerError as error:
-                self.failure = str(error)
-            self._paused.put(True)
-
-    def _next(self) -> Worker:
-        self._paused.put(False)
-        return self._another()
-
-    def _another(self) -> Worker:
-        worker = self._offered.get()
-        if worker is None:
-            raise _Abandoned
-        return worker
-
-
-class _Abandoned(Exception):
-    """The time is up."""
+# The cycles are corrected in so many processes, each time by so many rounds, to a slowdown a little
+# above the share: a kernel slower by a little less than 2 % is shown to be so, and rightly passes.
+CORRECTIONS, ROUNDS, ABOVE = 4, 60, 0.0005
 
 
 @dataclass
 class Series:
-    """The comparisons of one kernel at one slowdown, one after the other."""
+    """The comparisons of one kernel at one slowdown. cycles: that the new side waits for."""
 
-    case: Case
+    label: str
     share: float
     old: Candidate
     new: Candidate
-    facts: dict[str, Any] = field(default_factory=dict)
-    ended: list[Comparison] = field(default_factory=list)
-    running: Comparison | None = None
+    cubin: str
+    cycles: int = 50  # a shorter wait is over before the kernel first reads the clock
+    time_us: float = 0.0
+    ended: list[Any] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
-    def go_on_in(self, worker: Worker) -> None:
-        """Take the rounds of one process."""
-        if self.running is None:
-            one, other = self.old, self.new
-            # Without a slowdown sides change, so that an advantage of being first shows as noise.
-            if not self.share and len(self.ended) % 2:
-                one, other = other, one
-            seed = f"{self.case.label} {self.share} {len(self.ended)}"
-            self.running = Comparison(one, other, seed)
-        if self.running.go_on_in(worker):
-            self.ended.append(self.running)
-            self.running = None
+    @property
+    def sides(self) -> tuple[Candidate, Candidate]:
+        """What is compared; without a slowdown sides change, so that being first shows as noise."""
+        if self.share:
+            return slowed(self.old, self.cubin, 0), slowed(self.new, self.cubin, max(self.cycles, 0))
+        both = self.old, self.new
+        return both[::-1] if len(self.ended) % 2 else both
 
-    def close(self) -> None:
-        """Give up the comparison that is under way."""
-        if self.running is not None:
-            self.running.abandon()
+    def correct_in(self, worker: Worker, clock_hz: float, number: int) -> None:
+        """Correct the cycles by what a process measures with them; it adds an offset of its own.
+
+        number: of the process; later ones weigh less, so that offsets cancel.
+        """
+        ratios = []
+        for name, candidate in zip(("old", "new"), self.sides, strict=True):
+            worker.forget(name)
+            worker.add(name, candidate, cold=False)
+        self.time_us = median(worker.replay("old", "warm") for _ in range(10))
+        for turn_number in range(ROUNDS):
+            order = ("old", "new") if turn_number % 2 else ("new", "old")
+            turn = dict(zip(order, worker.pair(*order), strict=True))
+            ratios.append(turn["new"] / turn["old"])
+        missing = self.share + ABOVE - (median(ratios) - 1)
+        self.cycles += round(missing / max(1, number) * self.time_us * clock_hz / 1e6)
+
+    def compare(self, processes: Iterator[Worker]) -> None:
+        """One comparison, in as many of the processes as it needs."""
+        seed = f"{self.label} {self.share} {len(self.ended)}"
+
+        def another() -> Worker:
+            worker = next(processes)
+            worker.open(self.new.timed.problem, replay_us=1000, seed=0)
+            return worker
+
+        try:
+            self.ended.append(compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed))
+        except WorkerError as error:
+            self.failed.append(str(error))
 
     def row(self) -> dict[str, Any]:
         """The counts, and the ratio of each process."""
-        outcomes = [one.outcome for one in self.ended if one.outcome is not None]
-        ratios = [
-            process.interval.median for outcome in outcomes for process in outcome.each if process.interval is not None
-        ]
-        verdicts = Counter(outcome.verdict.value for outcome in outcomes)
-        seconds = [outcome.shown.spent_s for outcome in outcomes]
+        ratios = [one.interval.median for each in self.ended for one in each.each if one.interval is not None]
+        verdicts = Counter(each.verdict.value for each in self.ended)
+        seconds = [each.shown.spent_s for each in self.ended]
+        waits = {"cycles": max(self.cycles, 0), "time_us": round(self.time_us, 3)} if self.share else {}
         return {
-            "case": self.case.label,
+            "case": self.label,
             "share": self.share,
-            **self.facts,
-            "comparisons": len(outcomes),
+            **waits,
+            "comparisons": len(self.ended),
             "verdicts": dict(verdicts),
             "detected": verdicts[Verdict.REGRESSION.value],
-            "failed": [one.failure for one in self.ended if one.failure is not None],
-            "unfinished": int(self.running is not None),
-            "processes": [outcome.processes for outcome in outcomes],
-            "seconds_median": round(median(seconds), 3) if seconds else None,
+            "failed": self.failed,
+            "processes": [each.processes for each in self.ended],
             "seconds_most": round(max(seconds), 3) if seconds else None,
             "ratio": round(fmean(ratios), 5) if ratios else None,
             "process_sd": round(stdev(ratios), 5) if len(ratios) > 1 else None,
@@ -189,22 +140,19 @@ class Series:
         }
 
 
-def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> list[Case]:
+def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> Iterator[tuple[str, Candidate, Candidate]]:
     """Winners of the runs that this GPU can launch: the first of each run, then the next ones."""
-    kernels = families()
-    of_run = []
+    kernels, of_run = families(), []
     for directory in runs:
         won = [t for t in winners(open_run(directory)) if t.kernel in kernels]
         won = [t for t in won if t.time_us is not None and t.time_us.median <= LONGEST_US]
         of_run.append([t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None])
     chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None]
-    found = []
-    for build in rebuild(chosen[: 2 * count], kernels, arch=arch):
-        candidate = build.candidate()
-        if candidate.timed.streams == 1 and not candidate.timed.eager and len(found) < count:
-            old = replace(candidate, timed=copied(candidate.timed, place / str(len(found))))
-            found.append(Case(f"{build.kernel.name} {build.problem.label}", old, candidate))
-    return found
+    builds = ((build, build.candidate()) for build in rebuild(chosen[: 2 * count], kernels, arch=arch))
+    alone = (each for each in builds if each[1].timed.streams == 1 and not each[1].timed.eager)
+    for number, (build, new) in enumerate(itertools.islice(alone, count)):
+        old = replace(new, timed=copied(new.timed, place / str(number)))
+        yield f"{build.kernel.name} {build.problem.label}", old, new
 
 
 def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
@@ -212,8 +160,7 @@ def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
     place.mkdir()
     stages = []
     for number, stage in enumerate(launches.stages):  # their files may all have one name
-        path = place / f"{number}.cubin"
-        shutil.copyfile(stage.cubin, path)
+        path = shutil.copyfile(stage.cubin, place / f"{number}.cubin")
         stages.append(replace(stage, cubin=str(path)))
     return replace(launches, stages=tuple(stages))
 
@@ -224,167 +171,125 @@ def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
     return replace(candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn)))
 
 
-def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[float]:
-    """New time over old in each of `rounds` rounds, whatever they show."""
-    for name, candidate in (("old", old), ("new", new)):
-        worker.forget(name)
-        worker.add(name, candidate, cold=False)
-    out = []
-    for number in range(rounds + 2):
-        order = ("old", "new") if number % 2 else ("new", "old")
-        if number < 2:
-            for name in order:
-                worker.replay(name, "warm")
-            continue
-        turn = dict(zip(order, worker.pair(*order), strict=True))
-        out.append(turn["new"] / turn["old"])
-    return out
+def measure(series: Sequence[Series], clock_hz: float, comparisons: int, until: float) -> tuple[int, float]:
+    """Compare all, so many times or as the time allows.
 
+    Returns the number of processes, and the seconds of the slowest to start.
+    """
+    opened_s = [0.0]
 
-@dataclass
-class Calibration:
-    """The cycles that slow one case by a share, by what several processes measured."""
-
-    case: Case
-    cubin: str
-    share: float
-    clock_hz: float
-    cycles: int = 0
-    time_us: float = 0.0
-    measured: list[float] = field(default_factory=list)
-
-    @property
-    def sides(self) -> tuple[Candidate, Candidate]:
-        """The kernel that waits for no cycles, and the one that waits for `cycles`."""
-        new = slowed(self.case.new, self.cubin, max(self.cycles, 0))
-        return slowed(self.case.old, self.cubin, 0), new
-
-    def correct_in(self, worker: Worker) -> None:
-        """Correct the cycles in this process: the first alone, later ones by the mean of all.
-
-        A process adds an offset to the ratio, which a single one would take for the slowdown.
-        """
-        if not self.measured:
-            self._guess(worker)
-            return
-        self.measured.append(median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1)
-
-    def finish(self) -> None:
-        """Correct the cycles by the mean of what processes measured with them."""
-        self._add(self.share + MOST_ABOVE / 2 - fmean(self.measured))
-
-    def _guess(self, worker: Worker) -> None:
-        old, _ = self.sides
-        worker.forget("old")
-        worker.add("old", old, cold=False)
-        self.time_us = median(worker.replay("old", "warm") for _ in range(10))
-        # A short wait is over before the kernel first reads the clock, so more than the share.
-        self.cycles = 50
-        self._add(self.share)
-        for _ in range(CORRECTIONS):
-            measured = median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1
-            if self.share <= measured <= self.share + MOST_ABOVE:
-                break
-            self._add(self.share + MOST_ABOVE / 2 - measured)
-        self.measured = [median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1]
-
-    def _add(self, share: float) -> None:
-        self.cycles += round(share * self.time_us * self.clock_hz / 1e6)
-
-
-@contextlib.contextmanager
-def process(opened_s: list[float]) -> Iterator[Worker]:
-    """A new process; appends the seconds until it answers."""
-    begin = time.monotonic()
-    with Worker(timeout_s=60) as worker:
+    def process() -> Worker:
+        begin = time.monotonic()
+        worker = Worker(timeout_s=60)
         worker.describe()
         opened_s.append(time.monotonic() - begin)
-        yield worker
+        return worker
+
+    waiting = [each for each in series if each.share]
+    for number in range(CORRECTIONS if waiting else 0):
+        with process() as worker:
+            for each in waiting:
+                worker.open(each.new.timed.problem, replay_us=1000, seed=0)
+                each.correct_in(worker, clock_hz, number)
+    corrected = len(opened_s)
+    for number in range(comparisons):
+        if time.monotonic() > until:
+            break
+        with contextlib.ExitStack() as stack:
+            started: list[Worker] = []
+
+            def processes(stack: contextlib.ExitStack = stack, started: list[Worker] = started) -> Iterator[Worker]:
+                for which in itertools.count():
+                    if which == len(started):
+                        started.append(stack.enter_context(process()))
+                    yield started[which]
+
+            for each in series:
+                each.compare(processes())
+        left_s = until - time.monotonic()
+        console.print(f"comparison {number + 1} of {comparisons} of each, {left_s:.0f} s left")
+    return len(opened_s) - corrected, round(max(opened_s), 2)
 
 
-def opened(worker: Worker, case: Case) -> Worker:
-    """The process with the case's problem open."""
-    worker.open(case.new.timed.problem, replay_us=1000, seed=0)
-    return worker
+def bounds(count: int, trials: int) -> list[float]:
+    """95 % bounds of a share."""
+    return [round(p, 5) for p in proportion_interval(count, trials)]
 
 
-def measure(
-    found: Sequence[Case], cubin: str, environment: Environment, pairs: int, until: float
-) -> tuple[list[Series], list[float]]:
-    """All series, timed in twice as many processes as pairs, or as many as the time allows."""
-    opened_s: list[float] = []
-    wanted = [
-        Calibration(case, cubin, share, environment.clock_hz)
-        for share, count in SHARES.items()
-        for case in found[:count]
-    ]
-    for _ in range(CALIBRATION_PROCESSES):
-        with process(opened_s) as worker:
-            for case in found:
-                opened(worker, case)
-                for one in wanted:
-                    if one.case is case:
-                        one.correct_in(worker)
-    series = [Series(case, 0.0, case.old, case.new) for case in found]
-    for one in wanted:
-        one.finish()
-        facts = {"cycles": max(one.cycles, 0), "time_us": round(one.time_us, 3)}
-        series.append(Series(one.case, one.share, *one.sides, facts))
-    try:
-        for number in range(2 * pairs):
-            if time.monotonic() > until:
-                break
-            with process(opened_s) as worker:
-                for case in found:
-                    opened(worker, case)
-                    for each in series:
-                        if each.case is case:
-                            each.go_on_in(worker)
-            left_s = until - time.monotonic()
-            console.print(f"process {number + 1} of {2 * pairs}, {left_s:.0f} s left")
-    finally:
-        for each in series:
-            each.close()
-    return series, opened_s
+def summary(rows: Sequence[dict[str, Any]], processes: int, opened_s: float) -> dict[str, Any]:
+    """All figures: false alarms and misses with bounds, detections, and each series."""
+    itself = [row for row in rows if not row["share"]]
+    spread = [row["process_sd"] for row in rows if row["process_sd"] is not None]
+
+    def counted(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
+        count = sum(row["verdicts"].get(verdict.value, 0) for row in rows)
+        return {"count": count, "bounds": bounds(count, sum(row["comparisons"] for row in rows))}
+
+    totals = {}
+    for share in sorted({row["share"] for row in rows} - {0.0}):
+        of = [row for row in rows if row["share"] == share]
+        detected = counted(of, Verdict.REGRESSION)
+        totals[f"{100 * share:g} %"] = {
+            "comparisons": sum(row["comparisons"] for row in of),
+            "detected": detected["count"],
+            "detected_bounds": detected["bounds"],
+            "passed": counted(of, Verdict.PASS),
+            "inconclusive": counted(of, Verdict.INCONCLUSIVE),
+            "seconds_most": max((row["seconds_most"] or 0.0 for row in of), default=None),
+        }
+    alarms = counted(itself, Verdict.REGRESSION)
+    return {
+        "processes": processes,
+        # Standard deviation of a process's ratio, of all kernels and slowdowns together.
+        "process_sd": round(fmean(sd**2 for sd in spread) ** 0.5, 5) if spread else None,
+        "itself": {
+            "comparisons": sum(row["comparisons"] for row in itself),
+            "false_alarms": alarms["count"],
+            "false_alarms_bounds": alarms["bounds"],
+            "false_improvements": counted(itself, Verdict.IMPROVEMENT)["count"],
+            "inconclusive": counted(itself, Verdict.INCONCLUSIVE),
+            "cases": itself,
+        },
+        "slowed": {
+            "totals": totals,
+            "opening_a_second_process_s": opened_s,
+            "cases": [row for row in rows if row["share"]],
+        },
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description="How often `attnsweep check` is wrong.")
-    parser.add_argument("file", nargs="?", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--kernels", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=20, help="half the number of processes")
+    parser.add_argument("--comparisons", type=int, default=20, help="of each kernel and slowdown")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR")
-    parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE.json")
     asked = parser.parse_args(arguments)
-    if asked.pool:
-        facts = pooled(asked.pool)
-        show(facts)
-        write(asked.file, facts)
-        return
-    begin = time.monotonic()
-    runs = asked.runs or [recorded(name) for name in RUNS]
-    with Worker(timeout_s=60) as worker:
-        here = worker.describe()
+    begin, here = time.monotonic(), described()
     arch = arch_named(here.arch)
     compiler = Compiler(arch)
-    facts = {"environment": here.model_dump(mode="json"), "slower": SLOWER}
-    try:
+    with contextlib.closing(compiler), tempfile.TemporaryDirectory() as place:
         cubin = str(compiler.compile(SOURCE, {}).path)
-        with tempfile.TemporaryDirectory() as place:
-            found = cases(runs, arch, Path(place), asked.kernels)
-            until = begin + asked.seconds
-            series, opened_s = measure(found, cubin, here, asked.pairs, until)
-            rows = [one.row() for one in series]
-            counted_in = len(opened_s) - CALIBRATION_PROCESSES
-            longest_s = round(max(opened_s), 2) if opened_s else None
-            facts |= summary(rows, counted_in, longest_s)
-            facts["seconds"] = round(time.monotonic() - begin, 1)
-            show(facts)
-            write(asked.file, facts)
-    finally:
-        compiler.close()
+        runs = asked.runs or [recorded(name) for name in RUNS]
+        found = list(cases(runs, arch, Path(place), asked.kernels))
+        series = [Series(label, 0.0, old, new, cubin) for label, old, new in found]
+        series += [Series(label, share, old, new, cubin)
+                   for share, count in SHARES.items() for label, old, new in found[:count]]  # fmt: skip
+        counted_in, longest_s = measure(series, here.clock_hz, asked.comparisons, begin + asked.seconds)
+    facts = {"slower": SLOWER, **summary([one.row() for one in series], counted_in, longest_s)}
+    facts["seconds"] = round(time.monotonic() - begin, 1)
+    for row in [*facts["itself"]["cases"], *facts["slowed"]["cases"]]:
+        console.print(f"{100 * row['share']:g} % {row['case']}: {row['verdicts']}, ratio {row['ratio']}")
+    itself = facts["itself"]
+    low, high = itself["false_alarms_bounds"]
+    said = f"{itself['false_alarms']} of {itself['comparisons']} ({100 * low:.1f} to {100 * high:.1f} %)"
+    console.print(f"{itself['comparisons']} comparisons of a kernel with itself: {said} false alarms")
+    for share, of in facts["slowed"]["totals"].items():
+        low, high = of["detected_bounds"]
+        said = f"{of['detected']} of {of['comparisons']} ({100 * low:.1f} to {100 * high:.1f} %)"
+        console.print(f"slower by {share}: detected {said}, passed {of['passed']['count']}")
+    write(asked.file, here, facts)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,31 @@
-"""Shared by the benchmarks: a console, a spec from text, and a result file with its origin."""
+"""Shared by the benchmarks: options, a console, a spec from text, a result file with its origin."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from attnsweep import Build, Environment, SweepSpec, load_spec
+from attnsweep import Build, Environment, SweepSpec, Worker, load_spec
 
 RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+
+
+def options(doc: str | None, file: str | Path | None = None) -> argparse.ArgumentParser:
+    """A parser that takes the file to write. file: without one; None: then none is written."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("file", nargs="?", type=Path, default=file, metavar="FILE.json")
+    return parser
+
+
+def described() -> Environment:
+    """GPU, driver, versions and date."""
+    with Worker(timeout_s=60) as worker:
+        return worker.describe()
 
 
 def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:
@@ -32,9 +46,11 @@ def label_of(build: Build) -> str:
     return f"{build.kernel.name} {build.config.label}"
 
 
-def write(path: Path, environment: Environment, result: dict[str, Any]) -> None:
-    """Write the result as JSON next to GPU, driver, versions and date; say where it lies."""
-    facts = {"environment": environment.model_dump(mode="json"), **result}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+def write(path: str | Path | None, environment: Environment | None, result: dict[str, Any]) -> None:
+    """Write the result as JSON, next to where it was measured, if a file is named."""
+    if path is None:
+        return
+    facts = {} if environment is None else {"environment": environment.model_dump(mode="json")}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(facts | result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     console.print(f"written: {path}")
