@@ -10,27 +10,21 @@ PyTorch has used already, with its wait.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import setting
 import torch
 import torch.nn.functional as F
-from setting import console
+from setting import console, described, options, package_at, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-import attnsweep
 
 TURNS, CALLS = 40, 100
 PROCESSES = 5
@@ -114,13 +108,13 @@ def host_us(
     return result
 
 
-def callers_of(package: Any, explain: Any, shape: Any) -> dict[str, Caller]:
+def callers_of(package: Any, shape: Any) -> dict[str, Caller]:
     """Everyone who is timed on a shape. Raises SystemExit if the package has no kernel for it."""
     (batch, heads, seqlen, head_dim), dtype, causal = shape
     # As a model has them: views of (batch, seqlen, heads, head_dim).
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(3)]
     q, k, v = tensors
-    why = explain(q, k, v, is_causal=causal)
+    why = package.explain(q, k, v, is_causal=causal)
     if why.kernel is None:
         sys.exit(f"no kernel serves {shape}: {why}")
     attention = package.attention
@@ -178,42 +172,26 @@ def fresh_processes(name: str, path: str | None, *, gpu: bool = True) -> dict[st
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--package", type=Path)
-    options = parser.parse_args()
-    package: Any = attnsweep
-    explain: Any = attnsweep.explain_attention
-    path = None
-    if options.package is not None:
-        path = str(options.package.resolve())
-        sys.path.insert(0, path)
-        (inside,) = options.package.glob("*/table.json")
-        package = importlib.import_module(inside.parent.name)
-        explain = package.explain
-    with attnsweep.Worker(timeout_s=60) as worker:
-        here = worker.describe()
+    parser = options(__doc__)
+    parser.add_argument("--package", type=Path, metavar="DIR")
+    asked = parser.parse_args(arguments)
+    package, here = package_at(asked.package), described()
+    path = None if asked.package is None else str(asked.package.resolve())
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "package": package.__name__,
         **fresh_processes(package.__name__, path),
         "shapes": [],
     }
-    console.print(f"import {result['import_s']} s, first call {result['first_call_ms']} ms")
+    console.print(result)
     for shape in SHAPES:
-        timed = host_us(callers_of(package, explain, shape))
         mask = "causal" if shape[2] else "full"
         label = f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {mask}"
-        result["shapes"].append({"shape": label, "callers": timed})
-        console.print(label)
-        for name, own in timed.items():
-            console.print(f"  {name:24} {own['median_us']:8.2f} us")
-    if options.file is not None:
-        setting.write(options.file, here, result)
-    else:
-        console.print(json.dumps(result))
+        result["shapes"].append({"shape": label, "callers": host_us(callers_of(package, shape))})
+        console.print_json(data=result["shapes"][-1])
+    write(asked.file, here, result)
 
 
 if __name__ == "__main__":

@@ -12,44 +12,23 @@ their norm.
 from __future__ import annotations
 
 import copy
-import itertools
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import setting
 import torch
-from setting import console
+from models import before_and_after, counted, float64_attention, turns
+from setting import console, described, options, package_at, write
 
 import attnsweep
-from attnsweep import Worker
 
 
-def exact(
-    module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **options: Any
-) -> tuple[Any, None]:
-    """Attention in float64, as transformers calls it, eight heads at once. mask: to be added."""
-    groups, softcap, sinks = q.shape[1] // k.shape[1], options.get("softcap"), options.get("s_aux")
-    out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
-    for item, head in itertools.product(range(q.shape[0]), range(0, q.shape[1], 8)):
-        few = range(head, min(head + 8, q.shape[1]))
-        keys, values = (each[item, [h // groups for h in few]].double() for each in (k, v))
-        scores = q[item, few.start : few.stop].double() @ keys.mT * (scaling or q.shape[3] ** -0.5)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if mask is not None:
-            scores += mask[min(item, len(mask) - 1)]
-        elif getattr(module, "is_causal", False) and scores.shape[1] > 1:
-            scores.masked_fill_(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
-        if sinks is not None:
-            sink = sinks[few.start : few.stop].double().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
-            scores = torch.cat((scores, sink), -1)
-        weights = scores.softmax(-1)[..., : k.shape[2]]
-        out[item, few.start : few.stop] = (weights @ values).to(q.dtype)
+def exact(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **given: Any) -> tuple[Any, None]:
+    """Attention in float64, as transformers calls it. mask: to be added."""
+    causal = mask is None and getattr(module, "is_causal", False) and q.shape[2] > 1
+    scores = {"softcap": given.get("softcap"), "sinks": given.get("s_aux")}
+    out = float64_attention(q, k, v, mask, is_causal=causal, scale=scaling, **scores)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -89,39 +68,27 @@ class Model:
         model = self.of(self.config).cuda().bfloat16().eval()
         given, keep = self.inputs()
         ours = attnsweep.register_attention()
-        runs = dict.fromkeys((self.theirs, ours), model)
-        if self.compiled:
-            runs = {way: copy.deepcopy(model) for way in runs}
         calls: dict[str, Callable[..., Any]] = {}
-        for way, each in runs.items():
+        for way in (self.theirs, ours, "float64"):
+            each = copy.deepcopy(model)
             each.set_attn_implementation(way)
-            calls[way] = torch.compile(each) if self.compiled else each
-        times: dict[str, list[float]] = {way: [] for way in runs}
-        logits, served = {}, 0
+            calls[way] = torch.compile(each) if self.compiled and way != "float64" else each
         with torch.no_grad():
-            for turn in range(9 if self.compiled else 7):
-                for way, call in calls.items():
-                    runs[way].set_attn_implementation(way)
-                    before = attnsweep.attention_counters().get("kernel", 0)
-                    torch.cuda.synchronize()
-                    begin = time.perf_counter()
-                    out = call(**given)[0]
-                    torch.cuda.synchronize()
-                    if turn >= (2 if self.compiled else 1):
-                        times[way].append((time.perf_counter() - begin) * 1e3)
-                    served = attnsweep.attention_counters().get("kernel", 0) - before
-                    logits[way] = out[keep].double()
-            model.set_attn_implementation("float64")
-            right = model(**given)[0][keep].double()
-        medians = {way: statistics.median(each) for way, each in times.items()}
-        off = {way: float((each - right).norm() / right.norm()) for way, each in logits.items()}
+            right = calls.pop("float64")(**given)[0][keep].double()
+            times = turns({way: partial(call, **given) for way, call in calls.items()}, rounds=7)
+            off = {}
+            for way, call in calls.items():
+                with counted(package_at(None)) as served:
+                    logits = call(**given)[0][keep].double()
+                off[way] = float((logits - right).norm() / right.norm())
+        found = before_and_after(*times.values())
         return {
             "model": f"{self.name}, {self.batch} x {self.seqlen}",
             "compiled": self.compiled,
-            "sdpa_ms": round(medians[self.theirs], 2),
-            "ours_ms": round(medians[ours], 2),
-            "ratio": round(medians[self.theirs] / medians[ours], 3),
-            "served": f"{served} of {self.calls}",
+            "sdpa_ms": round(found["before_ms"], 2),
+            "ours_ms": round(found["after_ms"], 2),
+            "ratio": round(found["gain"], 3),
+            "served": f"{served.get('kernel', 0)} of {self.calls}",
             "sdpa_off": off[self.theirs],
             "off": off[ours],
         }
@@ -176,16 +143,14 @@ def models() -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Time everything; write each row, as it comes, to the file that was asked for."""
-    with Worker(timeout_s=60) as worker:
-        environment = worker.describe()
-    found: dict[str, Any] = {"models": []}
+    asked, environment = options(__doc__).parse_args(arguments), described()
+    rows: list[dict[str, Any]] = []
     for row in models():
-        found["models"].append(row)
+        rows.append(row)
         console.print(row)
-        for name in sys.argv[1:]:
-            setting.write(Path(name), environment, found)
+        write(asked.file, environment, {"models": rows})
 
 
 if __name__ == "__main__":

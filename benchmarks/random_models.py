@@ -61,6 +61,13 @@ class Model:
     facts: Mapping[str, Any]
     vocabulary: int
 
+    def ids(self, batch: int, tokens: int) -> torch.Tensor:
+        """Random token numbers, the same for the same number of tokens."""
+        device = next(self.module.parameters()).device
+        draw = torch.Generator(device).manual_seed(tokens)
+        most = self.vocabulary or 1024
+        return torch.randint(0, most, (batch, tokens), generator=draw, device=device)
+
     def rows(self, ids: torch.Tensor, last: int) -> torch.Tensor:
         """The last rows of the output: logits, or what the last block gives."""
         if not self.vocabulary:

@@ -1,7 +1,7 @@
 """Measure what recording a model's attention calls costs it.
 
-Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ...] [--rounds N]
-[--every-call] [--tiny]
+Usage: python benchmarks/recorder.py [FILE.json] [--models NAME ...] [--tokens N ...] [--rounds N]
+[--every-call]
 
 The models are those of random_models.py. In each round three prefills take turns: plain, recorded
 by attnsweep.shapes, and plain again; a time is the fastest of RUNS, after one that is not timed.
@@ -11,10 +11,8 @@ of plain again over plain. call_us: host time of a call on tensors that take no 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import environment, say, timed_ms
+from models import timed_ms
 from random_models import MODELS, built
+from setting import console, described, options, write
 
 import attnsweep
 
@@ -60,19 +59,16 @@ def cost(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, say each result, and write OUT.json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("out", type=Path, metavar="OUT.json")
+    """Measure, print each result, and write the file if one is named."""
+    parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--every-call", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="small models")
     given = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        q, k, v = torch.zeros(3, 1, 1, 16, 64, dtype=torch.bfloat16, device=device)
+        q, k, v = torch.zeros(3, 1, 1, 16, 64, dtype=torch.bfloat16, device="cuda")
 
         def calls() -> None:
             for _ in range(CALLS):
@@ -80,19 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         times = turns(calls, given.rounds, given.every_call)
         call_us = {who: round(statistics.median(times[who]) / CALLS * 1e3, 2) for who in WHO}
-        say(f"a call: {call_us['plain']} us, recorded {call_us['recorded']} us")
+        console.print(f"a call: {call_us['plain']} us, recorded {call_us['recorded']} us")
         for name in given.models:
-            model = built(name, device, given.tiny)
+            model = built(name, "cuda", False)
             for count in given.tokens:
-                ids = torch.ones(1, count, dtype=torch.long, device=device)
+                ids = torch.ones(1, count, dtype=torch.long, device="cuda")
                 found = cost(turns(partial(model.rows, ids, 1), given.rounds, given.every_call))
                 rows.append({"model": name, "tokens": count, **found})
-                say(f"{name} {count}: {found}")
-    facts = {"environment": environment(), "every_call": given.every_call, "tiny": given.tiny}
-    text = json.dumps(facts | {"call_us": call_us, "models": rows}, indent=1)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(text + "\n")
-    say(f"written: {given.out}")
+                console.print(f"{name} {count}: {found}")
+    facts = {"every_call": given.every_call, "call_us": call_us, "models": rows}
+    write(given.file, described(), facts)
 
 
 if __name__ == "__main__":

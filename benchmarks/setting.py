@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 
+import attnsweep
 from attnsweep import Build, Environment, SweepSpec, Worker, load_spec
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -26,6 +30,27 @@ def described() -> Environment:
     """GPU, driver, versions and date."""
     with Worker(timeout_s=60) as worker:
         return worker.describe()
+
+
+def package_at(directory: Path | None) -> Any:
+    """The package that `attnsweep export --out directory` wrote; None: what attnsweep comes with.
+
+    Both have attention, enable, counters and explain.
+    """
+    if directory is None:
+        return SimpleNamespace(
+            attention=attnsweep.attention,
+            enable=attnsweep.enable,
+            counters=attnsweep.attention_counters,
+            explain=attnsweep.explain_attention,
+            __name__="attnsweep",
+            __version__=attnsweep.__version__,
+        )
+    found = sorted(directory.glob("*/table.json"))
+    if len(found) != 1:
+        raise SystemExit(f"{directory}: is not what `attnsweep export --out` wrote")
+    sys.path.insert(0, str(directory.resolve()))
+    return importlib.import_module(found[0].parent.name)
 
 
 def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:

@@ -24,26 +24,19 @@ to its return, and their percentiles. The noise of a host is in the upper ones.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import importlib
 import itertools
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import setting
 import torch
 import torch.nn.functional as F
-from setting import console
-
-import attnsweep
+from setting import console, described, options, package_at, write
 
 ROUNDS, SAMPLE_US, MOST_STEPS = 31, 6000, 16
 BLOCKS, BLOCK_STEPS, PERCENTILES = 60, 80, (10, 25, 50)
@@ -87,10 +80,10 @@ class Step:
         )
         self.grad = self.grad.transpose(1, 2).flatten(2)
         self.given = [t.requires_grad_() for t in (q, k, v)]
-        options = {"is_causal": causal, "enable_gqa": heads != heads_kv}
+        self.options = {"is_causal": causal, "enable_gqa": heads != heads_kv}
 
         def attention(q: Any, k: Any, v: Any) -> Any:
-            out = F.scaled_dot_product_attention(q, k, v, **options)
+            out = F.scaled_dot_product_attention(q, k, v, **self.options)
             return out.transpose(1, 2).flatten(2)
 
         self.attention = torch.compile(attention) if compiled else attention
@@ -107,6 +100,10 @@ class Step:
         for event in events[2:]:
             event.record()
         return grads
+
+    def code(self, package: Any) -> str:
+        """What the package says of the call."""
+        return str(package.explain(*self.given, **self.options).code)
 
     def us(self, steps: int) -> float:
         """Microseconds of a step, the mean of `steps` in a row."""
@@ -140,27 +137,18 @@ class Step:
         return (time.perf_counter() - begin) * 1e6
 
 
-def error(grads: Sequence[Any], others: Sequence[Any]) -> float:
-    """The largest difference of two sets of gradients, relative to the norm of the second."""
-    pairs = zip(grads, others, strict=True)
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
-
-
 def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     """The row of a shape."""
     torch.compiler.reset()
     callers = {
-        (mode, who): Step(shape, mode == "compiled", package.enable if who == "package" else _alone)
+        (mode, who): Step(shape, mode == "compiled", package.enable if who == "package" else nullcontext)
         for mode in ("eager", "compiled")
         for who in ("pytorch", "package")
     }
-    grads = {}
-    for key, step in callers.items():
+    for step in callers.values():
         with step.enabled():
             for _ in range(3):
-                grads[key] = step()
-    right = grads["eager", "pytorch"]
-    differs = {" ".join(key): round(error(found, right), 5) for key, found in grads.items()}
+                step()
     count = max(2, min(MOST_STEPS, round(SAMPLE_US / callers["eager", "pytorch"].us(4))))
     names = ("step", "forward", "backward", "alone")
     found: dict[Any, dict[str, list[float]]] = {key: {n: [] for n in names} for key in callers}
@@ -178,10 +166,8 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
             for name, value in zip(names, values, strict=True):
                 found[key][name].append(value)
     gc.enable()
-    row: dict[str, Any] = {"shape": label(shape), "differs": differs}
-    step = callers["eager", "package"]
-    options = {"is_causal": shape[5], "enable_gqa": shape[1] != shape[2]}
-    row["code"] = package_explains(package)(*step.given, **options).code
+    row: dict[str, Any] = {"shape": label(shape)}
+    row["code"] = callers["eager", "package"].code(package)
     for mode in ("eager", "compiled"):
         both = {who: found[mode, who] for who in ("pytorch", "package")}
         pairs = zip(both["pytorch"]["step"], both["package"]["step"], strict=True)
@@ -208,7 +194,7 @@ def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     gc.disable()
     for _ in range(BLOCKS):
         for who in random.sample(list(steps_us), 2):
-            with package.enable() if who == "package" else _alone():
+            with package.enable() if who == "package" else nullcontext():
                 for number in range(-BLOCK_STEPS // 4, BLOCK_STEPS):
                     begin = time.perf_counter()
                     step()
@@ -221,32 +207,18 @@ def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     pairs = zip(found["pytorch"], found["package"], strict=True)
     row = {who: [round(each, 1) for each in us] for who, us in found.items()}
     ratio = [round(theirs / ours, 3) for theirs, ours in pairs]
-    code = package_explains(package)(*step.given, is_causal=shape[5]).code
-    return {"shape": label(shape), **row, "ratio": ratio, "code": code}
-
-
-def package_explains(package: Any) -> Callable[..., Any]:
-    """What explains a call, of attnsweep or of an exported package."""
-    return getattr(package, "explain_attention", None) or package.explain
-
-
-def _alone() -> Any:
-    return nullcontext()
+    return {"shape": label(shape), **row, "ratio": ratio, "code": step.code(package)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each shape and mode; write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE.json")
+    parser = options(__doc__)
     parser.add_argument("--package", type=Path, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--only", nargs="+", metavar="LABEL", default=[])
     parser.add_argument("--blocks", action="store_true")
     given = parser.parse_args(arguments)
-    package: Any = attnsweep
-    if given.package is not None:
-        sys.path.insert(0, str(given.package.resolve().parent))
-        package = importlib.import_module(given.package.name)
+    package = package_at(given.package)
     end, rows, left_out = time.monotonic() + given.seconds, [], []
     for shape in SHAPES:
         if given.only and label(shape) not in given.only:
@@ -254,30 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if time.monotonic() > end:
             left_out.append(label(shape))
             continue
-        if given.blocks:
-            rows.append(row := in_blocks(shape, package))
-            console.print(
-                f"{row['shape']:26} {PERCENTILES} % of steps within {row['pytorch']} → "
-                f"{row['package']} µs  {row['ratio']}  {row['code']}"
-            )
-            continue
-        rows.append(row := measured(shape, package))
-        for mode in ("eager", "compiled"):
-            theirs, ours = row[mode]["pytorch"], row[mode]["package"]
-            middle, low, high = row[mode]["ratio"]
-            console.print(
-                f"{row['shape']:26} {mode:8} {theirs['step']:7.0f} → {ours['step']:7.0f} µs  "
-                f"{middle:.3f} ({low:.3f} to {high:.3f})  {theirs['forward']:.0f} + "
-                f"{theirs['backward']:.0f} → {ours['forward']:.0f} + {ours['backward']:.0f}  alone "
-                f"{theirs['alone']:.0f} → {ours['alone']:.0f}  {row['code']}"
-            )
+        rows.append((in_blocks if given.blocks else measured)(shape, package))
+        console.print(rows[-1])
     rounds = {"blocks": BLOCKS} if given.blocks else {"rounds": ROUNDS}
     result = {"torch": torch.__version__, **rounds, "rows": rows, "left_out": left_out}
-    if given.file is None:
-        console.print(json.dumps(result))
-        return
-    with attnsweep.Worker(timeout_s=60) as worker:
-        setting.write(given.file, worker.describe(), result)
+    write(given.file, described(), result)
 
 
 if __name__ == "__main__":

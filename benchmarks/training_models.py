@@ -1,8 +1,8 @@
 """Time training steps of whole models, by PyTorch alone and with a package enabled.
 
-Usage: python benchmarks/training_models.py [FILE.json] [--package DIR] [--seconds 300] [--tiny].
+Usage: python benchmarks/training_models.py [FILE.json] [--package DIR] [--seconds 300].
 Needs a GPU that the package has winners for (default: the package that comes with attnsweep), and
-transformers. --tiny: small models, for a try on a CPU.
+transformers.
 
 The models of random_models.py, in bf16: a Llama kind (head_dim 64) and a Qwen kind (head_dim 128)
 at 4 x 2048 and 1 x 8192 tokens, and a stack of full attention at 64 x 197, the shape of a ViT. A
@@ -20,23 +20,17 @@ step is loss and gradients of all parameters, without an optimizer.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import setting
 import torch
-from models import attention_of, before_and_after, compiled_layers, counted, say, turns
+from models import attention_of, before_and_after, compiled_layers, counted, turns
 from random_models import Model, built
-
-import attnsweep
+from setting import console, described, options, package_at, write
 
 SIZES = {"llama": ((4, 2048), (1, 8192)), "qwen": ((4, 2048), (1, 8192)), "diffusion": ((64, 197),)}
-TINY = {"llama": ((2, 64),), "qwen": ((1, 64),), "diffusion": ((2, 49),)}
 STEPS, EVERY, VOCABULARY, ROUNDS = 200, 10, 512, 10
 
 
@@ -58,7 +52,7 @@ def compiled(model: Model, step: Callable[[], float], package: Any) -> dict[str,
     for who in ("sdpa", "package"):
         with compiled_layers(model), attention_of(who, package):
             times |= turns({who: step}, rounds=ROUNDS)
-    return before_and_after(times)
+    return before_and_after(*times.values())
 
 
 def gradient_errors(model: Model, ids: torch.Tensor, package: Any) -> dict[str, float]:
@@ -83,15 +77,13 @@ def gradient_errors(model: Model, ids: torch.Tensor, package: Any) -> dict[str, 
 
 def row(model: Model, batch: int, tokens: int, package: Any, *, first: bool) -> dict[str, Any]:
     """What is measured of a model at one size."""
-    draw = torch.Generator(model.facts["device"]).manual_seed(tokens)
-    most = model.vocabulary or 1024
-    ids = torch.randint(0, most, (batch, tokens), generator=draw, device=draw.device)
+    ids = model.ids(batch, tokens)
     step = step_of(model, ids)
     found: dict[str, Any] = {"model": model.name, "batch": batch, "tokens": tokens}
     with attention_of("package", package), counted(package) as calls:
         step()
     found["calls"] = calls
-    found["eager"] = before_and_after(turns({"sdpa": step, "package": step}, package, ROUNDS))
+    found["eager"] = before_and_after(*turns({"sdpa": step, "package": step}, package, ROUNDS).values())
     found["compiled"] = compiled(model, step, package)
     for way in ("eager", "compiled"):
         for when in ("before", "after"):
@@ -103,7 +95,7 @@ def row(model: Model, batch: int, tokens: int, package: Any, *, first: bool) -> 
 
 
 # ---- a short training ----
-def markov_text(count: int, length: int, device: str) -> torch.Tensor:
+def markov_text(count: int, length: int) -> torch.Tensor:
     """Items of a chain, each of whose tokens has four that may follow."""
     draw = torch.Generator("cpu").manual_seed(7)
     follow = torch.randint(0, VOCABULARY, (VOCABULARY, 4), generator=draw)
@@ -111,26 +103,26 @@ def markov_text(count: int, length: int, device: str) -> torch.Tensor:
     for _ in range(length - 1):
         chosen = torch.randint(0, 4, (count,), generator=draw)
         text.append(follow[text[-1], chosen])
-    return torch.stack(text, 1).to(device)
+    return torch.stack(text, 1).cuda()
 
 
-def curve(package: Any, device: str, steps: int, length: int) -> dict[str, Any]:
+def curve(package: Any, length: int = 4096) -> dict[str, Any]:
     """Losses of three trainings from the same weights, on the same text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
-    text = markov_text(4 * steps, length, device).split(4)
+    text = markov_text(4 * STEPS, length).split(4)
     losses: dict[str, list[float]] = {}
     served: dict[str, int] = {}
     for who in ("sdpa", "flash", "package"):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(device).bfloat16()
+        model = LlamaForCausalLM(config).cuda().bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         found = []
         with attention_of(who, package), counted(package) as calls:
-            for ids in text[:steps]:
+            for ids in text:
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 loss.backward()
                 optimizer.step()
@@ -140,53 +132,29 @@ def curve(package: Any, device: str, steps: int, length: int) -> dict[str, Any]:
     apart = {
         who: round(max(abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)), 4) for who, own in losses.items()
     }
-    return {"steps": steps, "tokens": length, "losses": losses, "apart": apart, "calls": served}
+    return {"steps": STEPS, "tokens": length, "losses": losses, "apart": apart, "calls": served}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each model and size; write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE.json")
+    parser = options(__doc__)
     parser.add_argument("--package", type=Path, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args(arguments)
-    package: Any = Shipped
-    if given.package is not None:
-        sys.path.insert(0, str(given.package.resolve().parent))
-        package = importlib.import_module(given.package.name)
-    device = "cpu" if given.tiny else "cuda"
+    package = package_at(given.package)
     began, rows, left_out = time.monotonic(), [], []
-    short = curve(package, device, *((20, 64) if given.tiny else (STEPS, 4096)))
-    say(f"losses are apart by {short['apart']} at most")
-    for name, sizes in (TINY if given.tiny else SIZES).items():
+    short = curve(package)
+    console.print(f"losses are apart by {short['apart']} at most")
+    for name, sizes in SIZES.items():
         if time.monotonic() - began > given.seconds:
             left_out.append(name)
             continue
-        made = built(name, device, given.tiny)
-        model = Model(made.name, made.module, made.layers, {"device": device}, made.vocabulary)
+        model = built(name, "cuda", False)
         for batch, tokens in sizes:
-            found = row(model, batch, tokens, package, first=(batch, tokens) == sizes[0])
-            rows.append(found)
-            for way in ("eager", "compiled"):
-                one = found[way]
-                say(
-                    f"{name:9} {batch} x {tokens:5} {way:8} {one['before_ms']:7.1f} -> "
-                    f"{one['after_ms']:7.1f} ms  {one['gain']:.3f}  {found.get('error', '')}"
-                )
-        del model, made
-    result = {"rows": rows, "curve": short, "left_out": left_out}
-    if given.file is None:
-        return
-    with attnsweep.Worker(timeout_s=60) as worker:
-        setting.write(given.file, worker.describe(), result)
-
-
-class Shipped:
-    """What comes with attnsweep, with the names of an exported package."""
-
-    enable = staticmethod(attnsweep.enable)
-    counters = staticmethod(attnsweep.attention_counters)
+            rows.append(row(model, batch, tokens, package, first=(batch, tokens) == sizes[0]))
+            console.print(rows[-1])
+        del model
+    write(given.file, described(), {"rows": rows, "curve": short, "left_out": left_out})
 
 
 if __name__ == "__main__":

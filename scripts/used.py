@@ -45,7 +45,7 @@ NOT_RECORDED = "Not recorded yet.\n"
 
 
 def models(path: Path = ROOT / CARD / "models.json") -> str:
-    """Prefill before and after for each model, number of tokens and mode; errors and gradients."""
+    """Prefill before and after for each model, tokens and mode; errors and greedy tokens."""
     if not path.is_file():
         return NOT_RECORDED
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def models(path: Path = ROOT / CARD / "models.json") -> str:
             error = prefill.get("error", {})
             errors = [_percent(error.get(who)) for who in ("sdpa", "package")]
             lines.append(f"| {' | '.join([NAMES[name], tokens, *times, *errors])} |")
-    lines += ["", *_steps(found["models"]), "", _origin(found)]
+    lines += ["", _greedy(found["models"]), "", _origin(found)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,37 +67,19 @@ def _time(found: Mapping[str, Any] | None) -> str:
     return f"{found['before_ms']:.1f} → {found['after_ms']:.1f} ms, {found['gain']:.2f}×"
 
 
-def _by_flash(found: Mapping[str, Any]) -> str:
-    """The same step with PyTorch's flash backend, if it was timed."""
-    return f" ({found['flash_ms']:.1f} ms by PyTorch's flash)" if "flash_ms" in found else ""
-
-
 def _percent(error: float | None) -> str:
     return "–" if error is None else f"{error:.2%}"
 
 
-def _steps(found: Mapping[str, Any]) -> list[str]:
-    """A line for each model: gradients of a training step, and greedy tokens."""
-    lines = []
-    for name, model in found.items():
-        step = model.get("training", {})
-        words = []
-        if "package" in step:
-            after, before = (_percent(step[who]["error"]) for who in ("package", "sdpa"))
-            words.append(
-                f"gradients of a step on {step['tokens']} tokens {after} off those with attention "
-                f"in float64 (before: {before}), {_time(step['time'])}{_by_flash(step['time'])}"
-            )
-        greedy = model.get("greedy", {})
-        if "same_as_sdpa" in greedy:
-            same = greedy["same_as_sdpa"]
-            words.append(
-                f"{same['package']} of the first {greedy['tokens']} greedy tokens as before "
-                f"(attention in float64: {same['float64']})"
-            )
-        if words:
-            lines.append(f"- {NAMES[name]}: {'; '.join(words)}.")
-    return lines
+def _greedy(found: Mapping[str, Any]) -> str:
+    """How many greedy tokens of each model were as before."""
+    told = [(NAMES[name], model["greedy"]) for name, model in found.items() if "greedy" in model]
+    said = "; ".join(
+        f"{name} {greedy['same_as_sdpa']['package']} "
+        f"(attention in float64: {greedy['same_as_sdpa']['float64']})"
+        for name, greedy in told
+    )
+    return f"Of the first {told[0][1]['tokens']} greedy tokens as before: {said}."
 
 
 def _origin(found: Mapping[str, Any]) -> str:
