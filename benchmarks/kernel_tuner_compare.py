@@ -1,8 +1,7 @@
 """Compare wall-clock from an empty cache: attnsweep, Kernel Tuner, and 100 ms for every candidate.
 
-Usage: python benchmarks/kernel_tuner_compare.py [FILE.json] [--limit N] [--cap-s S] [--tools …]
-Each tool tunes the same configs of one kernel on one problem and one GPU, in a fresh process with
-empty caches of its own:
+Usage: python benchmarks/kernel_tuner_compare.py [FILE.json] [--limit N]. Each tool tunes the same
+configs of one kernel on one problem and one GPU, in a fresh process with empty caches of its own:
 
 - attnsweep: `attnsweep run`, with its checks, race and finals, from its process's start to its end.
 - kernel_tuner: brute force with the CuPy backend and its own settings (7 runs a config, no check of
@@ -13,8 +12,7 @@ empty caches of its own:
 
 --limit: the two others get this many configs, drawn evenly; attnsweep always does all. Their time
 for all configs is then the time before the first config plus the rest in proportion, and marked
-`extrapolated`. --cap-s: a tool is stopped after this many seconds, and its row says so. Kernel
-Tuner is no dependency of attnsweep: pip install kernel-tuner.
+`extrapolated`. Kernel Tuner is no dependency of attnsweep: pip install kernel-tuner.
 """
 
 from __future__ import annotations
@@ -22,21 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import setting
-from setting import console
+from setting import console, described, label_of, options, spec_of, write
 
-from attnsweep import Config, Space, SweepSpec, Worker, arch_named, builds, open_run, plan, winners
+from attnsweep import Config, Space, Worker, arch_named, builds, open_run, plan, winners
 
 SPEC = """
 name: compare
@@ -49,7 +45,6 @@ kernels:
     NUM_STAGES: [1, 2, 3]
 baselines: []
 """
-TOOLS = ("attnsweep", "kernel_tuner", "hundred_ms")
 HUNDRED_MS_US = 100_000.0
 SMEM_WITHOUT_ASKING = 48 * 1024
 
@@ -89,7 +84,7 @@ def tunable(space: Space, configs: tuple[Config, ...], arch_name: str) -> dict[s
     }
 
 
-def row(tool: str, wall_s: float, first_s: float, done: int, total: int, stopped: bool) -> dict[str, Any]:
+def row(tool: str, wall_s: float, first_s: float, done: int, total: int) -> dict[str, Any]:
     """Row of a tool that took `wall_s`, of which `first_s` before its first config."""
     whole = done >= total
     each = (wall_s - first_s) / max(1, done)
@@ -98,7 +93,6 @@ def row(tool: str, wall_s: float, first_s: float, done: int, total: int, stopped
         "wall_s": round(wall_s, 2),
         "configs": done,
         "of": total,
-        "stopped_by_cap": stopped,
         "extrapolated": not whole,
         "all_s": round(wall_s if whole else first_s + each * total, 2),
     }
@@ -110,55 +104,32 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     A tool that failed is left out: the time until then says nothing.
     """
     own = rows["attnsweep"]
-    if own.get("exit_code"):
+    if own.get("failed"):
         return {}
-    others = {name: r for name, r in rows.items() if r is not own and not r.get("exit_code")}
+    others = {name: r for name, r in rows.items() if r is not own and not r.get("failed")}
     return {name: round(r["all_s"] / own["all_s"], 2) for name, r in others.items()}
 
 
-# -- the tools, each in a process of its own --------------------------------------------------
+# -- the tools, each in a process of its own; each returns its row and what it found best ---------
 
 
-def _say(**facts: Any) -> None:
-    """Tell the parent what is done so far, so that a stopped tool still has a row."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
-
-
-def _space(spec: SweepSpec, arch_name: str) -> Space:
-    (item,) = plan(spec, arch=arch_name)
-    (space,) = item.spaces
-    return space
-
-
-def _run_attnsweep(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
-    del limit  # attnsweep does all
-    spec = setting.spec_of(SPEC, directory, "compare")
-    harness_s = time.monotonic() - begun
-    _say(configs=0, harness_s=harness_s)
+def by_attnsweep(directory: Path, space: Space, arch: str, limit: int | None) -> dict[str, Any]:
+    """`attnsweep run`, which does all."""
+    del arch, limit
     command = [sys.executable, "-m", "attnsweep", "run", str(directory / "compare.yaml")]
+    begun = time.monotonic()
     subprocess.run([*command, "--results", str(directory / "results")], check=True, stdout=subprocess.DEVNULL)
-    ended = time.monotonic()
+    wall_s, count = time.monotonic() - begun, len(space.configs)
     (found,) = (directory / "results").glob("*/compare")
-    run = open_run(found)
-    (won,) = winners(run)
-    counts: dict[str, int] = {}
-    for trial in run.trials:
-        counts[trial.status.value] = counts.get(trial.status.value, 0) + 1
-    _say(
-        configs=len(_space(spec, arch_name).configs),
-        best=Config(won.config).label,
-        best_us=won.time_us.median if won.time_us else None,
-        statuses=counts,
-        harness_s=harness_s + time.monotonic() - ended,
-    )
+    (won,) = winners(open_run(found))
+    best_us = won.time_us.median if won.time_us else None
+    return row("attnsweep", wall_s, 0.0, count, count) | {"best": Config(won.config).label, "best_us": best_us}
 
 
-def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
-    spec = setting.spec_of(SPEC, directory, "compare")
-    space = _space(spec, arch_name)
-    given = tunable(space, every_nth(space.configs, limit), arch_name)
-    harness_s = time.monotonic() - begun
+def by_kernel_tuner(directory: Path, space: Space, arch: str, limit: int | None) -> dict[str, Any]:
+    """Kernel Tuner's brute force."""
+    del directory
+    given, begun = tunable(space, every_nth(space.configs, limit), arch), time.monotonic()
 
     import kernel_tuner
     from kernel_tuner.backends.cupy import CupyFunctions
@@ -192,14 +163,15 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
         return function
 
     CupyFunctions.compile = compile_and_allow
-    done = [0]
+    first_s: list[float] = []
 
-    class Counts(BenchmarkObserver):
-        """Tells the parent how far the tuner is."""
+    class First(BenchmarkObserver):
+        """Keeps when the first config is timed."""
+
+        def before_start(self) -> None:
+            first_s.append(time.monotonic() - begun)
 
         def get_results(self) -> dict[str, Any]:
-            done[0] += 1
-            _say(configs=done[0])
             return {}
 
     problem = space.problem
@@ -209,7 +181,6 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
     }
     kinds = {int: np.int32, float: np.float32}
     arguments = [tensors[arg] if isinstance(arg, str) else kinds[type(arg)](arg) for arg in given["args"]]
-    _say(configs=0, harness_s=harness_s)
     results, _ = kernel_tuner.tune_kernel(
         given["function"],
         str(space.kernel.source),
@@ -224,119 +195,85 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
         defines={name: (lambda params, name=name: of(params)["defines"][name]) for name in given["macros"]},
         compiler_options=["-std=c++17", "-default-device", f"-I{space.kernel.source.parent}"],
         lang="CUPY",
-        observers=[Counts()],
+        observers=[First()],
         quiet=True,
     )
+    wall_s = time.monotonic() - begun
     timed = [r for r in results if isinstance(r["time"], float)]
     best = min(timed, key=lambda r: r["time"], default=None)
-    _say(
-        configs=len(facts),
-        timed=len(timed),
-        failed=len(facts) - len(timed),
-        beyond_48_kib=sum(f["smem_bytes"] > SMEM_WITHOUT_ASKING for f in facts.values()),
-        best=best and Config({n: best[n] for n in names[:-1]}).label,
-        best_us=best and 1e3 * best["time"],
-    )
+    found = {
+        "failed_configs": len(facts) - len(timed),
+        "beyond_48_kib": sum(f["smem_bytes"] > SMEM_WITHOUT_ASKING for f in facts.values()),
+        "best": best and Config({n: best[n] for n in names[:-1]}).label,
+        "best_us": best and 1e3 * best["time"],
+    }
+    return row("kernel_tuner", wall_s, min(first_s, default=wall_s), len(facts), len(space.configs)) | found
 
 
-def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
-    del begun
-    spec = setting.spec_of(SPEC, directory, "compare")
+def by_hundred_ms(directory: Path, space: Space, arch: str, limit: int | None) -> dict[str, Any]:
+    """Each config for 100 ms, one after the other."""
+    begun = time.monotonic()
     # Everything is compiled whatever the limit, so that compiling is timed and not extrapolated.
-    found = builds(spec, arch=arch_name)
-    total = len(_space(spec, arch_name).configs)
-    _say(configs=0, distinct=len(found))
-    chosen = every_nth(tuple(found), limit)  # type: ignore[arg-type,type-var]
-    best: tuple[float, str] | None = None
+    found = builds(spec_of(SPEC, directory, "compare"), arch=arch)
+    first_s, chosen = time.monotonic() - begun, every_nth(tuple(found), limit)  # type: ignore[arg-type,type-var]
+    times_us: dict[str, float] = {}
     with Worker(timeout_s=60) as worker:
-        worker.open(spec.problems[0].problem, replay_us=1000.0, seed=0)
-        for done, build in enumerate(chosen, 1):
-            name = setting.label_of(build)
+        worker.open(space.problem, replay_us=1000.0, seed=0)
+        for build in chosen:
+            name = label_of(build)
             worker.add(name, build.candidate(), cold=False)
-            spent, times = 0.0, []
-            while spent < HUNDRED_MS_US:
+            spent_us, times = 0.0, []
+            while spent_us < HUNDRED_MS_US:
                 time_us, launched = worker.race(name, HUNDRED_MS_US / 10, "warm")
-                spent += time_us * launched
+                spent_us += time_us * launched
                 times.append(time_us)
             worker.drop(name)
-            middle = sorted(times)[len(times) // 2]
-            best = min(best or (middle, name), (middle, name))
-            # Configs of the same machine code are timed once, as in a sweep.
-            _say(configs=total if done == len(found) else done * total // len(found))
-    if best is not None:
-        _say(
-            configs=total if len(chosen) == len(found) else len(chosen) * total // len(found),
-            best=best[1],
-            best_us=best[0],
-        )
+            times_us[name] = statistics.median(times)
+    # Configs of the same machine code are timed once, as in a sweep.
+    total = len(space.configs)
+    done = total if len(chosen) == len(found) else len(chosen) * total // len(found)
+    best = min(times_us, key=lambda name: times_us[name])
+    wall_s = time.monotonic() - begun
+    return row("hundred_ms", wall_s, first_s, done, total) | {"best": best, "best_us": times_us[best]}
 
 
-RUN = {"attnsweep": _run_attnsweep, "kernel_tuner": _run_kernel_tuner, "hundred_ms": _run_hundred_ms}
+TOOLS = {"attnsweep": by_attnsweep, "kernel_tuner": by_kernel_tuner, "hundred_ms": by_hundred_ms}
 
 
-def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int) -> dict[str, Any]:
+def timed(tool: str, arch: str, limit: int | None) -> dict[str, Any]:
     """Run a tool in a fresh process with empty caches; its row."""
     with tempfile.TemporaryDirectory() as place:
         caches = {"ATTNSWEEP_CACHE_DIR": f"{place}/cubins", "CUPY_CACHE_DIR": f"{place}/cupy"}
-        command = [sys.executable, __file__, "--one", tool, "--arch", arch_name, "--place", place]
+        command = [sys.executable, __file__, f"{place}/{tool}.json", "--one", tool, "--arch", arch]
         command += [] if limit is None else ["--limit", str(limit)]
-        begun = time.monotonic()
-        command += ["--begun", repr(begun)]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | caches, start_new_session=True
-        )
-        facts: dict[str, Any] = {"configs": 0}
-        first_s, stopped = None, threading.Event()
-
-        def stop() -> None:
-            stopped.set()
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
-
-        timer = threading.Timer(cap_s, stop)
-        timer.start()
-        assert child.stdout is not None
-        with child.stdout as lines:
-            for line in lines:
-                if line.startswith("{"):
-                    facts |= json.loads(line)
-                    if first_s is None:
-                        first_s = time.monotonic() - begun
-        child.wait()
-        wall_s = time.monotonic() - begun
-        timer.cancel()
-    done, harness_s = facts.pop("configs"), facts.pop("harness_s", 0.0)
-    wall_s, first_s = wall_s - harness_s, max((first_s or 0.0) - harness_s, 0.0)
-    failed = {} if stopped.is_set() or child.returncode == 0 else {"exit_code": child.returncode}
-    return {**row(tool, wall_s, first_s, done, total, stopped.is_set()), **facts, **failed}
+        done = subprocess.run(command, env=os.environ | caches, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            return {"tool": tool, "failed": f"exit code {done.returncode}"}
+        found: dict[str, Any] = json.loads(Path(f"{place}/{tool}.json").read_text())
+        return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Time each tool and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("kernel_tuner.json"))
+    parser = options(__doc__, "kernel_tuner.json")
     parser.add_argument("--limit", type=int, help="configs for kernel_tuner and hundred_ms")
-    parser.add_argument("--cap-s", type=float, default=180.0, help="for each tool")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--one", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--arch", help=argparse.SUPPRESS)
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        RUN[arguments.one](arguments.place, arguments.arch, arguments.limit, arguments.begun)
-        return
-    with Worker(timeout_s=60) as worker:
-        environment = worker.describe()
+    asked = parser.parse_args(arguments)
+    environment = None if asked.one else described()
+    arch = asked.arch or environment.arch
     with tempfile.TemporaryDirectory() as place:
-        total = len(_space(setting.spec_of(SPEC, Path(place)), environment.arch).configs)
+        (item,) = plan(spec_of(SPEC, Path(place), "compare"), arch=arch)
+        (space,) = item.spaces
+        if asked.one:
+            write(asked.file, None, TOOLS[asked.one](Path(place), space, arch, asked.limit))
+            return
     rows = {}
-    for tool in arguments.tools:
-        rows[tool] = timed(tool, environment.arch, arguments.limit, arguments.cap_s, total)
-        console.print("  ".join(f"{name} {value}" for name, value in rows[tool].items()))
-    result: dict[str, Any] = {"space": SPEC, "configs": total, "tools": rows}
-    if "attnsweep" in rows:
-        result["times_attnsweep"] = ratios(rows)
-    setting.write(arguments.file, environment, result)
+    for tool in TOOLS:
+        rows[tool] = timed(tool, arch, asked.limit)
+        console.print(rows[tool])
+    result = {"space": SPEC, "configs": len(space.configs), "tools": rows}
+    write(asked.file, environment, result | {"times_attnsweep": ratios(rows)})
 
 
 if __name__ == "__main__":

@@ -86,15 +86,14 @@ def test_noise_holds_each_length_to_its_limit(module):
 
 def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
     compare = module("kernel_tuner_compare")
-    part = compare.row("kernel_tuner", 25.0, 5.0, 10, 100, stopped=True)
+    part = compare.row("kernel_tuner", 25.0, 5.0, 10, 100)
     assert part["all_s"] == 5.0 + 20.0 * 10
     assert part["extrapolated"]
-    assert part["stopped_by_cap"]
-    whole = compare.row("attnsweep", 20.5, 5.0, 100, 100, stopped=False)
+    whole = compare.row("attnsweep", 20.5, 5.0, 100, 100)
     assert whole["all_s"] == 20.5
     assert not whole["extrapolated"]
     assert compare.ratios({"attnsweep": whole, "kernel_tuner": part}) == {"kernel_tuner": 10.0}
-    failed = {"attnsweep": whole, "kernel_tuner": part | {"exit_code": 1}}
+    failed = {"attnsweep": whole, "kernel_tuner": part | {"failed": "exit code 1"}}
     assert compare.ratios(failed) == {}
     configs = tuple(range(10))
     assert compare.every_nth(configs, 4) == (0, 2, 5, 7)
