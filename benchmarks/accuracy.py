@@ -10,12 +10,11 @@ the largest share of its limit. Wrong rows are left out; a baseline over a limit
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from setting import console
+from setting import console, write
 
 from attnsweep import Run, Status, Trial, open_run
 
@@ -115,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     found = summary(map(open_run, asked.runs))
     console.print(markdown(found) or "no row of these runs says what share of a limit it used")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
-        console.print(f"written: {asked.json}")
+    write(asked.json, None, found)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ A choice that the sweep has not timed is counted as such, and in no other figure
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from setting import console
+from setting import console, write
 
 from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch, open_run
 
@@ -64,13 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         regret = "not timed" if row.regret is None else f"{row.regret:8.2%}"
         gain = "" if row.gain is None else f"gain {row.gain:.3f}, expected {row.expected_gain:.3f}"
         console.print(f"{regret:>9}  {row.shape:34} {row.code:10} {gain}; held {row.served:.2%}")
-    console.print(json.dumps(gpus | result, indent=1))
-    if given.json is not None:
-        runs: dict[str, Any] = {"tuned": [run.name for run in given.tuned]}
-        runs["held_out"] = [run.name for run in given.held_out]
-        runs["leave_one_out"] = given.leave_one_out
-        facts = {**runs, **gpus, **result, "rows": [asdict(row) for row in rows]}
-        given.json.write_text(json.dumps(facts, indent=1) + "\n")
+    console.print_json(data=gpus | result)
+    runs: dict[str, Any] = {name: [run.name for run in vars(given)[name]] for name in ("tuned", "held_out")}
+    facts = {**runs, "leave_one_out": given.leave_one_out, **gpus, **result}
+    write(given.json, None, facts | {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

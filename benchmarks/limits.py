@@ -7,16 +7,14 @@ that launching and ramping up are not in it. A time is the shortest of 20 replay
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
-from setting import console
+from setting import console, described, options, write
 
-from attnsweep import Compiler, Worker, arch_named
+from attnsweep import Compiler, arch_named
 
 SOURCE = Path(__file__).with_name("limits.cu")
 MB = 10**6
@@ -54,8 +52,7 @@ def launch_us(stream: Any, function: Any, blocks: int, arguments: tuple[Any, ...
 
 def main() -> None:
     """Measure, print, and write the file if one is named."""
-    with Worker(timeout_s=60) as worker:
-        here = worker.describe()
+    asked, here = options(__doc__).parse_args(), described()
     compiler = Compiler(arch_named(here.arch))
     module = cupy.RawModule(path=str(compiler.compile(SOURCE, {}).path))
     compiler.close()
@@ -81,10 +78,8 @@ def main() -> None:
                 best = max(best, nbytes * times * (many - few) / (many_us - few_us) * 1e6)
         rates[name] = best
         console.print(f"{name:10} {best / 1e12:6.2f} TB/s")
-    if len(sys.argv) > 1:
-        where = f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
-        facts = {"where": where, "rates": {n: round(rate, -9) for n, rate in rates.items()}}
-        Path(sys.argv[1]).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    where = f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
+    write(asked.file, None, {"where": where, "rates": {n: round(rate, -9) for n, rate in rates.items()}})
 
 
 if __name__ == "__main__":

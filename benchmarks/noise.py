@@ -9,17 +9,14 @@ sweep's finals. The file holds the share of ratios within 1 % (calls over 5 us) 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import setting
-from setting import console
+from setting import console, options, spec_of, write
 
 from attnsweep import Worker, builds
 
@@ -64,27 +61,23 @@ def facts(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Time every case against itself."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("noise.json"))
+    parser = options(__doc__, "noise.json")
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--budget-s", type=float, default=35.0, help="begin no case after that")
-    arguments = parser.parse_args()
-    cases, order, begun = [], random.Random(0), time.monotonic()
+    asked = parser.parse_args(arguments)
+    cases, order = [], random.Random(0)
     with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
         environment = worker.describe()
         for kernel, problem in CASES:
-            if time.monotonic() - begun > arguments.budget_s:
-                break
             text = f"problems: [{problem}]\nkernels: {{{kernel}: {{}}}}\nbaselines: []\n"
-            spec = setting.spec_of(text, Path(place))
+            spec = spec_of(text, Path(place))
             build = builds(spec, arch=environment.arch, limit=2)[0]
             worker.open(spec.problems[0].problem, replay_us=REPLAY_US, seed=0)
             for name in "ab":
                 worker.add(name, build.candidate(), cold=False)
             rounds, pairs = [], []
-            for number in range(WARM_UP + arguments.rounds):
+            for number in range(WARM_UP + asked.rounds):
                 alone = {name: worker.replay(name, "warm") for name in order.sample("ab", 2)}
                 names = order.sample("ab", 2)
                 paired = dict(zip(names, worker.pair(*names), strict=True))
@@ -93,12 +86,10 @@ def main() -> None:
                     pairs.append((paired["a"], paired["b"]))
             found = {"pairs": facts(pairs), "rounds": facts(rounds)}
             label = spec.problems[0].problem.label
-            for how, shares in found.items():
-                said = "  ".join(f"{name} {value}" for name, value in shares.items())
-                console.print(f"{kernel} {label} {how}: {said}")
+            console.print(kernel, label, found)
             config = dict(build.config)
             cases.append({"kernel": kernel, "problem": label, "config": config, **found})
-    setting.write(arguments.file, environment, {"asked": len(CASES), "cases": cases})
+    write(asked.file, environment, {"cases": cases})
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ was. Needs a GPU.
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import setting
-from setting import console
+from setting import console, described, label_of, options, spec_of, write
 
 from attnsweep import Status, Worker, WorkerError, builds, proportion_interval
 
@@ -60,7 +58,7 @@ def count(
         cases = []
         for number, (problem, kernels) in enumerate(SPECS):
             text = f"problems: [{problem}]\nkernels: {kernels}\n"
-            spec = setting.spec_of(text, Path(place), f"case{number}")
+            spec = spec_of(text, Path(place), f"case{number}")
             every = made(spec, arch=arch, limit=48)  # of each family
             cases.append((spec.problems[0].problem, every[:: max(1, len(every) // CANDIDATES)]))
         while done < trials and time.monotonic() - begun < seconds:
@@ -74,14 +72,14 @@ def count(
                     except WorkerError as error:
                         if error.status is not Status.WRONG:
                             raise
-                        name = setting.label_of(build)
+                        name = label_of(build)
                         refused.append({"seed": inputs, "candidate": name, "why": error.detail})
                         console.print(f"refused: {name}: {error.detail} (seed {inputs})")
                         continue
                     for name, share in accuracy.shares.items():
                         if share > nearest[name]:
                             nearest[name] = share
-                            of[name] = f"{setting.label_of(build)}, {accuracy.case}, seed {inputs}"
+                            of[name] = f"{label_of(build)}, {accuracy.case}, seed {inputs}"
                 console.print(f"{done} tried, {len(refused)} refused: {problem.label}")
     return {
         "trials": done,
@@ -93,23 +91,17 @@ def count(
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Count, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("refusals.json"))
+    parser = options(__doc__, "refusals.json")
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    found = count(arguments.trials, arguments.seconds, arguments.seed)
-    low, high = found["refused_bounds"]
-    console.print(
-        f"{len(found['refused'])} of {found['trials']} right candidates refused "
-        f"({100 * low:.2f} to {100 * high:.2f} % with 95 % confidence); shares of limits: "
-        + ", ".join(f"{name} {share:.2f}" for name, share in sorted(found["nearest"].items()))
-    )
-    with Worker(timeout_s=60) as worker:
-        setting.write(arguments.file, worker.describe(), found)
+    asked = parser.parse_args(arguments)
+    found = count(asked.trials, asked.seconds, asked.seed)
+    console.print(f"{len(found['refused'])} of {found['trials']} right candidates refused")
+    console.print({name: found[name] for name in ("refused_bounds", "nearest")})
+    write(asked.file, described(), found)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import setting
-from setting import console
+from setting import console, described, options, spec_of, write
 
-from attnsweep import Bench, Worker, builds
+from attnsweep import Bench, builds
 
 TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 # Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.
@@ -85,7 +84,7 @@ def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
             for causal in masks:
                 problem = PROBLEMS.get(kernel, PROBLEM).format(causal)
                 text = f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n"
-                spec = setting.spec_of(text, Path(place))
+                spec = spec_of(text, Path(place))
                 for build in builds(spec, arch=arch, limit=1):
                     Bench(spec.problems[0].problem, replay_us=50, seed=0).trial(build.candidate())
                     seen += 1
@@ -143,8 +142,7 @@ def row(tool: str, found: Sequence[Done]) -> dict[str, Any]:
 
 def main() -> None:
     """Run every tool on every case, and write what they found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("sanitizer.json"))
+    parser = options(__doc__, "sanitizer.json")
     parser.add_argument("--budget-s", type=float, default=300.0, help="of all tools")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--kernel", choices=sorted({c[0] for c in CASES}), help="this one alone")
@@ -156,8 +154,7 @@ def main() -> None:
         check(CASES[arguments.case : arguments.case + 1], arguments.child)
         return
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    with Worker(timeout_s=60) as worker:
-        environment = worker.describe()
+    environment = described()
     numbers = [
         n
         for n, (kernel, config, _) in enumerate(CASES)
@@ -177,7 +174,7 @@ def main() -> None:
         for tool, each in running.items():
             found.append(row(tool, [future.result() for future in each]))
             console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
-    setting.write(arguments.file, environment, {"cases": [" ".join(CASES[n][:2]) for n in numbers], "tools": found})
+    write(arguments.file, environment, {"cases": [" ".join(CASES[n][:2]) for n in numbers], "tools": found})
 
 
 if __name__ == "__main__":

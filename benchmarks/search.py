@@ -24,7 +24,6 @@ not hold how long a candidate took to compile and to check, so there is no axis 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from setting import RESULTS, console
+from setting import RESULTS, console, options, recorded_on, write
 
 from attnsweep import (
     Config,
@@ -323,35 +322,27 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Replay every strategy and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "search_replay.json")
+    parser = options(__doc__, RESULTS / "search_replay.json")
     parser.add_argument("--results", nargs="+", type=Path, default=CARDS)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="spaces whose run and problem contain this text")
-    arguments = parser.parse_args()
-    spaces = chosen(tuple(arguments.results), arguments.only)
+    asked = parser.parse_args(arguments)
+    spaces = chosen(tuple(asked.results), asked.only)
     rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        one = partial(nth, tuple(arguments.results), arguments.only, arguments.seeds)
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        one = partial(nth, tuple(asked.results), asked.only, asked.seeds)
         for found in pool.map(one, range(len(spaces))):
             rows += found
             for row in found:
                 said = ("run", "problem", "candidates", "strategy", WORST, "median_trials")
                 console.print("  ".join(str(row[name]) for name in said))
     runs = sorted({each.run for each in spaces})
-    cards = (open_run(RESULTS / run).environment for run in runs)
-    result = {
-        "replay_of": runs,
-        "recorded_on": " and ".join(sorted({f"{c.gpu}, {c.date[:10]}" for c in cards if c})),
-        "kernel_tuner": kernel_tuner_version(),
-        "seeds": arguments.seeds,
-        "summary": summary(rows),
-        "spaces": rows,
-    }
-    arguments.file.write_text(json.dumps(result, indent=1) + "\n")
+    facts = {"replay_of": runs, "recorded_on": recorded_on([RESULTS / run for run in runs])}
+    facts |= {"kernel_tuner": kernel_tuner_version(), "seeds": asked.seeds}
+    write(asked.file, None, facts | {"summary": summary(rows), "spaces": rows})
 
 
 if __name__ == "__main__":

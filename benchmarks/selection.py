@@ -16,7 +16,6 @@ is not there; true times are recorded medians, which are themselves off.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -33,12 +32,11 @@ from typing import Any
 
 import setting
 import yaml
-from setting import console
+from setting import RESULTS, console, options, recorded_on, write
 
 from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_run, rank, select
 
 OURS = "attnsweep"
-ROOT = Path(__file__).parent.parent
 # A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
 RACE_NOISE = math.sqrt(1000 / 300)
 LONG_US = 300.0
@@ -302,78 +300,35 @@ def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
     return [Recorded(**{**vars(of), "first": classes[of.best_us > LONG_US]}) for of in found]
 
 
-def recorded_on(directories: Sequence[Path]) -> str:
-    """The GPUs of the runs, and the days on which they were recorded."""
-    runs = [open_run(d) for d in directories if any(d.glob("trials.jsonl.*"))]
-    cards = [run.environment for run in runs if run.environment is not None]
-    found = {f"{card.gpu}, {card.date[:10]}": None for card in cards}
-    return " and ".join(sorted(found))
-
-
-def markdown(told: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the problems, those that missed in bold."""
-    lines = [
-        "| run | problem | best, µs | candidates | noise | best in ties | regret, 95 % | rounds |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for t in told:
-        held = f"{100 * t['held'] / t['runs']:.1f} %"
-        regret = f"{t['regret_95_percent']:.2f} %"
-        if t["held"] < HELD * t["runs"]:
-            held = f"**{held}**"
-        if t["regret_95_percent"] > 100 * REGRET:
-            regret = f"**{regret}**"
-        lines.append(
-            f"| {t['run']} | {t['problem']} | {t['best_us']:.4g} | {t['candidates']} | "
-            f"{t['noise_percent']:.2f} % | {held} | {regret} | {t['rounds']:g} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def _one(task: tuple[Recorded, int, float | None]) -> dict[str, Any]:
     return judge(*task)
 
 
-def kept_of(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What FILE.json tells, simulated alike, of problems that --only leaves out."""
-    told = json.loads(file.read_text()) if file.exists() else {"of": []}
-    if told["of"] and (told["runs"], told["first_noise"]) != (arguments.runs, arguments.first_noise):
-        raise SystemExit(f"{file} has {told['runs']} runs, first noise {told['first_noise']}")
-    runs = {name_of(directory) for directory in arguments.results}
-    return [
-        each for each in told["of"] if each["run"] in runs and arguments.only not in f"{each['run']} {each['problem']}"
-    ]
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate every recorded problem."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("selection.json"))
-    parser.add_argument("--results", type=Path, nargs="*", default=sorted(ROOT.glob("results/*/*")))
+    parser = options(__doc__, "selection.json")
+    parser.add_argument("--results", type=Path, nargs="*", default=sorted(RESULTS.glob("*/*")))
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--first-noise", type=float, help="0.05: first times off by 5 %%")
-    parser.add_argument("--only", default="", help="problems whose run and label hold this text")
-    arguments = parser.parse_args()
-    found = gather(arguments.results, arguments.only)
-    kept = kept_of(arguments.file, arguments) if arguments.only else []
-    tasks = [(of, arguments.runs, arguments.first_noise) for of in found]
+    parser.add_argument("--only", default="", help="problems whose run and label hold this text; others stay")
+    asked = parser.parse_args(arguments)
     told: list[dict[str, Any]] = []
-    console.print(markdown([]).rstrip())
+    if asked.only and asked.file.exists():
+        old = json.loads(asked.file.read_text())
+        if (old["runs"], old["first_noise"]) != (asked.runs, asked.first_noise):
+            raise SystemExit(f"{asked.file} has {old['runs']} runs, first noise {old['first_noise']}")
+        runs = {name_of(directory) for directory in asked.results}
+        told = [e for e in old["of"] if e["run"] in runs and asked.only not in f"{e['run']} {e['problem']}"]
+    tasks = [(of, asked.runs, asked.first_noise) for of in gather(asked.results, asked.only)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for each in pool.map(_one, tasks):
             told.append(each)
-            console.print(markdown([each]).splitlines()[-1])
-    told = sorted([*kept, *told], key=lambda each: str(each["run"]))
-    result = {
-        "runs": arguments.runs,
-        "first_noise": arguments.first_noise,
-        "recorded_on": recorded_on(arguments.results),
-        "problems": len(told),
-        "reached": sum(each["reached"] for each in told),
-        "of": told,
-    }
-    arguments.file.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"{result['reached']} of {len(told)} problems; written: {arguments.file}")
+            console.print(each)
+    told = sorted(told, key=lambda each: str(each["run"]))
+    reached = sum(each["reached"] for each in told)
+    facts = {"runs": asked.runs, "first_noise": asked.first_noise, "recorded_on": recorded_on(asked.results)}
+    console.print(f"{reached} of {len(told)} problems")
+    write(asked.file, None, {**facts, "problems": len(told), "reached": reached, "of": told})
 
 
 if __name__ == "__main__":

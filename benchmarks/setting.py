@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 import attnsweep
-from attnsweep import Build, Environment, SweepSpec, Worker, load_spec
+from attnsweep import Build, Environment, SweepSpec, Worker, load_spec, open_run
 
 RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
@@ -64,6 +65,12 @@ def recorded(name: str, results: Path = RESULTS / "h200") -> Path:
     """Find a spec's recorded run: under its name, or under the one that the spec had before."""
     before = json.loads((RESULTS / "renamed.json").read_text())
     return results / (name if (results / name).is_dir() else before.get(name, name))
+
+
+def recorded_on(directories: Iterable[Path]) -> str:
+    """The GPUs of the runs, and the days on which they were recorded."""
+    cards = (open_run(place).environment for place in directories if any(place.glob("trials.jsonl*")))
+    return " and ".join(sorted({f"{card.gpu}, {card.date[:10]}" for card in cards if card is not None}))
 
 
 def label_of(build: Build) -> str:

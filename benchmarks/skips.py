@@ -10,8 +10,6 @@ blocks are equal.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from setting import RESULTS, console, recorded
+from setting import RESULTS, console, options, recorded, write
 
 from attnsweep import Build, Config, Environment, Run, Skips, Status, Trial, arch_named, bounds, families, open_run
 
@@ -103,8 +101,7 @@ def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
 
 def main() -> None:
     """Count, print, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, nargs="?")
+    parser = options(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS / "h200")
     arguments = parser.parse_args()
     spaces, totals = [], dict.fromkeys(TOTALS, 0)
@@ -115,13 +112,8 @@ def main() -> None:
             found = figures(rows, run.environment)
             spaces.append({"run": run.directory.name, **found})
             totals = {key: count + found[key] for key, count in totals.items()}
-            console.print(
-                f"{name} {found['kernel']} {found['problem']}: {found['skipped']} of "
-                f"{found['candidates']} skipped, {found['excluded_by_roofline']} by roofline"
-            )
-    if arguments.out is not None:
-        facts = {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces}
-        arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+            console.print(spaces[-1])
+    write(arguments.file, None, {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces})
 
 
 if __name__ == "__main__":

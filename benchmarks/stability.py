@@ -9,13 +9,11 @@ all processes ran, `processes` is less than `asked`.
 
 Cases: `easy` has more than 100 candidates, a runner-up 3 % behind, and no power cap. The other two
 are hard, and are kept in FILE under `hard`: `capped` is long calls in bf16 with head_dim 128, which
-a card runs at its power cap; in `close` the best five of a recorded run were within 0.7 %. `hard`
-means both.
+a card runs at its power cap; in `close` the best five of a recorded run were within 0.7 %.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -28,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import setting
-from setting import console
+from setting import console, described, label_of, options, spec_of, write
 
 from attnsweep import Build, Environment, Problem, Run, Worker, builds, open_run, rank
 
@@ -84,7 +81,6 @@ baselines: []
 measure: {cold: false, eager: false}
 """
 CASES = {"easy": SPEC, "capped": CAPPED, "close": CLOSE}
-HARD = ("capped", "close")
 ORACLE_PROCESSES = 3
 ORACLE_ROUNDS = 100
 # A replay is as long as in a sweep's race.
@@ -176,11 +172,10 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
     begun, runs, seconds = time.monotonic(), [], []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        spec = setting.spec_of(text, directory, "stability")
-        with Worker(timeout_s=60) as worker:
-            environment = worker.describe()
+        spec = spec_of(text, directory, "stability")
+        environment = described()
         # Compiling is no part of this benchmark: the sweeps find the code in the cache.
-        found = {setting.label_of(build): build for build in builds(spec, arch=environment.arch)}
+        found = {label_of(build): build for build in builds(spec, arch=environment.arch)}
         for number in range(processes):
             if time.monotonic() - begun > budget_s:
                 break
@@ -201,31 +196,20 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
     return environment, {"problem": problem.label, **result}
 
 
-def merged(old: Mapping[str, Any], case: str, environment: Environment, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's content with a case's result: the easy one at its top, the others under `hard`."""
-    hard = dict(old.get("hard", {}))
-    if case == "easy":
-        return {**result, "hard": hard}
-    hard[case] = {"environment": environment.model_dump(mode="json"), **result}
-    return {**old, "hard": hard}
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Examine the case that was asked for, and keep the others that the file has."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("stability.json"))
-    parser.add_argument("--case", choices=[*CASES, "hard"], default="easy")
+    parser = options(__doc__, "stability.json")
+    parser.add_argument("--case", choices=CASES, default="easy")
     parser.add_argument("--processes", type=int, default=20)
-    parser.add_argument("--budget-s", type=float, default=110.0, help="of each case's processes")
-    arguments = parser.parse_args()
-    for case in HARD if arguments.case == "hard" else (arguments.case,):
-        console.print(case)
-        environment, result = examine(CASES[case], arguments.processes, arguments.budget_s)
-        old = json.loads(arguments.file.read_text()) if arguments.file.is_file() else {}
-        new = merged(old, case, environment, result)
-        top = old.get("environment") if case != "easy" else None
-        kept = environment.model_validate(top) if top else environment
-        setting.write(arguments.file, kept, {k: v for k, v in new.items() if k != "environment"})
+    parser.add_argument("--budget-s", type=float, default=110.0, help="of the case's processes")
+    asked = parser.parse_args(arguments)
+    environment, result = examine(CASES[asked.case], asked.processes, asked.budget_s)
+    kept = json.loads(asked.file.read_text()) if asked.file.is_file() else {}
+    if asked.case == "easy":
+        write(asked.file, environment, result | {"hard": kept.get("hard", {})})
+        return
+    hard = kept.get("hard", {}) | {asked.case: {"environment": environment.model_dump(mode="json"), **result}}
+    write(asked.file, None if "environment" in kept else environment, kept | {"hard": hard})
 
 
 if __name__ == "__main__":
