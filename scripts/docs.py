@@ -226,6 +226,18 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield from examples(known)
 
 
+def renew(pages: Iterable[tuple[str, str]], root: Path, *, check: bool) -> list[str]:
+    """Write the pages (path and text) that are stale, or only look. Returns their paths."""
+    stale = []
+    for name, text in pages:
+        path = root / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    return stale
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the stale pages, or only name them."""
     if set(arguments) - {"--check"}:
@@ -233,13 +245,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     gc.disable()  # rows hold no cycles, and looking for some takes a fifth of the time
     check = "--check" in arguments
-    stale = []
-    for name, text in pages(Book(ROOT / RESULTS)):
-        path = ROOT / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
+    stale = renew(pages(Book(ROOT / RESULTS)), ROOT, check=check)
     if stale:
         print(("stale: " if check else "written: ") + ", ".join(stale))
     return 1 if stale and check else 0

@@ -126,12 +126,10 @@ def opened(
     """A bench of a problem."""
     card = Card(simulator)
     card.gpu = FACTS
-    card.take_place(monkeypatch)
+    card.take_place(monkeypatch, Buffer)
     for name, fake in fakes_of([]).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(measure, "CudaSession", lambda: card)
-    monkeypatch.setattr(measure, "Buffer", Buffer)
-    monkeypatch.setattr("attnsweep.verify.device_case.Buffer", Buffer)
     monkeypatch.setattr(cases, "small_cases", lambda problem: small)
     # As where all outputs of a graph find room.
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))

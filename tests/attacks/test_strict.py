@@ -196,8 +196,8 @@ def test_a_kernel_that_goes_on_makes_no_call_shorter(make_strict, monkeypatch):
     assert of_one_that_slows_what_is_taken_off(make_strict, monkeypatch) > 99.9
 
 
-def test_it_would_if_all_that_empty_calls_take_were_taken_off(make_strict, monkeypatch):
-    monkeypatch.setattr(strict, "_DRIFT", math.inf)
+def test_it_would_if_all_that_empty_calls_take_were_taken_off(make_strict, monkeypatch, constants):
+    constants(strict, _DRIFT=math.inf)
     assert of_one_that_slows_what_is_taken_off(make_strict, monkeypatch) < 85
 
 
@@ -246,10 +246,10 @@ def test_hard_inputs_are_judged_at_the_timed_size_whatever_it_supports(make_stri
     assert re.search("NaN .*9x20.*, huge_scores", judged(make_strict(), "without_a_maximum"))
 
 
-def test_one_that_sleeps_in_a_small_case_is_not_spared_the_others(make_strict, monkeypatch):
+def test_one_that_sleeps_in_a_small_case_is_not_spared_the_others(make_strict, monkeypatch, constants):
     no_hard_inputs(monkeypatch)
     assert "relative error" in judged(make_strict(small=SMALL), "sleeps_in_a_case")
-    monkeypatch.setattr(strict, "_LEAST_CASES", 1)
+    constants(strict, _LEAST_CASES=1)
     assert judged(make_strict(small=SMALL), "sleeps_in_a_case") == "confirmed 100"
 
 
@@ -261,9 +261,9 @@ def test_without_them_a_callable_is_right_on_normal_inputs_alone(make_strict, mo
 # -- what is judged, and what is said of it --------------------------------------------------------
 
 
-def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch):
+def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch, constants):
     rows = Comparer.judge_rows
-    monkeypatch.setattr(Comparer, "ROWS", 1)  # the same one in all calls, which is right
+    constants(Comparer, ROWS=1)  # the same one in all calls, which is right
     monkeypatch.setattr(Comparer, "judge_rows", lambda self, *how: rows(self, *how[:3], 1, *how[4:]))
     assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=2)
 

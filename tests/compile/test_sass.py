@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from attnsweep.api import winners
 from attnsweep.compile import sass
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.nvrtc import Compiler
@@ -17,6 +18,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.require import INSTRUCTIONS
+from attnsweep.store.run import open_run
 from attnsweep.tools import inspect as inspection
 from attnsweep.tools.compile import compile_all
 
@@ -261,6 +263,19 @@ def test_the_command_prints_one_document(attnsweep):
     assert data["config"] == {"THREADS": 128}
     assert data["problem"]["seqlen_k"] == 2048
     assert data["stages"]["fwd"]["threads"] == 128
+
+
+def test_of_a_run_the_winner_is_inspected(attnsweep):
+    run = ROOT / "results" / "h200" / "ladder"
+    (winner, *_) = winners(open_run(run))
+    done = attnsweep("inspect", run)
+    assert (done.returncode, "--problem picks another of" in done.stderr) == (0, True), done.stderr
+    data = json.loads(attnsweep("inspect", run, "--json").stdout)
+    assert (data["kernel"], data["config"]) == (winner.kernel, winner.config)
+    assert (data["arch"], data["card"]) == ("sm_90a", "NVIDIA H200")
+    other = ("BLOCK_N=32", "--problem", winner.problem.label, "--arch", "sm_90")
+    data = json.loads(attnsweep("inspect", run, *other, "--json").stdout)
+    assert data["config"] == winner.config | {"BLOCK_N": 32}
 
 
 def test_exponentials_count_as_beside_a_product_only_before_its_wait():

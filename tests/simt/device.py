@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from attnsweep.bench import bench as measure
 from attnsweep.compile.nvrtc import source_closure
 from attnsweep.device.buffers import GUARD_BYTES, POISON
 from attnsweep.verify import calls as calls_module
@@ -125,16 +126,20 @@ class Device:
         """A judge whose kernels run here, with buffers as those of `take_place`."""
         return Comparer(cast(Any, self), dtype)
 
-    def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let verify/compare.py and what uses it have host buffers, and the library for a cubin."""
+    def take_place(self, monkeypatch: pytest.MonkeyPatch, buffer: type = HostBuffer) -> None:
+        """Let verify/compare.py and what uses it have host buffers, and the library for a cubin.
+
+        buffer: of a bench and its cases.
+        """
 
         def library(arch: str, dtype: str, cache_dir: object) -> str:
             source, (define,) = judge_module.judge_source(dtype)
             return str(_stage(self._simulator, source, define))
 
         monkeypatch.setattr(judge_module, "_cubin", library)
-        for module in (fixture_module, judge_module, calls_module, proof_module):
-            monkeypatch.setattr(module, "Buffer", HostBuffer)
+        own = (judge_module, calls_module, proof_module)
+        for module in (fixture_module, measure, *own):
+            monkeypatch.setattr(module, "Buffer", HostBuffer if module in own else buffer)
 
     def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:

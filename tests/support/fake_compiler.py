@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from attnsweep.compile.nvrtc import Cubin, default_cache_dir, source_closure
-from attnsweep.core.errors import CompileError
 from attnsweep.core.files import shipped, write_file
 from attnsweep.core.hardware import Arch
 
@@ -54,7 +53,7 @@ class FakeCompiler:
     """Stages asked for, by any of them."""
     made: ClassVar[list[Arch]] = []
     """Architectures of those that were made in a test."""
-    errors: ClassVar[dict[str, CompileError]] = {}
+    errors: ClassVar[dict[str, BaseException]] = {}
     """What compiling a template raises, by its file name; empty at the start of a test."""
     edited: Mapping[str, str] | None = None
     """Defines of which the source is another one since; none at the start of a test."""

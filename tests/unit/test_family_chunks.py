@@ -22,9 +22,9 @@ from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.rounded import reference
 
 
-def family():
+def family(**how):
     """A pipeline whose workspace is two bytes a score."""
-    kernel = Family("toy", summary="", params=(Param("A", (1, 2), ""),))
+    kernel = Family("toy", summary="", params=(Param("A", (1, 2), ""),), **how)
     kernel.stage("qk")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
     kernel.stage("pv")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
     kernel.workspace(lambda config, p: {"scores": 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k})
@@ -301,11 +301,11 @@ def test_a_backward_is_one_call():
 
 
 @pytest.mark.parametrize("chunks", [{"CHUNK_HEADS": 2}, {"STREAMS": 4}, {"CHUNK_ROWS": 256}])
-def test_heads_behind_rows_are_one_launch(chunks, monkeypatch):
+def test_heads_behind_rows_are_one_launch(chunks):
     """Some heads of all rows, or some rows, are no tensor in that order."""
-    monkeypatch.setattr(FAMILY, "order", "bshd")
+    behind = family(order="bshd")
     selection = Selection({name: (value,) for name, value in chunks.items()})
-    space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
+    space = Space.build(behind, PROBLEM, ARCHS["sm_90a"], selection)
     assert (space.configs, space.removed[CHUNKS]) == ((), 2)
-    config = next(iter(Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"]).configs))
-    assert len(schedule_of(FAMILY, config, PROBLEM, workspace_limit=1).pieces) == 1
+    config = next(iter(Space.build(behind, PROBLEM, ARCHS["sm_90a"]).configs))
+    assert len(schedule_of(behind, config, PROBLEM, workspace_limit=1).pieces) == 1
