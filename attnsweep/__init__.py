@@ -14,22 +14,7 @@ needs is in `__all__`, which `__init__.pyi` lists; a name is imported when it is
 `import attnsweep` costs nothing. Other modules may change in any release.
 """
 
-import warnings
-
 import lazy_loader
 
 __version__ = "0.1.0"
-_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-_RENAMED = {
-    "Card": "CardFacts",
-    "Kernel": "Family",
-    "Launches": "LaunchPlan",
-    "Outcome": "SweepOutcome",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _RENAMED:
-        what = f"attnsweep.{name} goes with the next release: use {_RENAMED[name]}"
-        warnings.warn(what, DeprecationWarning, stacklevel=2)
-    return _public(_RENAMED.get(name, name))
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -589,13 +589,3 @@ def _named(error: BaseException) -> str:
 
 SMS = "sms"
 """The value of a parameter that stands for the number of SMs of the card, as in a spec."""
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Kernel":
-        import warnings
-
-        what = "attnsweep.family.family.Kernel goes with the next release: use Family"
-        warnings.warn(what, DeprecationWarning, stacklevel=2)
-        return Family
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

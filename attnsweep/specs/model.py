@@ -26,7 +26,6 @@ from pydantic import (
     StrictStr,
     TypeAdapter,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -550,13 +549,6 @@ class SearchSpec(_Model):
         description="Skip candidates whose stages, measured in other configs, already take too "
         "long for a finalist.",
     )
-
-    @field_validator("strategy", mode="before")
-    @classmethod
-    def _no_longer_tpe(cls, strategy: Any) -> Any:
-        if strategy == "tpe":
-            raise wrong("search: strategy tpe is no more", "write gp, which needs fewer trials")
-        return strategy
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:

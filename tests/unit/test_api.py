@@ -195,11 +195,6 @@ def test_what_the_page_shows_of_a_recorded_run_works(monkeypatch, capsys):
     assert "ratio_to_best_baseline" in capsys.readouterr().out
 
 
-def test_a_renamed_name_still_works_and_says_its_new_one():
-    with pytest.warns(DeprecationWarning, match="use SweepOutcome"):
-        assert attnsweep.Outcome is attnsweep.SweepOutcome
-
-
 # ---- attnsweep.tune and attnsweep.run from Python, in one file ----
 SOURCE = """
 // extern "C" __global__ void of_a_comment(int x)

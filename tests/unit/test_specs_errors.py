@@ -183,8 +183,6 @@ class TestErrors:
             ("baselines:", "11: baselines cannot be null\n  write [] for none, or all"),
             ("search: {strategy: random}", "9: search: strategy random needs candidates\n"
              "  set the number per kernel and problem, or budget_s: {strategy: random, candidates: 100}"),
-            ("search: {strategy: tpe, candidates: 9}",
-             "20: search: strategy tpe is no more\n  write gp, which needs fewer trials"),
             ("search: random", "9: search must be a mapping, not random\n  Which candidates are tried."),
             ("search: {strategy: randm, seed: -1}", "20: strategy cannot be randm\n"
              "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
