@@ -147,8 +147,9 @@ class _Watched(Observer):
     A form overrides `begin`, `show` and `checked`, and what it prints in its own way.
     """
 
-    def __init__(self, console: Console, eta: Eta) -> None:
-        self.console, self.eta = console, eta
+    def __init__(self, console: Console, eta: Eta, card: int = 0) -> None:
+        self.console, self.eta, self.card = console, eta, card
+        eta.joined(card)
         self.problem: Problem | None = None
         self.best: Trial | None = None
         self.counts: Counter[Status] = Counter()
@@ -184,7 +185,7 @@ class _Watched(Observer):
         self.problem, self.best = problem, None
         self.counts.clear()
         self._seen.clear()
-        self.eta.opening(measures=kept < candidates)
+        self.eta.opening(self.card, measures=kept < candidates)
         self._try_on("", candidates)
 
     def trying_on(self, label: str, candidates: int) -> None:
@@ -196,7 +197,6 @@ class _Watched(Observer):
         self.begin(candidates)
 
     def compiled(self, done: int, total: int) -> None:
-        self.eta.compiled(done)
         self.ready, self.total = done, max(total, self.total)
         self.show("search", len(self.done), self.total)
 
@@ -217,11 +217,9 @@ class _Watched(Observer):
             self.checked(first=first)
 
     def racing(self, alive: int, entrants: int) -> None:
-        self.eta.finals()
         self.show("race", entrants - alive, entrants)
 
     def preparing(self, baseline: str, done: int, total: int) -> None:
-        self.eta.finals()
         self.show("baselines", done, total, baseline)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
@@ -230,7 +228,6 @@ class _Watched(Observer):
             self.note(f"  prepared {what} in {took_s:.1f} s" + (f" ({parts})" if parts else ""))
 
     def timing(self, done: int, total: int) -> None:
-        self.eta.finals()
         self.show("finals", done, total)
 
     def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
@@ -241,7 +238,7 @@ class _Watched(Observer):
             self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def resting(self, *, done: bool) -> None:
-        self.eta.resting(done=done)
+        self.eta.resting(self.card, done=done)
 
     # -- in words ---------------------------------------------------------------------------
 
@@ -333,13 +330,13 @@ class _PlainLines(_Watched):
     before: what each line begins with: which of several cards it is about.
     """
 
-    def __init__(self, console: Console, eta: Eta, before: str = "") -> None:
-        super().__init__(console, eta)
+    def __init__(self, console: Console, eta: Eta, card: int = 0, before: str = "") -> None:
+        super().__init__(console, eta, card)
         self._before = before
         self._last = time.monotonic()
 
     def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
-        return _PlainLines(self.console, self.eta.on(card), f"card {card}: ")
+        return _PlainLines(self.console, self.eta, card, f"card {card}: ")
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
@@ -366,17 +363,19 @@ class _PlainLines(_Watched):
 
 
 class _JsonLines(_Watched):
-    """For programs: an object a line. card: facts that each line of one of several cards has."""
+    """For programs: an object a line. facts: that each line of one of several cards has."""
 
-    def __init__(self, console: Console, eta: Eta, card: Mapping[str, Any] | None = None) -> None:
-        super().__init__(console, eta)
-        self._card = card or {}
+    def __init__(
+        self, console: Console, eta: Eta, card: int = 0, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(console, eta, card)
+        self._facts = facts or {}
         self._begun = time.monotonic()
         self._last = -_JSON_INTERVAL_S
         self._phase = ""
 
     def on(self, card: int, name: str) -> Observer:
-        made = _JsonLines(self.console, self.eta.on(card), {"gpu": card, "uuid": name})
+        made = _JsonLines(self.console, self.eta, card, {"gpu": card, "uuid": name})
         made._begun = self._begun
         return made
 
@@ -448,6 +447,6 @@ class _JsonLines(_Watched):
     def write(self, event: str, **facts: Any) -> None:
         """One line."""
         elapsed_s = round(time.monotonic() - self._begun, 3)
-        line = json.dumps({"event": event, "elapsed_s": elapsed_s, **self._card, **facts})
+        line = json.dumps({"event": event, "elapsed_s": elapsed_s, **self._facts, **facts})
         self.console.file.write(f"{line}\n")
         self.console.file.flush()

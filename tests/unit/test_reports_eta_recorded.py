@@ -7,7 +7,6 @@ import pytest
 from arrivals import Arrived, Clock, arrived, told, took
 
 from attnsweep.reports.eta import Eta
-from attnsweep.reports.fleet_progress import FleetEta
 
 FACTOR = 2.0
 RUNS = sorted(took().items())
@@ -32,17 +31,15 @@ def shown(problems: list[Arrived], *, finals: bool = True) -> list[Shown]:
     if not finals:
         problems = [Arrived(problem.tried_s, 0.0) for problem in problems]
     clock = Clock()
-    eta = Eta(clock)
+    eta = Eta(1, clock)
     eta.planned([len(problem.tried_s) for problem in problems], finals=finals)
     whole_s = sum(problem.took_s for problem in problems)
     found = []
     for number, what in enumerate(told(problems, clock)):
         if what == "opening":
-            eta.opening()
+            eta.opening(0, measures=True)
         elif what == "tried":
             eta.tried(number, kept=False)
-        elif finals:
-            eta.finals()
         if (left := eta.left) is not None:
             found.append(Shown(clock.now / whole_s, left.seconds, whole_s - clock.now))
     return found
@@ -51,17 +48,17 @@ def shown(problems: list[Arrived], *, finals: bool = True) -> list[Shown]:
 def shown_of_cards(problems: list[Arrived], cards: int) -> list[Shown]:
     """All estimates of a run whose problems go to whichever card is free."""
     clock = Clock()
-    left = FleetEta(cards, clock)
+    left = Eta(cards, clock)
     left.planned([1] * len(problems))
     waiting = list(problems)
     free = [(0.0, card) for card in range(cards)]
     moments = []
     while free:
         clock.now, card = heapq.heappop(free)
-        left.ends(card, done=True)
+        left.resting(card, done=True)
         if waiting:
             problem = waiting.pop(0)
-            left.begins(card, measures=True)
+            left.opening(card, measures=True)
             heapq.heappush(free, (clock.now + problem.took_s, card))
         if left.left is not None:
             moments.append((clock.now, left.left.seconds))

@@ -10,7 +10,7 @@ from rich.console import Console
 from samples import PROBLEM, candidate
 
 from attnsweep.reports import fleet_progress
-from attnsweep.reports.fleet_progress import FleetEta
+from attnsweep.reports.eta import Eta
 from attnsweep.reports.terminal import Form
 
 
@@ -106,39 +106,37 @@ def test_a_replay_is_refused(attnsweep, cards):
 
 def test_the_time_left_is_that_of_the_problems_left_shared_by_the_cards():
     now = [0.0]
-    left = FleetEta(2, lambda: now[0])
+    left = Eta(2, lambda: now[0])
     left.planned([1] * 10)
-    for ended, took_s in ((0, 30.0), (1, 0.0), (0, 10.0), (1, 0.0), (0, 10.0)):
-        left.begins(0, measures=True)
-        left.begins(1, measures=True)
-        assert left.left is None
-        now[0] += took_s
-        left.ends(ended, done=True)
-    left.begins(0, measures=True)  # 10 s each, without the first one of each card
-    assert left.left.seconds == 20
+    for at_s in (0.0, 30.0, 40.0, 50.0):
+        now[0] = at_s
+        left.opening(0, measures=True)
+        left.opening(1, measures=True)
+        assert (left.left is None) == (at_s < 50)
+    assert left.left.seconds == 20  # of 4 problems, 10 s each, without the first one of each card
 
 
 def test_a_card_that_joins_late_shares_the_problems_that_are_left():
     now = [0.0]
-    left = FleetEta(1, lambda: now[0])
+    left = Eta(1, lambda: now[0])
     left.planned([1] * 8)
     for _ in range(4):
-        left.begins(0, measures=True)
+        left.opening(0, measures=True)
         now[0] += 10.0
-        left.ends(0, done=True)
+        left.resting(0, done=True)
     assert left.left.seconds == 40
-    left.on(1)
+    left.joined(1)
     assert left.left.seconds == 20
-    left.on(0)  # again
+    left.joined(0)  # again
     assert left.left.seconds == 20
 
 
 def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
-    left = FleetEta(1, lambda: 0.0)
+    left = Eta(1, lambda: 0.0)
     left.planned([1] * 9)
     for _ in range(4):
-        left.begins(0, measures=False)
-        left.ends(0, done=True)
+        left.opening(0, measures=False)
+        left.resting(0, done=True)
     assert left.left is None
 
 
