@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the process of a card ranks nothing, and starts 0.25 s soon
 # one sample low, but not that low. Nor may a rank be slower than a later one by more than this.
 MARGIN = 1.1
 # Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
-# (benchmarks/noise.py), and below the intended regret, 0.5 % (benchmarks/stability.py).
+# (docs/tried.md), and below the intended regret, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
 # A median is that of its rounds, which are stored to four digits: 1e-4 of the shortest.
 _CONTRADICTS = 1e-3

@@ -67,39 +67,6 @@ def test_stability_counts_winners_ties_and_regret(module):
     assert stability.near(runs) == {"a", "b", "c"}
 
 
-def test_noise_holds_each_length_to_its_limit(module):
-    facts = module("noise").facts
-    spread = random.Random(0)
-
-    def pairs(time_us, noise, count=150):
-        return [(time_us * (1 + spread.gauss(0, noise)), time_us) for _ in range(count)]
-
-    quiet, loud = facts(pairs(100.0, 0.001)), facts(pairs(100.0, 0.006))
-    assert quiet["limit_percent"] == 0.3
-    assert quiet["share_within"] > 0.95
-    assert quiet["share_of_medians_within"] == 1.0
-    assert loud["share_within"] < 0.6
-    assert facts(pairs(10.0, 0.004))["limit_percent"] == 1.0
-    assert facts(pairs(3.0, 0.004))["share_within"] is None
-    assert loud["percent_off_of_95_in_100"] > quiet["percent_off_of_95_in_100"]
-
-
-def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
-    compare = module("kernel_tuner_compare")
-    part = compare.row("kernel_tuner", 25.0, 5.0, 10, 100)
-    assert part["all_s"] == 5.0 + 20.0 * 10
-    assert part["extrapolated"]
-    whole = compare.row("attnsweep", 20.5, 5.0, 100, 100)
-    assert whole["all_s"] == 20.5
-    assert not whole["extrapolated"]
-    assert compare.ratios({"attnsweep": whole, "kernel_tuner": part}) == {"kernel_tuner": 10.0}
-    failed = {"attnsweep": whole, "kernel_tuner": part | {"failed": "exit code 1"}}
-    assert compare.ratios(failed) == {}
-    configs = tuple(range(10))
-    assert compare.every_nth(configs, 4) == (0, 2, 5, 7)
-    assert compare.every_nth(configs, None) == compare.every_nth(configs, 99) == configs
-
-
 def recorded_toy(search, spec=""):
     """A space of 50 with one candidate within 1 % of the best, and one whose first time lies."""
     kernel = Family("toy", summary="", params=(Param("A", tuple(range(50)), ""),))
