@@ -107,16 +107,6 @@ class Race:
         """Take an entrant out for a reason other than its times."""
         self.out[name] = why
 
-    def tied(self) -> list[str]:
-        """Entrants alive whose ratio to the leader may be 1, the leader first."""
-        if not self.alive:
-            return []
-        leader = self.leader
-        rest = [
-            name for name in self.alive if name != leader and self.ratio(name, leader)[0] <= 1.0
-        ]
-        return [leader, *rest]
-
     def ratio(self, name: str, leader: str) -> tuple[float, float]:
         """Interval of name's time over leader's, from the rounds in which both ran."""
         both = min(len(self.rounds[name]), len(self.rounds[leader]))
