@@ -9,7 +9,6 @@ run judges each of them once on each problem, as `attnsweep run` does, so 17 run
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import re
@@ -19,7 +18,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from setting import console, spec_of, write
+from setting import console, options, spec_of, write
 
 from attnsweep import Problem, Trial, run
 
@@ -143,8 +142,7 @@ def facts(rows: list[Trial], base_us: list[float | None]) -> dict[str, Any]:
 
 def main() -> None:
     """Judge all of them, run by run, until the budget is spent."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("right_callables.json"))
+    parser = options(__doc__, "right_callables.json")
     parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ if another user opens memory that this one exports, where root runs it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from right_callables import names
-from setting import console, write
+from setting import console, described, options, write
 
-from attnsweep import Problem, Worker, judge
+from attnsweep import Problem, judge
 
 SHAPES = ("2,16,1024,64 bf16", "4,16,2048,128 bf16 causal", "4,32,4096,128 bf16 causal")
 NOBODY = 65534
@@ -75,14 +74,12 @@ def compared(call: str, problem: Problem, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Judge each callable on each shape, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("strict.json"))
+    parser = options(__doc__, "strict.json")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--callables", default="flash,triton")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     arguments = parser.parse_args()
-    with Worker(timeout_s=60) as worker:
-        environment = worker.describe()
+    environment = described()
     other = opened_by(NOBODY) if os.geteuid() == 0 else "not tried: that needs root"
     console.print(f"memory opened by another user: {other}")
     cases: list[dict[str, Any]] = []
