@@ -100,9 +100,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 }
 #elif STAGE_MASK
 // Writes which keys each row of a mask sees, and a record for each 64 rows; or, with MASK 2, in
-// `bounds`, what these see together. The grid is (records of a mask, masks), and then parts of the
-// keys. RANGES: 1 with key_range, 2 with packed sequences.
-extern "C" __global__ void __launch_bounds__(MASK_THREADS, 2048 / MASK_THREADS)
+// `bounds`, what these see together. The grid is (records of a mask, masks), and with MASK 2 parts
+// of the keys come first, so that blocks side by side read what lies side by side in memory.
+// RANGES: 1 with key_range, 2 with packed sequences.
+extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1024) / MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
                          const int* __restrict__ cu_seqlens_q, const int* __restrict__ cu_seqlens_k,
                          int2* __restrict__ bounds, unsigned* __restrict__ bits,
@@ -111,7 +112,11 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, 2048 / MASK_THREADS)
                          int head_stride, int row_stride, int key_stride) {
     grid_launch_dependents();  // the list of tiles, which waits for what this grid writes
     extern __shared__ __align__(16) unsigned char smem[];
+#if MASK == 1
     const int own = blockIdx.y, of_64 = own * gridDim.x + blockIdx.x;
+#else
+    const int own = blockIdx.z, of_64 = own * gridDim.y + blockIdx.y;
+#endif
     const long long first_row = static_cast<long long>(own) * seqlen_q;
 #if MASK == 1
     const int2 range = RANGES == 1 ? key_range[own] : int2{0, seqlen_k};
@@ -125,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, 2048 / MASK_THREADS)
     unsigned* together = reinterpret_cast<unsigned*>(bounds) +
                          of_64 * static_cast<long long>(2 * ceil_div<512>(seqlen_k));
     see_bytes<MASK_THREADS / 32>(of_own, row_stride, key_stride, bits + first_row * words, together,
-                                 reinterpret_cast<unsigned*>(smem), seqlen_q, seqlen_k, words);
+                                 reinterpret_cast<uint2*>(smem), blockIdx.y * 64, blockIdx.x,
+                                 seqlen_q, seqlen_k, words);
 #endif
 }
 #elif STAGE_ORDER

@@ -303,11 +303,13 @@ def mask(c, p, arch):
     if not how:
         return None
     masks, records, _ = sizes_of_mask(c, p)
-    threads = 64 if how == 1 else 512
+    threads = 64 if how == 1 else 256
     low, high = p.diagonals
     seen = "bits" if how == 2 else "bounds"
     written = ("together", "bits", "together") if how == 2 else ("bounds", "bounds", "records")
-    blocks = (records, masks, ceil_div(p.seqlen_k, SCANNED_KEYS) if how == 2 else 1)
+    blocks = (
+        (ceil_div(p.seqlen_k, SCANNED_KEYS), records, masks) if how == 2 else (records, masks, 1)
+    )
     # The kernel does not read a pointer to what the problem does not have.
     given = [
         name if name in p.inputs else seen
@@ -325,7 +327,7 @@ def mask(c, p, arch):
             *(*given, *written, p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
             *(p.layout.sequences, *strides),
         ),
-        smem_bytes=64 * 8 if how == 1 else SCANNED_KEYS * 8 + 8,
+        smem_bytes=64 * 8 if how == 1 else threads // 32 * 8,
         defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
         once=True,
     )

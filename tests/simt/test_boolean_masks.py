@@ -155,17 +155,26 @@ LAID = {
 
 
 @pytest.mark.nightly(push=2)
-@pytest.mark.parametrize("keys", [130, 544, 601])
+@pytest.mark.parametrize("keys", [130, 500, 544, 601])
 @pytest.mark.parametrize("how", LAID)
 def test_a_mask_that_lies_in_memory_in_any_way_has_the_same_bits(simulator, how, keys):
     """Its base, too, is at any address: items and heads are as long as they are."""
     config = config_of(FAMILY, next(iter(CONFIGS)))
     problem = Problem(2, 2, 1, 99, keys, 64, "bf16", FULL.as_boolean(("item", "head")))
     drawn = np.random.default_rng(7).random(problem.shape_of("mask")) < 0.5
+    drawn[..., 64:130] = True
+    drawn[..., 70, 70] = False
     seen = LAID[how](drawn.astype(np.uint8))
     memory = seen if seen.base is None else seen.base
     inputs = {"mask": memory} | dict.fromkeys("qkv", np.zeros(1, np.uint8))
-    words = launched(simulator, config, Case(problem), inputs, 0, whole=False, strides=seen.strides)["bits"]
-    bits = np.unpackbits(words.view(np.uint8).reshape(4 * 99, -1), axis=1, bitorder="little")
+    left = launched(simulator, config, Case(problem), inputs, 0, whole=False, strides=seen.strides)
+    bits, of_64 = (
+        np.unpackbits(left[name].view(np.uint8).reshape(rows, -1), axis=1, bitorder="little")
+        for name, rows in (("bits", 4 * 99), ("together", 4 * 2 * 2))
+    )
     assert (bits[:, :keys] == seen.reshape(4 * 99, keys)).all()
     assert not bits[:, keys:].any()
+    of_keys = np.pad(seen.reshape(4, 99, keys), ((0, 0), (0, 29), (0, -keys % 512))).astype(bool)
+    real = np.arange(128)[:, None] < 99
+    sixteens = (each.reshape(4, 2, 64, -1, 16).any((2, 4)) for each in (of_keys, ~of_keys & real))
+    assert (of_64.reshape(4, 2, 2, -1) == np.stack([*sixteens], 2)).all()

@@ -59,9 +59,10 @@ class MaskedKernel(Kernel):
         name, values = launch["function"][1], launch["values"]
         if name.endswith("_mask"):
             self.scans += 1
-            of_rows = launch["config"].blockDimX == 64  # a thread a row: MASK 1
-            scan = self._bound if of_rows else self._scan
-            scan(launch["config"].gridDimY, *values)
+            config = launch["config"]
+            of_rows = config.blockDimX == 64  # a thread a row: MASK 1
+            scan, masks = (self._bound, config.gridDimY) if of_rows else (self._scan, config.gridDimZ)
+            scan(masks, *values)
             (self._intervals.add if of_rows else self._intervals.discard)(values[5])
         elif name.endswith("_order"):
             _ints(values[-5], 1)[:] = 77

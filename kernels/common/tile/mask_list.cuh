@@ -158,26 +158,20 @@ see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* b
     if (threadIdx.x == 0) *record = of_all;
 }
 
-// Bytes that are 0 or not, of 16 keys, as 16 bits: a byte of bool is 0 or 1, and of others any bit
-// counts. By five instructions a word, since a scan of what L2 has is bound by such.
+// Bytes of 16 keys that are 0 or 1, as 16 bits: an instruction a word.
 __device__ __forceinline__ unsigned bits_of_bytes(const uint4& bytes) {
-    auto add_four = [](unsigned bits, unsigned word) {
-        word = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
-        return __funnelshift_l(word * 0x00204081u, bits, 4);  // the product's highest four
-    };
-    return add_four(add_four(add_four(add_four(0, bytes.w), bytes.z), bytes.y), bytes.x);
+    unsigned low = __dp4a(bytes.y, 0x80402010u, __dp4a(bytes.x, 0x08040201u, 0u));
+    unsigned high = __dp4a(bytes.w, 0x80402010u, __dp4a(bytes.z, 0x08040201u, 0u));
+    return high << 8 | low;
+}
+// Bytes that are 0 or not, of which any bit counts, as 0 or 1.
+__device__ __forceinline__ unsigned zero_or_one(unsigned bytes) {
+    return ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu | bytes) >> 7 & 0x01010101u;
 }
 
 // What 64 queries see together: of each 16 keys a bit of any that one of them sees, and one of any
-// that one does not see. A word is of 512 keys; those of `any` come first.
-struct Together {
-    unsigned *any, *part;
-    __device__ __forceinline__ void add(int key, unsigned of_any, unsigned of_part) const {
-        if (of_any) atomicOr(any + key / 512, of_any << key / 16 % 32);
-        if (of_part) atomicOr(part + key / 512, of_part << key / 16 % 32);
-    }
-};
-// `count` of such bits, from a key's on, which is bit 0.
+// that one does not see. A word is of 512 keys; those of `any` come first. Here `count` of such
+// bits, from a key's on, which is bit 0.
 __device__ __forceinline__ unsigned sixteens(const unsigned* bits, int words, int key, int count) {
     int word = key / 512;
     unsigned next = word + 1 < words ? bits[word + 1] : 0;
@@ -186,134 +180,169 @@ __device__ __forceinline__ unsigned sixteens(const unsigned* bits, int words, in
 
 constexpr int SCANNED_KEYS = 512;  // by a block, of 64 queries
 
-// Rows of a mask of bytes, of up to 64 queries, and the memory of the whole mask.
+// Rows of a mask of bytes, of up to 64 queries, and of their bits those of a lane's 16 keys. Bytes
+// are named by their offset from the first one, in 32 bits; begin and end of the whole mask too, as
+// far as one row's blocks of 16 bytes reach.
 struct MaskRows {
-    const unsigned char *first, *begin, *end;
-    int row_stride, rows, seqlen_k;
-    // A key's byte, or that of one beyond the last; by an offset of 32 bits, which saves registers.
-    __device__ __forceinline__ const unsigned char* at(int row, int key) const {
-        return first + static_cast<unsigned>(min(row, rows - 1) * row_stride + key);
+    const unsigned char* first;
+    int row_stride, rows, seqlen_k, begin, end;
+    unsigned char* bits;
+    int row_bytes, stored;  // stored: rows, or 0 of keys beyond those that a row has bits of
+    // A key's byte, or that of one beyond the last.
+    __device__ __forceinline__ int at(int row, int key) const {
+        return min(row, rows - 1) * row_stride + key;
+    }
+    // How far a byte is behind the start of its 16 bytes.
+    __device__ __forceinline__ int in_block(int at) const {
+        return static_cast<unsigned>(reinterpret_cast<unsigned long long>(first) + at) % 16;
     }
     // 16 bytes as bits, those outside the memory as 0.
-    __device__ __forceinline__ unsigned bits_one_by_one(const unsigned char* block) const {
+    __device__ __forceinline__ unsigned bits_one_by_one(int block) const {
         unsigned bits = 0;
 #pragma unroll 1
         for (int i = 0; i < 16; ++i)
-            if (block + i >= begin && block + i < end && block[i]) bits |= 1u << i;
+            if (block + i >= begin && block + i < end && first[block + i]) bits |= 1u << i;
         return bits;
+    }
+    __device__ __forceinline__ void store(int row, unsigned half) const {
+        auto* to = bits + static_cast<unsigned>(row * row_bytes);
+        if (row < stored)
+            *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(half);
     }
 };
 
-// The bits of SCANNED_KEYS keys of these rows, whose keys lie side by side, and what the queries
-// see together. Each of Warps warps takes every Warps-th row, and a lane 16 keys of it. They are
-// read by aligned blocks of 16 bytes: Aligned: where rows begin and end at such.
+// The bits of SCANNED_KEYS keys of these rows, whose keys lie side by side. Returns what a warp's
+// rows see together: a bit of each 16 keys, any of which is seen, or is not. Each of Warps warps
+// takes every Warps-th row, and a lane 16 keys of it. They are read by aligned blocks of 16 bytes:
+// Aligned: where rows begin and end at such.
 template <int Warps, bool Aligned>
-__device__ __forceinline__ void see_sixteens(const MaskRows& mask, unsigned* bits,
-                                             const Together& own, int key_0) {
-    constexpr int ROWS = 64 / Warps, AT_ONCE = Aligned ? ROWS : 2;
+__device__ __forceinline__ uint2 see_sixteens(const MaskRows& mask, int key_0) {
+    constexpr int ROWS = 64 / Warps, AT_ONCE = 4, GROUPS = ROWS / AT_ONCE;
+    constexpr int AHEAD = GROUPS < 2 ? GROUPS : 2;  // groups of rows that are on their way
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key = key_0 + lane * 16;
     const int most = Aligned ? mask.seqlen_k - 16 : round_up(mask.seqlen_k, 16);
-    auto* halves = reinterpret_cast<unsigned short*>(bits) + warp * (SCANNED_KEYS / 16) + lane;
     auto before = [&](int row) {  // bytes of a block that lie before a key
-        return Aligned ? 0 : reinterpret_cast<unsigned long long>(mask.at(row, 0)) % 16;
+        return Aligned ? 0 : mask.in_block(mask.at(row, 0));
     };
     auto block_of = [&](int row, int key) { return mask.at(row, min(key, most)) - before(row); };
-    auto inside = [&](const unsigned char* block) {
-        return Aligned || (block >= mask.begin && block + 16 <= mask.end);
-    };
+    // The first block that is whole in memory, and the last one: they are read in place of others.
+    const int lowest = mask.begin + 15 - mask.in_block(mask.begin + 15);
+    const int highest = mask.end - 16 - mask.in_block(mask.end - 16);
+    auto whole = [&](int block) { return Aligned ? block : max(lowest, min(block, highest)); };
     const unsigned there = (1u << max(0, min(16, mask.seqlen_k - key))) - 1;
-    unsigned any = 0, all = 0xffffu;
-#pragma unroll 1
-    for (int from = 0; from < ROWS; from += AT_ONCE) {
-        const int row = warp + from * Warps;
-        uint4 bytes[AT_ONCE];  // all are on their way before the first is used
+    uint4 loaded[AHEAD][AT_ONCE];
+    unsigned char loaded_behind[AHEAD][AT_ONCE / 2];  // of blocks behind the last lane's: two rows
+    auto load = [&](int group) {
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
-            const unsigned char* block = block_of(row + r * Warps, key);
-            if (!inside(block))  // another one
-                block = mask.begin + (-reinterpret_cast<unsigned long long>(mask.begin) & 15);
-            bytes[r] = *reinterpret_cast<const uint4*>(block);
+            const int row = warp + (group * AT_ONCE + r) * Warps;
+            const int block = whole(block_of(row, key));
+            // Without a sign, two instructions less.
+            auto* at = mask.first + (Aligned ? static_cast<unsigned>(block) : 0);
+            if (!Aligned) at += block;
+            loaded[group % AHEAD][r] = *reinterpret_cast<const uint4*>(at);
+            if (Aligned || r % 2 > 0) continue;
+            int byte = block_of(row + lane / 16 * Warps, key_0 + SCANNED_KEYS) + lane % 16;
+            loaded_behind[group % AHEAD][r / 2] = byte < mask.end ? mask.first[byte] : 0;
         }
-        unsigned behind = 0;  // bits of the blocks behind the last lane's, of two rows
-        if constexpr (!Aligned) {
-            const unsigned char* block =
-                block_of(row + lane / 16 * Warps, key_0 + SCANNED_KEYS) + lane % 16;
-            behind = __ballot_sync(0xffffffffu, block < mask.end && *block != 0);
-        }
+    };
+    unsigned any = 0, all = 0xffffu, behind = 0;
+#pragma unroll
+    for (int group = 0; group < AHEAD; ++group) load(group);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        uint4(&bytes)[AT_ONCE] = loaded[group % AHEAD];
+        unsigned set = 0;
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) set |= bytes[r].x | bytes[r].y | bytes[r].z | bytes[r].w;
+        if (__any_sync(0xffffffffu, (set & 0xfefefefeu) != 0))  // else bool, of 0 and 1 alone
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; ++r)
+                bytes[r] = {zero_or_one(bytes[r].x), zero_or_one(bytes[r].y),
+                            zero_or_one(bytes[r].z), zero_or_one(bytes[r].w)};
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
+            const int row = warp + (group * AT_ONCE + r) * Warps;
             unsigned half = bits_of_bytes(bytes[r]);
             if constexpr (!Aligned) {
-                const unsigned char* block = block_of(row + r * Warps, key);
-                if (!inside(block)) half = mask.bits_one_by_one(block);
+                const int block = block_of(row, key);
+                if (block != whole(block)) half = mask.bits_one_by_one(block);
+                if (r % 2 == 0)
+                    behind = __ballot_sync(0xffffffffu, loaded_behind[group % AHEAD][r / 2] != 0);
                 const unsigned next = __shfl_down_sync(0xffffffffu, half, 1);
-                half |= (lane < 31 ? next : behind >> r * 16) << 16;
-                half >>= before(row + r * Warps);
+                half |= (lane < 31 ? next : behind >> r % 2 * 16) << 16;
+                half >>= before(row);
             }
             half &= there;
-            halves[(from + r) * Warps * (SCANNED_KEYS / 16)] = static_cast<unsigned short>(half);
+            mask.store(row, half);
             any |= half, all &= half;
         }
+        if (group + AHEAD < GROUPS) load(group + AHEAD);
     }
-    unsigned of_any = __ballot_sync(0xffffffffu, any != 0);
-    unsigned of_part = __ballot_sync(0xffffffffu, all != 0xffffu);
-    if (lane == 0) own.add(key_0, of_any, of_part);
+    return {__ballot_sync(0xffffffffu, any != 0), __ballot_sync(0xffffffffu, all != 0xffffu)};
 }
 // The same of keys that do not lie side by side.
 template <int Warps>
-__device__ __forceinline__ void see_one_by_one(const MaskRows& mask, int key_stride, unsigned* bits,
-                                               const Together& own, int key_0) {
+__device__ __forceinline__ uint2 see_one_by_one(const MaskRows& mask, int key_stride, int key_0) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int row = warp; row < mask.rows; row += Warps)
-#pragma unroll 1  // unrolled, a register was spilled
-        for (int first = 0; first < SCANNED_KEYS; first += 32) {
-            int key = key_0 + first + lane;
-            const unsigned char* at = mask.first + static_cast<long long>(row) * mask.row_stride +
-                                      static_cast<long long>(key) * key_stride;
+    uint2 seen{0, 0};
+#pragma unroll 1
+    for (int row = warp; row < mask.rows; row += Warps) {
+        const unsigned char* of_row = mask.first + static_cast<long long>(row) * mask.row_stride;
+        unsigned own = 0;
+#pragma unroll
+        for (int i = 0; i < SCANNED_KEYS / 32; ++i) {
+            int key = key_0 + i * 32 + lane;
+            const unsigned char* at = of_row + static_cast<long long>(key) * key_stride;
             unsigned word = __ballot_sync(0xffffffffu, key < mask.seqlen_k && *at != 0);
-            if (lane > 0) continue;
-            bits[(row * SCANNED_KEYS + first) / 32] = word;
             unsigned low = word & 0xffffu, high = word >> 16;
-            own.add(key, (low != 0) | (high != 0) << 1, (low != 0xffffu) | (high != 0xffffu) << 1);
+            seen.x |= ((low != 0) + 2u * (high != 0)) << 2 * i;
+            seen.y |= ((low != 0xffffu) + 2u * (high != 0xffffu)) << 2 * i;
+            if (lane / 2 == i) own = lane % 2 ? high : low;
         }
+        mask.store(row, own);
+    }
+    return seen;
 }
 
-// Rows of a mask that has a byte for each query and key: their bits, and of each 64 queries what
-// they see together. Block z has SCANNED_KEYS keys, and the last one those beyond, up to 32
-// `words`. shared: the block's bits, then two words.
+// 64 rows of a mask that has a byte for each query and key: their bits, and what these queries see
+// together. A block has a part of SCANNED_KEYS keys, and the last one those beyond, up to 32
+// `words`: none or 128. of_warps: in shared memory.
 template <int Warps>
 __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_stride, int key_stride,
-                                          unsigned* bits, unsigned* together, unsigned* shared,
-                                          int seqlen_q, int seqlen_k, int words) {
-    constexpr int WORDS = SCANNED_KEYS / 32;
-    const int begin = blockIdx.x * 64, rows = min(64, seqlen_q - begin), z = blockIdx.z;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_0 = z * SCANNED_KEYS;
+                                          unsigned* bits, unsigned* together, uint2* of_warps,
+                                          int begin, int part, int seqlen_q, int seqlen_k,
+                                          int words) {
+    const int rows = min(64, seqlen_q - begin), row_bytes = words * 4, key_0 = part * SCANNED_KEYS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, byte = key_0 / 8 + lane * 2;
+    const int parts = ceil_div<SCANNED_KEYS>(seqlen_k), beyond = (key_0 + SCANNED_KEYS) / 32;
     const long long stride = row_stride, last = (seqlen_q - 1) * stride + seqlen_k;
-    const MaskRows seen{mask + begin * stride, mask, mask + last, row_stride, rows, seqlen_k};
-    unsigned* of_64 = shared + 64 * WORDS;
-    const Together own{of_64 - z, of_64 + 1 - z};
-    if (threadIdx.x < 2) of_64[threadIdx.x] = 0;
-    __syncthreads();
-    if (key_stride != 1 || row_stride >= 1 << 25 || last < 32)
-        see_one_by_one<Warps>(seen, key_stride, shared, own, key_0);
-    else if ((reinterpret_cast<unsigned long long>(mask) | row_stride | seqlen_k) % 16 == 0)
-        see_sixteens<Warps, true>(seen, shared, own, key_0);
-    else see_sixteens<Warps, false>(seen, shared, own, key_0);
-    __syncthreads();
-    const int all = ceil_div<512>(seqlen_k);
-    if (threadIdx.x == 0 && z < all) together[z] = of_64[0], together[all + z] = of_64[1];
+    const long long before = max(-begin * stride, -32ll), after = last - begin * stride;
     bits += static_cast<long long>(begin) * words;
-    for (int at = threadIdx.x * 4; at < rows * WORDS; at += Warps * 32 * 4) {
-        int row = at / WORDS, word = key_0 / 32 + at % WORDS;
-        if (word < words)
-            *reinterpret_cast<uint4*>(bits + row * words + word) =
-                *reinterpret_cast<const uint4*>(shared + at);
-    }
+    const MaskRows of_block{mask + begin * stride,
+                            row_stride,
+                            rows,
+                            seqlen_k,
+                            static_cast<int>(before),
+                            static_cast<int>(min(after, 0x7fffffffll)),
+                            reinterpret_cast<unsigned char*>(bits) + byte,
+                            row_bytes,
+                            byte < row_bytes ? rows : 0};
+    uint2 seen;
+    if (key_stride != 1 || row_stride >= 1 << 24 || last < 32)
+        seen = see_one_by_one<Warps>(of_block, key_stride, key_0);
+    else if ((reinterpret_cast<unsigned long long>(mask) | row_stride | seqlen_k) % 16 == 0)
+        seen = see_sixteens<Warps, true>(of_block, key_0);
+    else seen = see_sixteens<Warps, false>(of_block, key_0);
+    if (lane == 0) of_warps[warp] = seen;
     // No tile is loaded of the keys beyond, but some are looked at.
-    if (z + 1 == gridDim.z)
-        for (int row = warp; row < rows; row += Warps)
-            for (int word = key_0 / 32 + WORDS + lane; word < words; word += 32)
-                bits[row * words + word] = 0;
+    if (part + 1 == parts && beyond < words && threadIdx.x < rows)
+        *reinterpret_cast<uint4*>(bits + threadIdx.x * words + beyond) = {0, 0, 0, 0};
+    __syncthreads();
+    if (warp > 0) return;
+    seen = lane < Warps ? of_warps[lane] : uint2{0, 0};
+    seen = {__reduce_or_sync(0xffffffffu, seen.x), __reduce_or_sync(0xffffffffu, seen.y)};
+    if (lane == 0) together[part] = seen.x, together[parts + part] = seen.y;
 }
 
 // Makes of the counts of each place where the first of it goes. By a block, a thread a place.

@@ -254,6 +254,10 @@ inline int __reduce_max_sync(unsigned mask, int x, SIMT_HERE) {
 inline int __reduce_min_sync(unsigned mask, int x, SIMT_HERE) {
     return -1 - __reduce_max_sync(mask, -1 - x, file, line);
 }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned x, SIMT_HERE) {
+    for (int d = 16; d > 0; d /= 2) x |= simt::shuffle(mask, x, simt::self->lane ^ d, SIMT_AT);
+    return x;
+}
 
 template <class To, class From>
 To simt_cast(From x) {
@@ -267,6 +271,10 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return shift % 32 ? high << shift % 32 | low >> (32 - shift % 32) : high;
+}
+inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
+    for (int shift = 0; shift < 32; shift += 8) sum += (x >> shift & 255) * (y >> shift & 255);
+    return sum;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
