@@ -147,11 +147,11 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
                           int records_of_mask, int seqlen_k) {
     extern __shared__ __align__(16) unsigned char smem[];
     int* place = reinterpret_cast<int*>(smem);
-    grid_wait();
 #if MASK == 2
     list_tiles<ROW_GROUPS, ORDER_THREADS>(together, work, masks, records_of_mask, seqlen_k, words,
                                           block_n, place);
 #else
+    grid_wait();
     order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, seqlen_k, place);
 #endif
     if (blockIdx.x == 0 && threadIdx.x < 2) turns[threadIdx.x] = 0;

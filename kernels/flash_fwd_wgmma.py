@@ -51,7 +51,7 @@ L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time
 MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up to 5 % slower
 ORDER_THREADS = (0, 1024, 256)  # of a mask's list, by hopper.mask_define
 SCANNED_KEYS = 512  # by a block of the mask stage, of 64 queries
-LISTING_BLOCKS = 32  # at most: each counts the tiles of all
+LISTING_BLOCKS = 64  # at most: each counts the tiles of all
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns

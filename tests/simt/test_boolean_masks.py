@@ -120,28 +120,34 @@ def test_each_query_sees_what_the_mask_says(simulator, words, batch_to_keys, own
         assert (error[~empty] <= LIMIT * norm[~empty]).all(), kind
 
 
+# Items, queries, keys: several blocks list; each of their warps lists several tiles, and each lane
+# counts so many that it does so in turns, some of which have keys of two words.
+LISTED = ((2, 1100, 1000), (1100, 1, 40), (1100, 1, 600), (2, 300, 17000))
+
+
 @pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("sizes", LISTED)
 @pytest.mark.parametrize("kind", ["blocks", "few", "causal", "none"])
-def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kind):
-    config = config_of(FAMILY, next(iter(CONFIGS)))
-    problem = Problem(2, 1, 1, 1100, 1000, 64, "bf16", FULL.as_boolean(("item",)))
-    items, rng = 2, np.random.default_rng(5)
-    seen = masks(kind, rng, items, problem.seqlen_q, problem.seqlen_k)
+def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kind, sizes):
+    config, (items, rows, keys) = config_of(FAMILY, next(iter(CONFIGS))), sizes
+    problem = Problem(items, 1, 1, rows, keys, 64, "bf16", FULL.as_boolean(("item",)))
+    tiles, steps, rng = -(-rows // 128), -(-keys // 64), np.random.default_rng(5)
+    seen = masks(kind, rng, items, rows, keys)
     inputs = {"mask": np.ascontiguousarray(seen, np.uint8)}
     inputs |= dict.fromkeys("qkv", np.zeros(1, np.uint8))
     left = launched(simulator, config, Case(problem), inputs, 2, whole=False)
     (entries,) = (words for name, words in left.items() if name.startswith("work"))
-    entries = entries.reshape(items * 9, -1)  # of 128 queries: more than one block lists
-    rows, masked, _, key_tiles = entries[:, :4].T
-    tiles = set(zip(masked.tolist(), rows.tolist(), strict=True))
-    assert tiles == {(item, row * 128) for item in range(items) for row in range(9)}
-    whole = np.pad(seen, ((0, 0), (0, 52), (0, 24))).reshape(items, 9, 128, 64, 16).any((2, 4))
-    lengths = [int(whole[item, row // 128].sum()) for row, item in zip(rows, masked, strict=True)]
-    assert lengths == sorted(lengths, reverse=True)
-    of_64 = whole.reshape(items, 9, 16, 4).any(3)
-    for (row, item), told, count in zip(entries[:, :2], entries[:, 12:], key_tiles, strict=True):
-        keys = np.flatnonzero(of_64[item, row // 128])[::-1] * 64
-        assert told[:count].tolist() == keys.tolist()
+    entries = entries.reshape(items * tiles, -1)
+    first_rows, masked, _, key_tiles = entries[:, :4].T
+    found = set(zip(masked.tolist(), first_rows.tolist(), strict=True))
+    assert found == {(item, tile * 128) for item in range(items) for tile in range(tiles)}
+    padded = np.pad(seen, ((0, 0), (0, tiles * 128 - rows), (0, steps * 64 - keys)))
+    of_16 = padded.reshape(items, tiles, 128, -1, 16).any((2, 4))[masked, first_rows // 128]
+    lengths = -(-of_16.sum(1) // -(-keys // 4080))  # as far as the list tells them apart
+    assert (np.diff(lengths) <= 0).all()
+    of_64 = of_16.reshape(len(entries), steps, 4).any(2)
+    for sees, told, count in zip(of_64, entries[:, 12:], key_tiles, strict=True):
+        assert told[:count].tolist() == (np.flatnonzero(sees)[::-1] * 64).tolist()
     assert (left["turns"] == 0).all()
 
 

@@ -1,6 +1,7 @@
 // Masks in memory: what each query sees, and from it the list of tiles of queries that a flash
 // kernel works through. Made once for a mask, and read in each call with it.
 #pragma once
+#include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/tile/scheduler.cuh"
 
@@ -170,12 +171,14 @@ __device__ __forceinline__ unsigned zero_or_one(unsigned bytes) {
 }
 
 // What 64 queries see together: of each 16 keys a bit of any that one of them sees, and one of any
-// that one does not see. A word is of 512 keys; those of `any` come first. Here `count` of such
-// bits, from a key's on, which is bit 0.
-__device__ __forceinline__ unsigned sixteens(const unsigned* bits, int words, int key, int count) {
+// that one does not see. A word is of 512 keys; those of `any` come first. Here a key's word and
+// the next one, and `count` of their bits, from the key's on, which is bit 0.
+__device__ __forceinline__ uint2 words_from(const unsigned* bits, int words, int key) {
     int word = key / 512;
-    unsigned next = word + 1 < words ? bits[word + 1] : 0;
-    return __funnelshift_r(bits[word], next, key / 16 % 32) & ((1u << count) - 1);
+    return {bits[word], word + 1 < words ? bits[word + 1] : 0};
+}
+__device__ __forceinline__ unsigned sixteens(const uint2& words, int key, int count) {
+    return __funnelshift_r(words.x, words.y, key / 16 % 32) & ((1u << count) - 1);
 }
 
 constexpr int SCANNED_KEYS = 512;  // by a block, of 64 queries
@@ -437,43 +440,56 @@ struct SeenByTile {
     __device__ __forceinline__ const unsigned* of(int group) const {
         return first + group * 2 * words;
     }
-    // How many sixteens of keys its queries see: by `lanes` lanes, of which this one is the i-th.
-    __device__ __forceinline__ int count(int i, int lanes) const {
-        int count = 0;
-        for (; i < words; i += lanes) {
-            unsigned any = 0;
+    // The sixteens of keys that its queries see, of a word's keys.
+    __device__ __forceinline__ unsigned any(int word) const {
+        unsigned any = 0;
 #pragma unroll
-            for (int g = 0; g < Groups; ++g)
-                if (g < groups) any |= of(g)[i];
-            count += __popc(any);
-        }
-        for (int d = 1; d < lanes; d *= 2) count += __shfl_xor_sync(0xffffffffu, count, d);
-        return count;
+        for (int g = 0; g < Groups; ++g)
+            if (g < groups && word < words) any |= of(g)[word];
+        return any;
+    }
+    // Words of a lane's tile of keys, the lane-th behind `from`, from the right. A warp reads them
+    // long before it uses them, so that it does not wait.
+    struct OfLane {
+        int key;
+        uint2 any[Groups], part[Groups];
+    };
+    __device__ __forceinline__ OfLane of_lane(int from, int tiles, int block_n) const {
+        OfLane seen{(tiles - 1 - from - static_cast<int>(threadIdx.x) % 32) * block_n, {}, {}};
+#pragma unroll
+        for (int g = 0; g < Groups; ++g)
+            if (g < groups && seen.key >= 0) {
+                seen.any[g] = words_from(of(g), words, seen.key);
+                seen.part[g] = words_from(of(g) + words, words, seen.key);
+            }
+        return seen;
     }
     // Writes its tiles of keys and its records, behind an entry's first 16 bytes, and returns the
-    // number of those tiles: by a warp, a lane a tile of keys, from the right.
-    __device__ __forceinline__ int list(int4* records, int seqlen_k, int block_n) const {
-        const int lane = threadIdx.x % 32, tiles = (seqlen_k + block_n - 1) / block_n;
+    // number of those tiles: by a warp, a lane a tile of keys, from the right. next: what
+    // of_lane(0, ..) has read.
+    __device__ __forceinline__ int list(int4* records, OfLane next, int tiles, int seqlen_k,
+                                        int block_n) const {
+        const int lane = threadIdx.x % 32;
         int* key_tiles = reinterpret_cast<int*>(records + Groups);
         int total = 0, begin[Groups], end[Groups], keys[Groups];  // places, and keys of the first
         LongestRun whole[Groups];
 #pragma unroll
         for (int g = 0; g < Groups; ++g) begin[g] = end[g] = -1, keys[g] = 0;
         for (int from = 0; from < tiles; from += 32) {
-            const int key = (tiles - 1 - from - lane) * block_n;
+            const OfLane now = next;
+            next = of_lane(from + 32, tiles, block_n);
             unsigned any[Groups], of_all = 0;
             bool part[Groups];
 #pragma unroll
             for (int g = 0; g < Groups; ++g) {
-                bool there = g < groups && key >= 0;
-                any[g] = there ? sixteens(of(g), words, key, block_n / 16) : 0;
+                any[g] = sixteens(now.any[g], now.key, block_n / 16);
                 of_all |= any[g];
-                part[g] = !any[g] || key + block_n > seqlen_k ||
-                          sixteens(of(g) + words, words, key, block_n / 16);
+                part[g] = !any[g] || now.key + block_n > seqlen_k ||
+                          sixteens(now.part[g], now.key, block_n / 16);
             }
             const unsigned lanes = __ballot_sync(0xffffffffu, of_all != 0);
             const int place = total + __popc(lanes & ((1u << lane) - 1));
-            if (of_all) key_tiles[place] = key;
+            if (of_all) key_tiles[place] = now.key;
 #pragma unroll
             for (int g = 0; g < Groups; ++g) {
                 const unsigned seen = __ballot_sync(0xffffffffu, any[g] != 0);
@@ -521,29 +537,53 @@ __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work,
     };
     // Place 0 is of the longest.
     auto place_of = [&](int count) { return Places - 1 - (count + unit - 1) / unit; };
+    const int key_tiles = (seqlen_k + block_n - 1) / block_n;
+    int at = first_own + threadIdx.x / 32;  // a warp an entry; the first is read meanwhile
+    SeenByTile<Groups> seen = tile_at(min(at, tiles - 1));
+    // Lanes of a tile, so that a block counts many at once, and of a lane tiles whose words it
+    // waits for together.
+    constexpr int AT_ONCE = 4;
+    const int log_lanes = 32 - __clz(min(32, of_64) - 1), lanes = 1 << log_lanes;
+    const int step = Threads >> log_lanes, i = threadIdx.x & lanes - 1;
     place[threadIdx.x] = of_before[threadIdx.x] = 0;
     __syncthreads();
-    int lanes = 1;  // of a tile, so that a block counts many at once
-    while (lanes < min(32, of_64)) lanes *= 2;
-    for (int first = 0; first < tiles; first += Threads / lanes) {
-        int at = first + threadIdx.x / lanes, i = threadIdx.x % lanes;
-        int to = place_of(tile_at(min(at, tiles - 1)).count(i, lanes));
-        if (i > 0 || at >= tiles) continue;
-        atomicAdd(place + to, 1);
-        if (at < first_own) atomicAdd(of_before + to, 1);
+    grid_wait();
+    typename SeenByTile<Groups>::OfLane of_lane = seen.of_lane(0, key_tiles, block_n);
+    for (int from = 0; from < tiles; from += AT_ONCE * step) {
+        int counts[AT_ONCE]{}, tile = from + (threadIdx.x >> log_lanes);
+        for (int word = i; word - i < of_64; word += lanes) {
+            unsigned any[AT_ONCE]{};
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u)
+                if (tile + u * step < tiles) any[u] = tile_at(tile + u * step).any(word);
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) counts[u] += __popc(any[u]);
+        }
+        for (int d = 1; d < lanes; d *= 2)
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u)
+                counts[u] += __shfl_xor_sync(0xffffffffu, counts[u], d);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u, tile += step) {
+            if (i > 0 || tile >= tiles) continue;
+            atomicAdd(place + place_of(counts[u]), 1);
+            if (tile < first_own) atomicAdd(of_before + place_of(counts[u]), 1);
+        }
     }
     __syncthreads();
     begin_places(place);
     place[threadIdx.x] += of_before[threadIdx.x];
     __syncthreads();
-    for (int at = first_own + threadIdx.x / 32; at < min(first_own + own, tiles);
-         at += Threads / 32) {  // a warp an entry
-        const SeenByTile<Groups> seen = tile_at(at);
-        int to = place_of(seen.count(lane, 32));
+    while (at < min(first_own + own, tiles)) {
+        int count = 0;
+        for (int word = lane; word - lane < of_64; word += 32) count += __popc(seen.any(word));
+        int to = place_of(__reduce_add_sync(0xffffffffu, count));
         if (lane == 0) to = atomicAdd(place + to, 1);
         int4* entry = work + __shfl_sync(0xffffffffu, to, 0) * entry_pitch<Groups>(words);
-        int count = seen.list(entry + 1, seqlen_k, block_n);
+        count = seen.list(entry + 1, of_lane, key_tiles, seqlen_k, block_n);
         if (lane == 0) *entry = {at % tiles_m * Groups * 64, at / tiles_m, 0, count};
+        at += Threads / 32;
+        seen = tile_at(min(at, tiles - 1)), of_lane = seen.of_lane(0, key_tiles, block_n);
     }
 }
 

@@ -258,6 +258,10 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned x, SIMT_HERE) {
     for (int d = 16; d > 0; d /= 2) x |= simt::shuffle(mask, x, simt::self->lane ^ d, SIMT_AT);
     return x;
 }
+inline int __reduce_add_sync(unsigned mask, int x, SIMT_HERE) {
+    for (int d = 16; d > 0; d /= 2) x += simt::shuffle(mask, x, simt::self->lane ^ d, SIMT_AT);
+    return x;
+}
 
 template <class To, class From>
 To simt_cast(From x) {
