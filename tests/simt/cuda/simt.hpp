@@ -298,6 +298,10 @@ template <class T>
 T __ldg(const T* p) {
     return *p;
 }
+template <class T>
+T __ldcs(const T* p) {
+    return *p;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
