@@ -107,6 +107,15 @@ def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
     assert (alone.kernel, alone.code) == (None, "far")
 
 
+def test_more_queries_than_a_grid_scans_of_a_boolean_mask_are_pytorchs():
+    """Its scan has a block in y for each 64 queries, and there can be 65,535."""
+    sizes = {"heads": 1, "seqlen_k": 256}
+    for boolean, code in (((), "far"), (None, "near")):
+        known = gpu(winner(shape(seqlen=64 * 65_000, boolean=boolean, **sizes)), guard=FREE)
+        most, more = (choose(known, shape(seqlen=n, boolean=boolean, **sizes)) for n in (64 * 65_535, 64 * 65_535 + 1))
+        assert (most.code, more.code) == ("near", code)
+
+
 # ---- the guard ----
 def test_the_guard_asks_for_more_the_farther_a_shape_is():
     guard = Guard(margin=0.02, per_octave=0.05, reach=9.0)
