@@ -136,13 +136,14 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1
 }
 #elif STAGE_ORDER
 // The list of the tiles of queries of all masks: from their records, or from what each 64 queries
-// see together. It begins while the mask stage writes those.
+// see together. It begins while the mask stage writes those. One block an SM: for more, ptxas saves
+// registers and waits for a load before it begins the next.
 #if MASK == 2
 #define LIST_OF const unsigned *together, int words, int block_n
 #else
 #define LIST_OF const int4* records
 #endif
-extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
+extern "C" __global__ void __launch_bounds__(ORDER_THREADS, 1)
     flash_fwd_wgmma_order(LIST_OF, int4* __restrict__ work, int* turns, int masks,
                           int records_of_mask, int seqlen_k) {
     extern __shared__ __align__(16) unsigned char smem[];

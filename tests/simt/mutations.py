@@ -47,7 +47,7 @@ CASES = {
     "documents": Case(Problem.parse("(1,2,200x333,64) fp16 boolean(documents,3)")),
     "long holes": Case(Problem.parse("(1,1,70x1101,64) fp16 boolean(holes,50)")),
     "many tiles": Case(Problem.parse("(1,1,2200x80,64) fp16 boolean(documents,3)")),
-    "many items": Case(Problem.parse("(1100,1,1x40,64) fp16 boolean(full,item)")),
+    "many items": Case(Problem.parse("(1100,1,1x200,64) fp16 boolean(padding,30)")),
     "long documents": Case(Problem.parse("(1,1,200x2700,64) fp16 boolean(documents,2)")),
     "causal as a tensor": Case(Problem.parse("(1,2,200x336,64) fp16 boolean(causal)")),
     "causal as a tensor, 209 rows": Case(Problem.parse("(1,2,209x368,64) fp16 boolean(causal)")),

@@ -120,18 +120,20 @@ def test_each_query_sees_what_the_mask_says(simulator, words, batch_to_keys, own
         assert (error[~empty] <= LIMIT * norm[~empty]).all(), kind
 
 
-# Items, queries, keys: several blocks list; each of their warps lists several tiles, and each lane
-# counts so many that it does so in turns, some of which have keys of two words.
-LISTED = ((2, 1100, 1000), (1100, 1, 40), (1100, 1, 600), (2, 300, 17000))
+# Items, queries, keys, keys of a tile: several blocks list; each of their warps lists several tiles,
+# and each lane counts so many that it does so in turns, some of which have keys of two words. Last,
+# tiles of keys that begin in one word and end in another one, or where there is none.
+LISTED = ((2, 1100, 1000, 64), (1100, 1, 40, 64), (1100, 1, 600, 64), (2, 300, 17000, 64), (2, 300, 1024, 96))
 
 
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("sizes", LISTED)
 @pytest.mark.parametrize("kind", ["blocks", "few", "causal", "none"])
 def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kind, sizes):
-    config, (items, rows, keys) = config_of(FAMILY, next(iter(CONFIGS))), sizes
+    items, rows, keys, block_n = sizes
+    config = config_of(FAMILY, f"BLOCK_N={block_n} WARPGROUPS=2 MAXIMA=1")
     problem = Problem(items, 1, 1, rows, keys, 64, "bf16", FULL.as_boolean(("item",)))
-    tiles, steps, rng = -(-rows // 128), -(-keys // 64), np.random.default_rng(5)
+    tiles, steps, rng = -(-rows // 128), -(-keys // block_n), np.random.default_rng(5)
     seen = masks(kind, rng, items, rows, keys)
     inputs = {"mask": np.ascontiguousarray(seen, np.uint8)}
     inputs |= dict.fromkeys("qkv", np.zeros(1, np.uint8))
@@ -141,13 +143,13 @@ def test_the_list_has_each_tile_of_queries_once_the_longest_first(simulator, kin
     first_rows, masked, _, key_tiles = entries[:, :4].T
     found = set(zip(masked.tolist(), first_rows.tolist(), strict=True))
     assert found == {(item, tile * 128) for item in range(items) for tile in range(tiles)}
-    padded = np.pad(seen, ((0, 0), (0, tiles * 128 - rows), (0, steps * 64 - keys)))
+    padded = np.pad(seen, ((0, 0), (0, tiles * 128 - rows), (0, steps * block_n - keys)))
     of_16 = padded.reshape(items, tiles, 128, -1, 16).any((2, 4))[masked, first_rows // 128]
     lengths = -(-of_16.sum(1) // -(-keys // 4080))  # as far as the list tells them apart
     assert (np.diff(lengths) <= 0).all()
-    of_64 = of_16.reshape(len(entries), steps, 4).any(2)
-    for sees, told, count in zip(of_64, entries[:, 12:], key_tiles, strict=True):
-        assert told[:count].tolist() == (np.flatnonzero(sees)[::-1] * 64).tolist()
+    of_tiles = of_16.reshape(len(entries), steps, -1).any(2)
+    for sees, told, count in zip(of_tiles, entries[:, 12:], key_tiles, strict=True):
+        assert told[:count].tolist() == (np.flatnonzero(sees)[::-1] * block_n).tolist()
     assert (left["turns"] == 0).all()
 
 

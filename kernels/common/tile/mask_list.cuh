@@ -171,12 +171,8 @@ __device__ __forceinline__ unsigned zero_or_one(unsigned bytes) {
 }
 
 // What 64 queries see together: of each 16 keys a bit of any that one of them sees, and one of any
-// that one does not see. A word is of 512 keys; those of `any` come first. Here a key's word and
-// the next one, and `count` of their bits, from the key's on, which is bit 0.
-__device__ __forceinline__ uint2 words_from(const unsigned* bits, int words, int key) {
-    int word = key / 512;
-    return {bits[word], word + 1 < words ? bits[word + 1] : 0};
-}
+// that one does not see. A word is of 512 keys; those of `any` come first. Here, of a key's word
+// and the next one, `count` bits from the key's on, which is bit 0.
 __device__ __forceinline__ unsigned sixteens(const uint2& words, int key, int count) {
     return __funnelshift_r(words.x, words.y, key / 16 % 32) & ((1u << count) - 1);
 }
@@ -341,28 +337,19 @@ __device__ __forceinline__ void see_bytes(const unsigned char* mask, int row_str
     if (lane == 0) together[part] = seen.x, together[parts + part] = seen.y;
 }
 
-// Makes of the counts of each place where the first of it goes. By a block, a thread a place.
-__device__ __forceinline__ void begin_places(int* place) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    int* of_warps = place + blockDim.x;
-    auto sum_to_here = [lane](int sum) {
+// Where the first goes of a thread's place, of which there are `own`: behind those of the threads
+// before it. By a block; of_warps: in shared memory.
+__device__ __forceinline__ int begin_of_place(int own, int* of_warps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int sum = own;
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            int other = __shfl_up_sync(0xffffffffu, sum, d);
-            if (lane >= d) sum += other;
-        }
-        return sum;
-    };
-    int own = place[threadIdx.x], sum = sum_to_here(own);
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= d) sum += other;
+    }
     if (lane == 31) of_warps[warp] = sum;
     __syncthreads();
-    if (warp == 0) {
-        int of_warp = lane < warps ? of_warps[lane] : 0, before = sum_to_here(of_warp) - of_warp;
-        if (lane < warps) of_warps[lane] = before;
-    }
-    __syncthreads();
-    place[threadIdx.x] = of_warps[warp] + sum - own;
-    __syncthreads();
+    return __reduce_add_sync(0xffffffffu, lane < warp ? of_warps[lane] : 0) + sum - own;
 }
 // The list from records of 64 rows, by one block. Entries are dealt by their number of keys:
 // `place` is a count of each number of 64 keys, then where its entries go. A thread has a place.
@@ -392,7 +379,8 @@ __device__ __forceinline__ void order_tiles(const int4* records, int4* work, int
     for (int tile = threadIdx.x; tile < tiles; tile += Threads)
         atomicAdd(place + step_of(entry_of(tile)), 1);
     __syncthreads();
-    begin_places(place);
+    place[threadIdx.x] = begin_of_place(place[threadIdx.x], place + Threads);
+    __syncthreads();
     for (int tile = threadIdx.x; tile < tiles; tile += Threads) {
         int4 entry = entry_of(tile);
         int4* to = work + atomicAdd(place + step_of(entry), 1) * (1 + Groups);
@@ -428,17 +416,18 @@ struct LongestRun {
 // What a scan has written of a tile of queries: of each 64 of them what they see together.
 template <int Groups>
 struct SeenByTile {
-    const unsigned* first;
+    const unsigned* together;
+    unsigned first;     // word of it
     int groups, words;  // groups: that have queries; words: of `any`, which are as many of `part`
-    __device__ __forceinline__ const unsigned* of(int group) const {
-        return first + group * 2 * words;
+    __device__ __forceinline__ unsigned of(int group, int word) const {
+        return together[first + group * 2 * words + word];
     }
-    // The sixteens of keys that its queries see, of a word's keys.
+    // The sixteens of keys that its queries see, of a word's keys. Without a branch: in one, the
+    // loads of a tile were waited for before those of the next one.
     __device__ __forceinline__ unsigned any(int word) const {
         unsigned any = 0;
 #pragma unroll
-        for (int g = 0; g < Groups; ++g)
-            if (g < groups && word < words) any |= of(g)[word];
+        for (int g = 0; g < Groups; ++g) any |= of(g < groups ? g : 0, word);
         return any;
     }
     // Words of a lane's tile of keys, the lane-th behind `from`, from the right. A warp reads them
@@ -449,11 +438,13 @@ struct SeenByTile {
     };
     __device__ __forceinline__ OfLane of_lane(int from, int tiles, int block_n) const {
         OfLane seen{(tiles - 1 - from - static_cast<int>(threadIdx.x) % 32) * block_n, {}, {}};
+        const int word = seen.key / 512;
+        const bool more = word + 1 < words;
 #pragma unroll
         for (int g = 0; g < Groups; ++g)
             if (g < groups && seen.key >= 0) {
-                seen.any[g] = words_from(of(g), words, seen.key);
-                seen.part[g] = words_from(of(g) + words, words, seen.key);
+                seen.any[g] = {of(g, word), more ? of(g, word + 1) : 0};
+                seen.part[g] = {of(g, words + word), more ? of(g, words + word + 1) : 0};
             }
         return seen;
     }
@@ -524,52 +515,54 @@ __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work,
     const int lane = threadIdx.x % 32;
     int* of_before = place + Threads + Threads / 32;
     auto tile_at = [&](int at) -> SeenByTile<Groups> {
-        int mask = at / tiles_m, first_64 = at % tiles_m * Groups;
-        long long record = mask * records_of_mask + first_64;
-        return {together + record * 2 * of_64, min(Groups, records_of_mask - first_64), of_64};
+        unsigned mask = static_cast<unsigned>(at) / tiles_m;
+        int first_64 = (at - mask * tiles_m) * Groups;
+        unsigned record = mask * records_of_mask + first_64;
+        return {together, record * 2 * of_64, min(Groups, records_of_mask - first_64), of_64};
     };
     // Place 0 is of the longest.
-    auto place_of = [&](int count) { return Places - 1 - (count + unit - 1) / unit; };
+    auto place_of = [&](unsigned count) { return Places - 1 - (count + unit - 1) / unit; };
     const int key_tiles = (seqlen_k + block_n - 1) / block_n;
-    int at = first_own + threadIdx.x / 32;  // a warp an entry; the first is read meanwhile
-    SeenByTile<Groups> seen = tile_at(min(at, tiles - 1));
     // Lanes of a tile, so that a block counts many at once, and of a lane tiles whose words it
-    // waits for together.
+    // waits for together. Their counts go to one lane each.
     constexpr int AT_ONCE = 4;
-    const int log_lanes = 32 - __clz(min(32, of_64) - 1), lanes = 1 << log_lanes;
+    const int log_lanes = max(2, 32 - __clz(min(32, of_64) - 1)), lanes = 1 << log_lanes;
     const int step = Threads >> log_lanes, i = threadIdx.x & lanes - 1;
     place[threadIdx.x] = of_before[threadIdx.x] = 0;
     __syncthreads();
     grid_wait();
-    typename SeenByTile<Groups>::OfLane of_lane = seen.of_lane(0, key_tiles, block_n);
     for (int from = 0; from < tiles; from += AT_ONCE * step) {
         int counts[AT_ONCE]{}, tile = from + (threadIdx.x >> log_lanes);
-        for (int word = i; word - i < of_64; word += lanes) {
-            unsigned any[AT_ONCE]{};
+        for (int word = i; word < of_64; word += lanes)
 #pragma unroll
             for (int u = 0; u < AT_ONCE; ++u)
-                if (tile + u * step < tiles) any[u] = tile_at(tile + u * step).any(word);
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; ++u) counts[u] += __popc(any[u]);
-        }
-        for (int d = 1; d < lanes; d *= 2)
+                counts[u] += __popc(tile_at(min(tile + u * step, tiles - 1)).any(word));
+        int d = lanes / 2;
+        do {
 #pragma unroll
             for (int u = 0; u < AT_ONCE; ++u)
                 counts[u] += __shfl_xor_sync(0xffffffffu, counts[u], d);
+        } while (d /= 2);
+        int count = counts[0];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u, tile += step) {
-            if (i > 0 || tile >= tiles) continue;
-            atomicAdd(place + place_of(counts[u]), 1);
-            if (tile < first_own) atomicAdd(of_before + place_of(counts[u]), 1);
-        }
+        for (int u = 1; u < AT_ONCE; ++u)
+            if (i == u) count = counts[u];
+        tile += i * step;
+        if (i >= AT_ONCE || tile >= tiles) continue;
+        atomicAdd(place + place_of(count), 1);
+        if (tile < first_own) atomicAdd(of_before + place_of(count), 1);
     }
+    int at = first_own + threadIdx.x / 32;  // a warp an entry; the first is read meanwhile
+    SeenByTile<Groups> seen = tile_at(min(at, tiles - 1));
+    auto of_lane = seen.of_lane(0, key_tiles, block_n);
     __syncthreads();
-    begin_places(place);
-    place[threadIdx.x] += of_before[threadIdx.x];
+    place[threadIdx.x] =
+        begin_of_place(place[threadIdx.x], place + Threads) + of_before[threadIdx.x];
     __syncthreads();
     while (at < min(first_own + own, tiles)) {
         int count = 0;
-        for (int word = lane; word - lane < of_64; word += 32) count += __popc(seen.any(word));
+#pragma unroll 2
+        for (int word = lane; word < of_64; word += 32) count += __popc(seen.any(word));
         int to = place_of(__reduce_add_sync(0xffffffffu, count));
         if (lane == 0) to = atomicAdd(place + to, 1);
         int4* entry = work + __shfl_sync(0xffffffffu, to, 0) * entry_pitch<Groups>(words);
