@@ -530,7 +530,12 @@ __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work,
     const int step = Threads >> log_lanes, i = threadIdx.x & lanes - 1;
     place[threadIdx.x] = of_before[threadIdx.x] = 0;
     __syncthreads();
+    // A warp an entry. Its first words are asked for before the tiles are counted: at 8,192 queries
+    // the list takes 4.3 to 4.4 us behind the scan so, and 5.0 if they are asked for after that.
+    int at = first_own + threadIdx.x / 32;
+    SeenByTile<Groups> seen = tile_at(min(at, tiles - 1));
     grid_wait();
+    auto of_lane = seen.of_lane(0, key_tiles, block_n);
     for (int from = 0; from < tiles; from += AT_ONCE * step) {
         int counts[AT_ONCE]{}, tile = from + (threadIdx.x >> log_lanes);
         for (int word = i; word < of_64; word += lanes)
@@ -552,9 +557,6 @@ __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work,
         atomicAdd(place + place_of(count), 1);
         if (tile < first_own) atomicAdd(of_before + place_of(count), 1);
     }
-    int at = first_own + threadIdx.x / 32;  // a warp an entry; the first is read meanwhile
-    SeenByTile<Groups> seen = tile_at(min(at, tiles - 1));
-    auto of_lane = seen.of_lane(0, key_tiles, block_n);
     __syncthreads();
     place[threadIdx.x] =
         begin_of_place(place[threadIdx.x], place + Threads) + of_before[threadIdx.x];
