@@ -4,13 +4,15 @@ Usage: python benchmarks/right_callables.py [FILE.json] [--runs 17] [--budget-s 
 compute attention are candidates of a spec of three shapes in fp16 and bf16, beside torch_flash. A
 run judges each of them once on each problem, as `attnsweep run` does, so 17 runs judge each of them
 102 times; none begins after the budget. The file counts the statuses of the rows, of which `ok` and
-`noisy` are right, and has the reason of each other one, times, and ratios to torch_flash.
+`noisy` are right, and has the reason of each other one, times, and ratios to torch_flash; a second
+call adds to it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import re
 import tempfile
 import time
@@ -128,16 +130,24 @@ def names(place: Path) -> dict[str, str]:
     return found | {"triton": f"{place}/triton_kernel.py:forward"}
 
 
-def facts(rows: list[Trial], base_us: list[float | None]) -> dict[str, Any]:
-    """The rows of one callable on one problem. base_us: torch_flash's time beside each."""
-    times = [row.time_us.median if row.time_us else None for row in rows]
-    return {
-        "statuses": dict(Counter(row.status.value for row in rows)),
-        "not_right": [row.detail for row in rows if row.status.value not in ("ok", "noisy")],
-        "times_us": times,
-        "x_base": [b / us if b and us else None for us, b in zip(times, base_us, strict=True)],
-        "calls_judged": [row.accuracy.calls if row.accuracy else None for row in rows],
-    }
+def add(case: dict[str, Any], row: Trial, base: Trial) -> None:
+    """Add a row to those of its callable and problem. base: torch_flash's beside it."""
+    us, base_us = (each.time_us.median if each.time_us else None for each in (row, base))
+    status = row.status.value
+    case["statuses"][status] = case["statuses"].get(status, 0) + 1
+    case["not_right"] += [] if status in ("ok", "noisy") else [row.detail]
+    case["times_us"].append(us)
+    case["x_base"].append(base_us / us if base_us and us else None)
+    case["calls_judged"].append(row.accuracy.calls if row.accuracy else None)
+
+
+def cases_of(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The cases of a file by callable and problem; a new one is empty."""
+    lists = ("not_right", "times_us", "x_base", "calls_judged")
+    cases = defaultdict[tuple[str, str], dict[str, Any]](lambda: dict({n: [] for n in lists}, statuses={}))
+    for case in found:
+        cases[case.pop("callable"), case.pop("problem")] = case
+    return cases
 
 
 def main() -> None:
@@ -146,29 +156,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
     arguments = parser.parse_args()
-    begun, environment, runs = time.monotonic(), None, 0
-    rows, base = defaultdict[Any, list[Trial]](list), defaultdict[Any, list[float | None]](list)
+    earlier: dict[str, Any] = {"runs": 0, "cases": []}
+    if arguments.file.exists():
+        earlier = json.loads(arguments.file.read_text())
+    cases, begun, made = cases_of(earlier["cases"]), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as place:
         asked = names(Path(place))
         spec = spec_of(f"{SPEC}candidates: {[*asked.values()]}\n", Path(place))
-        while runs < arguments.runs and time.monotonic() - begun < arguments.budget_s:
-            runs += 1
+        while made < arguments.runs and time.monotonic() - begun < arguments.budget_s:
+            made += 1
             done = run(spec, results=Path(place) / "results", fresh=True).run
-            environment = done.environment
             of = {(trial.provider, trial.problem): trial for trial in done.trials}
             problems = dict.fromkeys(trial.problem for trial in done.trials)
             for (name, call), problem in itertools.product(asked.items(), problems):
-                trial, flash = of[call, problem], of["torch_flash", problem].time_us
-                rows[name, problem.label].append(trial)
-                base[name, problem.label].append(flash.median if flash else None)
-            console.print(f"run {runs}: {dict(Counter(t.status.value for t in of.values()))}")
-    cases = [
-        {"callable": name, "problem": label, **facts(each, base[name, label])} for (name, label), each in rows.items()
-    ]
-    count = Counter(row.status.value for each in rows.values() for row in each)
-    console.print("  ".join(f"{status} {number}" for status, number in count.items()))
-    if environment is not None:
-        write(arguments.file, environment, {"runs": runs, "all": dict(count), "cases": cases})
+                add(cases[name, problem.label], of[call, problem], of["torch_flash", problem])
+            count = sum((Counter(case["statuses"]) for case in cases.values()), Counter[str]())
+            console.print(f"run {made}: {dict(count)}")
+            found = [{"callable": name, "problem": label} | case for (name, label), case in cases.items()]
+            result = {"runs": earlier["runs"] + made, "all": dict(count), "cases": found}
+            write(arguments.file, done.environment, result)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ _CALLABLE_REPEATS = 64  # of a callable, whose calls the host issues
 # A callable's call on other inputs may take so much longer than one in a series on the same, beside
 # what reading them from device memory costs.
 _REUSE, _REUSE_US, _ALONE_TRIES = 1.5, 2.0, 5
+# So often, with graphs made anew: in two of 967 judgements on an H100 FlexAttention took 91 and 247
+# µs in such a graph, and 27 in others.
+_REUSE_GRAPHS = 3
 _LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
 
 
@@ -238,21 +241,23 @@ class Bench:
         call = entry.call
         if self._long or not isinstance(call, prepare.BoundBaseline) or call.issued is not None:
             return
-        least = [math.inf, math.inf]
-        for calls in (1, 2):
-            replay = call.capture(calls, rotate=True)
-            for _ in range(_ALONE_TRIES):
-                # The same copies whatever the number of calls, so that no cache favours one.
-                us = calls * self._sample(call, replay, calls, None, cold=True)
-                least[calls - 1] = min(least[calls - 1], us)
-        own_us = least[1] - least[0]
         nbytes = sum(buffer.nbytes for buffer in self._timed.values())
         cold_us = nbytes / self.session.gpu.memory_bytes_per_second * 1e6
-        if own_us > _REUSE * entry.warm_us + _REUSE_US + cold_us:
-            raise Unavailable(
-                f"a call on inputs of its own takes {own_us:.4g} µs, and {entry.warm_us:.4g} µs "
-                "where all calls have the same inputs: they use again what one of them computed"
-            )
+        for _ in range(_REUSE_GRAPHS):
+            least = [math.inf, math.inf]
+            for calls in (1, 2):
+                replay = call.capture(calls, rotate=True)
+                for _ in range(_ALONE_TRIES):
+                    # The same copies whatever the number of calls, so that no cache favours one.
+                    us = calls * self._sample(call, replay, calls, None, cold=True)
+                    least[calls - 1] = min(least[calls - 1], us)
+            own_us = least[1] - least[0]
+            if own_us <= _REUSE * entry.warm_us + _REUSE_US + cold_us:
+                return
+        raise Unavailable(
+            f"a call on inputs of its own takes {own_us:.4g} µs, and {entry.warm_us:.4g} µs "
+            "where all calls have the same inputs: they use again what one of them computed"
+        )
 
     def _launch_us(self, launches: LaunchPlan | None) -> float | None:
         """Time of launches with an empty kernel, measured once for all equal launches."""

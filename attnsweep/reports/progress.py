@@ -286,7 +286,8 @@ class _Bars(_Watched):
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         resumed = f" [dim]({kept} kept)[/]" if kept else ""
-        self.console.print(f"[bold]{problem.label}[/]: {counted(candidates, 'candidate')}{resumed}")
+        of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
+        self.console.print(f"[bold]{problem.label}[/]{of}")
 
     def begin(self, candidates: int) -> None:
         for bar in self._bars.values():
@@ -341,10 +342,8 @@ class _PlainLines(_Watched):
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         resumed = f", {kept} kept" if kept else ""
-        self.console.print(
-            f"{self._before}{problem.label}: {counted(candidates, 'candidate')}{resumed}",
-            soft_wrap=True,
-        )
+        of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
+        self.console.print(f"{self._before}{problem.label}{of}", soft_wrap=True)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         if time.monotonic() - self._last < _PLAIN_INTERVAL_S:
