@@ -215,7 +215,7 @@ class StrictBench(Bench):
         """Their medians before any stranger ran."""
         self._usual_mhz = 0.0
         self._open(self._own)
-        self._power = self.session.identity().get("power_limit_w")
+        self._settings = self.session.settings()
         calls = self._slots
         while calls >= min(_FEW, self._slots):  # before any stranger runs
             self._own.ask("ready", name=None, calls=calls)
@@ -474,8 +474,9 @@ class StrictBench(Bench):
                 f"its events say {says:.4g} µs a call, and the judge's clock {says + hidden:.4g}: "
                 f"they may be {allowed:.2g} apart"
             )
-        if (now := self.session.identity().get("power_limit_w")) != self._power:
-            raise Unavailable(f"the card's power limit is {now} W, and was {self._power}")
+        for setting, now in self.session.settings().items():
+            if now != (before := self._settings.get(setting)):
+                raise Unavailable(f"the card's {setting} is {now}, and was {before}")
         return entry.judged + (entry.calls if entry.hard else 0)
 
     def trusted_us(self, name: str) -> float | None:

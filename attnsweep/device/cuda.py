@@ -348,6 +348,28 @@ class CudaSession:
             found["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1e3
         return found
 
+    def settings(self) -> dict[str, Any]:
+        """What a program may set of this card, by name and unit, as far as NVML tells it."""
+        try:
+            nvml, card = self.nvml()
+        except Exception:  # as above
+            return {}
+        asked: dict[str, Callable[[], Any]] = {
+            "power limit (mW)": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card),
+            "SM clock for programs (MHz)": lambda: nvml.nvmlDeviceGetApplicationsClock(
+                card, nvml.NVML_CLOCK_SM
+            ),
+            "memory clock for programs (MHz)": lambda: nvml.nvmlDeviceGetApplicationsClock(
+                card, nvml.NVML_CLOCK_MEM
+            ),
+            "compute mode": lambda: nvml.nvmlDeviceGetComputeMode(card),
+        }
+        found: dict[str, Any] = {}
+        for name, ask in asked.items():
+            with contextlib.suppress(nvml.NVMLError):
+                found[name] = ask()
+        return found
+
     def conditions(self) -> dict[str, Any]:
         """Clocks, power, temperature, throttle reasons and other processes on the GPU, now.
 

@@ -59,7 +59,14 @@ class Card(Device):
         return 1980.0
 
     def identity(self) -> dict[str, Any]:
-        return {"power_limit_w": 700.0}
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        return {**SETTINGS}
+
+
+SETTINGS: dict[str, Any] = {"power limit (mW)": 700_000, "SM clock for programs (MHz)": 1980}
+"""Of the card."""
 
 
 class Graph:

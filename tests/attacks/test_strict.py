@@ -16,6 +16,7 @@ from attacks import card, host, strangers
 from attacks.strict_bench import said_of
 from attacks.test_attacks import judged as judged_friendly
 from attacks.test_attacks import no_hard_inputs, no_limits
+from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
 from attnsweep.core.cases import Case
 from attnsweep.verify.compare import Comparer
@@ -266,6 +267,16 @@ def test_one_call_of_a_chain_is_judged_in_every_element(make_strict, monkeypatch
     constants(Comparer, ROWS=1)  # the same one in all calls, which is right
     monkeypatch.setattr(Comparer, "judge_rows", lambda self, *how: rows(self, *how[:3], 1, *how[4:]))
     assert "row 8 of head 7" in judged(make_strict(), "one_row_late", rounds=2)
+
+
+def test_a_card_whose_clock_was_set_meanwhile_is_refused(make_strict, monkeypatch):
+    bench, name = make_strict(), "attacks.kernels:honest"
+    bench.add_baseline(name)
+    bench.replay(name, "warm")
+    bench.confirm(name, 800.0)
+    monkeypatch.setitem(card.SETTINGS, "SM clock for programs (MHz)", 1200)
+    with pytest.raises(Unavailable, match=r"SM clock for programs \(MHz\) is 1200, and was 1980"):
+        bench.confirm(name, 800.0)
 
 
 def test_calls_are_counted_and_the_judges_clock_agrees(make_strict):

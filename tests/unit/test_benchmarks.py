@@ -516,7 +516,11 @@ def test_the_strict_judge_is_compared_with_the_other(module, monkeypatch, tmp_pa
     times = {"torch_flash": 300.0} | dict.fromkeys(asked.values(), 200.0)
     card = FakeGpu(times, environment=H200)
     use(monkeypatch, card)
-    for name, value in {"described": lambda: H200, "names": lambda place: asked, "opened_by": lambda user: "0 0 0 0"}.items():
+    for name, value in {
+        "described": lambda: H200,
+        "names": lambda place: asked,
+        "opened_by": lambda user: "0 0 0 0",
+    }.items():
         monkeypatch.setattr(strict, name, value)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     file = tmp_path / "strict.json"

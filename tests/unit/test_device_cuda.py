@@ -209,17 +209,20 @@ def nvml(**refused):
         "nvmlDeviceGetBoardPartNumber": b"692-2G520-0200-000",
         "nvmlDeviceGetUUID": "GPU-01234567-89ab",
         "nvmlDeviceGetEnforcedPowerLimit": 700_000,  # milliwatts
+        "nvmlDeviceGetApplicationsClock": 1980,
+        "nvmlDeviceGetComputeMode": 0,
     }
 
     def answer(name):
-        def asked(card):
+        def asked(card, of=None):
             if name in refused:
                 raise NVMLError
             return answers[name]
 
         return asked
 
-    module = SimpleNamespace(NVMLError=NVMLError, **{name: answer(name) for name in answers})
+    clocks = {"NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2}
+    module = SimpleNamespace(NVMLError=NVMLError, **clocks, **{name: answer(name) for name in answers})
     return SimpleNamespace(nvml=lambda: (module, "card"))
 
 
@@ -237,6 +240,14 @@ def test_what_a_card_does_not_tell_is_left_out_and_ends_nothing():
     assert part == whole | {"sku": "233010de:16c110de"}
     none = cuda.CudaSession.identity(nvml(nvmlDeviceGetPciInfo=True, nvmlDeviceGetUUID=True))
     assert none == {"power_limit_w": 700.0}
+
+
+def test_what_a_program_may_set_of_a_card_is_told_by_name():
+    whole = cuda.CudaSession.settings(nvml())
+    assert whole["power limit (mW)"] == 700_000
+    assert whole["SM clock for programs (MHz)"] == 1980
+    part = cuda.CudaSession.settings(nvml(nvmlDeviceGetApplicationsClock=True))
+    assert part == {"power limit (mW)": 700_000, "compute mode": 0}
 
 
 def test_a_row_names_the_whole_machine():
