@@ -193,12 +193,13 @@ static_assert(!BIAS || (MULTICAST == 1 && !PACK_GQA && !MASK && BLOCK_N % 64 == 
 static_assert(!SINKS || SPLITS == 1, "a sink counts once");
 static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
-// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
-// panel is half empty: its columns are outside the tensor, so nothing is moved for them.
-using QTile = SharedTile<element_t, 64, COLUMNS, 128>;  // of one warpgroup
-using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, 128>;
-using VTile = SharedTile<element_t, BLOCK_N, COLUMNS_V, 128>;
-using OTile = SharedTile<element_t, 64, COLUMNS_V, 128>;
+// Tiles lie in panels whose rows have SWIZZLE bytes, which TMA swizzles. Of head_dim 96 the second
+// panel of 128 bytes is half empty: its columns are outside the tensor, so nothing is moved for
+// them, but it has room.
+using QTile = SharedTile<element_t, 64, COLUMNS, SWIZZLE>;  // of one warpgroup
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, SWIZZLE>;
+using VTile = SharedTile<element_t, BLOCK_N, COLUMNS_V, SWIZZLE>;
+using OTile = SharedTile<element_t, 64, COLUMNS_V, SWIZZLE>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 using BiasTile = PTile;  // beside K, of each 64 rows
 constexpr unsigned K_BYTES = KTile::BYTES, V_BYTES = VTile::BYTES, O_BYTES = OTile::BYTES;
@@ -549,7 +550,7 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     }
 #pragma unroll
     for (int i = 0; i < COLUMNS_V / 16; ++i)
-        stmatrix_x4((staged + self.lane_at + i / 4 * OTile::PANEL_BYTES) ^ (i % 4 * 32),
+        stmatrix_x4(OTile::to_step(staged + (SWIZZLE == 128 ? self.lane_at : self.lane_at_o), i),
                     pack(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                     pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
@@ -559,8 +560,8 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     if (self.lane == 0 && to.first_row < self.call.rows) {
 #pragma unroll
         for (int i = 0; i < OTile::PANELS; ++i)
-            store_box(o, staged + self.warp % 4 * 2048 + i * OTile::PANEL_BYTES, i * 64,
-                      to.first_row, self.call.layout.of_queries(to.head));
+            store_box(o, staged + self.warp % 4 * (16 * SWIZZLE) + i * OTile::PANEL_BYTES,
+                      i * OTile::PANEL, to.first_row, self.call.layout.of_queries(to.head));
         tma_store_commit();
     }
     if (LSE && self.lane % 4 == 0) {
@@ -588,6 +589,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     self.k_descriptor = KTile{at.k}.descriptor();
     self.v_descriptor = VTile{at.v}.transposed_descriptor();
     self.lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+#if SWIZZLE != 128
+    self.lane_at_o = OTile::chunk((warp % 4 * 16 + lane % 16) * SWIZZLE, lane, 0, lane / 16);
+#endif
     self.own_p = at.p + warp / 4 * P_BUFFERS * P_BYTES, self.p_buffer = 0;
     self.p_descriptor = PTile{self.own_p}.descriptor();
     if constexpr (MULTICAST > 1) {

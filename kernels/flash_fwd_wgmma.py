@@ -17,6 +17,9 @@ kernel = Family(
         Param("KEY_GROUPS", (1, 2), "groups of warpgroups that split the keys; merged last"),
         Param("NUM_STAGES", (2, 4), "tiles of K, and of V, in flight"),
         Param(
+            "SWIZZLE", (128,), "128, 64 or 32 bytes of a row of a panel of Q, K, V, O", absent=128
+        ),
+        Param(
             "PRODUCER_WARPS", (4,), "producer warps: 1, or 4, which free registers for consumers"
         ),
         Param("BLOCKS_PER_SM", (1, 2, 3, 4), "blocks that an SM has room for"),
@@ -114,14 +117,19 @@ def merge_bytes(c: Config, p: Problem) -> int:
     return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (columns_v(p) // 2 + 4)
 
 
+def row_bytes(c: Config, head_dim: int) -> int:
+    """Bytes that a row of a tile of Q, K, V or O takes in whole panels."""
+    return ceil_div(2 * head_dim, c.SWIZZLE) * c.SWIZZLE
+
+
 def ring_bytes(c: Config, p: Problem) -> int:
     """Bytes of the tiles of K and of V in flight."""
-    return c.NUM_STAGES * c.BLOCK_N * sum(map(hopper.panels, p.head_dims)) * 128
+    return c.NUM_STAGES * c.BLOCK_N * sum(row_bytes(c, dim) for dim in p.head_dims)
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, the staging of persistent blocks, P, and what splits exchange."""
-    q_bytes, o_bytes = (block_m(c) * hopper.panels(dim) * 128 for dim in p.head_dims)
+    q_bytes, o_bytes = (block_m(c) * row_bytes(c, dim) for dim in p.head_dims)
     staged = 0
     if c.PERSISTENT:
         staged = (not c.O_OVER_Q) * o_bytes + merge_bytes(c, p)
@@ -182,6 +190,11 @@ kernel.keep_if(
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
      and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.PACK_GQA,
                            c.LSE, c.O_OVER_Q) < 2),
+    # Wider heads would spill in the tiles that fit narrow panels alone. P and a bias begin at a
+    # multiple of 1024 bytes.
+    ("panels", "TMA swizzles 128 bytes or, up to head_dim 176, 64 or 32",
+     lambda c, p, arch: c.SWIZZLE == 128 or (c.SWIZZLE in (64, 32) and max(p.head_dims) <= 176
+     and (c.SWIZZLE * c.BLOCK_N % 1024 == 0 or (c.P_SHARED == 0 and p.scores.bias is None)))),
     ("groups", "BLOCK_N is 64 to 256, in 16s; key groups divide the 1 to 4 warpgroups, and stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),
@@ -413,8 +426,9 @@ def fwd(c, p, arch):
     defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
     if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
         defines["EMPTY_ROWS"] = 1
-    box = (64, c.BLOCK_N // c.CLUSTER)
-    of_q = hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(64, 64))
+    panel = c.SWIZZLE // 2
+    box = (panel, c.BLOCK_N // c.CLUSTER)
+    of_q = hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(panel, 64))
     return Launch(
         function="flash_fwd_wgmma",
         grid=grid,
@@ -423,7 +437,7 @@ def fwd(c, p, arch):
             of_q,
             hopper.tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, box=box),
             hopper.tensor_map("v", heads_kv, p.seqlen_k, p.value_dim, box=box),
-            hopper.tensor_map("o", heads, cut.seqlen_q, p.value_dim, box=(64, 16)),
+            hopper.tensor_map("o", heads, cut.seqlen_q, p.value_dim, box=(panel, 16)),
             *(*outputs, heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
             *listed,

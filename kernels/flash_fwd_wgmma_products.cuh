@@ -6,6 +6,7 @@
 struct Products {
     static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP, UnseenTiles = UNSEEN_TILES,
                           Masked = MASK;
+    static constexpr int IN_PANEL = SWIZZLE / 32;  // times 16 columns
     static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS,
                          KeyGroups = KEY_GROUPS, TileKeys = BLOCK_N;
     const Memory& at;
@@ -13,9 +14,9 @@ struct Products {
     int warp, lane, key_group, row_group;
     Tiles schedule;
     unsigned own_q, own_p, p_buffer;
-    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n
-    // chunk pairs on, since the swizzle is an XOR too.
-    unsigned lane_at;
+    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel of P, and of O
+    // where that is another: for one expression of both, ptxas orders some winners otherwise.
+    unsigned lane_at, lane_at_o;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
     // The tiles of keys of this tile of queries, and the keys that all rows of the warp see, that
     // each of this thread's two rows sees, and that the last query of the warpgroup's 64 sees; or,
@@ -68,10 +69,10 @@ struct Products {
     }
     // The i-th 16 columns of this warp's 16 rows of Q, as a fragment.
     __device__ __forceinline__ void load_q(unsigned (&fragment)[4], int i) const {
-        unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
+        unsigned q = own_q + warp % 4 * (16 * SWIZZLE) + lane % 16 * SWIZZLE;
         // By SharedTile::chunk, ptxas orders some of the recorded winners otherwise.
-        ldmatrix_x4(fragment,
-                    q + i / 4 * QTile::PANEL_BYTES + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+        ldmatrix_x4(fragment, q + i / IN_PANEL * QTile::PANEL_BYTES +
+                                  ((i % IN_PANEL * 2 + lane / 16 ^ QTile::swizzle(lane)) << 4));
     }
     __device__ __forceinline__ void load_q_registers() {
 #pragma unroll
@@ -84,8 +85,6 @@ struct Products {
         unsigned long long k = k_descriptor + k_at.stage * (K_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; ++i) {
-            constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
-            unsigned in = i % IN_PANEL * 32;
             unsigned long long of_k = k + KTile::step(i);
             if (i < Q_REGISTERS)
                 Wgmma<2 * N>::template rs<IS_BF16, 0>(s, q_columns[i], of_k, i > 0);
@@ -108,7 +107,7 @@ struct Products {
     }
     // s = Q K^T once more of this warp's 16 rows alone, which is rare: the others do not take part.
     __device__ __forceinline__ void qk_again(Scores& s) const {
-        unsigned k = at.k + k_at.stage * K_BYTES + (lane / 16 * 8 + lane % 8) * 128;
+        unsigned k = at.k + k_at.stage * K_BYTES + (lane / 16 * 8 + lane % 8) * SWIZZLE;
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 16; ++n) {
             float d[2][4] = {};
@@ -118,8 +117,8 @@ struct Products {
                 if (i >= Q_REGISTERS) load_q(a, i);
 #pragma unroll
                 for (int j = 0; j < (i < Q_REGISTERS ? 4 : 0); ++j) a[j] = q_columns[i][j];
-                ldmatrix_x4(b, k + n * 2048 + i / 4 * KTile::PANEL_BYTES +
-                                   ((i % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
+                ldmatrix_x4(b, k + n * 16 * SWIZZLE + i / IN_PANEL * KTile::PANEL_BYTES +
+                                   ((i % IN_PANEL * 2 + lane / 8 % 2 ^ KTile::swizzle(lane)) << 4));
                 mma_16816<IS_BF16>(d[0], a, b[0], b[1]);
                 mma_16816<IS_BF16>(d[1], a, b[2], b[3]);
             }
@@ -139,9 +138,9 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i)
             if (P_SHARED)
-                Wgmma<COLUMNS_V>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
+                Wgmma<COLUMNS_V>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * SWIZZLE,
                                                  1);
-            else Wgmma<COLUMNS_V>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
+            else Wgmma<COLUMNS_V>::rs<IS_BF16, 1>(out, p + i * 4, v + i * SWIZZLE, 1);
         wgmma_commit();
     }
     __device__ __forceinline__ void end_pv(State& state) {

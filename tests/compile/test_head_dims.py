@@ -27,6 +27,7 @@ KINDS = ("window(512,0)", "boolean(blocks,30)", "full bias()", "causal softcap(3
 KINDS += ("causal packed(4,40)", "full padded(right,40)")
 TIGHT = pytest.mark.nightly(push=1, of="tight configs")
 OTHERS = sorted({*FAMILY.head_dims} - {*FAMILY.usual_head_dims, 248})
+NARROW = [*(dim for dim in (*OTHERS, 72, 96) if dim <= 176), *("96/64", "64/128", "112/72", "160/80", "128/40")]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def compiler():
     made.close()
 
 
-def tightest(problem: Problem, count: int) -> list:
+def tightest(problem: Problem, count: int, swizzle: int = 128) -> list:
     """Configs whose consumers need most of the registers that they have, of each way to keep P.
 
     And to take exponentials, where these bind.
@@ -49,7 +50,7 @@ def tightest(problem: Problem, count: int) -> list:
 
     found = []
     for polynomial in (0, 2, 4) if problem.head_dim <= 48 else (0,):
-        selection = Selection({"EXP2_POLY": (polynomial,)})
+        selection = Selection({"EXP2_POLY": (polynomial,), "SWIZZLE": (swizzle,)})
         space = Space.build(FAMILY, problem, ARCH, selection).configs
         for kept in (0, 1):
             found += sorted((c for c in space if c.P_SHARED == kept), key=spare)[:count]
@@ -78,6 +79,17 @@ def test_tight_configs_spill_nothing(compiler, some, causal):
         dtype = FAMILY.dtypes[number % 2]
         problem = Problem(4, 16, 16, 2048, 2048, head_dim, dtype, causal=causal)
         asked += [(problem, config) for config in tightest(problem, 2)]
+    spill_nothing(compiler, asked)
+
+
+@TIGHT
+@pytest.mark.parametrize("swizzle", [64, 32])
+def test_tight_configs_with_narrow_panels_spill_nothing(compiler, some, swizzle):
+    asked = []
+    for number, dims in enumerate(some(NARROW, 3)):
+        for kind in ("full", ("causal", *KINDS)[number % 7]):
+            problem = Problem.parse(f"(1,32,2048,{dims}) bf16 {kind}")
+            asked += [(problem, config) for config in tightest(problem, 1, swizzle)]
     spill_nothing(compiler, asked)
 
 
