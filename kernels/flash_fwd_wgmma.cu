@@ -550,7 +550,7 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     }
 #pragma unroll
     for (int i = 0; i < COLUMNS_V / 16; ++i)
-        stmatrix_x4(OTile::to_step(staged + (SWIZZLE == 128 ? self.lane_at : self.lane_at_o), i),
+        stmatrix_x4(OTile::to_step(staged + self.lane_at_o, i),
                     pack(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                     pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
@@ -589,9 +589,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     self.k_descriptor = KTile{at.k}.descriptor();
     self.v_descriptor = VTile{at.v}.transposed_descriptor();
     self.lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
-#if SWIZZLE != 128
-    self.lane_at_o = OTile::chunk((warp % 4 * 16 + lane % 16) * SWIZZLE, lane, 0, lane / 16);
-#endif
+    self.lane_at_o = SWIZZLE == 128
+                         ? self.lane_at
+                         : OTile::chunk((warp % 4 * 16 + lane % 16) * SWIZZLE, lane, 0, lane / 16);
     self.own_p = at.p + warp / 4 * P_BUFFERS * P_BYTES, self.p_buffer = 0;
     self.p_descriptor = PTile{self.own_p}.descriptor();
     if constexpr (MULTICAST > 1) {

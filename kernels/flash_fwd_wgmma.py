@@ -16,9 +16,7 @@ kernel = Family(
         Param("WARPGROUPS", (1, 2, 3, 4), "consumer warpgroups of a block"),
         Param("KEY_GROUPS", (1, 2), "groups of warpgroups that split the keys; merged last"),
         Param("NUM_STAGES", (2, 4), "tiles of K, and of V, in flight"),
-        Param(
-            "SWIZZLE", (128,), "128, 64 or 32 bytes of a row of a panel of Q, K, V, O", absent=128
-        ),
+        Param("SWIZZLE", (128,), "128 or 64 bytes of a row of a panel of Q, K, V, O", absent=128),
         Param(
             "PRODUCER_WARPS", (4,), "producer warps: 1, or 4, which free registers for consumers"
         ),
@@ -60,6 +58,9 @@ REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 BESIDE_P = ((16, 20), (48, 12), (96, 10), (256, 12))  # if P is in shared memory, by most columns
 OF_BITS = 4  # addresses of a thread's rows of a mask: without, 8 bytes were spilled
 OF_BIAS = 4  # addresses of a bias: without, 8 bytes were spilled
+# Panels of 64 bytes beside a mask in memory, or what changes scores: without, 16 to 32 bytes were
+# spilled.
+OF_PANELS = 16
 AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 bytes were spilled
 # More of them where v has other columns, also beside a softcap. With over 192 of q, or of v and
 # tiles of over 64 keys, or with fewer of v beside a mask in memory or a bias, 8 to 108 bytes were
@@ -181,6 +182,8 @@ def registers_needed(c: Config, p: Problem) -> int:
     if hopper.mask_define(p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)
+    if c.SWIZZLE == 64 and (hopper.mask_define(p) or p.scores.kinds):
+        rest += OF_PANELS
     return c.BLOCK_N // 2 + of_p + columns_v(p) // 2 + 4 * c.Q_REGISTERS + rest
 
 
@@ -190,11 +193,10 @@ kernel.keep_if(
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
      and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.PACK_GQA,
                            c.LSE, c.O_OVER_Q) < 2),
-    # Wider heads would spill in the tiles that fit narrow panels alone. P and a bias begin at a
-    # multiple of 1024 bytes.
-    ("panels", "TMA swizzles 128 bytes or, up to head_dim 176, 64 or 32",
-     lambda c, p, arch: c.SWIZZLE == 128 or (c.SWIZZLE in (64, 32) and max(p.head_dims) <= 176
-     and (c.SWIZZLE * c.BLOCK_N % 1024 == 0 or (c.P_SHARED == 0 and p.scores.bias is None)))),
+    # In tiles that fit narrow panels alone, wider heads would spill, and P in shared memory did.
+    ("panels", "panels have 128 bytes or, where it saves room, 64: to head_dim 176, P in registers",
+     lambda c, p, arch: c.SWIZZLE == 128 or (c.SWIZZLE == 64 and c.P_SHARED == 0
+     and max(p.head_dims) <= 176 and any(ceil_div(dim, 32) % 2 for dim in p.head_dims))),
     ("groups", "BLOCK_N is 64 to 256, in 16s; key groups divide the 1 to 4 warpgroups, and stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),

@@ -31,7 +31,7 @@ MORE = {
         "INTERVAL": (32, 192, 256), "EXP2_POLY": (3, 8), "PERSISTENT": (2, 3, 5), "PDL": (1, 2), "LSE": (1,)},
     "flash_fwd_wgmma": {"BLOCK_N": (80, 112, 176, 192), "KEY_GROUPS": (4,), "NUM_STAGES": (1, 3),
         "PRODUCER_WARPS": (1,), "Q_REGISTERS": (1, 4, 6), "EXP2_POLY": (2, 3, 8), "PERSISTENT": (2, 3, 4, 6, 8),
-        "O_OVER_Q": (1,), "SWIZZLE": (64, 32), "SPLITS": (3, 4, 8), "CLUSTER": (2, 4), "PDL": (1, 2), "PACK_GQA": (1,),
+        "O_OVER_Q": (1,), "SWIZZLE": (64,), "SPLITS": (3, 4, 8), "CLUSTER": (2, 4), "PDL": (1, 2), "PACK_GQA": (1,),
         "LSE": (1,)},
     "three_kernel_wgmma": {"PDL": (2,), "PDL_EARLY": (1,), "QK_BLOCK_N": (64, 256), "QK_BLOCK_K": (32,),
         "QK_SPLIT_Q": (1,), "QK_STAGES": (1, 3), "QK_TILES": (1, 2), "QK_AHEAD": (1,), "QK_STORE": (1, 2),

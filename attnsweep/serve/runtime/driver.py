@@ -338,6 +338,8 @@ class Device:
             2 * (stride if size > 1 else unused)
             for size, stride in zip(outer, tensor.strides[-2::-1], strict=True)
         ]
+        of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B
+        of_128 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
         before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, rank)
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
@@ -345,7 +347,7 @@ class Device:
             [cuda.cuuint32_t(size) for size in (*box.box[:2], *[1] * (rank - 2))],
             [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box.swizzle_bytes}B"),
+            {64: of_64, 128: of_128}[box.swizzle_bytes],
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

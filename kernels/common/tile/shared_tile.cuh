@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
 
 // ---- tiles in shared memory as wgmma reads them ----
 
-// A tile of rows of Swizzle = 32, 64 or 128 bytes that TMA wrote with that swizzle, 8 * Swizzle
+// A tile of rows of Swizzle = 64 or 128 bytes that TMA wrote with that swizzle, 8 * Swizzle
 // aligned. row_step: bytes between groups of 8 rows. column_step: of a transposed operand, between
 // panels of Swizzle bytes.
 template <int Swizzle>
@@ -88,13 +88,10 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
     return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
            static_cast<unsigned long long>(column_step >> 4) << 16 |
            static_cast<unsigned long long>(row_step >> 4) << 32 |
-           (Swizzle == 128  ? 1ull
-            : Swizzle == 64 ? 2ull
-                            : 3ull)
-               << 62;
+           (Swizzle == 128 ? 1ull : 2ull) << 62;
 }
 
-// A tile of T as TMA writes it: in panels whose rows have Swizzle bytes, 32 to 128, and in which 16
+// A tile of T as TMA writes it: in panels whose rows have Swizzle bytes, 64 or 128, and in which 16
 // bytes, a chunk, lie in chunk ^ swizzle(row). The last panel may be partly unused. A step is 32
 // bytes of columns: what one wgmma multiplies, and one ldmatrix of 16 rows brings.
 template <class T, int Rows, int Columns, int Swizzle = Columns * sizeof(T) % 128 == 0 ? 128 : 64>
