@@ -1,4 +1,8 @@
-"""flash_fwd_fp32_halves: fp32 forward on mma.sync of fp16, of numbers split into two parts once."""
+"""flash_fwd_fp32_halves: fp32 forward on mma.sync of fp16, of numbers split into two parts once.
+
+The faster of the two for ordinary heads, but for short calls, where flash_fwd_fp32_mma saves the
+launch that splits, and for K and V with numbers that are too far apart for one scale (tried.md).
+"""
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
@@ -6,7 +10,8 @@ from attnsweep.family.family import Config, Family, Launch, Param
 
 kernel = Family(
     "flash_fwd_fp32_halves",
-    summary="fp32 forward: K and V split into fp16 once, each product as three of mma.sync",
+    summary="fp32 forward: K and V split into fp16 once, each product as three of mma.sync; the "
+    "faster one from some 500 keys on",
     params=(
         Param("BLOCK_M", (64, 128, 256), "query rows per block"),
         Param("BLOCK_N", (16, 32, 64), "keys per tile"),

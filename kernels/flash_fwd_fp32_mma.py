@@ -1,4 +1,7 @@
-"""flash_fwd_fp32_mma: fused fp32 forward on TF32 mma.sync, each product as three."""
+"""flash_fwd_fp32_mma: fused fp32 forward on TF32 mma.sync, each product as three.
+
+For short calls, and for numbers that are far apart: flash_fwd_fp32_halves says more.
+"""
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
@@ -6,7 +9,8 @@ from attnsweep.family.family import Config, Family, Launch, Param
 
 kernel = Family(
     "flash_fwd_fp32_mma",
-    summary="fused fp32 forward: each product as three on TF32 mma.sync, cp.async ring",
+    summary="fused fp32 forward: each product as three on TF32 mma.sync, cp.async ring; for short "
+    "calls, and for numbers that are far apart",
     params=(
         Param("BLOCK_M", (64, 128), "query rows per block"),
         Param("BLOCK_N", (16, 32, 64), "keys per tile"),
