@@ -25,6 +25,7 @@ from attnsweep.device.buffers import _cupy
 from attnsweep.device.cards import hashed
 from attnsweep.device.cuda_graph import uncollected
 from attnsweep.family.family import Launch, TensorMap
+from attnsweep.family.launch import l2_bytes_at_once
 
 if TYPE_CHECKING:
     from attnsweep.device.buffers import Buffer
@@ -432,7 +433,7 @@ def _encode(tensor_map: TensorMap, pointer: int) -> np.ndarray[Any, Any]:
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle(swizzle),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapL2promotion({128: 2, 256: 3}[l2_bytes_at_once(tensor_map.strides)]),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if int(status):

@@ -47,7 +47,7 @@ class FakeDriver:
     CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT16=1)
     CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
     CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_64B=2, CU_TENSOR_MAP_SWIZZLE_128B=3)
-    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
+    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_128B=2, CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
     CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
@@ -118,13 +118,14 @@ class FakeDriver:
         """Checks what the driver checks of sizes, strides and addresses."""
         if not getattr(self.contexts, "current", 0):
             return Status.CUDA_ERROR_INVALID_CONTEXT, None
-        _, rank, pointer, dims, strides, box, steps, _, swizzle, *_ = arguments
+        _, rank, pointer, dims, strides, box, steps, _, swizzle, promotion, _ = arguments
         sound = pointer % 16 == 0 and all(stride % 16 == 0 for stride in strides)
         sound = sound and all(0 < stride < 2**40 for stride in strides) and all(dims)
         sound = sound and len(dims) == len(box) == len(steps) == rank == len(strides) + 1
         if not sound or "cuTensorMapEncodeTiled" in self.refuses:
             return Status.CUDA_ERROR_INVALID_VALUE, None
         made = {"pointer": pointer, "dims": dims, "strides": strides, "box": box}
+        made |= {"promotion": promotion}
         self.maps.append(made | {"swizzle": swizzle})
         encoded = TensorMap()
         alike = [made | {"pointer": 0, "swizzle": swizzle} == one | {"pointer": 0} for one in self.maps]

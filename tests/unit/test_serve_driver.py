@@ -203,6 +203,19 @@ def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
         launches.issue(ADDRESSES, 0)
 
 
+@pytest.mark.parametrize(("row", "promotion"), [(64, 3), (72, 2), (128, 3), (80, 2)])
+def test_the_l2_fetches_less_at_once_where_rows_begin_within_its_lines(row, promotion, tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape()))
+    kernel = made.gpus[H100].winners[0].kernel
+    apart = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536 * row, 256 * row, row, 1))}
+    todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
+    launches = Device(made, driver).launches(todo, kernel.stages[0], apart, NAMES)
+    launches.issue(ADDRESSES, 0)
+    (of_k,) = (m for m in driver.maps if m["pointer"] == ADDRESSES[1])
+    assert of_k["promotion"] == promotion
+
+
 class Interrupted(FakeDriver):
     """Lets someone else call in between, before it reads what it shall launch."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from attnsweep.family.launch import Launch, TensorMap
+from attnsweep.family.launch import Launch, TensorMap, l2_bytes_at_once
 
 from .table import Code, Table
 
@@ -340,6 +340,7 @@ class Device:
         ]
         of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B
         of_128 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        of_l2 = cuda.CUtensorMapL2promotion
         before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, rank)
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
@@ -348,7 +349,10 @@ class Device:
             [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             {64: of_64, 128: of_128}[box.swizzle_bytes],
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            {
+                128: of_l2.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                256: of_l2.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            }[l2_bytes_at_once(strides)],
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return before, after
