@@ -203,7 +203,7 @@ def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
         launches.issue(ADDRESSES, 0)
 
 
-@pytest.mark.parametrize(("row", "promotion"), [(64, 3), (72, 2), (128, 3), (80, 2)])
+@pytest.mark.parametrize(("row", "promotion"), [(64, 3), (72, 2), (128, 3), (80, 2), (32, 3), (24, 2)])
 def test_the_l2_fetches_less_at_once_where_rows_begin_within_its_lines(row, promotion, tmp_path):
     driver = FakeDriver()
     made = table(tmp_path, winner(shape()))
