@@ -113,15 +113,19 @@ class BoundBaseline:
         """Make some calls of a callable, fewer than a replay has, at random."""
         if not self._held:
             return
-        if self._alone is None:
-            self._alone = self.capture(1)
+        if self._alone is None and self.issued is None:
+            # Not by `capture`, whose function has this object: a cycle would outlast the entry.
+            self._alone, _ = self.graph_of(lambda: self._call(0))
+        alone = self._alone or self.enqueue
         for _ in range(secrets.randbelow(min(_OUT_OF_STEP, calls))):
-            self._alone()
+            alone()
 
     def _taken(self, like: tuple[Any, ...]) -> list[Any]:
         """Memory that PyTorch had in reserve for such outputs, so that it asks for more."""
         taken: list[Any] = []
         for one in like:
+            if type(one) is not self._torch.Tensor:  # which `kept` refuses
+                continue
             before = self._torch.cuda.memory_reserved()
             for _ in range(_MOST_TAKEN):
                 taken.append(self._torch.empty_like(one))
@@ -136,9 +140,9 @@ class BoundBaseline:
         """A function that replays a graph of back-to-back calls; a baseline has no stages.
 
         The outputs of the last call on each copy are kept for `collect`, and those of others at
-        random, as many as `room` has: no call can know which. In a graph of a callable the last one
-        and two more lie where nothing was written before. In memory that another call had, on the
-        same inputs, they would be right without being written.
+        random, as many as `room` has: no kernel can know which. In a graph of a callable the last
+        one and up to two of these lie where nothing was written before. In memory that another call
+        had, on the same inputs, they would be right without being written.
         """
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
@@ -186,8 +190,10 @@ class BoundBaseline:
         if why:
             raise BadGraph(why)
 
+        torch, stream = self._torch, self._stream
+
         def replay() -> None:
-            with self._torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 graph.replay()
 
         return replay, made

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -542,7 +543,8 @@ def test_some_outputs_of_a_callable_lie_where_nothing_was_written(calls, torch):
         written.update((source.block, out.block))
         return out
 
-    torch.empty_like, torch.cuda.memory_reserved = lambda one: Memory(), lambda: made[0]
+    torch.Tensor, torch.empty_like = Memory, lambda one: Memory()
+    torch.cuda.memory_reserved = lambda: made[0]
     inputs = [(Tensor(np.zeros(2)),) * 3]
     baseline = BoundBaseline(Way(forward), inputs, Session([0]), rounds_scores=0, held=True)
     baseline.room = 3
@@ -550,6 +552,30 @@ def test_some_outputs_of_a_callable_lie_where_nothing_was_written(calls, torch):
     kept = [used for block, used in outputs if block not in free]
     assert not any(kept)
     assert min(calls, 2) <= len(kept) <= 3
+
+
+def test_what_is_no_tensor_is_refused_in_a_graph_of_many_calls_too(torch):
+    torch.Tensor, torch.strided = Tensor, "strided"
+    way = Way(lambda *inputs: str(object()))
+    inputs = [(Tensor(np.zeros(2)),) * 3]
+    baseline = BoundBaseline(way, inputs, Session([0]), rounds_scores=0, held=True)
+    baseline.capture(9)()
+    with pytest.raises(Unavailable, match=r"returned str in place of a torch\.Tensor"):
+        baseline.kept(0)
+
+
+def test_a_callable_that_was_called_out_of_step_is_freed_with_its_entry(torch):
+    way = Way(lambda *inputs: Tensor(np.zeros(2)))
+    inputs = [(Tensor(np.zeros(2)),) * 3]
+    baseline = BoundBaseline(way, inputs, Session([0]), rounds_scores=0, held=True)
+    baseline.out_of_step(64)
+    there = weakref.ref(baseline)
+    gc.disable()
+    try:
+        del baseline
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 # ---- baselines of problems in FP8: which bytes and scales they get, and which cannot run them
