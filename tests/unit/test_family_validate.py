@@ -12,6 +12,7 @@ from attnsweep.family import validate
 from attnsweep.family.chunks import MODES
 from attnsweep.family.discover import load_kernel
 from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Launch, TensorMap
+from attnsweep.family.launch import l2_bytes_at_once
 
 # Line 1 is the import; a test replaces one part and says on which line the fault is.
 IMPORT = "from attnsweep.family.family import Family, Launch, Param, TensorMap\n"
@@ -293,6 +294,12 @@ def test_a_descriptor_that_the_driver_would_refuse(changes, words):
     fault = validate.of_launch(wrong, validate.TENSORS)
     assert fault is not None
     assert re.search(re.escape(words), fault.what)
+
+
+def test_a_descriptor_of_one_dimension_has_no_row_to_begin_within_a_line():
+    launch = Launch("f", (1, 1, 1), 32, (replace(MADE, dims=(64,), strides=(), box=(64,)),))
+    assert validate.of_launch(launch, validate.TENSORS) is None
+    assert l2_bytes_at_once(()) == 256
 
 
 def test_names_that_two_files_must_agree_on():
