@@ -479,8 +479,9 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 // The bits that a content changes of the i-th word: signs, if they are drawn, and mantissas.
 // Exponents stay, so that values have the sizes that they had, none becomes NaN, and the same
-// content once more takes it back. Zeros stay zeros: as 1e-39, one of Q's made a kernel that scales
-// rows twice as slow. Content 0 is the inputs as they were made.
+// content once more takes it back. But in FP8, mantissas of zeros and subnormals stay: as 1e-39, a
+// zero of Q made a kernel that scales rows twice as slow. Content 0 is the inputs as they were
+// made.
 __device__ unsigned drawn(unsigned long long content, long long i) {
     return content ? mixed(content ^ i * 0x9E3779B97F4A7C15ull) >> 32 : 0;
 }
