@@ -73,7 +73,10 @@ def _percent(error: float | None) -> str:
 
 def _greedy(found: Mapping[str, Any]) -> str:
     """How many greedy tokens of each model were as before."""
-    told = [(NAMES[name], model["greedy"]) for name, model in found.items() if "greedy" in model]
+    each = ((NAMES[name], model.get("greedy", {})) for name, model in found.items())
+    told = [(name, greedy) for name, greedy in each if "same_as_sdpa" in greedy]
+    if not told:
+        return "No greedy tokens were compared."
     said = "; ".join(
         f"{name} {greedy['same_as_sdpa']['package']} "
         f"(attention in float64: {greedy['same_as_sdpa']['float64']})"

@@ -271,6 +271,13 @@ def test_times_errors_and_steps_of_models(used, tmp_path):
     assert text.endswith("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22.\n")
 
 
+def test_models_of_which_no_greedy_token_was_compared_are_told_too(used, tmp_path):
+    path = tmp_path / "models.json"
+    failed = {"prefill": {"1024": PREFILL}, "greedy": {"failed": "OutOfMemoryError: no"}}
+    path.write_text(json.dumps(RECORDED | {"models": {"llama": failed}}))
+    assert "| Llama | 1024 | 20.0 → 16.0 ms" in used.models(path)
+
+
 def test_the_rule_is_judged_on_the_recorded_run_of_each_card(used, tmp_path):
     """With one recorded run in the place of the held-out one."""
     for name in ("flash_training", "batched"):
