@@ -5,7 +5,7 @@ compute attention are candidates of a spec of three shapes in fp16 and bf16, bes
 run judges each of them once on each problem, as `attnsweep run` does, so 17 runs judge each of them
 102 times; none begins after the budget. The file counts the statuses of the rows, of which `ok` and
 `noisy` are right, and has the reason of each other one, times, and ratios to torch_flash; a second
-call adds to it.
+call adds to it, on such a card with the same driver and packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from setting import console, options, spec_of, write
 
-from attnsweep import Problem, Trial, run
+from attnsweep import Environment, Problem, Trial, run
 
 # A spec has a family of ours.
 CONFIG = (
@@ -150,6 +150,12 @@ def cases_of(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any
     return cases
 
 
+def same(earlier: dict[str, Any], here: Environment) -> bool:
+    """Whether a file's rows are of such a card, with the same driver and packages."""
+    now = here.model_dump(mode="json")
+    return all(earlier.get(name) == now[name] for name in ("gpu", "driver", "packages"))
+
+
 def main() -> None:
     """Judge all of them, run by run, until the budget is spent."""
     parser = options(__doc__, "right_callables.json")
@@ -166,6 +172,8 @@ def main() -> None:
         while made < arguments.runs and time.monotonic() - begun < arguments.budget_s:
             made += 1
             done = run(spec, results=Path(place) / "results", fresh=True).run
+            if "environment" in earlier and not same(earlier["environment"], done.environment):
+                raise SystemExit(f"{arguments.file}: is of another card, driver or packages: name another file")
             of = {(trial.provider, trial.problem): trial for trial in done.trials}
             problems = dict.fromkeys(trial.problem for trial in done.trials)
             for (name, call), problem in itertools.product(asked.items(), problems):

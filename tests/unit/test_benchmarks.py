@@ -505,6 +505,11 @@ def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
         ("while timing: a row is off",) * 2
     }
     assert next(iter(cases.values()))["x_base"] == pytest.approx([1.5, 1.5])
+    other = found["environment"] | {"driver": "1.0"}
+    file.write_text(json.dumps(found | {"environment": other}))
+    with pytest.raises(SystemExit, match="is of another card, driver or packages"):
+        right.main()
+    assert json.loads(file.read_text())["runs"] == 2
 
 
 # ---- benchmarks/strict.py judges in both ways ----
