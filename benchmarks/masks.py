@@ -18,10 +18,8 @@ import inspect
 import itertools
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import setting
@@ -30,7 +28,6 @@ import torch.nn.functional as F
 from setting import console
 
 import attnsweep
-from attnsweep import Worker
 
 ROUNDS, SAMPLE_US = 11, 4000
 # batch, heads, heads_kv, seqlen, head_dim, mask
@@ -239,6 +236,7 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
 
 def main() -> None:
     """Time everything; write it to the file that was asked for."""
+    file = setting.options(__doc__).parse_args().file
     found: dict[str, Any] = {"calls": [], "arguments": []}
     for shape in ARGUMENTS:
         found["arguments"].append(time_arguments(shape))
@@ -248,9 +246,8 @@ def main() -> None:
         found["calls"].append(time_call(shape))
         console.print(found["calls"][-1])
         torch.cuda.empty_cache()
-    for name in sys.argv[1:]:
-        with Worker(timeout_s=60) as worker:
-            setting.write(Path(name), worker.describe(), found)
+    if file is not None:
+        setting.write(file, setting.described(), found)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ is compared as it is, and with the newer winner slowed by a known share.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from setting import console
+from setting import console, options, write
 
 from attnsweep import Run, Trial, compare_runs, open_run, rank
 
@@ -94,6 +92,7 @@ def slower(run: Run, winner: Trial, share: float) -> Run:
 
 def main() -> None:
     """Compare every pair, print the counts, and write them if a file is named."""
+    file = options(__doc__).parse_args().file
     with tempfile.TemporaryDirectory() as place:
         found = pairs(list(versions(Path(place))))
         moved: list[float] = []
@@ -118,8 +117,7 @@ def main() -> None:
         "verdicts": verdicts,
     }
     console.print_json(data=facts)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write(file, None, facts)
 
 
 if __name__ == "__main__":
