@@ -447,8 +447,12 @@ def test_true_times_are_those_of_the_finals_then_of_the_race(selection):
 
 
 RECORDED = json.loads((ROOT / "results/h200/selection.json").read_text())
-# Its rounds are 4 % apart, so that a sweep may keep the second best, 1.1 % slower.
-MISSED = ["h100-80gb-hbm3/between_short (4,24,350,128) fp16 causal"]
+# Rounds of the first are 4 % apart, so that a sweep may keep the second best, 1.1 % slower; in 2 of
+# 100 sweeps of the second one is kept that is 0.5 % slower.
+MISSED = [
+    "h100-80gb-hbm3/between_short (4,24,350,128) fp16 causal",
+    "h100-80gb-hbm3/head_dims (2,16,4096,160) bf16 full",
+]
 
 
 def test_every_problem_of_every_recorded_run_was_simulated(selection):
