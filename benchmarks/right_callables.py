@@ -130,12 +130,16 @@ def names(place: Path) -> dict[str, str]:
     return found | {"triton": f"{place}/triton_kernel.py:forward"}
 
 
-def add(case: dict[str, Any], row: Trial, base: Trial) -> None:
-    """Add a row to those of its callable and problem. base: torch_flash's beside it."""
+def add(case: dict[str, Any], name: str, row: Trial, base: Trial) -> None:
+    """Add a row to those of its callable and problem. base: torch_flash's beside it.
+
+    name: the callable's, in place of the path by which rows name it.
+    """
     us, base_us = (each.time_us.median if each.time_us else None for each in (row, base))
     status = row.status.value
     case["statuses"][status] = case["statuses"].get(status, 0) + 1
-    case["not_right"] += [] if status in ("ok", "noisy") else [row.detail]
+    if status not in ("ok", "noisy"):
+        case["not_right"].append((row.detail or "").replace(row.provider, name))
     case["times_us"].append(us)
     case["x_base"].append(base_us / us if base_us and us else None)
     case["calls_judged"].append(row.accuracy.calls if row.accuracy else None)
@@ -177,7 +181,7 @@ def main() -> None:
             of = {(trial.provider, trial.problem): trial for trial in done.trials}
             problems = dict.fromkeys(trial.problem for trial in done.trials)
             for (name, call), problem in itertools.product(asked.items(), problems):
-                add(cases[name, problem.label], of[call, problem], of["torch_flash", problem])
+                add(cases[name, problem.label], name, of[call, problem], of["torch_flash", problem])
             count = sum((Counter(case["statuses"]) for case in cases.values()), Counter[str]())
             console.print(f"run {made}: {dict(count)}")
             found = [{"callable": name, "problem": label} | case for (name, label), case in cases.items()]
