@@ -60,8 +60,8 @@ SLOWER = 0.02
 SHARES = {0.02: 100, 0.05: 3}
 # Calls no longer than this: a process's rounds take 0.1 to 0.3 s.
 LONGEST_US = 150.0
-# The cycles are corrected in so many processes, each time by so many rounds, to a slowdown a little
-# above the share: a kernel slower by a little less than 2 % is shown to be so, and rightly passes.
+# CORRECTIONS processes correct the cycles, each by ROUNDS rounds, to a slowdown that is larger than
+# the share by ABOVE: a kernel slower by a little less than 2 % is shown to be so, and rightly passes.
 CORRECTIONS, ROUNDS, ABOVE = 4, 60, 0.0005
 
 
@@ -172,7 +172,7 @@ def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
 
 
 def measure(series: Sequence[Series], clock_hz: float, comparisons: int, until: float) -> tuple[int, float]:
-    """Compare all, so many times or as the time allows.
+    """Compare all kernels as often as asked for, or as the time allows.
 
     Returns the number of processes, and the seconds of the slowest to start.
     """

@@ -82,7 +82,7 @@ def _greedy(found: Mapping[str, Any]) -> str:
         f"(attention in float64: {greedy['same_as_sdpa']['float64']})"
         for name, greedy in told
     )
-    return f"Of the first {told[0][1]['tokens']} greedy tokens as before: {said}."
+    return f"Greedy tokens as before, among the first {told[0][1]['tokens']}: {said}."
 
 
 def _origin(found: Mapping[str, Any]) -> str:

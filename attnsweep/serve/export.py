@@ -70,14 +70,14 @@ _SDPA = "torch_"
 # the second number. _HELD_OF_OTHERS: the same for other masks, v's own head_dim and gradients.
 #
 # What the rule loses on each of the recorded shapes, predicted from all others, on average and at
-# the 95th percentile, by what a package of all runs holds (0.0 % at the median in each). Of 656:
+# the 95th percentile, by what a package of all runs holds (0.0 % at the median in each). On 656:
 #   3, 60, 12   1224 kernels   6.7 % and 16.0 %      2, 20, 4   844   6.9 % and 19.1 %
 #   3, 60, 4    1092           6.7 % and 16.0 %      2, 10, 2   750   6.9 % and 19.0 %
 #   2, 30, 6     972           6.8 % and 17.3 %      winners    456   7.1 % and 20.4 %
-# Of 671, with head_dims and few queries that are like no others: 2, 30, 6, 1142 kernels, 10.17 and
-# 27.5 %; 2, 20, 6, 1074, 10.21 and 27.5 %. Held-out runs, of shapes that were not tuned, lose the
-# same with 2, 30, 6 as with 3, 60, 12. With 2, 30, 2, that of v's own head_dim loses 3.5 % more at
-# the median.
+# On 671, some of which have head_dims or few queries unlike all others:
+#   2, 30, 6    1142           10.17 % and 27.5 %    2, 20, 6  1074   10.21 % and 27.5 %
+# Held-out runs, of shapes that were not tuned, lose the same with 2, 30, 6 as with 3, 60, 12. With
+# 2, 30, 2, that of v's own head_dim loses 3.5 % more at the median.
 _HELD, _HELD_OF_A_KIND, _HELD_OF_OTHERS = 2, 20, 6
 # Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
 _WINNERS_ALONE = ("window backward", "padded backward")

@@ -66,7 +66,7 @@ class Card(Device):
 
 
 SETTINGS: dict[str, Any] = {"power limit (mW)": 700_000, "SM clock for programs (MHz)": 1980}
-"""Of the card."""
+"""The settings of the card."""
 
 
 class Graph:

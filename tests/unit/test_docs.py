@@ -266,7 +266,7 @@ def test_times_errors_and_steps_of_models(used, tmp_path):
     text = used.models(path)
     assert "| Llama | 1024 | 20.0 → 16.0 ms, 1.25× | – | – | 1.23% | 1.21% |" in text
     assert "| Llama | 4096 | – | – | – | – | – |" in text
-    assert "Of the first 32 greedy tokens as before: Llama 31 (attention in float64: 9)." in text
+    assert "Greedy tokens as before, among the first 32: Llama 31 (attention in float64: 9)." in text
     assert "diffusion" not in text
     assert text.endswith("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22.\n")
 
