@@ -107,7 +107,8 @@ def test_a_right_callable_is_confirmed(name, judged):
     assert verdict.form == "chain"
     assert verdict.x_base > 0
     assert verdict.calls_judged > 100
-    assert abs(verdict.trusted_us - verdict.time_us) < 0.03 * verdict.time_us + 2
+    # The judge's clock was 3 to 16 µs behind the events: see docs/explanation/threats.md.
+    assert 0.95 * verdict.time_us < verdict.trusted_us < 1.06 * verdict.time_us + 4
 
 
 @pytest.mark.parametrize(
