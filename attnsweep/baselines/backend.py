@@ -25,6 +25,10 @@ class Unavailable(Exception):
     """A baseline that cannot run this problem here; the message is the reason."""
 
 
+class Unconfirmed(Unavailable):
+    """The card, or the clock, was not as it should be: that is no verdict about a callable."""
+
+
 class NotInstalled(Unavailable):
     """A baseline whose package is missing: `prepare` adds how to get it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,15 @@ from attnsweep.device.energy import Stretch
 
 # On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
+
+
+# What a launch error says if what was called failed. Where memory is short, who took it is unknown.
+_OWN_FAULT = re.compile(r"cuda(?!.*(out of memory|MemoryAllocation))|process died", re.IGNORECASE)
+
+
+def is_its_own(detail: str) -> bool:
+    """Whether an error is of what was called: of its kernels or its process, not of the judge."""
+    return _OWN_FAULT.search(detail) is not None
 
 
 class WorkerError(Exception):

@@ -28,10 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.backend import Unavailable, Unconfirmed
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.bench.bench import Bench
 from attnsweep.bench.called import sealed_of
+from attnsweep.bench.gpu import is_its_own
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.trial import Accuracy
@@ -73,6 +74,10 @@ _PLACES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_
 _clock = time.perf_counter
 
 
+class JudgeError(Exception):
+    """A process of the judge failed, in code of the judge."""
+
+
 class Side:
     """A process that calls callables; what it answers is a claim."""
 
@@ -111,7 +116,9 @@ class Side:
         try:
             reply = json.loads(line)
             if reply["number"] == self._number:
-                if why := reply.get("refused") or reply.get("failed"):
+                if (failed := reply.get("failed")) and not is_its_own(str(failed)):
+                    raise JudgeError(str(failed)[:600])
+                if why := failed or reply.get("refused"):
                     raise Unavailable(str(why)[:600])
                 return reply["value"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -153,6 +160,15 @@ def _end(ended: subprocess.Popen[bytes]) -> None:
     process.end_all(left)
     with suppress(OSError), ended:  # waits, and closes the pipes
         pass
+
+
+@contextmanager
+def _of_the_judge() -> Iterator[None]:
+    """What cannot be done meanwhile is no callable's fault."""
+    try:
+        yield
+    except Unavailable as error:
+        raise JudgeError(str(error)) from error
 
 
 def _ended(ended: subprocess.Popen[bytes]) -> str:
@@ -234,7 +250,7 @@ class StrictBench(Bench):
         """Have a process open the judge's memory."""
         cache = str(self._cache_dir or default_cache_dir())
         facts = {"problem": self.problem.label, "handle": self._arena.handle}
-        with side.awake():
+        with _of_the_judge(), side.awake():  # no stranger's code is imported yet
             side.ask("open", **facts, spans=self._spans, cache=cache)
 
     # -- what crosses ----------------------------------------------------------------------------
@@ -302,7 +318,8 @@ class StrictBench(Bench):
 
     def _call_nothing(self, calls: int) -> tuple[float, float]:
         """Microseconds of a chain that calls nothing, by events and by the judge's clock."""
-        return self._chain(self._own, None, calls)[:2]
+        with _of_the_judge():
+            return self._chain(self._own, None, calls)[:2]
 
     # -- what a Bench does -----------------------------------------------------------------------
 
@@ -406,7 +423,7 @@ class StrictBench(Bench):
         nothing, (usual, by_clock) = [self._call_nothing(calls)], self._usual_us[calls]
         while entry.held and nothing[-1][1] > _BUSY * by_clock + _BUSY_US:
             if len(nothing) == _BUSY_TRIES:
-                raise Unavailable(
+                raise Unconfirmed(
                     f"the card is busy after its calls: a chain that calls nothing takes "
                     f"{min(took for _, took in nothing):.4g} µs, and took "
                     f"{by_clock:.4g} before it was there"
@@ -458,7 +475,7 @@ class StrictBench(Bench):
     def confirm(self, name: str, longest_us: float) -> int:  # noqa: ARG002
         """Check a callable's times; returns the number of its calls that were judged.
 
-        Raises Unavailable if its events say less than the judge's clock does.
+        Raises Unconfirmed if its events say less than the judge's clock does.
         """
         entry = self._strict[name]
         if not entry.held:
@@ -470,13 +487,13 @@ class StrictBench(Bench):
         hidden, allowed = self.hidden_us(name)
         if hidden > allowed:
             says = median(entry.claims)
-            raise Unavailable(
+            raise Unconfirmed(
                 f"its events say {says:.4g} µs a call, and the judge's clock {says + hidden:.4g}: "
                 f"they may be {allowed:.2g} apart"
             )
         for setting, now in self.session.settings().items():
             if now != (before := self._settings.get(setting)):
-                raise Unavailable(f"the card's {setting} is {now}, and was {before}")
+                raise Unconfirmed(f"the card's {setting} is {now}, and was {before}")
         return entry.judged + (entry.calls if entry.hard else 0)
 
     def trusted_us(self, name: str) -> float | None:

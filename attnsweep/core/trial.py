@@ -34,7 +34,7 @@ class Status(StrEnum):
     TIMEOUT = "timeout"
     WRONG = "wrong"
     NOISY = "noisy"
-    DAMAGED = "damaged"  # never written: the ranking's name for a row that cannot be as it says
+    DAMAGED = "damaged"  # a row that cannot be as it says, for the ranking or the strict judge
     NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
     INACCURATE = "inaccurate"  # right, but its error exceeds the spec's measure.max_error
     SKIPPED = "skipped"  # a baseline that cannot run here; detail says why

@@ -7,7 +7,6 @@ compared with float64, on inputs that no call before has seen.
 from __future__ import annotations
 
 import inspect
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 from attnsweep import __version__
 from attnsweep.baselines.callable import CANNOT_IMPORT
-from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.gpu import WorkerError, is_its_own
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import light_text
 from attnsweep.choose.finals import Finals
@@ -35,8 +34,6 @@ from attnsweep.verify.device_case import can_chain
 
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 _EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}
-# What a launch error says if the callable's own kernels or process failed, and not the judge.
-_OWN_FAULT = re.compile(r"CUDA|cuda|out of memory|process died")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +233,11 @@ def _outcome(status: Status, detail: str, trial: Trial) -> tuple[Outcome, str]:
             return "confirmed", f"{said}; {trial.issued}" if trial.issued else said
         case Status.WRONG:
             return "wrong", detail
-        case Status.SKIPPED if CANNOT_IMPORT in detail:
+        case Status.SKIPPED if detail.startswith(CANNOT_IMPORT):
             raise SpecError(detail, hint="the file or the module is looked for from here")
         case Status.DAMAGED if "faster than light" in detail:
             return "refused", detail
-        case Status.LAUNCH_ERROR if not _OWN_FAULT.search(detail):
+        case Status.LAUNCH_ERROR if not is_its_own(detail):
             return "unconfirmed", f"the judge failed: {detail}"
         case Status.SKIPPED | Status.TIMEOUT | Status.LAUNCH_ERROR:
             return "refused", detail

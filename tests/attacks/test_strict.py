@@ -217,6 +217,14 @@ def test_it_would_if_chains_that_follow_its_own_counted(make_strict, monkeypatch
     assert of_one_that_makes_the_clock_vary(make_strict, monkeypatch) == "confirmed 88"
 
 
+def test_a_process_of_the_judges_that_dies_is_no_fault_of_a_callable(make_strict):
+    bench, name = make_strict(), "attacks.kernels:honest"
+    bench.add_baseline(name)
+    bench._own._process.kill()
+    with pytest.raises(strict.JudgeError, match="its process died"):
+        bench.replay(name, "warm")
+
+
 # -- other shapes and inputs, if it says that it supports them -------------------------------------
 
 SMALL = tuple(

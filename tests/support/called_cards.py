@@ -42,6 +42,14 @@ def answering(answer: Callable[..., Any]) -> type:
     return Card
 
 
+class CUDARuntimeError(Exception):
+    """As CuPy has it."""
+
+
+class OutOfMemoryError(Exception):
+    """As PyTorch has it."""
+
+
 def fail(error: Exception) -> None:
     raise error
 
@@ -84,6 +92,8 @@ def prints() -> float:
 Right = answering(lambda **facts: facts)
 Refuses = answering(lambda **_: fail(Unavailable("not this one")))
 Fails = answering(lambda **_: fail(ValueError("no\nmore")))
+Faults = answering(lambda **_: fail(CUDARuntimeError("an illegal memory access was met")))
+Lacks = answering(lambda **_: fail(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")))
 Floods = answering(lambda **_: write(b"x" * 65_000 + b"\n"))
 Nests = answering(lambda **_: write(b"[" * 60_000 + b"\n"))
 Pickles = answering(lambda **_: write(b"\x80\x04cos\nsystem\n"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults import ended, runs
 
-from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.backend import Unavailable, Unconfirmed
 from attnsweep.bench import strict
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
@@ -52,7 +52,7 @@ def test_it_does_what_it_is_asked_for(called):
     ("card", "said"),
     [
         ("Refuses", "^not this one$"),
-        ("Fails", r"^ValueError: no \(called_cards.py:\d+\)$"),
+        ("Faults", "^CUDARuntimeError: an illegal memory access"),
         ("Floods", "wrote what is no answer to the judge"),
         ("Nests", "wrote what is no answer to the judge"),
         ("Pickles", "wrote what is no answer to the judge"),
@@ -67,6 +67,16 @@ def test_another_answer_is_a_reason(card, said, called):
     side = called(card)
     with pytest.raises(Unavailable, match=said), side.awake():
         side.ask("open")
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [("Fails", r"^ValueError: no \(called_cards.py:\d+\)$"), ("Lacks", "^OutOfMemoryError: CUDA out of memory")],
+)
+def test_what_fails_there_in_code_of_ours_is_no_fault_of_a_callable(card, said, called):
+    side = called(card)
+    with pytest.raises(strict.JudgeError, match=said), side.awake():
+        side.ask("ready")
 
 
 def test_what_is_no_time_is_no_claim(called):
@@ -127,6 +137,9 @@ def test_nothing_that_it_started_is_left(called):
 class Hanging:
     """A bench whose called process never answers."""
 
+    def replay(self, name):
+        raise Unconfirmed(name)
+
     def __init__(self, problem, card):
         strict._CARD = f"called_cards:{card}"
         self.side = strict.Side(None)
@@ -152,6 +165,14 @@ def test_one_that_hangs_is_a_row_and_is_gone(card):
             worker.call("add_baseline", "f")
         assert failure.value.status is Status.TIMEOUT
         assert ended([pid])
+
+
+def test_a_clock_that_does_not_confirm_has_a_status_of_its_own():
+    with Worker(timeout_s=20.0, bench=Hanging) as worker:
+        worker.open(Problem(1, 2, 2, 8, 8, 64), card="Right")
+        with pytest.raises(WorkerError, match="its events say less") as failure:
+            worker.call("replay", "its events say less")
+        assert failure.value.status is Status.DAMAGED
 
 
 class Spans:

@@ -70,7 +70,12 @@ def failing(card, method, status, detail, payload=None):
         (Status.TIMEOUT, "no answer within 30 s; its process was killed", "refused", 1),
         (Status.LAUNCH_ERROR, "the GPU process died (signal SIGSEGV)", "refused", 1),
         (Status.LAUNCH_ERROR, "CUDARuntimeError: an illegal memory access", "refused", 1),
+        (Status.SKIPPED, "mine:f raised ImportError: cannot import name 'g'", "refused", 1),
         (Status.LAUNCH_ERROR, "KeyError: 'o' (verifier.py:3)", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "OutOfMemoryError: Out of memory allocating 512 bytes", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "OutOfMemoryError: CUDA out of memory. (prepare.py:1)", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "CUDARuntimeError: cudaErrorMemoryAllocation: out", "unconfirmed", 4),
+        (Status.DAMAGED, "its events say 50 µs a call", "unconfirmed", 4),
     ],
 )
 def test_a_failure_is_a_verdict_only_if_it_is_the_callables(method, status, detail, verdict, code, card):
@@ -171,18 +176,18 @@ def test_the_strict_judge_says_its_own_time_and_leaves_no_directory(card):
 
 def test_the_strict_judge_names_what_it_cannot_confirm(card):
     said = "its events say 50 µs a call, and the judge's clock 100: they may be 2 apart"
-    card.faults["confirm", "mine:f"] = WorkerError(Status.SKIPPED, said)
+    card.faults["confirm", "mine:f"] = WorkerError(Status.DAMAGED, said)
     verdict = of(card, strict=True)
-    assert (verdict.verdict, verdict.time_us, verdict.trusted_us) == ("refused", None, None)
+    assert (verdict.verdict, verdict.time_us, verdict.trusted_us) == ("unconfirmed", None, None)
     assert said in verdict.reason
 
 
 def test_a_fault_in_the_strict_judges_process_is_none_of_the_callables(card):
-    fault = WorkerError(Status.LAUNCH_ERROR, "OutOfMemoryError: out of memory")
+    fault = WorkerError(Status.LAUNCH_ERROR, "CUDARuntimeError: an illegal memory access")
     card.faults["replay", "mine:f"] = fault
     verdict = of(card, strict=True)
     assert (verdict.verdict, verdict.exit_code) == ("unconfirmed", 4)
-    assert "the judge failed: while timing: OutOfMemoryError" in verdict.reason
+    assert "the judge failed: while timing: CUDARuntimeError" in verdict.reason
     assert of(card).verdict == "refused"
 
 
