@@ -77,8 +77,7 @@ class BoundBaseline:
         self._pointer: int = session.stream.ptr
         self._audit: graph_audit.Audit | None = None
         self._alone: Callable[[], None] | None = None
-        self._seals: list[list[Any]] = []
-        self._outputs = 1
+        self._seals: list[tuple[list[Any], Any]] = []
         self._blocks: tuple[Any, dict[int, list[tuple[int, int]]]] = None, {}
         self.refresh()
 
@@ -198,33 +197,14 @@ class BoundBaseline:
 
         return replay, made
 
-    def seals_in(self, every: Sequence[Sequence[Any]], outputs: int) -> None:
-        """Have `seal` copy outputs to CuPy arrays, as of `collect`, of each call in turn.
-
-        outputs: how many a call has; behind them is a forward's log-sum-exp, in float32.
-        """
-        of_array, kinds = self._torch.from_dlpack, [self._dtype] * outputs + [self._torch.float32]
-        self._outputs = outputs
-        self._seals = [
-            [of_array(one).view(kind) for one, kind in zip(each, kinds, strict=False)]
-            for each in every
-        ]
+    def seals_in(self, every: Sequence[tuple[Sequence[Any], Any]]) -> None:
+        """Have `seal` copy outputs to arrays of each call in turn, which are as of `collect`."""
+        self._seals = [self._tensors(*each) for each in every]
 
     def seal(self, call: int) -> bool:
-        """Make a call, and copy what it returned; returns whether a log-sum-exp was there.
-
-        Raises Unavailable for what a callable may not return, ValueError for another shape.
-        """
-        with self._torch.cuda.stream(self._stream):
-            made = self._call(0)
-            most = len(self._seals[call]) if self._held else self._outputs
-            if not self._outputs <= len(made) <= most:
-                raise Unavailable(f"returned {len(made)} outputs, not {self._outputs}")
-            if len({*map(memory_of, made)}) < len(made):
-                raise Unavailable("returned the same memory for two outputs")
-            for one, to in zip(made, self._seals[call], strict=False):
-                self._take(one, to, self._inputs[0])
-        return len(made) > self._outputs
+        """Make a call, and copy what it returned; returns whether a log-sum-exp was there."""
+        self.enqueue()
+        return self._copy(0, 0, *self._seals[call])
 
     def try_graph(self, asked: bool | None) -> None:
         """Issue calls one by one from now on if a graph cannot hold one, or must not.
@@ -301,22 +281,32 @@ class BoundBaseline:
         another type, as FP8's may have, is converted to the problem's. Raises ValueError if it has
         another shape, and Unavailable for what else a callable may not return.
         """
-        kept, given = self._made[copy], self._inputs[copy % len(self._inputs)]
-        which = secrets.randbelow(len(kept)) if which is None else which
-        made = kept[which]
+        which = secrets.randbelow(len(self._made[copy])) if which is None else which
+        self._copy(copy, which, *self._tensors(into, lse))
+        return which
+
+    def _tensors(self, into: Sequence[Any], lse: Any) -> tuple[list[Any], Any]:
+        """Arrays of CuPy as tensors of outputs, and of a log-sum-exp, if there is one."""
+        of_array = self._torch.from_dlpack
+        own = None if lse is None else of_array(lse).view(self._torch.float32)
+        return [of_array(array).view(self._dtype) for array in into], own
+
+    def _copy(self, copy: int, which: int, into: Sequence[Any], lse: Any) -> bool:
+        """Enqueue copies of what a call returned; returns whether a log-sum-exp was there."""
+        made, given = self._made[copy][which], self._inputs[copy % len(self._inputs)]
         self.kept(copy)  # which looks at all of them
         with self._torch.cuda.stream(self._stream):
-            if lse is not None and len(made) == 2:
-                to, made = self._torch.from_dlpack(lse).view(self._torch.float32), made[:1]
-                self._take(kept[which][1], to, given)
+            if gives_lse := self._held and lse is not None and len(made) == 2:
+                self._take(made[1], lse, given)
+                made = made[:1]
             if self._way.finish is not None:
                 made = (self._way.finish(*made, *given),)
             if len(made) != len(into):
                 kind = Unavailable if self._held else ValueError
                 raise kind(f"returned {len(made)} outputs, not {len(into)}")
-            for one, array in zip(made, into, strict=True):
-                self._take(one, self._torch.from_dlpack(array).view(self._dtype), given)
-        return which
+            for one, to in zip(made, into, strict=True):
+                self._take(one, to, given)
+        return gives_lse
 
     def _take(self, one: Any, to: Any, given: Sequence[Any]) -> None:
         if self._held and (why := breach(self._torch, one, to.shape, to, given)):

@@ -97,13 +97,14 @@ class Called:
         }
         bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
 
-        def sealed(one: str, call: int) -> Any:
-            if one in shape.outputs:
-                return arena[f"{one} {call}"].view(shape.shape_of(one), bits)
-            return arena[f"{one} {call}"].view(shape.shape_of("o")[:3], np.float32)
-
-        each = [[sealed(one, call) for one in sealed_of(shape)] for call in range(calls)]
-        bound.seals_in(each, len(shape.outputs))
+        each = []
+        for call in range(calls):
+            outputs = [arena[f"{o} {call}"].view(shape.shape_of(o), bits) for o in shape.outputs]
+            lse = None
+            if shape.op != BACKWARD:
+                lse = arena[f"lse {call}"].view(shape.shape_of("o")[:3], np.int32)
+            each.append((outputs, lse))
+        bound.seals_in(each)
         return bound
 
     def case(self, name: str, problem: str, handle: str, spans: Sequence[Span]) -> bool:
@@ -145,11 +146,8 @@ class Called:
 
     def _issue(self, name: str | None, calls: int) -> None:
         """Enqueue a chain: each call's inputs follow from the digest of the output before."""
-        bound, contents, digests = (
-            self._bound.get(name),
-            self._arena["contents"],
-            self._arena["digests"],
-        )
+        bound = self._bound.get(name)
+        contents, digests = self._arena["contents"], self._arena["digests"]
         with self._session.stream:
             digests.fill(0)
             for call in range(calls):

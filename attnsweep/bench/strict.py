@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -344,7 +344,7 @@ class StrictBench(Bench):
                 issued = side.ask("add", name=name)
             entry.issued = None if issued is None else str(issued)[:400]
             self._call_once(name, entry)
-            accuracy, entry.proven = self._checked(self._called(name, entry), held)
+            accuracy, entry.proven = self._prove_first(name, entry)
             if held:
                 self._try_cases(name, entry)
                 entry.hard = self._proof.hard(entry.rounds_scores)
@@ -357,23 +357,18 @@ class StrictBench(Bench):
         self._strict[name] = entry
         return accuracy, entry.issued
 
-    def _called(self, name: str, entry: _Entry) -> Any:
-        """An entry as a BoundBaseline is, whose outputs the Verifier looks at."""
+    def _prove_first(self, name: str, entry: _Entry) -> tuple[Accuracy, Proven]:
+        """Judge a call on the inputs as they were made."""
 
-        def collect(copy: int, into: Any, lse: Any = None, which: Any = None) -> int:
-            given = [*into, *([] if lse is None else [lse])]
-            for to, one in zip(given, self._sealed[0].values(), strict=False):
-                to[...] = one.view(to.shape, to.dtype)
+        def collect(copy: int, at: Mapping[str, Buffer], *, which: int | None = None) -> int:
+            for one, to in at.items():
+                to.copy_from(self._sealed[0][one], self.session.stream)
             return 0
 
-        return SimpleNamespace(
-            enqueue=lambda copy=0: self._call_once(name, entry),  # noqa: ARG005
-            collect=collect,
-            keep=lambda nbytes, session: None,  # noqa: ARG005
-            kept=None,
-            gives_lse=entry.gives_lse,
-            rounds_scores=entry.rounds_scores,
-        )
+        call = SimpleNamespace(enqueue=lambda copy=0: self._call_once(name, entry))  # noqa: ARG005
+        lse = self._sealed[0]["lse"] if entry.gives_lse else None
+        how = (call, collect, entry.rounds_scores)
+        return self._proof.of_baseline(*how, held=entry.held, lse=lse)
 
     def _try_cases(self, name: str, entry: _Entry) -> None:
         """Judge a call on each small and hard case that the callable says it supports.

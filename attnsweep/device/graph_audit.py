@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 # Kinds of nodes by their numbers in cuda.h: kernel, copy, fill, none (where streams meet), memory
 # taken and given back. _GRAPH is a graph of its own.
@@ -16,32 +16,80 @@ _MAY, _GRAPH = {0, 1, 2, 5, 10, 11}, 4
 _KINDS = {3: "a host function", 6: "a wait for an event", 7: "a record of an event"}
 
 
-class Graphs(Protocol):
-    """The driver's answers. Graphs and nodes are handles."""
+class Driver:
+    """What the CUDA driver says of captured graphs, and of their nodes, which are handles.
+
+    Raises OSError or AttributeError without a driver, or with an old one.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ["StreamGetCaptureInfo_v2", "GraphGetNodes", "GraphNodeGetType"]
+        names += ["GraphChildGraphNodeGetGraph", "GraphGetEdges_v2"]
+        self._calls = {name: getattr(library, f"cu{name}") for name in names}
+
+    def _call(self, name: str, of: int, *to: Any) -> None:
+        if status := self._calls[name](ctypes.c_void_p(of), *to):
+            raise RuntimeError(f"cu{name} gave the error {status}")
 
     def captured(self, stream: int) -> tuple[int, list[int]]:
         """The graph that a stream captures, and the nodes that its next one would follow."""
+        graph, count, last = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.POINTER(ctypes.c_void_p)()
+        every = (ctypes.c_int(), ctypes.c_uint64(), graph, last, count)
+        self._call("StreamGetCaptureInfo_v2", stream, *map(ctypes.byref, every))
+        return graph.value or 0, [last[i] or 0 for i in range(count.value)]
 
     def count(self, graph: int) -> int:
         """Nodes of a graph."""
+        count = ctypes.c_size_t()
+        self._call("GraphGetNodes", graph, None, ctypes.byref(count))
+        return count.value
 
     def nodes(self, graph: int) -> list[int]:
         """All of them."""
+        count = ctypes.c_size_t(self.count(graph))
+        found = (ctypes.c_void_p * count.value)()
+        self._call("GraphGetNodes", graph, found, ctypes.byref(count))
+        return [one or 0 for one in found]
 
     def kind(self, node: int) -> int:
         """Its number in cuda.h."""
+        kind = ctypes.c_int(-1)
+        self._call("GraphNodeGetType", node, ctypes.byref(kind))
+        return kind.value
 
     def inside(self, node: int) -> int:
         """The graph that a node is."""
+        graph = ctypes.c_void_p()
+        self._call("GraphChildGraphNodeGetGraph", node, ctypes.byref(graph))
+        return graph.value or 0
 
     def edges(self, graph: int) -> list[tuple[int, int, bool]]:
-        """A node, one after it, and whether that may begin before it ends."""
+        """A node, one after it, and whether that may begin before it ends: a programmatic edge."""
+        count = ctypes.c_size_t()
+        self._call("GraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
+        if not count.value:  # the driver calls it an error to ask for none
+            return []
+        one, other = ((ctypes.c_void_p * count.value)() for _ in range(2))
+        data = (ctypes.c_uint8 * 8 * count.value)()
+        self._call("GraphGetEdges_v2", graph, one, other, data, ctypes.byref(count))
+        every = zip(one, other, data, strict=True)
+        return [(before or 0, after or 0, bytes(how)[2] == 1) for before, after, how in every]
+
+
+@functools.cache
+def driver() -> Driver | None:
+    """This machine's; None without one that tells all of it, as before CUDA 12.3."""
+    try:
+        return Driver()
+    except (OSError, AttributeError):
+        return None
 
 
 class Audit:
     """The audit of one capture. Call `mark` before and after each of a stranger's calls."""
 
-    def __init__(self, graphs: Graphs, stream: int) -> None:
+    def __init__(self, graphs: Driver, stream: int) -> None:
         self._graphs, self._stream = graphs, stream
         self._marks: list[tuple[int, list[int]]] = []
 
@@ -90,78 +138,3 @@ class Audit:
             done |= new
             last = set(ends)
         return ""
-
-
-class Driver:
-    """`Graphs` of the CUDA driver. Raises OSError or AttributeError without one, or an old one."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        names = ["StreamGetCaptureInfo_v2", "GraphGetNodes", "GraphNodeGetType"]
-        names += ["GraphChildGraphNodeGetGraph", "GraphGetEdges_v2"]
-        self._calls = {name: getattr(library, f"cu{name}") for name in names}
-
-    def _call(self, name: str, *args: Any) -> None:
-        if status := self._calls[name](*args):
-            raise RuntimeError(f"cu{name} gave the error {status}")
-
-    def captured(self, stream: int) -> tuple[int, list[int]]:
-        """See Graphs."""
-        status, number = ctypes.c_int(), ctypes.c_uint64()
-        graph, count = ctypes.c_void_p(), ctypes.c_size_t()
-        last = ctypes.POINTER(ctypes.c_void_p)()
-        every = (status, number, graph, last, count)
-        at = map(ctypes.byref, every)
-        self._call("StreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *at)
-        return graph.value or 0, [last[i] or 0 for i in range(count.value)]
-
-    def count(self, graph: int) -> int:
-        """See Graphs."""
-        count = ctypes.c_size_t()
-        self._call("GraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
-        return count.value
-
-    def nodes(self, graph: int) -> list[int]:
-        """See Graphs."""
-        count = ctypes.c_size_t(self.count(graph))
-        found = (ctypes.c_void_p * count.value)()
-        self._call("GraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(count))
-        return _handles(found)
-
-    def kind(self, node: int) -> int:
-        """See Graphs."""
-        kind = ctypes.c_int(-1)
-        self._call("GraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
-        return kind.value
-
-    def inside(self, node: int) -> int:
-        """See Graphs."""
-        graph = ctypes.c_void_p()
-        to = ctypes.byref(graph)
-        self._call("GraphChildGraphNodeGetGraph", ctypes.c_void_p(node), to)
-        return graph.value or 0
-
-    def edges(self, graph: int) -> list[tuple[int, int, bool]]:
-        """See Graphs. The third byte of an edge's data is 1 if it is programmatic."""
-        count, of = ctypes.c_size_t(), ctypes.c_void_p(graph)
-        self._call("GraphGetEdges_v2", of, None, None, None, ctypes.byref(count))
-        if not count.value:  # the driver calls it an error to ask for none
-            return []
-        one, other = ((ctypes.c_void_p * count.value)() for _ in range(2))
-        data = (ctypes.c_uint8 * 8 * count.value)()
-        self._call("GraphGetEdges_v2", of, one, other, data, ctypes.byref(count))
-        early = [bytes(each)[2] == 1 for each in data]
-        return list(zip(_handles(one), _handles(other), early, strict=True))
-
-
-def _handles(found: Any) -> list[int]:
-    return [one or 0 for one in found]
-
-
-@functools.cache
-def driver() -> Graphs | None:
-    """This machine's; None without one that tells all of it, as before CUDA 12.3."""
-    try:
-        return Driver()
-    except (OSError, AttributeError):
-        return None

@@ -6,7 +6,7 @@ The block has nothing else in it: whoever opens it sees no other memory of the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from attnsweep.core.problem import ceil_div
 from attnsweep.device.buffers import GUARD_BYTES, Buffer, _cupy
@@ -18,43 +18,33 @@ _PAGE = 2 << 20
 _ALIGNED = 256
 
 
-class Transport(Protocol):
-    """Memory that crosses processes: of a card, or of the host in tests."""
-
-    def made(self, nbytes: int) -> tuple[Any, str]:
-        """New memory, and what another process opens it by."""
-
-    def opened(self, handle: str, nbytes: int) -> Any:
-        """Memory that another process made."""
-
-    def buffer(self, memory: Any, at: int, nbytes: int, guard: int) -> Buffer:
-        """A buffer, which begins with its first guard `at` bytes from the memory's first."""
-
-
 class CudaIpc:
-    """Memory of a card, by CUDA's handles for other processes."""
+    """Memory of a card that crosses processes, by CUDA's handles for other ones."""
 
     def made(self, nbytes: int) -> tuple[Any, str]:
-        """See Transport. Not of CuPy's pool, whose blocks are parts of larger ones."""
+        """New memory, and what another process opens it by.
+
+        Not of CuPy's pool, whose blocks are parts of larger ones.
+        """
         cupy = _cupy()
         memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
         return memory, cupy.cuda.runtime.ipcGetMemHandle(memory.ptr).hex()
 
     def opened(self, handle: str, nbytes: int) -> Any:
-        """See Transport."""
+        """Memory that another process made."""
         cupy = _cupy()
         pointer = cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))
         return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, self), 0)
 
     def buffer(self, memory: Any, at: int, nbytes: int, guard: int) -> Buffer:
-        """See Transport."""
+        """A buffer, which begins with its first guard `at` bytes from the memory's first."""
         return Buffer(nbytes, guard=guard, inside=memory + at)
 
 
 class Arena:
     """Buffers by name, each between guards, in memory of this process or of another."""
 
-    def __init__(self, transport: Transport, spans: Sequence[Span], handle: str = "") -> None:
+    def __init__(self, transport: CudaIpc, spans: Sequence[Span], handle: str = "") -> None:
         """handle: of an arena of the same spans that another process made; else it is made."""
         places, total = [], 0
         for _, nbytes, _ in spans:

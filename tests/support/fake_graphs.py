@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from attnsweep.device.graph_audit import Graphs
+from attnsweep.device.graph_audit import Driver
 
 
-class FakeGraphs:
+class FakeGraphs(Driver):
     """Nodes are numbered from 1 on; each new one follows `last`, the nodes that the stream follows.
 
     `add` is what streams do in a capture. early: it may begin before those that it follows end.
@@ -50,6 +50,3 @@ class FakeGraphs:
 
     def edges(self, graph: int) -> list[tuple[int, int, bool]]:
         return self._edges
-
-
-_typed: type[Graphs] = FakeGraphs
