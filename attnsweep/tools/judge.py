@@ -10,7 +10,7 @@ import inspect
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from attnsweep import __version__
 from attnsweep.baselines.callable import CANNOT_IMPORT
 from attnsweep.bench.gpu import WorkerError, is_its_own
 from attnsweep.bench.worker import Worker
-from attnsweep.choose.columns import light_text
+from attnsweep.choose.columns import Row, light_text
 from attnsweep.choose.finals import Finals
-from attnsweep.choose.ranking import rank
+from attnsweep.choose.ranking import ranked
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.errors import SpecError
@@ -33,7 +33,6 @@ from attnsweep.specs.model import BASELINES, MeasureSpec
 from attnsweep.verify.device_case import can_chain
 
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
-_EXIT_CODES: dict[Outcome, int] = {"confirmed": 0, "wrong": 1, "refused": 1, "unconfirmed": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class KernelVerdict:
     @property
     def exit_code(self) -> int:
         """0 confirmed; 1 wrong or refused; 4 unconfirmed."""
-        return _EXIT_CODES[self.verdict]
+        return {"confirmed": 0, "unconfirmed": 4}.get(self.verdict, 1)
 
     @property
     def sentence(self) -> str:
@@ -150,13 +149,16 @@ def judge(
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
     how: dict[str, Any] = {}
+    trusted_us: float | None = None
     if strict and not can_chain(problem):
         what = f"the strict judge has no inputs that can be drawn anew for {problem.label}"
         raise SpecError(what, hint="judge very wide heads without it")
     rows: dict[tuple[object, ...], Trial] = {}
 
     def put(row: Trial) -> None:
-        if strict and row.status is Status.LAUNCH_ERROR:  # callables fail in their own processes
+        ours = row.status is Status.LAUNCH_ERROR
+        # Strictly, callables fail in processes of their own.
+        if ours and (strict or not is_its_own(row.detail or "")):
             row = row.with_(status=Status.DAMAGED, detail=f"the judge failed: {row.detail}")
         rows[row.key] = row
         observer.tried(row)
@@ -173,35 +175,31 @@ def judge(
         if strict:
             place = TemporaryDirectory(prefix="attnsweep-", ignore_cleanup_errors=True)
             how["strict"] = locks.enter_context(place)
-        others = [other for other in against if other != name]
+        every = (name, *(other for other in against if other != name))
         blank: dict[str, Any] = {"config": {}, "problem": problem, "status": Status.SKIPPED}
-        asked = [Trial(kernel=each, provider=each, **blank) for each in (name, *others)]
-        asked[0] = asked[0].with_(candidate=True)
+        own, *others = (Trial(kernel=each, provider=each, **blank) for each in every)
+        own = own.with_(candidate=True)
         observer.planned([0], finals=True)
         observer.opening(problem, 0, 0)
-        every = (name, *others)
         try:
             gpu.open(problem, replay_us=measure.replay_us, seed=seed, baselines=every, **how)
             finals = Finals(measure, gpu, seed=0, put=put, keep=put, observer=observer)
             # A stranger finds them prepared, and can take neither memory nor files from them.
-            finals.run([], [*asked[1:], asked[0]] if strict else asked)
-            how["trusted_us"] = gpu.trusted_us(name) if strict else None
+            finals.run([], [*others, own] if strict else [own, *others])
+            trusted_us = gpu.trusted_us(name) if strict else None
         except _FailedError:
             pass
         except WorkerError as error:  # of the problem, before the callable was called
-            rows[asked[0].key] = asked[0].with_(status=Status.DAMAGED, detail=error.detail)
-    verdict = verdict_of(rows.values(), environment, name)
-    if not strict or verdict.form is None:
-        return verdict
-    form = "chain" if verdict.form == "graph" else verdict.form
-    return replace(verdict, form=form, trusted_us=how.get("trusted_us"))
+            rows[own.key] = own.with_(status=Status.DAMAGED, detail=error.detail)
+    (ranking,) = ranked([*rows.values()], environment)
+    return _verdict(
+        next(row for row in ranking if row["provider"] == name), trusted_us, environment
+    )
 
 
-def verdict_of(rows: Any, environment: Environment, name: str) -> KernelVerdict:
-    """What rows of one problem say of the callable among them. Raises SpecError: see `judge`."""
-    ranking = rank([*rows], environment)
-    facts = dict(ranking[ranking["provider"] == name].iloc[0])
-    trial: Trial = facts["trial"]
+def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> KernelVerdict:
+    """What the row of a callable says. Raises SpecError: see `judge`."""
+    name, trial = facts["provider"], facts["trial"]
     verdict, reason = _outcome(Status(facts["status"]), facts["detail"] or "", trial)
     found: dict[str, Any] = {"name": name, "problem": trial.problem.label, "gpu": environment.gpu}
     if (accuracy := trial.accuracy) is not None:
@@ -210,14 +208,14 @@ def verdict_of(rows: Any, environment: Environment, name: str) -> KernelVerdict:
         found |= {"calls_judged": accuracy.calls or 0}
     time = trial.time_us
     if time is not None and verdict in ("confirmed", "unconfirmed"):
-        found |= {"time_us": time.median, "form": "issued" if trial.issued else "graph"}
+        form = "issued" if trial.issued else "graph" if trusted_us is None else "chain"
+        found |= {"time_us": time.median, "form": form, "trusted_us": trusted_us}
         if len(time.rounds) > 1:
             found["ci95"] = ratio_interval(time.rounds, [1.0] * len(time.rounds))
-        known = {key: _known(facts[key]) for key in ("bound_us", "light", "light_mhz")}
-        found |= {"bound_us": known["bound_us"], "unit": facts["light_by"] or facts["bound"]}
-        found |= {"sol_share": known["light"], "sm_mhz": known["light_mhz"]}
-        if (ratio := _known(facts["ratio_to_best_baseline"])) is not None:
-            ends = _known(facts["ratio_low"]), _known(facts["ratio_high"])
+        found |= {"bound_us": facts["bound_us"], "unit": facts["light_by"] or facts["bound"]}
+        found |= {"sol_share": facts["light"], "sm_mhz": facts["light_mhz"]}
+        if (ratio := facts["ratio_to_best_baseline"]) is not None:
+            ends = facts["ratio_low"], facts["ratio_high"]
             found |= {"x_base": ratio, "base": facts["best_baseline"]}
             found["x_base_ci95"] = None if None in ends else ends
     return KernelVerdict(verdict=verdict, reason=reason, **found)
@@ -237,16 +235,10 @@ def _outcome(status: Status, detail: str, trial: Trial) -> tuple[Outcome, str]:
             raise SpecError(detail, hint="the file or the module is looked for from here")
         case Status.DAMAGED if "faster than light" in detail:
             return "refused", detail
-        case Status.LAUNCH_ERROR if not is_its_own(detail):
-            return "unconfirmed", f"the judge failed: {detail}"
         case Status.SKIPPED | Status.TIMEOUT | Status.LAUNCH_ERROR:
             return "refused", detail
         case _:
             return "unconfirmed", detail or "it was not timed"
-
-
-def _known(value: Any) -> float | None:
-    return None if value is None or value != value else float(value)
 
 
 def name_of(function: Callable[..., Any]) -> str:
