@@ -40,6 +40,9 @@ _BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
 class Card:
     """The card of this process. Tests have another one, on the CPU."""
 
+    buffer = Buffer
+    """Memory of this process alone."""
+
     def __init__(self) -> None:
         with contextlib.suppress(ImportError):  # now, while the judge opens the problem
             importlib.import_module("torch")
@@ -48,10 +51,6 @@ class Card:
     def comparer(self, dtype: str, cache_dir: Path) -> Comparer:
         """The judge's kernels, which draw inputs and digest outputs."""
         return Comparer(self.session, dtype, cache_dir)
-
-    def buffer(self, nbytes: int) -> Buffer:
-        """Memory of this process alone."""
-        return Buffer(nbytes)
 
 
 def sealed_of(problem: Problem) -> tuple[str, ...]:

@@ -154,10 +154,7 @@ class Side:
 
 
 def _end(ended: subprocess.Popen[bytes]) -> None:
-    left = process.started_by(ended.pid)
-    process.end_group(ended.pid)
-    ended.kill()
-    process.end_all(left)
+    process.end(ended)
     with suppress(OSError), ended:  # waits, and closes the pipes
         pass
 
@@ -188,7 +185,6 @@ class _Entry:
     gives_lse: bool = False
     proven: Proven | None = None
     calls: int = _FEW
-    issued: str | None = None
     claims: list[float] = field(default_factory=list)
     """Microseconds of a call, by events."""
     apart: list[float] = field(default_factory=list)
@@ -229,7 +225,6 @@ class StrictBench(Bench):
         judge's clock. None of those that followed a stranger's calls."""
         self._usual_us: dict[int, tuple[float, float]] = {}
         """Their medians before any stranger ran."""
-        self._usual_mhz = 0.0
         self._open(self._own)
         self._settings = self.session.settings()
         calls = self._slots
@@ -342,7 +337,6 @@ class StrictBench(Bench):
             self._give(self._arena, self._proof.timed, 1)
             with side.awake():
                 issued = side.ask("add", name=name)
-            entry.issued = None if issued is None else str(issued)[:400]
             self._call_once(name, entry)
             accuracy, entry.proven = self._prove_first(name, entry)
             if held:
@@ -355,7 +349,7 @@ class StrictBench(Bench):
             self._renew()
             raise
         self._strict[name] = entry
-        return accuracy, entry.issued
+        return accuracy, None if issued is None else str(issued)[:400]
 
     def _prove_first(self, name: str, entry: _Entry) -> tuple[Accuracy, Proven]:
         """Judge a call on the inputs as they were made."""

@@ -194,10 +194,7 @@ class Worker:
 
     def _kill(self) -> None:
         if self._process is not None:
-            left = process.started_by(self._process.pid)
-            self._process.kill()
-            process.end_group(self._process.pid)
-            process.end_all(left)
+            process.end(self._process)
             self._process.join(20.0)
         self._process, self._pipe = None, None
 

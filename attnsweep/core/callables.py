@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 CALL = r"(([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[\w./-]*\w\.py):[A-Za-z_]\w*)"
 """`module:function` or `file.py:function`."""
@@ -36,20 +37,12 @@ class Asked:
         """Read what CALLABLE matches."""
         named, _, options = name.partition("?")
         label, _, call = named.rpartition("=")
-        given = dict(part.split("=") for part in options.split("&") if part)
-        return cls(
-            call,
-            label,
-            {"true": True, "false": False}.get(given.get("graph", "")),
-            "bshd" if given.get("layout") == "bshd" else "bhsd",
-            int(given["workspace"]) if "workspace" in given else None,
-            "strict" in given,
-        )
+        how: dict[str, Any] = dict(part.split("=") for part in options.split("&") if part)
+        how |= {key: json.loads(text) for key, text in how.items() if key != "layout"}
+        return cls(call, label, **how)
 
     def __str__(self) -> str:
-        options = [] if self.graph is None else [f"graph={str(self.graph).lower()}"]
-        options += [] if self.layout == "bhsd" else [f"layout={self.layout}"]
-        options += [] if self.workspace is None else [f"workspace={self.workspace}"]
-        options += ["strict=true"] if self.strict else []
+        given = [(own.name, getattr(self, own.name), own.default) for own in fields(self)[2:]]
+        options = [f"{name}={str(how).lower()}" for name, how, default in given if how != default]
         named = f"{self.label}={self.call}" if self.label else self.call
         return f"{named}?{'&'.join(options)}" if options else named

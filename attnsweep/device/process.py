@@ -65,10 +65,13 @@ def _prctl(*how: int) -> None:
             ctypes.CDLL(None).prctl(*how)
 
 
-def end_group(leader: int) -> None:
-    """Kill whatever is left of the group that a process led."""
+def end(leader: Any) -> None:
+    """Kill a Process or Popen, the rest of the group that it led, and what it started."""
+    left = started_by(leader.pid)
+    leader.kill()
     with contextlib.suppress(OSError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader.pid, signal.SIGKILL)
+    end_all(left)
 
 
 def started_by(ancestor: int) -> dict[int, str]:

@@ -23,7 +23,7 @@ from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
 from attnsweep.verify.compare import Comparer, Table
-from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult
+from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult, regions_to_redraw
 from attnsweep.verify.expected import PLAIN, contents_of
 from attnsweep.verify.reference_pool import Maths
 
@@ -208,7 +208,8 @@ class Calls:
             if self.timed.redraws and copies:
                 self.timed.redraw()
                 if self._cold is None:
-                    self._cold = 0, self.timed.regions_to_redraw(copies)
+                    own = (self._judge, self.timed.case.problem, copies)
+                    self._cold = 0, regions_to_redraw(*own)
                     self._session.settle()
                 before, regions = self._cold
                 self._cold = secrets.randbits(64) or 1, regions

@@ -205,10 +205,7 @@ class Comparer:
 
         See judge_rows. Findings of the three go to a slot and those behind it.
         """
-        sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-        how = [*map(np.int32, (*sizes, problem.head_dim)), np.float64(problem.scale)]
-        how += [*map(np.int32, problem.diagonals)]
-        how.append(np.uint64(at["key_range"].pointer if "key_range" in at else 0))
+        how = _gradients(at, problem)
         for name, (one, other), of in (
             ("judge_queries", ("dq", "dq"), "q"),
             ("judge_keys", ("dk", "dv"), "k"),
@@ -219,7 +216,7 @@ class Comparer:
             assert self._tiles is not None
             given = ("q", "k", "v", "o", "do", "lse", one, other)
             args: list[Any] = [np.uint64(at[each].pointer) for each in given]
-            args += [np.uint64(self._tiles.pointer), *how, np.int32(problem.heads)]
+            args += [np.uint64(self._tiles.pointer), *how]
             args += [np.uint64(seed), np.int64(rows), *map(np.float64, (floor[one], floor[other]))]
             self._launch(name, blocks, args, 8 * 18 * problem.head_dim)
             for number in range(len(outputs)):
@@ -230,7 +227,6 @@ class Comparer:
         self, inputs: dict[str, Buffer], problem: Problem, outs: Mapping[str, Buffer]
     ) -> None:
         """Write the gradients of a backward in float64 to dq, dk and dv of `outs`."""
-        group, *lengths = problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k
         rows = problem.batch * problem.heads * problem.seqlen_q
         delta = Buffer(8 * rows)
         at = {name: np.uint64(buffer.pointer) for name, buffer in (inputs | {**outs}).items()}
@@ -238,9 +234,7 @@ class Comparer:
         args = [at["o"], at["do"], to, np.int64(rows), np.int32(problem.head_dim)]
         self._launch("backward_delta", ceil_div(rows, _THREADS // 32), args)
         given = [*(at[name] for name in ("q", "k", "v", "do", "lse")), to]
-        sizes = map(np.int32, (group, *lengths, problem.head_dim))
-        how = [*sizes, np.float64(problem.scale), *map(np.int32, problem.diagonals)]
-        how += [at.get("key_range", np.uint64(0)), np.int32(problem.heads)]
+        how = _gradients(inputs, problem)
         smem_bytes = 8 * (2 * _TILE + 2 * _CHUNK) * _PITCH
         parts = ceil_div(problem.head_dim, _TILE)
         for name, length, heads, written in (
@@ -485,6 +479,14 @@ def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> l
         *(np.uint64(given.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
         np.uint64(given.get("sinks", 0)),
     ]
+
+
+def _gradients(at: Mapping[str, Buffer], problem: Problem) -> list[Any]:
+    """What gradients depend on beside tensors: arguments from `group` on to `heads`."""
+    sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    how = [*map(np.int32, (*sizes, problem.head_dim)), np.float64(problem.scale)]
+    ranges = at["key_range"].pointer if "key_range" in at else 0
+    return [*how, *map(np.int32, problem.diagonals), np.uint64(ranges), np.int32(problem.heads)]
 
 
 def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> Table:

@@ -51,7 +51,10 @@ def can_chain(problem: Problem) -> bool:
 def regions_to_redraw(
     judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
 ) -> Table:
-    """See DeviceCase. For a backward, o and dO are drawn too; its log-sum-exps stay."""
+    """The inputs of copies for Comparer.redraw, which gives each a content of its own.
+
+    For a backward, o and dO are drawn too; its log-sum-exps stay.
+    """
     drawn = ("q", "k", "v", "o", "do") if problem.op == BACKWARD else ("q", "k", "v")
     signs = {name: 2 if problem.scaled and name != "v" else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]
@@ -293,14 +296,11 @@ class DeviceCase:
         """Give q, k and v the content of a number of 64 bits; 0 is as they were made."""
         if content != self.content:
             if self._to_redraw is None:
-                self._to_redraw = self.regions_to_redraw([self.buffers])
+                own = (self.judge, self.case.problem, [self.buffers])
+                self._to_redraw = regions_to_redraw(*own)
                 self._session.settle()
             self.judge.redraw(self._to_redraw, self.content, content)
             self.content = content
-
-    def regions_to_redraw(self, copies: Sequence[Mapping[str, Buffer]]) -> Table:
-        """The inputs of copies for Comparer.redraw, which gives each a content of its own."""
-        return regions_to_redraw(self.judge, self.case.problem, copies)
 
     def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> Table:
         """The inputs and their guards for Comparer.look."""
