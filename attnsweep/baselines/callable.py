@@ -9,7 +9,6 @@ import inspect
 import operator
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
 from attnsweep.core.callables import Asked
+from attnsweep.core.errors import in_short
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
@@ -157,20 +157,10 @@ def _watched(what: str) -> Iterator[None]:
     except Unavailable:
         raise
     except BaseException as error:  # KeyboardInterrupt too: Ctrl-C is another process's
-        raise Unavailable(f"{what} {_raised(error)}") from error
+        raise Unavailable(f"{what} raised {in_short(error)}") from error
     finally:
         if os.getpid() != own:
             os._exit(0)
-
-
-def _raised(error: BaseException) -> str:
-    """What a callable raised, and in which line of its own."""
-    lines = [""]
-    with suppress(BaseException):  # its text is the callable's, too
-        lines = str(error).strip().splitlines() or [""]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return f"raised {type(error).__name__}: {lines[0][:300]} ({at})"
 
 
 def _imported(name: str) -> tuple[Any, Callable[..., Any]]:

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +21,7 @@ import numpy as np
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.callable import DOES_NOT, says_what_it_supports
+from attnsweep.core.errors import in_short
 from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
 from attnsweep.core.problem import Problem
 from attnsweep.device import process
@@ -175,10 +175,7 @@ def answers(requests: IO[str], replies: IO[str], called: Called) -> None:
         except Unavailable as error:
             reply["refused"] = str(error)
         except Exception as error:
-            text = str(error).strip().splitlines() or [""]
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(at.filename)}:{at.lineno}"
-            reply["failed"] = f"{type(error).__name__}: {text[0][:300]} ({where})"
+            reply["failed"] = in_short(error)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

@@ -8,14 +8,13 @@ import os
 import platform
 import signal
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from attnsweep import __version__
-from attnsweep.core.errors import AttnsweepError, NoGpuError
+from attnsweep.core.errors import AttnsweepError, NoGpuError, raised_at
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import proof_taken, step, taken
 from attnsweep.core.trial import PROTOCOL, Environment, Status
@@ -134,13 +133,8 @@ def _answer(
         if bench is None or bench.poisoned(error):
             return _Reply(None, Status.LAUNCH_ERROR, detail, dying=True), bench
         if not type(error).__module__.startswith("cupy"):
-            detail += f" ({_where(error)})"
+            detail += f" ({raised_at(error)})"
         return _Reply(None, Status.LAUNCH_ERROR, detail), bench
-
-
-def _where(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _describe(

@@ -7,11 +7,28 @@ be used · 3 no usable GPU · 4 inconclusive · 70 an error that nobody expected
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 
 INTERNAL = 70
 """Exit code of a fault of ours, as sysexits.h has it; never 1, which is a verdict."""
+
+
+def in_short(error: BaseException) -> str:
+    """`ValueError: the first line of what it says (file.py:7)`: where it was raised."""
+    lines = [""]
+    with suppress(BaseException):  # its text is the callable's that raised it, too
+        lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]} ({raised_at(error)})"
+
+
+def raised_at(error: BaseException) -> str:
+    """`file.py:7`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 class AttnsweepError(Exception):

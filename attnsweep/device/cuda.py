@@ -355,20 +355,17 @@ class CudaSession:
             nvml, card = self.nvml()
         except Exception:  # as above
             return {}
-        asked: dict[str, Callable[[], Any]] = {
-            "power limit (mW)": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card),
-            "SM clock for programs (MHz)": lambda: nvml.nvmlDeviceGetApplicationsClock(
-                card, nvml.NVML_CLOCK_SM
-            ),
-            "memory clock for programs (MHz)": lambda: nvml.nvmlDeviceGetApplicationsClock(
-                card, nvml.NVML_CLOCK_MEM
-            ),
-            "compute mode": lambda: nvml.nvmlDeviceGetComputeMode(card),
+        clock = nvml.nvmlDeviceGetApplicationsClock
+        asked: dict[str, tuple[Any, ...]] = {
+            "power limit (mW)": (nvml.nvmlDeviceGetEnforcedPowerLimit, card),
+            "SM clock for programs (MHz)": (clock, card, nvml.NVML_CLOCK_SM),
+            "memory clock for programs (MHz)": (clock, card, nvml.NVML_CLOCK_MEM),
+            "compute mode": (nvml.nvmlDeviceGetComputeMode, card),
         }
         found: dict[str, Any] = {}
-        for name, ask in asked.items():
+        for name, (ask, *of) in asked.items():
             with contextlib.suppress(nvml.NVMLError):
-                found[name] = ask()
+                found[name] = ask(*of)
         return found
 
     def conditions(self) -> dict[str, Any]:

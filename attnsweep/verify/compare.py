@@ -184,10 +184,9 @@ class Comparer:
         """
         rows = problem.batch * problem.heads * problem.seqlen_q
         blocks = min(self.ROWS, rows)
-        self._hold_tiles(blocks)
-        assert self._tiles is not None
+        tiles = self._tiles_for(blocks)
         args: list[Any] = [np.uint64(at[name].pointer) for name in "qkvo"]
-        args += [np.uint64(self._tiles.pointer), *_attention(at, problem)]
+        args += [np.uint64(tiles), *_attention(at, problem)]
         args += [np.uint64(seed), np.int64(rows), np.float64(floor)]
         args.append(np.uint64(0 if lse is None else lse.pointer))
         self._launch("judge_rows", blocks, args, row_bytes(problem))
@@ -212,11 +211,10 @@ class Comparer:
         ):
             rows = math.prod(problem.shape_of(of)[:3])
             blocks, outputs = min(self.ROWS, rows), dict.fromkeys((one, other))
-            self._hold_tiles(len(outputs) * blocks)
-            assert self._tiles is not None
+            tiles = self._tiles_for(len(outputs) * blocks)
             given = ("q", "k", "v", "o", "do", "lse", one, other)
             args: list[Any] = [np.uint64(at[each].pointer) for each in given]
-            args += [np.uint64(self._tiles.pointer), *how]
+            args += [np.uint64(tiles), *how]
             args += [np.uint64(seed), np.int64(rows), *map(np.float64, (floor[one], floor[other]))]
             self._launch(name, blocks, args, 8 * 18 * problem.head_dim)
             for number in range(len(outputs)):
@@ -274,23 +272,22 @@ class Comparer:
     def compare(self, one: Compared, slot: int, *, exact: bool = False) -> None:
         """Compare every element of an output; findings go to a slot. exact: it is in float64."""
         tiles, record = one.tiles, 8 * len(_FOUND)
-        self._hold_tiles(tiles)
-        assert self._tiles is not None
-        pointers = (*self._pointers(one), self._tiles.pointer)
+        pointers = (*self._pointers(one), self._tiles_for(tiles))
         args = [*map(np.uint64, pointers), *map(np.int32, one.sizes), np.float64(one.floor)]
         args += [np.int32(one.sample.every), np.int32(one.sample.phase)]
         self._launch("judge_exact" if exact else "judge", tiles, args, record * _THREADS // 32)
         self._summarise(tiles, slot)
 
-    def _hold_tiles(self, count: int) -> None:
+    def _tiles_for(self, count: int) -> int:
+        """Where findings of as many tiles go."""
         if self._tiles is None or self._tiles.nbytes < count * 8 * len(_FOUND):
             self._tiles = Buffer(count * 8 * len(_FOUND))
+        return self._tiles.pointer
 
     def _summarise(self, tiles: int, slot: int, first: int = 0) -> None:
-        assert self._tiles is not None
         record = 8 * len(_FOUND)
         to = np.uint64(self._found.pointer + slot * record)
-        all_of = [np.uint64(self._tiles.pointer + first * record), np.int64(tiles), to]
+        all_of = [np.uint64(self._tiles_for(tiles) + first * record), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
 
     def outputs(self, every: Sequence[Compared]) -> Table:
@@ -377,10 +374,9 @@ class Comparer:
         far, of which the first is given. digests: of their outputs.
         """
         blocks = self._blocks(regions.most * regions.count, regions.count)
-        args = [
-            np.uint64(at) for at in (regions.records.pointer, contents.pointer, digests.pointer)
-        ]
-        self._launch("chain", blocks, [*args, np.int32(call)], 0, regions.count)
+        at = (regions.records.pointer, contents.pointer, digests.pointer)
+        args = [*map(np.uint64, at), np.int32(call)]
+        self._launch("chain", blocks, args, 0, regions.count)
 
     def count_outside(self, buffer: Buffer, slot: int) -> None:
         """Add to a slot the number of bytes of the buffer's guards that something changed."""
