@@ -214,6 +214,8 @@ def flags_of(torch: Any) -> dict[str, Any]:
 def restore_flags(torch: Any, before: Mapping[str, Any]) -> list[str]:
     """Set PyTorch as it was before; returns the names of what had changed."""
     changed = [name for name, value in flags_of(torch).items() if value != before[name]]
+    if not changed:
+        return []
     for name in set(changed) & set(_FLAGS):
         owner, _, flag = name.rpartition(".")
         setattr(operator.attrgetter(owner)(torch), flag, before[name])

@@ -57,15 +57,16 @@ class BoundBaseline:
         rounds_scores: int,
         dtype: Any = None,
         held: bool = False,
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
         """dtype: the problem's output's (default: q's).
 
         held: it is a callable of the user's, whose outputs must be as `callable.breach` says, and
-        which is issued call by call if no graph can hold it.
+        which is issued call by call if no graph can hold it. flags: settings that it must leave.
         """
         self._torch = _import_torch()
         self._dtype = copies[0][0].dtype if dtype is None else dtype
-        self._way, self._copies, self._held = way, copies, held
+        self._way, self._copies, self._held, self._flags = way, copies, held, flags
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
         self._inputs: list[tuple[Any, ...]] = [*copies]
         self.rounds_scores = rounds_scores
@@ -281,9 +282,16 @@ class BoundBaseline:
         another type, as FP8's may have, is converted to the problem's. Raises ValueError if it has
         another shape, and Unavailable for what else a callable may not return.
         """
+        if self._flags:
+            self._refuse_flags(self._flags)
         which = secrets.randbelow(len(self._made[copy])) if which is None else which
         self._copy(copy, which, *self._tensors(into, lse))
         return which
+
+    def _refuse_flags(self, flags: Mapping[str, Any]) -> None:
+        """Raise Unavailable if settings are others now, and set them as they were."""
+        if changed := restore_flags(self._torch, flags):
+            raise Unavailable(f"changed settings of PyTorch: {', '.join(changed)}")
 
     def _tensors(self, into: Sequence[Any], lse: Any) -> tuple[list[Any], Any]:
         """Arrays of CuPy as tensors of outputs, and of a log-sum-exp, if there is one."""
@@ -390,7 +398,12 @@ def prepare(
             if way.spare and made:
                 continue
             try:
-                how = {"rounds_scores": backend.rounds_scores, "dtype": out, "held": held}
+                how = {
+                    "rounds_scores": backend.rounds_scores,
+                    "dtype": out,
+                    "held": held,
+                    "flags": flags,
+                }
                 with step("first calls"):
                     baseline = BoundBaseline(way, tensors, session, **how)
                     nbytes = sum(map(problem.bytes_of, problem.outputs))

@@ -428,6 +428,12 @@ def sets_flags(q, k, v):
     return honest(q, k, v)
 
 
+def sets_flags_later(q, k, v):
+    """When it was called to be checked, and its first graph was captured."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    return sets_flags(q, k, v) if MEMORY["calls"] > 4 else honest(q, k, v)
+
+
 def raises_in_the_third_call(q, k, v):
     MEMORY["calls"] = MEMORY.get("calls", 0) + 1
     if MEMORY["calls"] == 3:

@@ -144,6 +144,7 @@ ATTACKS = [
     ("one_buffer", no_contract, "the same memory"),
     ("lazy", no_contract, "returned Lazy"),
     ("sets_flags", no_flags, "changed settings of PyTorch"),
+    ("sets_flags_later", no_flags, "changed settings of PyTorch: backends.cuda.matmul.allow_tf32"),
     ("later", judge_waits, "relative error"),
     ("idles", last_call_alone_in_any_time, "drawn anew|use again"),
     ("idles_once", last_call_alone, "drawn anew"),
