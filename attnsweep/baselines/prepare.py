@@ -204,6 +204,7 @@ class BoundBaseline:
 
     def seal(self, call: int) -> bool:
         """Make a call, and copy what it returned; returns whether a log-sum-exp was there."""
+        self._made = {}  # their memory is free again, as it is where nothing keeps them
         self.enqueue()
         return self._copy(0, 0, *self._seals[call])
 

@@ -164,7 +164,8 @@ def test_a_ratio_is_that_of_the_friendly_judge(judged):
 )
 def test_what_attacks_it_is_not_confirmed(name, said, judged):
     verdict = judged(name, against=(), rounds=3)
-    assert verdict.verdict in ("wrong", "refused"), verdict
+    ours = "card is busy" in said or "judge's clock" in said  # what another program may cause, too
+    assert verdict.verdict in ("wrong", "refused", *(["unconfirmed"] if ours else [])), verdict
     assert any(part in verdict.reason for part in said.split("|")), verdict.reason
 
 
