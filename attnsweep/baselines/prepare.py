@@ -163,17 +163,13 @@ class BoundBaseline:
                 number[copy] = call
             return made
 
-        def replay_issued() -> None:
-            with self._torch.cuda.stream(self._stream):
-                self._made = issue()
-
-        if self.issued is not None:
-            return replay_issued
-        graph, made = self.graph_of(issue)
+        graph, made = (None, {}) if self.issued is not None else self.graph_of(issue)
 
         def replay() -> None:
-            graph()
-            self._made = made
+            if graph is not None:
+                graph()
+            with self._torch.cuda.stream(self._stream):
+                self._made = made if graph is not None else issue()
 
         return replay
 

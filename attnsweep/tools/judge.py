@@ -165,10 +165,7 @@ def judge(
         if row.candidate and row.status not in (Status.OK, Status.NOISY):
             raise _FailedError
 
-    with (
-        ExitStack() as locks,
-        Worker(measure.timeout_s, cache_dir=cache_dir) as gpu,
-    ):
+    with ExitStack() as locks, Worker(measure.timeout_s, cache_dir=cache_dir) as gpu:
         environment = gpu.describe(preload=() if strict else against, first=(problem, seed))
         lock = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(lock)
@@ -192,9 +189,8 @@ def judge(
         except WorkerError as error:  # of the problem, before the callable was called
             rows[own.key] = own.with_(status=Status.DAMAGED, detail=error.detail)
     (ranking,) = ranked([*rows.values()], environment)
-    return _verdict(
-        next(row for row in ranking if row["provider"] == name), trusted_us, environment
-    )
+    facts = next(row for row in ranking if row["provider"] == name)
+    return _verdict(facts, trusted_us, environment)
 
 
 def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> KernelVerdict:
