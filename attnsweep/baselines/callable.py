@@ -38,16 +38,21 @@ def _from_here() -> Iterator[None]:
 def source_digest(name: str) -> str | None:
     """SHA-256 of the file that defines a callable; None if it is not found.
 
-    Rows of a changed file are measured again. What that file imports is not in the digest.
+    Rows of a changed file are measured again. What that file imports is not in the digest. Nothing
+    is imported here, not even a package that it is in: this process may be none of its own.
     """
     importlib.invalidate_caches()
-    module, _, _ = Asked.of(name).call.rpartition(":")
-    with suppress(ImportError, AttributeError, ValueError, OSError), _from_here():
-        if module.endswith(".py"):
-            return hashlib.sha256(Path(module).read_bytes()).hexdigest()
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.origin is not None:
-            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    file, _, _ = Asked.of(name).call.rpartition(":")
+    with suppress(ImportError, AttributeError, LookupError, ValueError, OSError), _from_here():
+        if not file.endswith(".py"):
+            parts, places, spec = file.split("."), None, None
+            for end in range(1, len(parts) + 1):
+                of_package = (".".join(parts[:end]), places)
+                every = (finder.find_spec(*of_package) for finder in sys.meta_path)
+                spec = next(filter(None, every), None)
+                places = getattr(spec, "submodule_search_locations", None) or ()
+            file = getattr(spec, "origin", None) or ""
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return None
 
 

@@ -71,6 +71,17 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
     assert source_digest("no_such_module:f") is None
 
 
+def test_a_digest_runs_no_code_not_even_of_a_package(mine, tmp_path):
+    for name in ("runs_code", "runs_code/inner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('ran', 'w'); raise SystemExit")
+        (tmp_path / name / "attn.py").write_text(SOURCE)
+    digests = {source_digest(f"{name}:f") for name in ("runs_code.attn", "runs_code.inner.attn", "mine_attn")}
+    assert len(digests - {None}) == 1
+    assert source_digest("runs_code.nowhere:f") is source_digest("mine_attn.runs_code:f") is None
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_problem_that_it_cannot_do_is_refused_before_anything_is_imported():
     assert backend_of("no_such_module:f").supports(PROBLEM) is None
     capped = replace(PROBLEM, scores=Scores(softcap=50.0))
