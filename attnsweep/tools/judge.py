@@ -10,13 +10,13 @@ import inspect
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from attnsweep import __version__
-from attnsweep.baselines.callable import CANNOT_IMPORT
+from attnsweep.baselines.callable import CANNOT_IMPORT, source_digest
 from attnsweep.bench.gpu import WorkerError, is_its_own
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import Row, light_text
@@ -83,6 +83,8 @@ class KernelVerdict:
     sm_mhz: float | None = None
     """The SM clock in the rounds, for which `unit` and sol_share are."""
     sol_share: float | None = None
+    sha256: str | None = None
+    """Of the file that defines it, not of what that imports; None if it is not found."""
     gpu: str | None = None
     attnsweep: str = __version__
     protocol: int = PROTOCOL
@@ -145,6 +147,7 @@ def judge(
     file = Path(Asked.of(name).call.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():  # known before a GPU is asked
         raise SpecError(f"{CANNOT_IMPORT} {name}: there is no such file", where=str(file))
+    digest = source_digest(name)
     strict |= any(Asked.of(each).strict for each in (name, *against))
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
@@ -190,7 +193,7 @@ def judge(
             rows[own.key] = own.with_(status=Status.DAMAGED, detail=error.detail)
     (ranking,) = ranked([*rows.values()], environment)
     facts = next(row for row in ranking if row["provider"] == name)
-    return _verdict(facts, trusted_us, environment)
+    return replace(_verdict(facts, trusted_us, environment), sha256=digest)
 
 
 def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> KernelVerdict:

@@ -1,5 +1,6 @@
 """A verdict about a callable: what rows mean, exit codes, and what ends early."""
 
+import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -157,6 +158,15 @@ def test_the_command_refuses_what_it_does_not_know(card, attnsweep):
     assert len(json.loads(two.stdout)) == 2
     backward = attnsweep("judge", "mine:f", "4,32,4096,128 bf16", "--backward")
     assert "backward" in backward.stdout
+
+
+def test_a_verdict_says_of_which_file_it_is(card, tmp_path):
+    (tmp_path / "mine.py").write_text("1 / 0")
+    name = f"{tmp_path}/mine.py:f"
+    card.times[name] = 2 * BOUND_US
+    verdict = judge(name, PROBLEM, against=AGAINST)
+    assert verdict.sha256 == hashlib.sha256(b"1 / 0").hexdigest()
+    assert of(card).sha256 is None
 
 
 def test_python_judges_as_the_command_does(card):
