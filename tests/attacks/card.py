@@ -22,6 +22,7 @@ from attnsweep.bench.owned import Owned
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 
+torch.set_num_threads(1)  # several would wait for one another longer than these tensors take
 PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
 
 
