@@ -16,8 +16,8 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
-from operator import add, sub
+from itertools import chain, combinations
+from operator import add, mul, sub
 from typing import Any
 
 from attnsweep.core.problem import Value
@@ -96,17 +96,18 @@ def effects(
     """
     rows = timed(trials, reference.kernel)
     us = [t.screened_us or math.nan for t in rows]
-    times = [*zip(us, map(math.log, us), strict=True)]
+    times = [(each, math.log(each / us[0])) for each in us]  # small: their squares lose no digits
     columns = {
         name: _Column([t.config.get(name) for t in rows])
         for name in dict.fromkeys(chain.from_iterable(t.config for t in rows))
     }
     varied = {name: column for name, column in columns.items() if column.varies}
     # All settings of a row as one number, since they are compared a million times.
-    bits, whole = len(rows).bit_length(), [0] * len(rows)
-    for at, column in enumerate(varied.values()):
-        column.digits = [digit << bits * at for digit in column.digits]
+    weight, whole = 1, [0] * len(rows)
+    for column in varied.values():
+        column.digits = [digit * weight for digit in column.digits]
         whole = [*map(add, whole, column.digits)]
+        weight *= len(column.values) + 1
     found: list[Effect] = []
     for name, value in reference.config.items():
         if name in varied:
@@ -172,7 +173,8 @@ def _effect(
 ) -> list[Effect]:
     """The effect of one setting, none if it has one value.
 
-    others: all other settings of each row, as one number. times: first times and their logarithms.
+    others: all other settings of each row, as one number. times: first times, and the
+    logarithms of their ratios to one of them.
     """
     groups: dict[int, dict[int, float]] = defaultdict(dict)
     logs: dict[int, list[float]] = defaultdict(list)
@@ -189,8 +191,7 @@ def _effect(
     spreads: list[float] = []
     ratios: dict[int, list[float]] = defaultdict(list)
     for alike in groups.values():
-        each = list(alike.values())
-        spreads += [max(a, b) / min(a, b) for i, a in enumerate(each) for b in each[:i]]
+        spreads += [a / b if a > b else b / a for a, b in combinations(alike.values(), 2)]
         if own in alike:
             for digit, us in alike.items():
                 if digit != own:
@@ -216,20 +217,17 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
     Unlike eta squared, it does not grow with the number of groups alone. None if every group is a
     single row, or if nothing varies.
     """
-    everything = [value for group in groups for value in group]
-    count = len(everything)
+    values = [*chain.from_iterable(groups)]
+    count = len(values)
     if count <= len(groups):
         return None
-
-    def squares(values: Sequence[float]) -> float:
-        mean = math.fsum(values) / len(values)
-        return sum([(value - mean) ** 2 for value in values])
-
-    total, within = squares(everything), sum(map(squares, groups))
-    if total == 0:
+    squares = sum(map(mul, values, values))
+    total = squares - sum(values) ** 2 / count
+    if total <= 1e-12 * squares:
         return None
+    within = squares - sum([sum(group) ** 2 / len(group) for group in groups])
     left = (within / (count - len(groups))) / (total / (count - 1))
-    return max(0.0, 1.0 - left)
+    return min(1.0, max(0.0, 1.0 - left))
 
 
 def in_order(value: Value) -> tuple[bool, int, str]:

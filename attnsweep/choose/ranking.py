@@ -105,8 +105,9 @@ def ranked(
 ) -> Iterator[list[Row]]:
     """The rows of each problem: see `rank`. distinct: no two have one key, as those of a Run."""
     by_problem: dict[Problem, list[Trial]] = {}
-    for trial in trials if distinct else {trial.key: trial for trial in trials}.values():
-        by_problem.setdefault(trial.problem, []).append(trial)
+    trials = trials if distinct else [*{trial.key: trial for trial in trials}.values()]
+    for problem, alike in groupby(trials, attrgetter("problem")):  # most stand one after another
+        by_problem.setdefault(problem, []).extend(alike)
     for problem, members in by_problem.items():
         yield _rank_problem(problem, members, environment)
 
@@ -309,7 +310,7 @@ def _rank_problem(
         if verdicts[id(trial)][0] is Status.OK and (why := ground.faster_than_light(trial)):
             verdicts[id(trial)] = Status.DAMAGED, why
     right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
-    us = at_pace(right)
+    us = at_pace([t for t in right if below_ranking(t) is None])  # those that are ranked
     groups, winner = _ranked(trials, verdicts, us)
     places: list[tuple[Trial, tuple[int | None, bool, bool]]] = []
     for group in groups:

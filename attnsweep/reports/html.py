@@ -8,7 +8,6 @@ GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -115,7 +114,7 @@ def render(
     )
     one = templates.get_template("problem.html")
     with ThreadPoolExecutor(1) as beside:  # zlib leaves the interpreter to the rest of this
-        pack = zlib.compressobj(9, wbits=31)
+        pack = zlib.compressobj(6, wbits=31)  # 9 takes four times as long for 8 % less
         data = _json(data_of(sections, run.spec_text, run.trials))
         packed = beside.submit(pack.compress, b'{"run":' + data)
         problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
@@ -143,7 +142,9 @@ def render(
 
 
 def _json(data: object) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode()
+    from pydantic_core import to_json  # json.dumps takes six times as long
+
+    return to_json(data, inf_nan_mode="constants")
 
 
 # -- the template's data --------------------------------------------------------------------

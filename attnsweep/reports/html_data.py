@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import axes_of, effects
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.reports.frontier import frontier_points
 from attnsweep.reports.text import Row, Section, first_line, kernels_of, who
@@ -46,10 +48,17 @@ def data_of(
                 last[row["kernel"]] = names
     number = {kernel: index for index, kernel in enumerate(kernels)}
     trials = []
+    known: dict[tuple[str, int, int], list[Value | None]] = {}  # rows share equal configs
     for index, section in enumerate(sections):
         for row in section.candidates:
             trial, kernel, reason = row["trial"], row["kernel"], reason_of(row)
-            own = {**trial.variant, **trial.config}
+            key = (kernel, id(trial.variant), id(trial.config))
+            if (values := known.get(key)) is None:
+                own = {**trial.variant, **trial.config}
+                values = known[key] = [
+                    value_text(value) if (value := own.get(name)).__class__ is bool else value
+                    for name in kernels[kernel]
+                ]
             trials.append(
                 [
                     index,
@@ -57,15 +66,12 @@ def data_of(
                     statuses.setdefault(row["status"], len(statuses)),
                     short(row["time_us"]) if row["rank"] else None,
                     reasons.setdefault(reason, len(reasons)) if reason else None,
-                    [
-                        value_text(value) if (value := own.get(name)).__class__ is bool else value
-                        for name in kernels[kernel]
-                    ],
+                    values,
                 ]
             )
     of_problem: dict[Problem, list[Trial]] = defaultdict(list)
-    for trial in in_order:
-        of_problem[trial.problem].append(trial)
+    for problem, alike in groupby(in_order, attrgetter("problem")):
+        of_problem[problem] += alike
     return {
         "problems": [
             _drawn(section, families) | {"search": best_so_far(of_problem[section.problem])}
