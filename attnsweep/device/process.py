@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 # Linux ends a child of `die_with` with the thread that started it, so one thread that lasts as long
@@ -22,8 +23,20 @@ _starter = ThreadPoolExecutor(1, "start-gpu-process")
 
 
 def start(process: Any) -> None:
-    """Start a process of `multiprocessing`, which may outlive the calling thread."""
-    _starter.submit(process.start).result()
+    """Start a process of `multiprocessing`, which may outlive the calling thread.
+
+    It does not import the caller's script, as `multiprocessing` would: one that sweeps without
+    `if __name__ == "__main__"` would sweep in there again.
+    """
+    _starter.submit(_start_without_script, process).result()
+
+
+def _start_without_script(process: Any) -> None:
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def die_with(parent: int) -> None:

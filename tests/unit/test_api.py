@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -284,6 +285,17 @@ def test_a_wrong_call_says_what_and_where(gpu, how, said):
     assert said in caught.value.render()
     if "raised" in said or "buffer" in said or "whole" in said:
         assert Path(__file__).name in caught.value.render()
+
+
+def test_a_script_without_a_guard_of_main_runs_once(tmp_path):
+    """The process that has the GPU does not run it again."""
+    script = tmp_path / "script.py"
+    script.write_text('import attnsweep\nprint("once")\nattnsweep.tune("1,2,64,64")\n')
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "once\n"
+    assert "NoGpuError" in done.stderr
 
 
 def test_a_shape_alone_has_the_shipped_families(gpu):
