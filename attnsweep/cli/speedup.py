@@ -151,12 +151,17 @@ def _calls_text(calls: Counter[str]) -> str:
 
 
 def _begin(out: Path, command: Sequence[str]) -> None:
-    """Make the directory, or find it of the same command. Raises SpecError."""
+    """Make the directory, or find it of the same command. Raises SpecError, NoGpuError."""
+    from attnsweep.family.discover import discover
+    from attnsweep.tools import target as cards
+
     own = out / _FILES
     if out.exists() and not own.is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError(
             "is no directory of attnsweep speedup", where=str(out), hint="name a new one"
         )
+    if not own.is_file():
+        cards.here(discover())  # what is missing is said before OUT is made
     out.mkdir(parents=True, exist_ok=True)
     if own.is_file() and json.loads(own.read_text())["command"] != [*command]:
         before = shlex.join(json.loads(own.read_text())["command"])

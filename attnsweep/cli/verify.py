@@ -44,7 +44,9 @@ def verify(
     ] = None,
     problem: Annotated[
         list[str] | None,
-        typer.Option("--problem", metavar="SHAPE", help="In place of the small cases; repeatable."),
+        typer.Option(
+            "--problem", metavar="SHAPE", help="In place of the small cases; may be repeated."
+        ),
     ] = None,
     head_dim: Annotated[
         int | None,
@@ -69,8 +71,8 @@ def verify(
     """Run a kernel's template on the CPU, thread by thread, and report what is wrong; needs g++.
 
     Finds reads and writes out of bounds, with buffer, block and lane; deadlocks; races between
-    threads' orders; barriers and copies that are used wrongly; and results that are over the
-    limits of error. Each finding is a paragraph. The exit code is 1 if there is one, 2 if a kernel
+    threads; barriers and copies that are used wrongly; and results that are over the limits of
+    error. Each finding is a paragraph. The exit code is 1 if there is one, 2 if a kernel
     cannot be built. It times nothing, and sees no PTX: a pass is no run on a GPU.
     """
     from attnsweep.core.hardware import arch_named

@@ -152,9 +152,15 @@ class Group(TyperGroup):
 
 
 def _without_type(param: Any) -> None:
-    """Have the help of a flag not say `<bool>`: it takes no value."""
+    """Have the help of a flag not say `<bool>`: it takes no value. Nor `<list[str]>`: `<str>`."""
     if getattr(param, "is_flag", False) and param.metavar is None:
         param.metavar = ""
+    shown = getattr(param, "display_type", None)  # older versions of Typer have none
+    if shown is not None and "display_type" not in vars(param):
+        param.display_type = lambda ctx: _LIST.sub(lambda of: of[1].lower(), shown(ctx))
+
+
+_LIST = re.compile(r"list\[(\w+)\]")
 
 
 class Commands(Group):

@@ -110,6 +110,13 @@ def swept(place, monkeypatch):
     return made, gpu
 
 
+def test_without_a_gpu_no_directory_is_made(place):
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = attnsweep("speedup", "out", "--", sys.executable, "program.py", env=hidden)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert not (place / "out").exists()
+
+
 @pytest.mark.nightly(push=0)
 def test_speedup_says_before_and_after_and_goes_on_where_it_ended(place, swept, attnsweep):
     made, _ = swept
