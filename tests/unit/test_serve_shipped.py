@@ -56,7 +56,7 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 2450 * 2**10
+    assert size < 2250 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
@@ -70,6 +70,7 @@ def test_a_call_unpacks_a_small_share_of_them():
     for number, (_, stage) in enumerate(stages_of(made)):
         archives = {BASE, *(made.archives[code.file].archive for code in stage.values())}
         # What many kernels have in common, as the scan of a mask, is in the base.
+        assert len(archives) <= 2
         assert sum(bytes_of[archive] for archive in archives) <= 0.1 * sum(bytes_of.values())
         if number == 0:
             unpacked.cache_clear()
@@ -167,7 +168,7 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path):
         written.append([(path.name, path.read_bytes()) for path in files])
     assert written[0] == written[1]
     archives = json.loads(written[0][-1][1])["archives"]
-    assert [len(files) for files in archives.values()] == [12, 12, 12, 12, 4, 8]
+    assert [len(files) for files in archives.values()] == [12, 12, 13, 12, 3, 8]  # types together
     read = [unpacked(tmp_path / "one" / CUBINS / archive) for archive in archives]
     for data, files in zip(read, archives.values(), strict=True):
         cubins = [(made / CUBINS / file).read_bytes() for file, _ in files]
