@@ -440,6 +440,8 @@ def _spelling(kind: str, value: object) -> str | None:
         return f"write {meant[word]}" if word in meant else None
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
+    if kind == "int_type" and re.fullmatch(r"\d+:\d+:\*?\d+", str(value)):
+        return "write a list, [1024, 2048]; --problem takes ranges"
     if kind in ("int_type", "float_type") and isinstance(value, str):
         digits = value.replace("_", "").replace(",", "").lstrip("0")
         return f"write {digits}" if re.fullmatch("[1-9][0-9]{0,9}", digits) else None

@@ -78,6 +78,11 @@ class TestErrors:
             # Numbers to YAML 1.1, where these are 8, 90, 1000 and 16; each is a trap.
             ("010", "3:13: batch must be a whole number, not 010\n  write 10"),
             ("1:30", "3:13: batch must be a whole number, not 1:30"),
+            (
+                "1:8:*2",
+                "3:13: batch must be a whole number, not 1:8:*2\n"
+                "  write a list, [1024, 2048]; --problem takes ranges",
+            ),
             ("1_000", "3:13: batch must be a whole number, not 1_000\n  write 1000"),
             ("0x10", "3:13: batch must be a whole number, not 0x10"),
             ("0", "3:13: batch must be at least 1, not 0"),

@@ -301,7 +301,7 @@ function grid(box, rows, params, across, below) {
   ];
   const place = {
     x: { field: "x", type: "nominal", sort: columns, title: across.name, axis: { labelAngle: 0, domain: false, ticks: false, orient: "top", labelColor: color("ink") } },
-    y: { field: "y", type: "nominal", sort: lines, title: below.name, axis: { domain: false, ticks: false, labelColor: color("ink"), labelLimit: 230, titlePadding: 10 } },
+    y: { field: "y", type: "nominal", sort: lines, title: below.name, axis: { domain: false, ticks: false, labelColor: color("ink"), labelLimit: 230, maxExtent: 260, titlePadding: 10 } },
   };
   const timed = { filter: "datum.us !== null" }, untimed = { filter: "datum.us === null" };
   return draw(box, {
