@@ -1,8 +1,9 @@
 """Links that leave docs/, made fit for the site. A MkDocs hook; mkdocs.yml names it.
 
 On a code host `[template](../kernels/naive.cu)` leads to the file. The site holds no such file:
-with `repo_url` set the link leads to the code host, otherwise it becomes the path as text. A link
-to a file that does not exist is a warning, which `mkdocs build --strict` makes an error.
+with `repo_url` set the link leads to the code host, otherwise it becomes the path as text, of which
+a table has room for the link's own text alone. A link to a file that does not exist is a warning,
+which `mkdocs build --strict` makes an error.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})"
         bare = text.strip("`").rstrip("/")
-        return f"`{path}`" if path.endswith(bare) else f"{text} (`{path}`)"
+        if not path.endswith(bare):
+            return f"{text} (`{path}`)"
+        row = markdown.rfind("\n|", 0, link.start()) >= markdown.rfind("\n", 0, link.start())
+        return f"`{bare if row else path}`"
 
     return LINK.sub(replaced, markdown)
