@@ -221,7 +221,7 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
     count = len(values)
     if count <= len(groups):
         return None
-    squares = sum(map(mul, values, values))
+    squares: float = sum(map(mul, values, values))
     total = squares - sum(values) ** 2 / count
     if total <= 1e-12 * squares:
         return None

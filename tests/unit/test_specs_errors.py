@@ -80,8 +80,7 @@ class TestErrors:
             ("1:30", "3:13: batch must be a whole number, not 1:30"),
             (
                 "1:8:*2",
-                "3:13: batch must be a whole number, not 1:8:*2\n"
-                "  write a list, [1024, 2048]; --problem takes ranges",
+                "3:13: batch must be a whole number, not 1:8:*2\n  write a list, [1024, 2048]; --problem takes ranges",
             ),
             ("1_000", "3:13: batch must be a whole number, not 1_000\n  write 1000"),
             ("0x10", "3:13: batch must be a whole number, not 0x10"),

@@ -30,7 +30,7 @@ ALIGNMENT = 16
 """Bytes of an instruction. A cubin in an archive begins at a multiple: so it takes 7 % less."""
 WINDOW = 2**23
 """The most bytes of an archive and BASE together, unpacked: so far back may bytes be repeated."""
-# Archives that are kept unpacked, 5 MB each: cubins of one model's calls are mostly next to each other.
+# Archives that are kept unpacked, 5 MB each: cubins of one model are mostly next to each other.
 _KEPT = 3
 # What reading a table raises that is none.
 _NONSENSE = (
