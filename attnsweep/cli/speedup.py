@@ -61,7 +61,8 @@ def exec_(
         code, calls, failed = run_served(command, package, Path(folder))
     for error in failed:
         errors.print(f"{package} was not enabled: {error}", markup=False, soft_wrap=True)
-    errors.print(f"{package}: {_calls_text(calls)}", markup=False, soft_wrap=True)
+    used = _calls_text(calls) if calls or failed else "not used: no process imported PyTorch"
+    errors.print(f"{package}: {used}", markup=False, soft_wrap=True)
     raise typer.Exit(code or (1 if failed else 0))
 
 

@@ -165,11 +165,11 @@ class Run:
     """A run as it was when read. Reading takes no lock, so the run may still be going on."""
 
     directory: Path
-    trials: list[Trial]
-    environment: Environment | None
-    spec_text: str | None
+    trials: list[Trial] = field(repr=False)
+    environment: Environment | None = field(repr=False)
+    spec_text: str | None = field(repr=False)
     warnings: list[str]
-    spaces: list[dict[str, Any]] = field(default_factory=list)
+    spaces: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """Candidates per family and problem (spec.plan.plan_facts), and why a search `ended`."""
 
 

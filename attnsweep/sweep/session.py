@@ -39,6 +39,9 @@ class SweepOutcome:
     no_card: bool = False
     """Whether that is because every card was lost."""
 
+    def __str__(self) -> str:
+        return "\n".join(self.sentences)
+
     @property
     def sentences(self) -> list[str]:
         """The fastest kernel of each problem, and by how much it is faster."""

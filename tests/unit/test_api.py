@@ -311,3 +311,5 @@ def test_without_a_gpu_a_recording_answers(tmp_path, monkeypatch):
     assert "(4,32,4096,64) bf16 full" in outcome.sentences[0]
     again = attnsweep.run("quickstart", results=tmp_path)
     assert len(again.sentences) == 2
+    assert str(again) == "\n".join(again.sentences)
+    assert len(repr(again)) < 300  # an interactive Python prints it

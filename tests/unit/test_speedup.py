@@ -69,6 +69,12 @@ def test_a_package_that_cannot_be_enabled_is_said_and_the_program_runs(place):
     assert "mine was not enabled: RuntimeError: no driver" in done.stderr
 
 
+def test_a_program_without_pytorch_is_said_to_use_no_package(place):
+    done = attnsweep("exec", "mine", "--", sys.executable, "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "mine: not used: no process imported PyTorch" in done.stderr
+
+
 @pytest.mark.parametrize(("name", "said"), [("lib", "is no exported package"), ("a b", "no such")])
 def test_what_is_no_package_is_refused_before_the_program_runs(place, name, said):
     done = attnsweep("exec", name, "--", sys.executable, "program.py")
