@@ -209,13 +209,14 @@ class Worker:
 
     def _start(self) -> Connection[Any, Any]:
         ours, theirs = self._context.Pipe()
-        self._process = self._context.Process(
+        child = self._context.Process(
             target=_serve,
             args=(theirs, os.getpid(), self._bench, self._environment and self._environment.uuid),
             name="attnsweep-gpu",
             daemon=True,
         )
-        process.start(self._process)
+        process.start(child)
+        self._process = child
         theirs.close()
         self._pipe = ours
         return ours

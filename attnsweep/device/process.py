@@ -13,9 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
+
+from attnsweep.core.errors import SpecError
 
 # Linux ends a child of `die_with` with the thread that started it, so one thread that lasts as long
 # as this process starts them all: whoever calls first may be a thread that soon ends.
@@ -26,8 +29,12 @@ def start(process: Any) -> None:
     """Start a process of `multiprocessing`, which may outlive the calling thread.
 
     It does not import the caller's script, as `multiprocessing` would: one that sweeps without
-    `if __name__ == "__main__"` would sweep in there again.
+    `if __name__ == "__main__"` would sweep in there again. A file with a callable is imported there,
+    though: raises SpecError if that sweeps.
     """
+    if current_process().daemon:
+        what = "a process that has the GPU imports this file, and the file sweeps in turn"
+        raise SpecError(what, hint='put the call below `if __name__ == "__main__":`')
     _starter.submit(_start_without_script, process).result()
 
 

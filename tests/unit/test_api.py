@@ -298,6 +298,20 @@ def test_a_script_without_a_guard_of_main_runs_once(tmp_path):
     assert "NoGpuError" in done.stderr
 
 
+def test_a_file_with_a_callable_that_sweeps_where_it_is_imported_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import attnsweep, multiprocessing\n"
+        "def child():\n    attnsweep.tune('1,2,64,64')\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('fork').Process(target=child, daemon=True)\n"
+        "    process.start(), process.join()\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "put the call below `if __name__" in done.stderr.strip().splitlines()[-1]
+
+
 def test_a_shape_alone_has_the_shipped_families(gpu):
     outcome = attnsweep.tune(SHAPE, causal=True, kernels=["naive"], limit=2)
     assert {t.kernel for t in outcome.run.trials if t.provider == "attnsweep"} == {"naive"}
