@@ -29,8 +29,8 @@ def start(process: Any) -> None:
     """Start a process of `multiprocessing`, which may outlive the calling thread.
 
     It does not import the caller's script, as `multiprocessing` would: one that sweeps without
-    `if __name__ == "__main__"` would sweep in there again. A file with a callable is imported there,
-    though: raises SpecError if that sweeps.
+    `if __name__ == "__main__"` would sweep in there again. A file with a callable is imported
+    there, though: raises SpecError if that sweeps.
     """
     if current_process().daemon:
         what = "a process that has the GPU imports this file, and the file sweeps in turn"
