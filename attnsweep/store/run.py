@@ -82,7 +82,10 @@ def _parse_trials(
         parsed = _parse_row(line)
         if isinstance(parsed, Trial):
             share(parsed, known)
-            trials[parsed.key] = parsed
+            config = parsed.config  # one that rows share is put in order once
+            if (settings := known.get(id(config))) is None:
+                settings = known[id(config)] = parsed.key[-1]
+            trials[parsed.problem, parsed.provider, parsed.kernel, settings] = parsed
             rows += 1
         elif not line.endswith(b"\n"):
             warnings.append(
