@@ -134,6 +134,28 @@ def test_lengths_that_change_after_the_forward_do_not_matter(operator, cache):
     assert operator.counters() == {"kernel": 2, "kernel_backward": 2}
 
 
+def test_lengths_beyond_the_keys_of_one_call_are_within_those_of_another(tmp_path, driver):
+    operator = made_of(tmp_path, driver, FULL_LENGTHS, replace(FULL_LENGTHS, seqlen_k=80))
+    lengths, (q, k, v) = torch.tensor([100, 120]), given_of()
+    for keys in (80, ROWS, 80):
+        given = (q, k[:, :, :keys], v[:, :, :keys])
+        assert right(gradients_of(operator.attention, given, key_lengths=lengths), given, key_lengths=lengths)
+    assert operator.counters() == {"kernel": 3, "kernel_backward": 3}
+
+
+@pytest.mark.parametrize("write", ["data", "memory"])
+def test_without_the_cache_lengths_that_pytorch_did_not_see_change_are_read(operator, write):
+    lengths, given = LENGTHS.clone(), given_of()
+    for cache in (True, False):
+        how = {"key_lengths": lengths, "cache": cache}
+        assert right(gradients_of(operator.attention, given, **how), given, key_lengths=lengths)
+        if write == "data":
+            lengths.data -= 20
+        else:
+            lengths.numpy()[:] -= 20
+    assert operator.counters() == {"kernel": 2, "kernel_backward": 2}
+
+
 def test_deterministic_algorithms_have_a_kernel_that_is(tmp_path, driver, operator):
     given, limits = given_of(), {"window": (30, 0)}
     torch.use_deterministic_algorithms(True)

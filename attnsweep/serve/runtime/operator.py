@@ -112,10 +112,11 @@ class Operator:
         if not keep:
             return key_ranges(query, key, lengths)
         stream = self.stream(plan.index)
-        # The backward stands for what is made of lengths, as a plan does for a list of tiles.
-        found = self._masks.find((lengths,), self.backward, stream)
-        if found is None or found.memory[0].shape[0] != query.shape[0]:
-            found = MaskList((), (key_ranges(query, key, lengths),))
+        # The backward stands for what is made of lengths, as a plan does for a list of tiles; and
+        # the number of keys, beyond which no range reaches, where a list has its addresses.
+        found, keys = self._masks.find((lengths,), self.backward, stream), (key.shape[2],)
+        if found is None or found.addresses != keys:
+            found = MaskList(keys, (key_ranges(query, key, lengths),))
             self._masks.keep((lengths,), self.backward, stream, found)
         return found.memory[0]
 
