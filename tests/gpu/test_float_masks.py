@@ -36,16 +36,21 @@ def bias(*sizes, dtype=torch.bfloat16):
     return made.masked_fill(torch.rand(sizes, device="cuda") < 0.1, float("-inf"))
 
 
-def served(given, mask, attention=None):
-    """By a kernel, and right in every row."""
-    before = attnsweep.attention_counters().get("kernel", 0)
-    out = (attention or attnsweep.attention)(*given, mask)
-    assert attnsweep.attention_counters().get("kernel", 0) > before, str(attnsweep.explain_attention(*given, mask))
+def right(out, given, mask):
+    """In every row."""
     q, k, v = (x.double() for x in given)
     scores = q @ k.mT * q.shape[-1] ** -0.5 + mask.double()
     want = torch.softmax(scores, -1).nan_to_num(0) @ v
     error, norm = (x.norm(dim=-1) for x in (out.double() - want, want))
-    assert (error <= 1e-2 * norm).all()
+    return (error <= 1e-2 * norm).all()
+
+
+def served(given, mask, attention=None):
+    """By a kernel, and right."""
+    before = attnsweep.attention_counters().get("kernel", 0)
+    out = (attention or attnsweep.attention)(*given, mask)
+    assert attnsweep.attention_counters().get("kernel", 0) > before, str(attnsweep.explain_attention(*given, mask))
+    assert right(out, given, mask)
     return out
 
 
@@ -90,16 +95,21 @@ def test_rows_without_a_key_are_0():
     assert (out[:, :, 70:200] == 0).all()
 
 
-@pytest.mark.parametrize("how", ["every second key", "float32"])
-def test_what_no_kernel_reads_is_pytorchs(how):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_float32_mask_is_no_mask_of_half_precision(compiled):
+    """cuDNN reads it so, silently."""
+    given, mask = tensors(), bias(BATCH, 1, ROWS, KEYS).float()
+    assert attnsweep.explain_attention(*given, mask).code == "mask"
+    attention = torch.compile(lambda *of: attnsweep.attention(*of), fullgraph=True) if compiled else attnsweep.attention
+    out = attention(*given, mask)
+    assert out.dtype is given[0].dtype
+    assert right(out, given, mask)
+
+
+def test_what_no_kernel_reads_is_pytorchs():
     given = tensors()
-    mask = {"every second key": lambda: bias(ROWS, 2 * KEYS)[:, ::2], "float32": lambda: bias(ROWS, KEYS).float()}[
-        how
-    ]()
+    mask = bias(ROWS, 2 * KEYS)[:, ::2]
     before = attnsweep.attention_counters().get("kernel", 0)
-    if how == "float32":
-        assert attnsweep.explain_attention(*given, mask).code == "mask"
-        return
     out = attnsweep.attention(*given, mask)
     assert attnsweep.attention_counters().get("kernel", 0) == before
     assert (out - F.scaled_dot_product_attention(*given, mask)).abs().max() == 0

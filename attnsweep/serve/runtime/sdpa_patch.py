@@ -17,6 +17,7 @@ NAME = "scaled_dot_product_attention"
 _PLACE = "torch.nn.functional"
 sdpa = torch._C._nn.scaled_dot_product_attention
 """PyTorch's own attention, also while a package stands in its place."""
+_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 
 
 def pytorchs(
@@ -33,13 +34,36 @@ def pytorchs(
     """`sdpa`, also for a mask of PyTorch's class CausalBias while a package stands in its place.
 
     The class recognises a call by what stands in torch.nn.functional, and otherwise hands over the
-    tensor that it is, which is empty. So its own function for attention is called.
+    tensor that it is, which is empty. So its own function for attention is called. And a float32
+    mask beside half precision, which cuDNN reads as if it were of that, is added in float32.
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     bias = None if attn_mask is None else sys.modules.get("torch.nn.attention.bias")
     if bias is not None and isinstance(attn_mask, bias.CausalBias):
         return bias.CausalBias._dispatch(*given, scale, enable_gqa)
+    if _misread(*given, scale, enable_gqa):
+        single = query.float(), key.float(), value.float()
+        out = sdpa(*single, *given[3:], scale=scale, enable_gqa=enable_gqa)
+        return out.to(query.dtype)
     return sdpa(*given, scale=scale, enable_gqa=enable_gqa)
+
+
+def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> bool:
+    """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
+
+    Autocast would cast the mask too. A compiler cannot ask.
+    """
+    if getattr(attn_mask, "dtype", None) is not torch.float32:
+        return False
+    if not getattr(query, "is_cuda", False):
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda"):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    *masks, scale, enable_gqa = how
+    given = (query, key, value, attn_mask, *masks)
+    return bool(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa) == _CUDNN)
 
 
 class InPlace:
