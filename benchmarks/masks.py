@@ -1,15 +1,18 @@
 """Time calls with a mask, with attnsweep and without.
 
-Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has winners for.
+Usage: python benchmarks/masks.py [FILE.json] [--only compiled]. Needs a GPU that attnsweep has
+winners for.
 
 Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
 `attnsweep.attention` with the same mask, which was scanned before; `changing` is ours with a mask
 that is another in each call, so that each call scans it; `unmasked` is PyTorch's without a mask. In
 `arguments` a call says by arguments what it hides, and PyTorch gets the same as a mask; or both get
-a float mask. Times are medians of the device's, microseconds a call; `ratio` is the median of the
-rounds' PyTorch over ours, `changing_ratio` over those that scan. `host_us`: from call to return,
-with a mask that stays, with one that changes, and without one.
+a float mask. In `compiled` each way but `eager` is compiled as one graph, and gets another mask in
+each call; `graphs` counts what was compiled of ours. Times are medians of the device's,
+microseconds a call; `ratio` is the median of the rounds' PyTorch over ours, `changing_ratio` over
+those that scan. `host_us`: from call to return, with a mask that stays, with one that changes, and
+without one.
 """
 
 from __future__ import annotations
@@ -234,20 +237,55 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     return facts | found | host | {"off": float(off)}
 
 
+def time_compiled(shape: tuple[Any, ...]) -> dict[str, Any]:
+    """A row of a compiled call whose mask is another in each call."""
+    batch, heads, heads_kv, seqlen, head_dim, kind = shape
+    q, k, v = tensors(shape)
+    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
+    options: dict[str, Any] = {"enable_gqa": heads != heads_kv}
+    mask = mask_of(kind, batch, seqlen)
+    masks = itertools.cycle([mask.roll(n, 0) for n in range(3)])
+    counters = torch._dynamo.utils.counters["stats"]
+
+    torch._dynamo.reset()
+    theirs = torch.compile(lambda *of: F.scaled_dot_product_attention(*of), fullgraph=True)
+    mine = torch.compile(lambda *of: attnsweep.attention(*of, **options), fullgraph=True)
+    theirs(q, *whole, mask)
+    before = counters["unique_graphs"]
+    ways: dict[str, Callable[[], Any]] = {
+        "sdpa": lambda: theirs(q, *whole, next(masks)),
+        "ours": lambda: mine(q, k, v, next(masks)),
+        "eager": lambda: attnsweep.attention(q, k, v, next(masks), cache=False, **options),
+    }
+    served = attnsweep.attention_counters().get("kernel", 0)
+    apart = [(mine(q, k, v, each) - theirs(q, *whole, each)).float().norm() for each in (mask, mask.roll(1, 0))]
+    facts = {"served": attnsweep.attention_counters().get("kernel", 0) == served + 2}
+    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
+    found = {"call": label} | facts | rounds_of(ways) | {"host_us": round(host_us(ways["ours"]), 1)}
+    size = float(theirs(q, *whole, mask).float().norm())
+    return found | {"graphs": counters["unique_graphs"] - before, "off": float(max(apart)) / size}
+
+
+SECTIONS = {
+    "arguments": (time_arguments, ARGUMENTS),
+    "calls": (time_call, CALLS),
+    "compiled": (time_compiled, CALLS[:5]),
+}
+
+
 def main() -> None:
-    """Time everything; write it to the file that was asked for."""
-    file = setting.options(__doc__).parse_args().file
-    found: dict[str, Any] = {"calls": [], "arguments": []}
-    for shape in ARGUMENTS:
-        found["arguments"].append(time_arguments(shape))
-        console.print(found["arguments"][-1])
-        torch.cuda.empty_cache()
-    for shape in CALLS:
-        found["calls"].append(time_call(shape))
-        console.print(found["calls"][-1])
-        torch.cuda.empty_cache()
-    if file is not None:
-        setting.write(file, setting.described(), found)
+    """Time what was asked for, or everything; write it to the file."""
+    options = setting.options(__doc__)
+    options.add_argument("--only", choices=SECTIONS, help="one part, which alone is written")
+    asked = options.parse_args()
+    found: dict[str, Any] = {}
+    for name, (timed, shapes) in SECTIONS.items():
+        for shape in shapes if asked.only in (None, name) else ():
+            found.setdefault(name, []).append(timed(shape))
+            console.print(found[name][-1])
+            torch.cuda.empty_cache()
+    if asked.file is not None:
+        setting.write(asked.file, setting.described(), found)
 
 
 if __name__ == "__main__":
