@@ -302,6 +302,20 @@ def test_a_descriptor_of_one_dimension_has_no_row_to_begin_within_a_line():
     assert l2_bytes_at_once(()) == 256
 
 
+@pytest.mark.parametrize(
+    ("strides", "nbytes"),
+    [
+        ((256, 256 * 100, 256 * 1600), 256),
+        ((64, 64 * 101, 64 * 1616), 256),  # two rows share a line
+        ((144, 144 * 128), 128),
+        ((144 * 16, 144), 128),  # heads beside each other: 16 rows of 144 bytes begin a line together
+        ((128 * 16, 128), 256),
+    ],
+)
+def test_the_l2_fetches_256_bytes_for_rows_that_begin_with_lines(strides, nbytes):
+    assert l2_bytes_at_once(strides) == nbytes
+
+
 def test_names_that_two_files_must_agree_on():
     assert tuple(mode.name for mode in MODES) == validate.MODE_NAMES
     assert CHUNKS != BLOCK_LIMITS
