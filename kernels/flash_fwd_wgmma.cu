@@ -102,13 +102,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 // Writes which keys each row of a mask sees, and a record for each 64 rows; or, with MASK 2, in
 // `bounds`, what these see together. The grid is (records of a mask, masks), and with MASK 2 parts
 // of the keys come first, so that blocks side by side read what lies side by side in memory.
-// RANGES: 1 with key_range, 2 with packed sequences.
+// RANGES: 1 with key_range, 2 with packed sequences. words_or_cuts: with MASK 2 words of a row's
+// bits, otherwise the cuts of its tiles.
 extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1024) / MASK_THREADS)
     flash_fwd_wgmma_mask(const unsigned char* __restrict__ mask, const int2* __restrict__ key_range,
                          const int* __restrict__ cu_seqlens_q, const int* __restrict__ cu_seqlens_k,
                          int2* __restrict__ bounds, unsigned* __restrict__ bits,
                          int4* __restrict__ records, int seqlen_q, int seqlen_k, int low, int high,
-                         int words, int sequences, int masks_of_batch, int batch_stride,
+                         int words_or_cuts, int sequences, int masks_of_batch, int batch_stride,
                          int head_stride, int row_stride, int key_stride) {
     grid_launch_dependents();  // the list of tiles, which waits for what this grid writes
     extern __shared__ __align__(16) unsigned char smem[];
@@ -121,9 +122,11 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1
 #if MASK == 1
     const int2 range = RANGES == 1 ? key_range[own] : int2{0, seqlen_k};
     const Sequences packed{cu_seqlens_q, cu_seqlens_k, sequences};
-    see_diagonals<RANGES == 2>(low, high, range, packed, bounds + first_row, records + of_64,
-                               reinterpret_cast<int2*>(smem), seqlen_q, seqlen_k);
+    const Cuts own_rows{cu_seqlens_q, PACKED ? words_or_cuts : 0, seqlen_q};
+    see_diagonals<RANGES == 2>(low, high, range, packed, own_rows, bounds + first_row,
+                               records + of_64, reinterpret_cast<int2*>(smem), seqlen_k);
 #else
+    const int words = words_or_cuts;
     const int batch = own / masks_of_batch, head = own - batch * masks_of_batch;
     const unsigned char* of_own = mask + static_cast<long long>(batch) * batch_stride +
                                   static_cast<long long>(head) * head_stride;
@@ -141,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1
 #if MASK == 2
 #define LIST_OF const unsigned *together, int words, int block_n
 #else
-#define LIST_OF const int4* records
+#define LIST_OF const int4 *records, const int *cu_seqlens_q, int cuts, int seqlen_q, int tiles_m
 #endif
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS, 1)
     flash_fwd_wgmma_order(LIST_OF, int4* __restrict__ work, int* turns, int masks,
@@ -153,7 +156,9 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS, 1)
                                           block_n, place);
 #else
     grid_wait();
-    order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, seqlen_k, place);
+    order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, tiles_m,
+                                           {cu_seqlens_q, PACKED ? cuts : 0, seqlen_q}, seqlen_k,
+                                           place);
 #endif
     if (blockIdx.x == 0 && threadIdx.x < 2) turns[threadIdx.x] = 0;
 }
@@ -381,7 +386,7 @@ struct ListTurns {
         int4* to = told + place * Tiles::ENTRY;
         if (item >= schedule.items()) {
             to->x = -1;
-            return {{-1, 0, 0, 0, 0}, 0, 0};
+            return {{-1, 0, 0, 0, 0}, 0, 0, 0};
         }
         int head;
         const int4* entry = schedule.entry_of(item, head);
@@ -490,6 +495,7 @@ __device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k,
 // This thread's two rows: `row` and 8 further, of `head`.
 struct Place {
     int head, first_row, row;  // first_row: of the warp's 16
+    int end;                   // PACKED: of the tile's rows
 };
 // Of a split that is a block of a cluster: its columns, from all keys.
 template <class Join>
@@ -541,7 +547,7 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 // no other warp reads, in the layout of a swizzled box.
 __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
                                            const float (&out)[COLUMNS_V / 2], const Softmax& rows,
-                                           const TensorMap& o, float* lse) {
+                                           const TensorMap& o, float* lse, element_t* of_rows) {
     float low = rows.inverse(0), high = rows.inverse(1);
     unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * O_BYTES : self.own_q;
     if (BESIDE_Q) {
@@ -557,7 +563,27 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
                     pack(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
     fence_async_proxy();
     __syncwarp();
-    if (self.lane == 0 && to.first_row < self.call.rows) {
+#if PACKED
+    const int end = to.end;
+    const bool boxed = end >= to.first_row + 16;  // otherwise a box would reach the next sequence
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = to.row + r * 8;
+        if (boxed || row >= end) continue;
+        long long at = static_cast<long long>(to.head) * self.call.rows + row;
+        element_t* of_row =
+            of_rows + self.call.layout.of_output(at, to.head, row) + self.lane % 4 * 2;
+        float by = r ? high : low;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM_V; i += 8)
+            *reinterpret_cast<unsigned*>(of_row + i) =
+                pack(out[i / 2 + r * 2] * by, out[i / 2 + r * 2 + 1] * by);
+    }
+#else
+    const int end = self.call.rows;
+    constexpr bool boxed = true;
+#endif
+    if (boxed && self.lane == 0 && to.first_row < end) {
 #pragma unroll
         for (int i = 0; i < OTile::PANELS; ++i)
             store_box(o, staged + self.warp % 4 * (16 * SWIZZLE) + i * OTile::PANEL_BYTES,
@@ -566,9 +592,8 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     }
     if (LSE && self.lane % 4 == 0) {
         float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
-        if (to.row < self.call.rows)
-            of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
-        if (to.row + 8 < self.call.rows)
+        if (to.row < end) of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
+        if (to.row + 8 < end)
             of_row[8] = fmaf(rows.m[1], self.call.exponent(), log2f(rows.l[1])) * LN2;
     }
     if (O_OVER_Q && self.lane == 0) {  // only now is Q's place free
@@ -628,9 +653,10 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (PERSISTENT && work.row < 0) break;
 #endif
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
-        Place to{work.head, first_row, first_row + lane / 4};
+        Place to{work.head, first_row, first_row + lane / 4, 0};
         self.first_tile = work.first, self.end_tile = work.end;
 #if MASK
+        to.end = work.row + work.rows;
         self.look_up(call.list, work, uniform(record), to.row);
 #else
         self.all_see = call.all_see(first_row);
@@ -670,7 +696,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
             store_joined<JoinSplits>(self, to, out, rows, static_cast<element_t*>(of_split), lse);
         else if constexpr (SPLITS > 1)
             store_split(self, to, out, rows, static_cast<float*>(of_split), lse);
-        else store_tile(self, to, out, rows, o, lse);
+        else store_tile(self, to, out, rows, o, lse, static_cast<element_t*>(of_split));
         if (!PERSISTENT) break;
     }
     self.end_turns();
@@ -683,9 +709,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     }
 }
 
-// of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output,
-// of element_t, otherwise partial outputs of float. heads, heads_per_l2_section: with PACK_GQA, of
-// k and v; seqlen_q is of one query head all the same.
+// of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER or PACKED it is the
+// output, of element_t, otherwise partial outputs of float. heads, heads_per_l2_section: with
+// PACK_GQA, of k and v; seqlen_q is of one query head all the same.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,

@@ -305,11 +305,25 @@ def heads_of_mask(p: Problem) -> int:
     return 1 if p.mask.of_head else p.heads if of_item else p.batch * p.heads
 
 
+def cuts(p: Problem) -> int:
+    """Where packed sequences begin or end, and tiles of queries therefore too.
+
+    Sequences that are mostly shorter than 64 queries would leave most rows of such tiles idle.
+    """
+    sequences = p.layout.sequences
+    return sequences + 1 if 0 < 64 * sequences <= p.seqlen_q else 0
+
+
+def packed_define(p: Problem) -> dict[str, int]:
+    """What stages define of a problem whose tiles of queries may be cut so: they need MASK too."""
+    return {"MASK": 1, "PACKED": 1} if p.kind == "packed" else {}
+
+
 def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
     """Masks of a problem, records of 64 queries of one, and tiles of queries of all masks."""
     masks = p.batch * p.heads // heads_of_mask(p)
-    records = ceil_div(p.seqlen_q, 64)
-    return masks, records, masks * ceil_div(records, c.WARPGROUPS)
+    records, tiles = (ceil_div(p.seqlen_q, rows) + cuts(p) for rows in (64, 64 * c.WARPGROUPS))
+    return masks, records, masks * tiles
 
 
 @kernel.stage("mask", params=(), constants=())
@@ -339,11 +353,13 @@ def mask(c, p, arch):
         grid=blocks,
         threads=threads,
         args=(
-            *(*given, *written, p.seqlen_q, p.seqlen_k, low, high, words_of(p)),
+            *(*given, *written, p.seqlen_q, p.seqlen_k, low, high),
+            words_of(p) if how == 2 else cuts(p),
             *(p.layout.sequences, *strides),
         ),
         smem_bytes=64 * 8 if how == 1 else threads // 32 * 8,
-        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64},
+        defines={"MASK": how, "MASK_THREADS": threads, "RANGES": ranges, "HEAD_DIM": 64}
+        | packed_define(p),
         once=True,
     )
 
@@ -354,7 +370,10 @@ def order(c, p, arch):
     if not how:
         return None
     masks, records, tiles = sizes_of_mask(c, p)
-    of_64 = ("together", words_of(p), c.BLOCK_N) if how == 2 else ("records",)
+    of_64 = ("together", words_of(p), c.BLOCK_N)
+    if how == 1:
+        begins = "cu_seqlens_q" if p.kind == "packed" else "records"
+        of_64 = ("records", begins, cuts(p), p.seqlen_q, tiles // masks)
     threads = ORDER_THREADS[how]
     blocks = min(LISTING_BLOCKS, ceil_div(tiles, threads // 32)) if how == 2 else 1
     return Launch(
@@ -368,7 +387,7 @@ def order(c, p, arch):
             "ORDER_THREADS": threads,
             "HEAD_DIM": 64,
         }
-        | ({"MASK": how} if how == 2 else {}),
+        | ({"MASK": how} if how == 2 else packed_define(p)),
         programmatic=True,
         once=True,
     )
@@ -416,8 +435,9 @@ def fwd(c, p, arch):
             grid = (min(turns, tiles * of_mask), 1, 1)
         else:
             grid = (together, tiles, of_mask // together)
-    # Splits do not write by TMA: they write partial results, or, in a cluster, columns of o.
-    own = ("lse", "o" if c.SPLIT_CLUSTER else "lse")
+    # Splits do not write by TMA: they write partial results, or, in a cluster, columns of o. Nor
+    # does the last tile of a packed sequence.
+    own = ("lse", "o" if c.SPLIT_CLUSTER or p.kind == "packed" else "lse")
     outputs = ("partial_lse", "partial") if combines(c) else own
     # The template's CLUSTER is the number of blocks in a cluster, for multicast or for splits.
     defines = {"CLUSTER": c.SPLITS if c.SPLIT_CLUSTER else c.CLUSTER, "MULTICAST": c.CLUSTER}
@@ -425,6 +445,7 @@ def fwd(c, p, arch):
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
+    defines |= packed_define(p)
     defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
     if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
         defines["EMPTY_ROWS"] = 1

@@ -20,7 +20,7 @@ struct Products {
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
     // The tiles of keys of this tile of queries, and the keys that all rows of the warp see, that
     // each of this thread's two rows sees, and that the last query of the warpgroup's 64 sees; or,
-    // with MASK, those that all 64 see, and that any of them sees.
+    // with MASK, those that all 64 see, and that any of them sees, and keys in the place of tiles.
     int first_tile, end_tile;
     KeyRange all_see, visible[2], group_sees;
 #if MASK == 2
@@ -187,7 +187,8 @@ struct Products {
 #endif
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            int at = work.mask * call.rows + min(row + 8 * r, call.rows - 1);
+            int last = (PACKED ? work.row + work.rows : call.rows) - 1;
+            int at = work.mask * call.rows + min(row + 8 * r, last);
 #if MASK == 2
             bits[r] = list.bits + static_cast<long long>(at) * list.words;
 #else

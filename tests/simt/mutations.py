@@ -51,6 +51,8 @@ CASES = {
     "long documents": Case(Problem.parse("(1,1,200x2700,64) fp16 boolean(documents,2)")),
     "causal as a tensor": Case(Problem.parse("(1,2,200x336,64) fp16 boolean(causal)")),
     "causal as a tensor, 209 rows": Case(Problem.parse("(1,2,209x368,64) fp16 boolean(causal)")),
+    "packed sequences": Case(Problem.parse("(1,2,300,64) fp16 full packed(4)")),
+    "packed, window": Case(Problem.parse("(1,2,420,64) fp16 window(63,0) packed(3,10)")),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 

@@ -18,7 +18,8 @@ PROBLEMS = (
     "(1,4/2,300,64) bf16 causal packed(4,0)",
     "(1,2,300x420,64) bf16 window(20,5) packed(3)",
     "(1,2,420x200,64) fp16 causal packed(5,0,1)",  # sequences with more queries than keys
-    "(1,2,500,64) bf16 full packed(9,10) sinks",
+    "(1,2,500,64) bf16 full packed(9,10) sinks",  # mostly shorter than a tile, which has several
+    "(1,2,420,72) bf16 window(63,0) packed(3,10)",
 )
 
 
@@ -41,6 +42,24 @@ def test_sequences_that_begin_one_token_later_are_wrong(simulator, name):
     assert simulator.check(FAMILY, config, case, schedules=(0,)).ok
     given |= {name: later}
     assert not simulator.check(FAMILY, config, case, schedules=(0,), inputs=given).ok
+
+
+@pytest.mark.parametrize("words", CONFIGS["flash_fwd_wgmma"][:3])
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("cu_seqlens_q", [0, 250, 20, 150, 300]),
+        ("cu_seqlens_q", [-5, 10**6, 3, -(10**6), 300]),
+        ("cu_seqlens_q", [300, 0, 0, 0, 0]),
+        ("cu_seqlens_q", [30, 100, 100, 200, 270]),  # tokens before the first, behind the last
+        ("cu_seqlens_k", [300, 10, 500, -7, 0]),
+    ],
+)
+def test_each_row_is_written_wherever_a_caller_says_that_sequences_begin(simulator, words, name, begins):
+    case = Case(Problem.parse("(1,2,300,64) bf16 full packed(4)"))
+    given = make_inputs(case, 1) | {name: np.array(begins, np.int32)}
+    result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,), inputs=given)
+    assert np.isfinite(result.error), (words, begins, str(result))
 
 
 def test_where_sequences_begin_is_what_the_kernel_gets():

@@ -86,7 +86,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     inputs = make_inputs(case, 1)
     memory, views, strides = {}, {}, {}
     for tensor in (*inputs, *problem.outputs):
-        if tensor in ("lse", "key_range"):
+        if tensor in ("lse", "key_range") or tensor.startswith("cu_seqlens"):
             memory[tensor] = inputs[tensor]
             continue
         shape = problem.shape_of(tensor)
@@ -239,3 +239,13 @@ def test_gradients_of_any_layout_where_blocks_work_for_other_heads(simulator, la
     layouts = {"q": "packed", "k": "rows_first", "v": "packed", "o": layout, "do": "rows_first"}
     with waves(2, with_delta=True):
         check(simulator, "RECOMPUTE=0 PDL=1 DQ_RING=3", problem, layouts, lse=False)
+
+
+@pytest.mark.parametrize("layout", ["rows_first", "packed"])
+@pytest.mark.parametrize(
+    "words", ["BLOCK_N=64 WARPGROUPS=2", "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 MAXIMA=2 PERSISTENT=2"]
+)
+def test_sequences_that_end_within_16_rows(simulator, words, layout):
+    """Their last rows are stored by threads, and not by TMA."""
+    problem = Problem.parse("(1,4/2,300,72) bf16 causal packed(4)")
+    check(simulator, words, problem, {"q": layout, "k": "packed", "v": "rows_first"}, lse=True)

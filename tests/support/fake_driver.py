@@ -165,7 +165,7 @@ class FakeDriver:
         elif function[1].endswith("_mask"):
             kinds = "ppppppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
-            kinds = ("pii" if b" boolean " in code else "p") + "pp" + "iii"
+            kinds = ("pii" if b" boolean " in code else "ppiii") + "pp" + "iii"
         elif masked or scored:
             kinds = "mmmmpp" + "iiiii" + "f"
             kinds += "pppp" + "iii" if masked else ""

@@ -48,6 +48,8 @@ struct FlashConsumer : Traits {
     // Passes by the tiles that the block's later queries alone see.
     __device__ __forceinline__ int pass_unseen(int tiles) {
         Traits& own = *this;
+        if (Traits::Masked)
+            return pass(0, min((own.end_tile - own.seen().end) / Traits::TileKeys, tiles - 1));
         int seen = ceil_div<Traits::TileKeys>(own.seen().end);
         return pass(0, min(own.end_tile - seen, tiles - 1));
     }
@@ -78,7 +80,7 @@ struct FlashConsumer : Traits {
                 own.wait_for_v(), own.release_v();
                 return release_queries();
             }
-            tiles = own.end_tile - own.seen().first / Traits::TileKeys;
+            tiles = ceil_div<Traits::TileKeys>(own.end_tile - own.seen().first);
             own.load_q_registers();  // not before it is known that they are used
         }
         if constexpr (!Traits::Overlaps) {

@@ -18,6 +18,11 @@ static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
 #define MASK 0
 #endif
 static_assert(!MASK || (!CAUSAL && !WINDOW), "memory says what is causal");
+// 1: tiles of queries are cut where packed sequences begin, so that each has a number of rows.
+#ifndef PACKED
+#define PACKED 0
+#endif
+static_assert(!PACKED || MASK == 1, "sequences are intervals of keys");
 
 // 1: the mask leaves some queries no key, as a launch knows. Their output is 0 and their
 // log-sum-exp minus infinity. Asking costs every kernel up to 11 instructions, and the recorded

@@ -10,10 +10,11 @@ namespace attn {
 // A record of 64 queries: the first key that any of them sees and the end of those; and the keys
 // that all of them see. No key: {INT_MAX, 0, ..}. An entry of the list is {first row, mask, first
 // key, end} of a tile of queries, then the record of each 64 of its queries; entries with most keys
-// come first. Query i of mask m has bounds[m * seqlen_q + i], an interval of keys; or, with MASK 2,
-// bits[(m * seqlen_q + i) * words], a bit a key. `heads` heads, one behind the other, have a mask
-// in common. turns: how many entries have been taken beyond each block's first, and how many blocks
-// have ended; 0 before a call and after it.
+// come first. PACKED: tiles begin where sequences do, and an entry has the number of its queries in
+// the place of the mask, which is one. Query i of mask m has bounds[m * seqlen_q + i], an interval
+// of keys; or, with MASK 2, bits[(m * seqlen_q + i) * words], a bit a key. `heads` heads, one
+// behind the other, have a mask in common. turns: how many entries have been taken beyond each
+// block's first, and how many blocks have ended; 0 before a call and after it.
 //
 // With MASK 2 keys may be hidden between those that are seen, and a block takes only the tiles of
 // keys that some of its queries see, as if they lay side by side: an entry is {first row, mask, 0,
@@ -45,9 +46,12 @@ __device__ __forceinline__ int4 load_told(unsigned address) {
             static_cast<int>(x.w)};
 }
 
+// first, end: with a mask in memory, keys and not tiles. key_tiles: where they are told, in ints of
+// the list. rows: PACKED, queries of the tile.
 struct MaskedTile : WorkTile {
-    int mask, key_tiles;  // key_tiles: where they are told, in ints of the list
+    int mask, key_tiles, rows;
 };
+constexpr int HEAD_BITS = 22;  // PACKED: of an entry, below the number of its queries
 // Schedule's twin for a mask in memory. The grid is (heads_per_l2_section, tiles, rest), or that of
 // blocks that take the next entry when they are ready for it. heads_per_l2_section divides the
 // heads of a mask; those run together, so that they share K and V in L2.
@@ -63,15 +67,21 @@ struct MaskedSchedule {
     // tiles of keys are told, so that they are read without a wait for it.
     __device__ __forceinline__ int4 with_head(const int4* at, int head) const {
         int4 entry = *at;
-        entry.y = entry.y * list.heads + head;
+        entry.y = PACKED ? entry.y << HEAD_BITS | head : entry.y * list.heads + head;
         if (MASK == 2) entry.z = static_cast<int>(at - list.work + ENTRY) * 4;
         return entry;
     }
     __device__ __forceinline__ MaskedTile tile(const int4& entry) const {
         if (MASK == 2)
-            return {{entry.x, entry.y, 0, entry.w, entry.w}, entry.y / list.heads, entry.z};
-        int end = ceil_div<BlockN>(entry.w), first = entry.z / BlockN;
-        return {{entry.x, entry.y, first, end, max(0, end - first)}, entry.y / list.heads, 0};
+            return {
+                {entry.x, entry.y, 0, entry.w * BlockN, entry.w}, entry.y / list.heads, entry.z, 0};
+        int first = PACKED ? entry.z : entry.z / BlockN * BlockN;
+        int tiles = max(0, ceil_div<BlockN>(entry.w - first)), end = first + tiles * BlockN;
+        if (PACKED) {
+            int head = entry.y & (1 << HEAD_BITS) - 1;
+            return {{entry.x, head, first, end, tiles}, 0, 0, entry.y >> HEAD_BITS};
+        }
+        return {{entry.x, entry.y, first, end, tiles}, entry.y / list.heads, 0, 0};
     }
     __device__ __forceinline__ const int4* entry_of_block() const {
         return list.work + blockIdx.y * pitch();
@@ -86,7 +96,7 @@ struct MaskedSchedule {
         head = item - (row - section) * heads_per_l2_section;
         return list.work + (row - section * list.tiles) * pitch();
     }
-    __device__ __forceinline__ int key(int j, int, int end) const { return (end - 1 - j) * BlockN; }
+    __device__ __forceinline__ int key(int j, int, int end) const { return end - (1 + j) * BlockN; }
     // The first key of a tile's j-th tile of keys, from the right. By an index, since the producer
     // has no two registers for a pointer.
     __device__ __forceinline__ int key_tile(int j, int key_tiles) const {
@@ -131,17 +141,55 @@ struct Sequences {
     }
 };
 
+// Where tiles of queries are cut: every so many rows and, of packed sequences, where one begins, so
+// that no tile visits the keys of two. A part between cuts has its own slots of a list, more than
+// it needs: cuts before it, and tiles that would end before it.
+struct Cuts {
+    const int* of_q;
+    int count, seqlen_q;  // count: of numbers in of_q
+    __device__ __forceinline__ int at(int i) const {
+        return i == 0 ? 0 : i > count ? seqlen_q : of_q[i - 1];
+    }
+    // By each warp: there are no cuts if they do not ascend, since every row is of one tile.
+    __device__ __forceinline__ void check() {
+        bool wrong = false;
+        for (int i = threadIdx.x % 32; i <= count; i += 32) wrong |= at(i) > at(i + 1);
+        if (__any_sync(0xffffffffu, wrong)) count = 0;
+    }
+    struct Rows {
+        int part, first, count;  // count: 0 if the slot has none
+    };
+    template <int Unit>
+    __device__ __forceinline__ int slot(int part) const {
+        return at(part) / Unit + part;
+    }
+    template <int Unit>
+    __device__ __forceinline__ Rows rows(int slot) const {
+        int part = 0, after = count + 1;
+        while (after - part > 1) {
+            int middle = (part + after) / 2;
+            if (this->slot<Unit>(middle) <= slot) part = middle;
+            else after = middle;
+        }
+        int first = at(part) + (slot - this->slot<Unit>(part)) * Unit;
+        return {part, first, max(0, min(Unit, at(part + 1) - first))};
+    }
+};
+
 // Rows whose keys follow from their position: query i sees keys i + low to i + high of those in
 // `range`; or, of packed sequences, of those of its own, where i counts from the key beside its
 // last query. A block has 64 threads, one a row.
 template <bool Packed>
-__device__ __forceinline__ void
-see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* bounds, int4* record,
-              int2* of_row, int seqlen_q, int seqlen_k) {
-    const int begin = blockIdx.x * 64, row = begin + threadIdx.x;
+__device__ __forceinline__ void see_diagonals(int low, int high, int2 range,
+                                              const Sequences& sequences, Cuts cuts, int2* bounds,
+                                              int4* record, int2* of_row, int seqlen_k) {
+    if (PACKED) cuts.check();
+    const Cuts::Rows rows = cuts.rows<64>(blockIdx.x);
+    if (rows.count == 0) return;
+    const int row = rows.first + threadIdx.x;
     int diagonal = row;
     if (Packed) {
-        int part = sequences.of(min(row, seqlen_q - 1)), end = sequences.of_k[part + 1];
+        int part = sequences.of(min(row, cuts.seqlen_q - 1)), end = sequences.of_k[part + 1];
         int after = sequences.of_q[part + 1];
         // A query may be of no sequence: a call's tensors can be longer than all of them.
         bool own = sequences.of_q[part] <= row && row < after;
@@ -152,10 +200,13 @@ see_diagonals(int low, int high, int2 range, const Sequences& sequences, int2* b
               min(min(range.y, seqlen_k), diagonal + high + 1)};
     if (seen.x >= seen.y) seen = {NO_KEY, 0};
     of_row[threadIdx.x] = seen;
-    if (row < seqlen_q) bounds[row] = {seen.y > 0 ? seen.x : 0, seen.y};
+    if (threadIdx.x < rows.count) bounds[row] = {seen.y > 0 ? seen.x : 0, seen.y};
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    int4 of_all = record_of(of_row, min(64, seqlen_q - begin), threadIdx.x);
+    int4 of_all = record_of(of_row, rows.count, threadIdx.x);
+    // Tiles of keys begin 64 apart, counted from a sequence's first key as those of queries are: a
+    // row then sees a key of the first tile that it meets.
+    if (PACKED && of_all.y > 0) of_all.x -= max(0, of_all.x - max(range.x, 0)) % 64;
     if (threadIdx.x == 0) *record = of_all;
 }
 
@@ -355,20 +406,27 @@ __device__ __forceinline__ int begin_of_place(int own, int* of_warps) {
 // `place` is a count of each number of 64 keys, then where its entries go. A thread has a place.
 template <int Groups, int Threads>
 __device__ __forceinline__ void order_tiles(const int4* records, int4* work, int masks,
-                                            int records_of_mask, int seqlen_k, int* place) {
+                                            int records_of_mask, int tiles_m, Cuts cuts,
+                                            int seqlen_k, int* place) {
     constexpr int Places = Threads;
-    const int tiles_m = ceil_div<Groups>(records_of_mask), tiles = masks * tiles_m;
+    const int tiles = masks * tiles_m;
+    if (PACKED) cuts.check();
     const int unit = ceil_div<64 * (Places - 1)>(seqlen_k) * 64;  // keys of a step
-    auto entry_of = [&](int tile) {
-        int mask = tile / tiles_m, first = tile % tiles_m * Groups;
-        int4 entry{first * 64, mask, NO_KEY, 0};
-        for (int i = first; i < min(first + Groups, records_of_mask); ++i) {
-            int4 record = records[mask * records_of_mask + i];
-            entry.z = min(entry.z, record.x), entry.w = max(entry.w, record.y);
-        }
+    // The entry of a tile, and its records, from `own` on, `count` of them.
+    auto entry_of = [&](int tile, const int4*& own, int& count) {
+        const int mask = tile / tiles_m;
+        const Cuts::Rows rows = cuts.rows<64 * Groups>(tile - mask * tiles_m);
+        const int of_part = (rows.first - cuts.at(rows.part)) / 64;
+        own = records + mask * records_of_mask + cuts.slot<64>(rows.part) + of_part;
+        count = ceil_div<64>(rows.count);
+        int4 entry{count ? rows.first : cuts.seqlen_q, PACKED ? rows.count : mask, NO_KEY, 0};
+        for (int i = 0; i < count; ++i)
+            entry.z = min(entry.z, own[i].x), entry.w = max(entry.w, own[i].y);
         if (entry.w == 0) entry.z = 0;
         return entry;
     };
+    const int4* own;
+    int count;
     // Place 0 is of the longest.
     auto step_of = [&](const int4& entry) {
         int steps = entry.w > entry.z ? (entry.w + unit - 1) / unit - entry.z / unit : 0;
@@ -377,19 +435,17 @@ __device__ __forceinline__ void order_tiles(const int4* records, int4* work, int
     place[threadIdx.x] = 0;
     __syncthreads();
     for (int tile = threadIdx.x; tile < tiles; tile += Threads)
-        atomicAdd(place + step_of(entry_of(tile)), 1);
+        atomicAdd(place + step_of(entry_of(tile, own, count)), 1);
     __syncthreads();
     place[threadIdx.x] = begin_of_place(place[threadIdx.x], place + Threads);
     __syncthreads();
     for (int tile = threadIdx.x; tile < tiles; tile += Threads) {
-        int4 entry = entry_of(tile);
+        int4 entry = entry_of(tile, own, count);
         int4* to = work + atomicAdd(place + step_of(entry), 1) * (1 + Groups);
         *to = entry;
-        int first = tile % tiles_m * Groups;
 #pragma unroll
         for (int i = 0; i < Groups; ++i)
-            to[1 + i] = first + i < records_of_mask ? records[entry.y * records_of_mask + first + i]
-                                                    : int4{NO_KEY, 0, 0, 0};  // past the last query
+            to[1 + i] = i < count ? own[i] : int4{NO_KEY, 0, 0, 0};  // past the last query
     }
 }
 
