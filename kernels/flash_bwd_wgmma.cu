@@ -21,10 +21,14 @@
 // each loads its share of Q and dO for all.
 //
 // Statistics of queries lie in `neg_lse` (-log2(e) lse) and `delta`, `pitch` of each head: those
-// past the last query are minus infinity and 0, and so have no weight.
+// past the last query are minus infinity and 0, and so have no weight. With STATISTICS the sums of
+// dP begin with -delta and, with 2, those of S with -lse / scale, which then is in `neg_lse`.
 //
 // PDL: a launch lets the next begin at once, and waits for the one ahead where it needs what that
 // wrote: neg_lse, delta and the cleared sums; the sums.
+#ifndef STATISTICS
+#define STATISTICS 0
+#endif
 #ifndef DQ_RING
 #define DQ_RING 0
 #endif
@@ -98,11 +102,13 @@ __device__ __forceinline__ KeyRange keys_of_item(const int* key_range, int item,
               end = __shfl_sync(0xffffffffu, key_range[2 * item + 1], 0);
     return {max(0, first), min(seqlen_k, end)};
 }
-// -log2(e) lse as kernels add it to exponents of 2: what it makes of them has no weight where there
-// is no query, or one that sees no key.
-__device__ __forceinline__ float negated(float lse) {
-    return lse == minus_infinity() ? lse : -lse * LOG2E;
+// -lse as kernels add it, times `by`, to exponents of 2, or to S: what it makes of them has no
+// weight where there is no query, or one that sees no key.
+__device__ __forceinline__ float negated(float lse, float by) {
+    return lse == minus_infinity() ? lse : -lse * by;
 }
+constexpr bool DELTA_FIRST = STATISTICS > 0, LSE_FIRST = STATISTICS > 1;
+__device__ __forceinline__ float lse_factor(float scale) { return LSE_FIRST ? 1.f / scale : LOG2E; }
 // The sum of eight products of pairs.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     const unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -124,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(256)
     flash_bwd_wgmma_delta(const uint4* __restrict__ o, const uint4* __restrict__ d_o,
                           const float* __restrict__ lse, float* __restrict__ neg_lse,
                           float* __restrict__ delta, float4* __restrict__ sums, int seqlen_q,
-                          int pitch IF_RING(unsigned* turns, int counts, int lead, int ring)
+                          int pitch,
+                          float lse_by IF_RING(unsigned* turns, int counts, int lead, int ring)
                               HEADS_PARAMETER STRIDES_PARAMETERS(o) STRIDES_PARAMETERS(d_o)) {
     const TensorLayout of_o LAYOUT_OF(o), of_do LAYOUT_OF(d_o);
     if (PDL) grid_launch_dependents();
@@ -147,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int i = ROW_THREADS / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    if (lane == 0) neg_lse[at] = negated(own), delta[at] = sum;
+    if (lane == 0) neg_lse[at] = negated(own, lse_by), delta[at] = sum;
     const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
 #if DQ_RING
     if (head >= ring) return;
@@ -191,15 +198,16 @@ extern "C" __global__ void __launch_bounds__(128)
 #else
 
 // ---- what both stages of products share ----
-// d = A B^T of two tiles of COLUMNS columns, whose panels are APanel and BPanel bytes.
-template <unsigned APanel, unsigned BPanel, int R>
+// d = A B^T of two tiles of COLUMNS columns, whose panels are APanel and BPanel bytes. Not First:
+// it is added to d.
+template <unsigned APanel, unsigned BPanel, bool First, int R>
 __device__ __forceinline__ void multiply(float (&d)[R], unsigned long long a,
                                          unsigned long long b) {
 #pragma unroll
     for (int i = 0; i < COLUMNS / 16; ++i) {
         const unsigned long long x = a + (i / 4 * APanel + i % 4 * 32) / 16,
                                  y = b + (i / 4 * BPanel + i % 4 * 32) / 16;
-        if (i == 0) WgmmaFirst<2 * R>::template ss<IS_BF16, 0>(d, x, y);
+        if (First && i == 0) WgmmaFirst<2 * R>::template ss<IS_BF16, 0>(d, x, y);
         else Wgmma<2 * R>::template ss<IS_BF16, 0>(d, x, y, 1);
     }
     wgmma_commit();

@@ -15,7 +15,13 @@ kernel = Family(
         Param("KV_WARPGROUPS", (2, 1), "consumer warpgroups of a block, 64 keys each"),
         Param("DKV_WARPGROUPS", (1, 2), "warpgroups that have dK and dV of 64 keys", absent=1),
         Param("NUM_STAGES", (2, 3), "tiles of Q, and of dO, in flight"),
-        Param("AHEAD", (0, 1, 2), "P beside dP, S of the next tile: 0 neither, 1 both, 2 S later"),
+        Param("AHEAD", (0, 1, 2, 3), "begun early: 0 nothing, 1 dP and S, 2 dV and P, 3 dV"),
+        Param(
+            "STATISTICS",
+            (0, 1, 2),
+            "in the sums from the first: 0 none, 1 dP's delta, 2 also S's log-sum-exp",
+            absent=0,
+        ),
         Param("BLOCKS_PER_SM", (1, 2), "blocks of keys that an SM has room for"),
         Param("CLUSTER", (1, 2), "blocks of keys that share loads of Q and dO", absent=1),
         Param(
@@ -110,7 +116,12 @@ def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread of the stage keys needs."""
     if c.DKV_WARPGROUPS > 1:
         return columns(p) // 2 + c.BLOCK_M * 3 // 4 + REST[c.BLOCK_M]
-    scores = c.BLOCK_M if c.AHEAD else c.BLOCK_M * 3 // 4
+    scores = c.BLOCK_M if c.AHEAD in (1, 2) else c.BLOCK_M * 3 // 4
+    # What sums begin with is loaded beside all that is there.
+    if c.AHEAD == 1 and c.STATISTICS:
+        scores += c.BLOCK_M // 2
+    if c.AHEAD in (0, 3) and c.STATISTICS > 1:
+        scores += 16
     return columns(p) + scores + REST[c.BLOCK_M]
 
 
@@ -163,9 +174,10 @@ def ring(c: Config, p: Problem) -> int:
 
 # fmt: off
 kernel.keep_if(
-    ("known_values", "RECOMPUTE and PDL are 0 or 1, AHEAD 0 to 2; a tile has 64 or 128 queries",
-     lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.PDL in (0, 1) and c.AHEAD in (0, 1, 2)
-     and c.BLOCK_M in (64, 128) and c.KV_WARPGROUPS in (1, 2, 3)),
+    ("known_values", "RECOMPUTE and PDL are 0 or 1, AHEAD 0 to 3; a tile has 64 or 128 queries",
+     lambda c, p, arch: c.RECOMPUTE in (0, 1) and c.PDL in (0, 1) and c.AHEAD in range(4)
+     and c.BLOCK_M in (64, 128) and c.KV_WARPGROUPS in (1, 2, 3)
+     and c.STATISTICS in (0, 1, 2)),
     ("warpgroups_of_sm", "an SM has 2 or 3 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= consumers(c) * c.BLOCKS_PER_SM <= 3),
     ("wide_heads", "dK and dV may be apart in heads wider than 128, with 64 keys, AHEAD 0 or 1; "
@@ -235,7 +247,11 @@ def delta(c, p, arch):
         grid=(pitch(p) * threads // DELTA_THREADS, heads, 1),
         threads=DELTA_THREADS,
         defines={"ROW_THREADS": threads},
-        args=("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p), *ring_args),
+        args=(
+            *("o", "do", "lse", "neg_lse", "delta", "dq_sums", p.seqlen_q, pitch(p)),
+            1 / p.scale if c.STATISTICS > 1 else LOG2E,
+            *ring_args,
+        ),
     )
 
 
@@ -262,7 +278,7 @@ def hides(p: Problem) -> dict[str, int]:
     return {"window": {"WINDOW": 1}, "padded": {"WINDOW": 1, "PADDED": 1}}.get(p.kind, {})
 
 
-OF_QUERIES = ("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL")
+OF_QUERIES = ("RECOMPUTE", "Q_BLOCK_N", "Q_WARPGROUPS", "Q_STAGES", "PDL", "STATISTICS")
 
 
 @kernel.stage("queries", params=OF_QUERIES, strided=("heads", "o", "do"))
@@ -291,7 +307,7 @@ def queries(c, p, arch):
 
 
 OF_KEYS = ("RECOMPUTE", "BLOCK_M", "KV_WARPGROUPS", "DKV_WARPGROUPS", "NUM_STAGES", "AHEAD")
-OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "DQ_RING", "PDL")
+OF_KEYS += ("BLOCKS_PER_SM", "DQ_ADD", "DQ_RING", "PDL", "STATISTICS")
 
 
 @kernel.stage("keys", params=OF_KEYS, strided=("heads_kv",))

@@ -183,8 +183,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 }
 
 // 64 keys of a warpgroup. AHEAD 0: S | P; dP | dS from the rounded P; dV, dK. S and dP have the
-// same registers. 1, 2: dP and beside it P | dS; dV, dK, and S of the next tile: at once, or when
-// dV has ended, whose P then needs no registers. "|": waits for the products before.
+// same registers. 3: the same, but dV runs beside dS, and tiles that every query sees whole have a
+// loop of their own. 2: dP, dV | dS beside dV; S of the next tile, dK | P of the next beside dK.
+// 1: dP and beside it P | dS; dV, dK, and S of the next tile. "|": waits for the products before.
 struct Consumer {
     const Call& call;
     float factor;
@@ -198,17 +199,36 @@ struct Consumer {
     using Fragment = unsigned[BLOCK_M / 4];
     using Sums = float[COLUMNS / 2];
 
+    // Of the queries of a thread's numbers i and i + 1, which are those of i + 2 and i + 3 too.
+    __device__ __forceinline__ float2 statistics(unsigned of, unsigned stage, int i) const {
+        return load_shared_floats(Memory::at(of + stage * ROW_BYTES + lane % 4 * 8) + i * 8);
+    }
+    // What sums begin with. It spares fp32 arithmetic, beside which products whose operand is in
+    // registers take up to 1.5 times as long.
+    __device__ __forceinline__ void begin_with(Scores& x, unsigned of, unsigned stage,
+                                               float sign) const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i += 4) {
+            const float2 l = statistics(of, stage, i);
+            x[i] = x[i + 2] = sign * l.x, x[i + 1] = x[i + 3] = sign * l.y;
+        }
+        warpgroup_fence_operand(x);
+    }
     __device__ __forceinline__ void begin_s(Scores& s, int j) const {
         const Position<NUM_STAGES> at(j);
         mbarrier_wait(Memory::q_full(at.stage), at.phase);
+        if constexpr (LSE_FIRST) begin_with(s, Memory::NEG_LSE, at.stage, 1.f);
         wgmma_fence();
-        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(s, k, q + at.stage * (QTile::BYTES / 16));
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES, !LSE_FIRST>(
+            s, k, q + at.stage * (QTile::BYTES / 16));
     }
     __device__ __forceinline__ void begin_dp(Scores& dp, int j) const {
         const Position<NUM_STAGES> at(j);
         mbarrier_wait(Memory::o_full(at.stage), at.phase);
+        if constexpr (DELTA_FIRST) begin_with(dp, Memory::DELTA, at.stage, -1.f);
         wgmma_fence();
-        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES>(dp, v, o + at.stage * (QTile::BYTES / 16));
+        multiply<KTile::PANEL_BYTES, QTile::PANEL_BYTES, !DELTA_FIRST>(
+            dp, v, o + at.stage * (QTile::BYTES / 16));
     }
     __device__ __forceinline__ void begin_sum(Sums& sum, Fragment& a, unsigned long long b,
                                               int j) const {
@@ -263,15 +283,15 @@ struct Consumer {
         for (int i = 0; i < (ONE_LOOP ? 0 : BLOCK_M / 2); ++i) hide_late(i);
     }
     __device__ __forceinline__ void exponentials(const Scores& s, Scores& p, int j) const {
-        const unsigned from =
-            Memory::at(Memory::NEG_LSE + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            const float2 l = load_shared_floats(from + i * 8);
-            p[i] = exp2_approx(fmaf(s[i], factor, l.x));
-            p[i + 1] = exp2_approx(fmaf(s[i + 1], factor, l.y));
-            p[i + 2] = exp2_approx(fmaf(s[i + 2], factor, l.x));
-            p[i + 3] = exp2_approx(fmaf(s[i + 3], factor, l.y));
+            float2 l = {};
+            if constexpr (!LSE_FIRST)
+                l = statistics(Memory::NEG_LSE, Position<NUM_STAGES>(j).stage, i);
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                p[i + n] = exp2_approx(LSE_FIRST ? s[i + n] * factor
+                                                 : fmaf(s[i + n], factor, n % 2 ? l.y : l.x));
         }
     }
     __device__ __forceinline__ static void round(const Scores& x, Fragment& to) {
@@ -282,14 +302,23 @@ struct Consumer {
     template <class P>
     __device__ __forceinline__ void differences(const Scores& dp, Fragment& ds, int j,
                                                 P p_of) const {
-        const unsigned from =
-            Memory::at(Memory::DELTA + Position<NUM_STAGES>(j).stage * ROW_BYTES + lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            const float2 d = load_shared_floats(from + i * 8), p = p_of(i), p_8 = p_of(i + 2);
-            ds[i / 2] = pack(p.x * (dp[i] - d.x), p.y * (dp[i + 1] - d.y));
-            ds[i / 2 + 1] = pack(p_8.x * (dp[i + 2] - d.x), p_8.y * (dp[i + 3] - d.y));
+            float2 d = {};
+            if constexpr (!DELTA_FIRST)
+                d = statistics(Memory::DELTA, Position<NUM_STAGES>(j).stage, i);
+            const float2 p = p_of(i), p_8 = p_of(i + 2);
+            ds[i / 2] = pack(p.x * less(dp[i], d.x), p.y * less(dp[i + 1], d.y));
+            ds[i / 2 + 1] = pack(p_8.x * less(dp[i + 2], d.x), p_8.y * less(dp[i + 3], d.y));
         }
+    }
+    __device__ __forceinline__ static float less(float dp, float delta) {
+        return DELTA_FIRST ? dp : dp - delta;
+    }
+    __device__ __forceinline__ void differences(const Scores& dp, Fragment& ds, int j,
+                                                const Fragment& p) const {
+        differences(dp, ds, j,
+                    [&](int i) { return make_float2(low_of(p[i / 2]), high_of(p[i / 2])); });
     }
     // dS, its columns as rows of queries, to this warpgroup's 64 columns of shared memory.
     __device__ __forceinline__ void put_ds(const Fragment& x, int j) const {
@@ -319,7 +348,7 @@ struct Consumer {
     }
     // A tile whose S is there. Next: begins S of the next one.
     template <bool Next>
-    __device__ __forceinline__ void step(Scores& s, Sums& dk, Sums& dv, int j, int row) const {
+    __device__ __forceinline__ void step_of_s(Scores& s, Sums& dk, Sums& dv, int j, int row) const {
         Scores p, dp;
         Fragment rounded, difference;
         begin_dp(dp, j);
@@ -333,13 +362,57 @@ struct Consumer {
         differences(dp, difference, j, [&](int i) { return make_float2(p[i], p[i + 1]); });
         begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
         put_ds(difference, j);
-        if constexpr (Next) {
-            if (AHEAD == 2) wgmma_wait<1>(), warpgroup_fence_operand(dv);
-            begin_s(s, j + 1);
-        }
+        if constexpr (Next) begin_s(s, j + 1);
         wgmma_wait<0>();
         warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
         if constexpr (Next) warpgroup_fence_operand(s);
+        release(j);
+    }
+    // A tile whose P is there. Next: makes P of the next one.
+    template <bool Next>
+    __device__ __forceinline__ void step_of_p(Scores& s, Fragment& p, Sums& dk, Sums& dv, int j,
+                                              int row) const {
+        Fragment ds;
+        begin_dp(s, j), begin_sum(dv, p, o, j);
+        wgmma_wait<1>();
+        warpgroup_fence_operand(s);
+        differences(s, ds, j, p);
+        if constexpr (Next) begin_s(s, j + 1);
+        begin_sum(dk, ds, q, j);
+        put_ds(ds, j);
+        if constexpr (Next) {
+            wgmma_wait<1>();
+            warpgroup_fence_operand(s), warpgroup_fence_operand(dv);
+            mask(s, row + BLOCK_M);
+            exponentials(s, s, j + 1);
+            round(s, p);
+        }
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
+        release(j);
+    }
+    // A tile of which nothing is there.
+    template <bool Masked>
+    __device__ __forceinline__ void step(Sums& dk, Sums& dv, int j, int row) const {
+        Scores s;
+        Fragment p, ds;
+        begin_s(s, j);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(s);
+        if constexpr (Masked) mask(s, row);
+        exponentials(s, s, j);
+        round(s, p);
+        warpgroup_fence_operand(p);
+        begin_dp(s, j);
+        if constexpr (AHEAD == 3) begin_sum(dv, p, o, j);
+        wgmma_wait<AHEAD == 3>();
+        warpgroup_fence_operand(s);
+        differences(s, ds, j, p);
+        if constexpr (AHEAD == 0) begin_sum(dv, p, o, j);
+        begin_sum(dk, ds, q, j);
+        put_ds(ds, j);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
         release(j);
     }
     // ---- DKV_WARPGROUPS 2: the first warpgroup has S, P and dV, the second dP, dS and dK ----
@@ -378,8 +451,7 @@ struct Consumer {
         for (int i = 0; i < BLOCK_M / 16; ++i)
             ldmatrix_x4(reinterpret_cast<unsigned (&)[4]>(p[4 * i]),
                         place_of_p(at.stage) + i * 2048);
-        differences(dp, x, j,
-                    [&](int i) { return make_float2(low_of(p[i / 2]), high_of(p[i / 2])); });
+        differences(dp, x, j, p);
         mbarrier_wait(Memory::q_full(Position<NUM_STAGES>(j).stage), Position<NUM_STAGES>(j).phase);
     }
     template <bool Second, bool Next>
@@ -450,51 +522,51 @@ struct Consumer {
         for (; row < end && row + BLOCK_M <= seen; row += BLOCK_M, ++j) pass(j);
         if constexpr (HIDES_EARLIER) {
             // The last key of the warpgroup is seen last.
-            of_rows(dk, dv, j, row, min(end, min(own + 64, call.seqlen_k) + call.reach));
+            of_rows<true>(dk, dv, j, row, min(end, min(own + 64, call.seqlen_k) + call.reach));
 #pragma unroll 1
             for (; row < end; row += BLOCK_M, ++j) pass(j);
+            return j;
+        }
+        if constexpr (AHEAD == 3 && !PADDED) {
+            // The queries from this one on see all keys of the warpgroup.
+            const int whole = own + 64 > call.seqlen_k ? end
+                              : HIDES_LATER            ? own + 63 + call.diagonal
+                                                       : row;
+            of_rows<true>(dk, dv, j, row, min(end, whole));
+            of_rows<false>(dk, dv, j, row, end);
         } else {
-            of_rows(dk, dv, j, row, end);
+            of_rows<true>(dk, dv, j, row, end);
         }
         return j;
     }
-    // The tiles from `row` on that begin before `end`; j and row become those after them.
+    // The tiles from `row` on that begin before `end`; j and row become those after them. Masked:
+    // some of them may not be seen whole.
+    template <bool Masked>
     __device__ __forceinline__ void of_rows(Sums& dk, Sums& dv, int& j, int& row, int end) const {
-        if (row >= end) return;
-        if constexpr (AHEAD > 0) {
-            Scores s;
-            begin_s(s, j);
-            wgmma_wait<0>();
-            warpgroup_fence_operand(s);
+        if constexpr (AHEAD == 0 || AHEAD == 3) {
 #pragma unroll 1
-            for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step<true>(s, dk, dv, j, row);
-            step<false>(s, dk, dv, j, row);
-            row += BLOCK_M, ++j;
-        } else {
-#pragma unroll 1
-            for (; row < end; row += BLOCK_M, ++j) {
-                Scores s, p, dp;
-                Fragment rounded, difference;
-                begin_s(s, j);
-                wgmma_wait<0>();
-                warpgroup_fence_operand(s);
-                mask(s, row);
-                exponentials(s, p, j);
-                round(p, rounded);
-                warpgroup_fence_operand(rounded);
-                begin_dp(dp, j);
-                wgmma_wait<0>();
-                warpgroup_fence_operand(dp);
-                differences(dp, difference, j, [&](int i) {
-                    return make_float2(low_of(rounded[i / 2]), high_of(rounded[i / 2]));
-                });
-                begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);
-                put_ds(difference, j);
-                wgmma_wait<0>();
-                warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
-                release(j);
-            }
+            for (; row < end; row += BLOCK_M, ++j) step<Masked>(dk, dv, j, row);
+            return;
         }
+        if (row >= end) return;
+        Scores s;
+        begin_s(s, j);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(s);
+        if constexpr (AHEAD == 1) {
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step_of_s<true>(s, dk, dv, j, row);
+            step_of_s<false>(s, dk, dv, j, row);
+        } else {
+            Fragment p;
+            mask(s, row);
+            exponentials(s, s, j);
+            round(s, p);
+#pragma unroll 1
+            for (; row < end - BLOCK_M; row += BLOCK_M, ++j) step_of_p<true>(s, p, dk, dv, j, row);
+            step_of_p<false>(s, p, dk, dv, j, row);
+        }
+        row += BLOCK_M, ++j;
     }
 };
 
@@ -586,8 +658,9 @@ struct OtherHeads {
         const long long at = static_cast<long long>(query) * call.pitch + row;
         const_cast<float*>(call.delta)[at] = sum;
         const_cast<float*>(call.neg_lse)[at] =
-            row < seqlen_q ? negated(lse[static_cast<long long>(query) * seqlen_q + row])
-                           : minus_infinity();
+            row < seqlen_q
+                ? negated(lse[static_cast<long long>(query) * seqlen_q + row], lse_factor(scale))
+                : minus_infinity();
     }
 
     static constexpr int OF_ROW = (LANES + UNIT_CHUNKS - 1) / UNIT_CHUNKS;  // units of 64 queries

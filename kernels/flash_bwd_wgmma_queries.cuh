@@ -100,26 +100,35 @@ struct Consumer {
             Fragment ds;
             const Position<STAGES> now = of_k(j), now_v = of_v(j);
             mbarrier_wait(at.k_full(now.stage), now.phase);
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i) {
+                if (LSE_FIRST) s[i] = neg_lse[i / 2 % 2];
+                if (DELTA_FIRST) dp[i] = -delta[i / 2 % 2];
+            }
+            if (LSE_FIRST) warpgroup_fence_operand(s);
+            if (DELTA_FIRST) warpgroup_fence_operand(dp);
             wgmma_fence();
-            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(s, q,
-                                                             k + now.stage * (KTile::BYTES / 16));
+            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES, !LSE_FIRST>(
+                s, q, k + now.stage * (KTile::BYTES / 16));
             mbarrier_wait(at.v_full(now_v.stage), now_v.phase);
             wgmma_fence();
-            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES>(dp, o,
-                                                             v + now_v.stage * (KTile::BYTES / 16));
+            multiply<QTile::PANEL_BYTES, KTile::PANEL_BYTES, !DELTA_FIRST>(
+                dp, o, v + now_v.stage * (KTile::BYTES / 16));
             wgmma_wait<1>();
             warpgroup_fence_operand(s);
             mask(s, j);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
-                s[i] = exp2_approx(fmaf(s[i], factor, neg_lse[i / 2 % 2]));
+                s[i] =
+                    exp2_approx(LSE_FIRST ? s[i] * factor : fmaf(s[i], factor, neg_lse[i / 2 % 2]));
             wgmma_wait<0>();
             warpgroup_fence_operand(dp);
             arrive(at.v_empty(now_v.stage));
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; i += 2)
-                ds[i / 2] = pack(s[i] * (dp[i] - delta[i / 2 % 2]),
-                                 s[i + 1] * (dp[i + 1] - delta[i / 2 % 2]));
+            for (int i = 0; i < BLOCK_N / 2; i += 2) {
+                auto less = [&](int n) { return DELTA_FIRST ? dp[n] : dp[n] - delta[i / 2 % 2]; };
+                ds[i / 2] = pack(s[i] * less(i), s[i + 1] * less(i + 1));
+            }
             warpgroup_fence_operand(ds), warpgroup_fence_operand(dq);
             wgmma_fence();
             accumulate<COLUMNS, KTile::PANEL_BYTES>(
@@ -210,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_bwd_wgmma_queries
                 const long long from = static_cast<long long>(work.head) * seqlen_q + own;
                 const uint4* of_out = out + of_o.of_output(from, work.head, own) / 8;
                 const uint4* of_d_out = d_out + of_do.of_output(from, work.head, own) / 8;
-                l[r] = negated(lse[from]);
+                l[r] = negated(lse[from], lse_factor(scale));
 #pragma unroll
                 for (int i = 0; i < (LANES + 3) / 4; ++i)
                     if (LANES % 4 == 0 || i * 4 + lane % 4 < LANES)

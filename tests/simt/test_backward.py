@@ -35,22 +35,22 @@ APART = "KV_WARPGROUPS=1 DKV_WARPGROUPS=2"
 # Config, head_dim, and what else a problem of it has.
 CONFIGS = (
     ("RECOMPUTE=0 PDL=1", 128, "bf16", FULL),
-    ("RECOMPUTE=0", 128, "fp16", CAUSAL),
-    ("RECOMPUTE=0 BLOCK_M=128", 64, "bf16", CAUSAL),
-    ("RECOMPUTE=0 AHEAD=1", 64, "fp16", FULL),
-    ("RECOMPUTE=0 AHEAD=2", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=0 AHEAD=3 STATISTICS=1", 128, "fp16", CAUSAL),
+    ("RECOMPUTE=0 BLOCK_M=128 AHEAD=3", 64, "bf16", CAUSAL),
+    ("RECOMPUTE=0 AHEAD=1 STATISTICS=2", 64, "fp16", FULL),
+    ("RECOMPUTE=0 AHEAD=2 STATISTICS=1", 96, "bf16", CAUSAL),
     ("RECOMPUTE=0 KV_WARPGROUPS=1 BLOCKS_PER_SM=2", 64, "bf16", CAUSAL),
     ("RECOMPUTE=1 KV_WARPGROUPS=1 BLOCKS_PER_SM=2 AHEAD=2", 128, "bf16", CAUSAL),
-    ("RECOMPUTE=1 AHEAD=0 Q_BLOCK_N=96 PDL=1", 128, "fp16", FULL),
+    ("RECOMPUTE=1 AHEAD=3 Q_BLOCK_N=96 PDL=1", 128, "fp16", FULL),
     ("RECOMPUTE=1 BLOCK_M=128 AHEAD=1 Q_BLOCK_N=64", 64, "bf16", CAUSAL),
     ("RECOMPUTE=0 AHEAD=1 PDL=1", 96, "bf16", CAUSAL),
     ("RECOMPUTE=0", 120, "fp16", FULL),
-    ("RECOMPUTE=0 BLOCK_M=128", 40, "fp16", CAUSAL),
-    ("RECOMPUTE=1 AHEAD=2", 72, "bf16", FULL),
+    ("RECOMPUTE=0 BLOCK_M=128 STATISTICS=2", 40, "fp16", CAUSAL),
+    ("RECOMPUTE=1 AHEAD=2 STATISTICS=2", 72, "bf16", FULL),
     ("RECOMPUTE=1 Q_BLOCK_N=80", 160, "bf16", FULL),
     (f"RECOMPUTE=0 {APART} AHEAD=1", 192, "bf16", CAUSAL),
     (f"RECOMPUTE=0 {APART} DQ_ADD=1 PDL=1", 256, "bf16", CAUSAL),
-    (f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64 AHEAD=1", 256, "fp16", CAUSAL),
+    (f"RECOMPUTE=1 {APART} Q_STAGES=1 Q_BLOCK_N=64 AHEAD=1 STATISTICS=2", 256, "fp16", CAUSAL),
     (f"RECOMPUTE=1 {APART} Q_BLOCK_N=80 NUM_STAGES=3 CLUSTER=2", 184, "bf16", FULL),
     (f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2 AHEAD=1", 232, "bf16", CAUSAL),
 )
@@ -170,7 +170,7 @@ OF_WAVES = (
     ("PDL=1 DQ_RING=2", 128, "bf16", (5, 2, 2, 200, 330), FULL, DENSE, 2, True),
     ("DQ_RING=4", 128, "fp16", (9, 4, 2, 200, 330), CAUSAL, DENSE, 2, True),
     ("DQ_RING=3 BLOCK_M=128", 64, "bf16", (7, 1, 1, 300, 300), CAUSAL, DENSE, 1, False),
-    ("DQ_RING=3 AHEAD=2", 72, "fp16", (4, 2, 2, 300, 130), Interval(100, 0), DENSE, 1, False),
+    ("DQ_RING=3 AHEAD=2 STATISTICS=2", 72, "fp16", (4, 2, 2, 300, 130), Interval(100, 0), DENSE, 1, False),
     ("DQ_RING=3", 40, "bf16", (6, 2, 1, 130, 450), CAUSAL, Padded("right", 40), 1, False),
     ("DQ_RING=2", 120, "fp16", (3, 3, 1, 257, 330), FULL, DENSE, 1, True),
     (f"{APART} DQ_ADD=1 DQ_RING=3 CLUSTER=2", 136, "bf16", (5, 2, 1, 130, 450), FULL, DENSE, 1, True),
@@ -212,14 +212,14 @@ WRONG_WAVES = {
 }  # fmt: skip
 
 
-SUMS = "begin_sum(dv, rounded, o, j), begin_sum(dk, difference, q, j);"
 # The stage, what stands there, what stands there instead, and how often if that is not once.
 WRONG = {
     "sums that are not cleared": ("delta", "if (has_columns) sums", "if (false) sums"),
     "keys past the last have weight": ("keys", "NEVER = 1 << 30", "NEVER = 0"),
     "no scale of dK": ("keys", "(dk, scale,", "(dk, 1.f,"),
     "dQ of half of the keys": ("keys", "i < BLOCK_N / 16", "i < BLOCK_N / 32"),
-    "queries released before dK has read them": ("keys", SUMS, f"release(j); {SUMS}", 2),
+    "queries released before dK has read them": ("keys", "begin_sum(dk, ds, q, j);",
+        "release(j); begin_sum(dk, ds, q, j);", 2),
     "dS overwritten before dQ has read it": ("keys", "ds_empty(at.stage), at.phase ^ 1", "ds_empty(0), 1"),
     "dQ's staging overwritten before it is added": ("keys", "added(part), (j & 1) ^ 1", "added(part), 1"),
     "dK written over K before dQ has read it": ("keys", "if (DQ) named_barrier_sync(K_READ_BARRIER",
@@ -237,6 +237,26 @@ WRONG_CAUSAL = {
     "keys of another head": ("queries", "of_keys(work.head, group)", "of_keys(work.head, 1)"),
     "V given back before it is read": ("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);",
         "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);"),
+}  # fmt: skip
+
+
+# The same where statistics are in the sums from the first.
+WRONG_FIRST = {
+    "delta added to dP": ("keys", "Memory::DELTA, at.stage, -1.f", "Memory::DELTA, at.stage, 1.f"),
+    "S begins with a log-sum-exp of base 2": ("queries", "LSE_FIRST ? 1.f / scale : LOG2E", "LOG2E / scale"),
+    "the first query's statistics for both of a thread": ("keys", "x[i + 1] = x[i + 3] = sign * l.y",
+        "x[i + 1] = x[i + 3] = sign * l.x"),
+    "dP begins with the other query's delta": ("queries", "dp[i] = -delta[i / 2 % 2]", "dp[i] = -delta[i % 2]"),
+}  # fmt: skip
+# The same where tiles that are seen whole have a loop of their own.
+WRONG_LOOPS = {
+    "a tile that is seen in part taken as whole": ("keys", "own + 63 + call.diagonal", "own + call.diagonal"),
+    "dV of the next tile's P": ("keys", "if constexpr (AHEAD == 3) begin_sum(dv, p, o, j);",
+        "if constexpr (AHEAD == 3) begin_sum(dv, p, o, j + 1);"),
+}  # fmt: skip
+WRONG_LAST_KEYS = {
+    "keys past the last in the loop without a mask": ("keys", "own + 64 > call.seqlen_k ? end",
+        "own > call.seqlen_k ? end"),
 }  # fmt: skip
 
 
@@ -340,6 +360,9 @@ PLANTED = [
     for table, words, case in (
         (WRONG, "RECOMPUTE=0", Case(problem_of(1, 2, 1, 350, 200, head_dim=64), "far_below")),
         (WRONG_CAUSAL, "RECOMPUTE=1", Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=CAUSAL))),
+        (WRONG_FIRST, "RECOMPUTE=1 AHEAD=2 STATISTICS=2", Case(problem_of(1, 2, 1, 350, 200, head_dim=64))),
+        (WRONG_LOOPS, "RECOMPUTE=0 AHEAD=3", Case(problem_of(1, 2, 1, 350, 200, head_dim=64, mask=CAUSAL))),
+        (WRONG_LAST_KEYS, "RECOMPUTE=0 AHEAD=3", Case(problem_of(1, 2, 1, 350, 200, head_dim=64), "far_below")),
         (WRONG_WINDOWS, "RECOMPUTE=1 Q_BLOCK_N=64",
          Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30)))),
         *((table, "RECOMPUTE=1 Q_BLOCK_N=64",
