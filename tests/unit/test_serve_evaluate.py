@@ -121,10 +121,7 @@ def test_the_held_out_shapes_timed_all_choices(name):
 @pytest.mark.parametrize(
     ("judge", "by", "least"),
     [
-        pytest.param(
-            *("held_out_dims", ["head_dims"], 28),
-            marks=pytest.mark.xfail(strict=True, reason="timed no panels of 64 bytes: sweep it again"),
-        ),
+        ("held_out_dims", ["head_dims"], 28),
         ("held_out_value_dims", ["value_dims"], 6),
         ("held_out_decode_later", ["decode", "decode_models"], 12),
         ("held_out_backward", ["backward", "backward_dims", "backward_short"], 25),
