@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
 # Most bytes of an archive, and cubins of the base, whose bytes others repeat; a first call unpacks
-# the base and one archive. 1074 kernels are 2176 KiB so, and unpacked in 26 ms of a first call, at
+# the base and one archive. 1074 kernels were 2176 KiB so, and unpacked in 26 ms of a first call, at
 # most 28. Archives of half the size take 2402 KiB and 20 ms, of twice the size 2091 KiB and 27 ms,
 # but 15 % of all bytes are unpacked then.
 GROUP, OF_BASE = 19 * 2**18, 40
