@@ -159,7 +159,10 @@ BACKWARD_SPILLS = {1: 192, 2: 0}
 
 
 def tightest_gradients(problem: Problem, count: int) -> list:
-    """Configs whose consumers have fewest registers to spare, of each way to have dK and dV."""
+    """Configs whose consumers have fewest registers to spare, of each way to have dK and dV.
+
+    Those whose sums begin with statistics count apart.
+    """
     declared = sys.modules[BACKWARD_FAMILY.stages["keys"].launch.__module__]
 
     def spare(config):
@@ -168,11 +171,14 @@ def tightest_gradients(problem: Problem, count: int) -> list:
         return given - declared.registers_needed(config, problem)
 
     space = Space.build(BACKWARD_FAMILY, problem, ARCH, Selection({"PDL": (0,)})).configs
-    kinds = {(c.RECOMPUTE, c.DKV_WARPGROUPS) for c in space}
+
+    def kind(config):
+        return config.RECOMPUTE, config.DKV_WARPGROUPS, config.STATISTICS > 0
+
     return [
         config
-        for kind in sorted(kinds)
-        for config in sorted((c for c in space if (c.RECOMPUTE, c.DKV_WARPGROUPS) == kind), key=spare)[:count]
+        for of in sorted({kind(config) for config in space})
+        for config in sorted((c for c in space if kind(c) == of), key=spare)[:count]
     ]
 
 
