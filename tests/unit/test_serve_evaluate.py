@@ -30,7 +30,7 @@ BOTH = ("flash_training", "flash_short", "batched", "flash_dims", "flash_long", 
 KERNEL = families()[FAMILY]
 # Winners of (1,8,512,64) that these specs do not have as candidates: one of either card.
 UNTIMED = {
-    f"BLOCK_N={block_n} WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES={stages} PRODUCER_WARPS=4 "
+    f"BLOCK_N={block_n} WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES={stages} SWIZZLE=128 PRODUCER_WARPS=4 "
     "BLOCKS_PER_SM=1 OVERLAP=1 PINGPONG=0 MAXIMA=2 P_SHARED=0 Q_REGISTERS=2 EXP2_POLY=0 ORDER=0 "
     "PERSISTENT=0 O_OVER_Q=0 SPLITS=2 SPLIT_CLUSTER=1 CLUSTER=1 PDL=0 PACK_GQA=0 LSE=0"
     for block_n, stages in ((128, 2), (64, 4))
