@@ -156,12 +156,12 @@ class BackwardKernel(Kernel):
     """What the launches of a forward and of its backward compute, in the stages' workspaces.
 
     causal: which machine code was compiled. Each launch reads what those ahead of it wrote. `gone`:
-    a factor of dK, for a kernel that is wrong.
+    a factor of dK, for a kernel that is wrong. statistics: the setting of that name.
     """
 
-    def __init__(self, causal: bool = False, gone: float = 1.0) -> None:
+    def __init__(self, causal: bool = False, gone: float = 1.0, statistics: int = 0) -> None:
         super().__init__(causal)
-        self.gone = gone
+        self.gone, self.statistics = gone, statistics
 
     def __call__(self, launch: dict[str, Any]) -> None:
         """Write the outputs of a stage."""
@@ -174,29 +174,30 @@ class BackwardKernel(Kernel):
                 own(launch["config"].gridDimY, *launch["values"])
 
     def _delta(self, heads: int, o: int, do: int, lse: int, *rest: int) -> None:
-        neg_lse, delta, sums, rows, pitch, of_batch, *apart = rest
+        neg_lse, delta, sums, rows, pitch, lse_by, of_batch, *apart = rest
         sizes = (heads // of_batch, of_batch, rows, 64)
         out, d_out = (_raw(each, sizes, apart[i : i + 3]) for i, each in ((0, o), (3, do)))
-        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta)
+        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta, lse_by)
         _floats(sums, heads * pitch * 64)[:] = 0
 
     @staticmethod
     def _statistics(heads: int, rows: int, pitch: int, *given: Any) -> None:
-        out, d_out, lse, neg_lse, delta = given
+        out, d_out, lse, neg_lse, delta, lse_by = given
         own, of_row = (_floats(each, heads * pitch).view(heads, pitch) for each in (neg_lse, delta))
         own[:], of_row[:] = -math.inf, 0
-        own[:, :rows] = _floats(lse, heads * rows).view(heads, rows) * -math.log2(math.e)
+        own[:, :rows] = _floats(lse, heads * rows).view(heads, rows) * -lse_by
         own[own == math.inf] = -math.inf  # of a query that sees no key
         of_row[:, :rows] = (out.float() * d_out.float()).sum(-1).view(heads, rows)
 
     def _weights(self, q: Any, k: Any, neg_lse: int, pitch: int, factor: float) -> Any:
         batch, heads, rows, _ = q.shape
         own = _floats(neg_lse, batch * heads * pitch).view(batch, heads, pitch)[..., :rows, None]
-        scores = q.float() @ k.mT * factor
+        by = factor if self.statistics > 1 else 1.0  # of what `own` is added to
+        scores = q.float() @ k.mT * (factor / by)
         if self.causal:
             seen = torch.ones(rows, k.shape[2], dtype=torch.bool).tril(k.shape[2] - rows)
             scores = scores.masked_fill(~seen, -math.inf)
-        return torch.exp2(self.hidden(scores) + own)
+        return torch.exp2((self.hidden(scores) + own) * by)
 
     def hidden(self, scores: Any) -> Any:
         """Scores of which those that a window or padding hides are minus infinity."""
@@ -217,7 +218,8 @@ class BackwardKernel(Kernel):
         _together, factor, scale, of_batch, *apart = values[15:]
         sizes = (heads // of_batch, of_batch, rows, 64)
         out, d_out = (_raw(each, sizes, apart[i : i + 3]) for i, each in ((0, o), (3, do)))
-        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta)
+        lse_by = 1 / scale if self.statistics > 1 else math.log2(math.e)
+        self._statistics(heads, rows, pitch, out, d_out, lse, neg_lse, delta, lse_by)
         _, ds, _, k, _ = self._products(maps[:4], neg_lse, delta, pitch, group, factor)
         tensor_of(maps[4]).copy_(ds @ k * scale)
 
@@ -251,7 +253,7 @@ class MaskedBackwardKernel(BackwardKernel, MaskedKernel):
 
     def __init__(self) -> None:
         MaskedKernel.__init__(self)
-        self.gone, self.backwards, self._seen_keys = 1.0, 0, (0, 0, 0)
+        self.gone, self.statistics, self.backwards, self._seen_keys = 1.0, 0, 0, (0, 0, 0)
 
     def __call__(self, launch: dict[str, Any]) -> None:
         """Write the outputs of a stage."""

@@ -153,7 +153,7 @@ class FakeDriver:
         of_window = "ii" if masked else ""
         of_window += "pi" if b" padded " in code else ""
         if function[1] == "flash_bwd_wgmma_delta":
-            kinds = "pppppp" + "ii" + "i" + "iii" * 2
+            kinds = "pppppp" + "ii" + "f" + "i" + "iii" * 2
         elif function[1] == "flash_bwd_wgmma_queries":
             kinds = "mmmmm" + "ppppp" + "iiiiii" + "ff" + of_window + "i" + "iii" * 2
         elif function[1] == "flash_bwd_wgmma_keys":

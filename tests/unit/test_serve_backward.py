@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from operators import close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
-from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
+from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner, with_config  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.serve.runtime import backward_operator  # noqa: E402
@@ -66,6 +66,18 @@ def test_gradients_of_any_layout_by_the_kernels(operator, layout, grouped):
     assert operator.counters() == {"kernel": 1, "kernel_backward": 1}
     gradients_of(operator.attention, given, enable_gqa=True, scale=0.3)
     assert operator.counters()["kernel_backward"] == 2
+
+
+@pytest.mark.parametrize("kernel", [PLAIN_BACKWARD, RECOMPUTED])
+@pytest.mark.parametrize("statistics", [1, 2])
+def test_statistics_in_sums_from_the_first_are_of_the_calls_scale(tmp_path, statistics, kernel):
+    driver = FakeDriver(BackwardKernel(statistics=statistics))
+    kernel = with_config(kernel, STATISTICS=statistics)
+    made = make(tmp_path, driver, winner(shape()), backward(shape(), kernel))
+    for scale in (0.3, None, 0.05):
+        given = tensors()
+        assert right(gradients_of(made.attention, given, scale=scale), given, scale=scale), scale
+    assert made.counters() == {"kernel": 3, "kernel_backward": 3}
 
 
 def test_causal_and_recomputed(tmp_path):

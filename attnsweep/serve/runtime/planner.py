@@ -41,7 +41,9 @@ from .table import GpuKey, Table, TunedGpu, known
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
-_MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
+# A kernel gets it as a 32-bit number, times the logarithm of e; gradients also get its inverse,
+# times log-sum-exps.
+_LEAST_SCALE, _MOST_SCALE = 1e-30, 1e38
 
 
 class Planner:
@@ -92,8 +94,10 @@ class Planner:
             return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
         if is_causal and query.shape[2] != key.shape[2]:
             return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
-        if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
-            return Choice(None, "scale", f"scale is {scale}, not a positive number of 32 bits")
+        known = scale is None or isinstance(scale, _NUMBERS)
+        if not known or (scale is not None and not _LEAST_SCALE < scale < _MOST_SCALE):
+            said = f"scale is {scale}, not between {_LEAST_SCALE} and {_MOST_SCALE}"
+            return Choice(None, "scale", said)
         return None
 
     @asked_once

@@ -119,7 +119,7 @@ def launches(
     """
     scales = {problem.scale * LOG2E: scale * LOG2E}
     if problem.op == BACKWARD:  # a forward may have a softcap of that number
-        scales[problem.scale] = scale
+        scales |= {problem.scale: scale, 1 / problem.scale: 1 / scale}
 
     def here(arg: Arg) -> Arg:
         if isinstance(arg, float):
