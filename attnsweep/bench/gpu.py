@@ -16,12 +16,13 @@ START_TIMEOUT_S = 180.0
 
 
 # What a launch error says if what was called failed. Where memory is short, who took it is unknown.
-_OWN_FAULT = re.compile(r"cuda(?!.*(out of memory|MemoryAllocation))|process died", re.IGNORECASE)
+_SHORT_OF_MEMORY = re.compile(r"out.of.memory|MemoryAllocation", re.IGNORECASE)
+_OWN_FAULT = re.compile(r"CUDA(RuntimeError|DriverError| driver error| error):|process died")
 
 
 def is_its_own(detail: str) -> bool:
     """Whether an error is of what was called: of its kernels or its process, not of the judge."""
-    return _OWN_FAULT.search(detail) is not None
+    return bool(_OWN_FAULT.search(detail)) and not _SHORT_OF_MEMORY.search(detail)
 
 
 class WorkerError(Exception):

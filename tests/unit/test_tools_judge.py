@@ -22,6 +22,10 @@ PROBLEM = Problem(4, 32, 32, 4096, 4096, 128, "bf16")
 BOUND_US = bounds(PROBLEM, arch_named(H200.arch), H200)["matrix"]
 AGAINST = ("torch_flash", "torch_cudnn", "flash_attn_3")
 WHERE = {"batch": 0, "head": 3, "row": 511}
+OUT_OF_MEMORY = (  # as PyTorch says it, which names CUDA behind it too
+    "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large try "
+    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (prepare.py:1)"
+)
 OVER = Accuracy(rel_err=0.5, limit=0.01, case="timed", shares={"row": 50.0}, where=WHERE)
 
 
@@ -76,6 +80,10 @@ def failing(card, method, status, detail, payload=None):
         (Status.LAUNCH_ERROR, "OutOfMemoryError: Out of memory allocating 512 bytes", "unconfirmed", 4),
         (Status.LAUNCH_ERROR, "OutOfMemoryError: CUDA out of memory. (prepare.py:1)", "unconfirmed", 4),
         (Status.LAUNCH_ERROR, "CUDARuntimeError: cudaErrorMemoryAllocation: out", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, f"OutOfMemoryError: {OUT_OF_MEMORY}", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "AttributeError: no such card (cuda.py:3)", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "ModuleNotFoundError: No module named 'cuda'", "unconfirmed", 4),
+        (Status.LAUNCH_ERROR, "AcceleratorError: CUDA error: an illegal memory access", "refused", 1),
         (Status.DAMAGED, "its events say 50 µs a call", "unconfirmed", 4),
     ],
 )
