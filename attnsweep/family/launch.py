@@ -30,7 +30,7 @@ def l2_bytes_at_once(strides: Sequence[int]) -> int:
     whose rows are 272 bytes apart, 663 µs, and 128 559; rows of 144 bytes 58.5 and 56.1, of 80
     116.9 and 114.5, of 160 56.2 and 55.4, of 288 as long.
     """
-    share = strides and 128 % strides[0] == 0
+    share = strides and strides[0] and 128 % strides[0] == 0
     return 256 if share or all(stride % 128 == 0 for stride in strides) else 128
 
 

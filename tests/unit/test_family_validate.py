@@ -310,6 +310,7 @@ def test_a_descriptor_of_one_dimension_has_no_row_to_begin_within_a_line():
         ((144, 144 * 128), 128),
         ((144 * 16, 144), 128),  # heads beside each other: 16 rows of 144 bytes begin a line together
         ((128 * 16, 128), 256),
+        ((0, 144), 128),  # one row for all
     ],
 )
 def test_the_l2_fetches_256_bytes_for_rows_that_begin_with_lines(strides, nbytes):
