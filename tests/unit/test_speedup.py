@@ -75,6 +75,12 @@ def test_a_program_without_pytorch_is_said_to_use_no_package(place):
     assert "mine: not used: no process imported PyTorch" in done.stderr
 
 
+def test_a_program_that_ends_in_the_middle_has_imported_pytorch(place):
+    done = attnsweep("exec", "mine", "--", sys.executable, "-c", "import os, torch; os._exit(0)")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "mine: 0 of 0 attention calls went to its kernels" in done.stderr
+
+
 @pytest.mark.parametrize(("name", "said"), [("lib", "is no exported package"), ("a b", "no such")])
 def test_what_is_no_package_is_refused_before_the_program_runs(place, name, said):
     done = attnsweep("exec", name, "--", sys.executable, "program.py")
