@@ -437,7 +437,7 @@ def test_a_scale_that_changes_in_place(operator):
     assert close(operator.attention(q, k, v, scale=scale), expected)
 
 
-@pytest.mark.parametrize("scale", [1e39, 3.3e38, 1e300])
+@pytest.mark.parametrize("scale", [1e39, 3.3e38, 1e300, 1e-39])
 def test_a_scale_beyond_32_bits(operator, scale):
     q, k, v = tensors()
     operator.attention(q, k, v, scale=scale)
