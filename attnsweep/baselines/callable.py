@@ -45,13 +45,21 @@ def source_digest(name: str) -> str | None:
     file, _, _ = Asked.of(name).call.rpartition(":")
     with suppress(ImportError, AttributeError, LookupError, ValueError, OSError), _from_here():
         if not file.endswith(".py"):
-            parts, places, spec = file.split("."), None, None
-            for end in range(1, len(parts) + 1):
+            parts, places = file.split("."), None
+            for end, part in enumerate(parts, 1):
                 of_package = (".".join(parts[:end]), places)
                 every = (finder.find_spec(*of_package) for finder in sys.meta_path)
-                spec = next(filter(None, every), None)
-                places = getattr(spec, "submodule_search_locations", None) or ()
-            file = getattr(spec, "origin", None) or ""
+                spec, without_init = None, False
+                with suppress(KeyError):  # without __init__, in a package that is not imported
+                    without_init = True
+                    spec = next(filter(None, every), None)
+                    without_init = spec is not None and spec.origin is None
+                file, inside = getattr(spec, "origin", None) or "", None
+                if without_init:
+                    inside = [os.path.join(at, part) for at in places or sys.path]
+                elif spec is not None:
+                    inside = spec.submodule_search_locations
+                places = inside or ()
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return None
 
