@@ -91,3 +91,14 @@ def test_an_empty_row_is_0(operator):
     mask = numbers(BATCH, 1, ROWS, ROWS)
     mask[:, :, 30:50] = float("-inf")
     right(operator, mask)
+
+
+def test_a_batch_of_calls_with_a_float32_mask_is_pytorchs(operator):
+    """`torch.vmap` cannot be asked which of its kernels PyTorch would take."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():  # whose tensors are on a card
+        each = torch.empty(3, 2, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
+        mask = torch.empty(8, 8, device="cuda")
+        out = torch.vmap(lambda q: operator.attention(q, q, q, mask))(each)
+    assert (out.shape, out.dtype) == (each.shape, torch.bfloat16)

@@ -51,7 +51,7 @@ def pytorchs(
 def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> bool:
     """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
 
-    Autocast would cast the mask too. A compiler cannot ask.
+    Autocast would cast the mask too. A compiler cannot ask, nor can `torch.vmap`.
     """
     if getattr(attn_mask, "dtype", None) is not torch.float32:
         return False
@@ -63,7 +63,11 @@ def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> boo
         return True
     *masks, scale, enable_gqa = how
     given = (query, key, value, attn_mask, *masks)
-    return bool(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa) == _CUDNN)
+    try:
+        choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
+    except RuntimeError:
+        return True
+    return bool(choice == _CUDNN)
 
 
 class InPlace:
