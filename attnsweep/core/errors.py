@@ -19,10 +19,10 @@ INTERNAL = 70
 
 def in_short(error: BaseException) -> str:
     """`ValueError: the first line of what it says (file.py:7)`: where it was raised."""
-    lines = [""]
+    at, lines = raised_at(error), [""]
     with suppress(BaseException):  # its text is the callable's that raised it, too
         lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]} ({raised_at(error)})"
+    return f"{type(error).__name__}: {lines[0][:300]} ({at})"
 
 
 def raised_at(error: BaseException) -> str:

@@ -324,6 +324,7 @@ def line_of(text):
         ("wants_more", r"raised TypeError: wants_more\(\) missing 1 required positional"),
         ("interrupts", "raised KeyboardInterrupt"),
         ("raises_what_cannot_be_said", "raised Mute"),
+        ("hides_where_it_raises", "raised Placeless: somewhere .kernels.py:"),
         ("out_of_memory", "raised RuntimeError"),
         ("writes_less", "NaN or were never written|relative error"),
         ("waits?graph=true", "no CUDA graph holds its calls: attacks.kernels:waits"),
