@@ -42,8 +42,12 @@ COMPILER = shutil.which("g++")
 # The arch that every family runs on.
 ARCH = ARCHS["sm_90a"]
 FLAGS = ("-std=c++17", "-fmax-errors=5")
-# Registers that nothing wrote are no zeros; kernels look at bits through pointers of other types.
-TEMPLATE_FLAGS = ("-Og", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
+# Registers that nothing wrote are no zeros; kernels look at bits through pointers of other types. A
+# GPU refuses a load or store of several words, which a CPU does not, at no multiple of its bytes.
+TEMPLATE_FLAGS = (
+    *("-Og", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
+    *("-fsanitize=alignment", "-fno-sanitize-recover=alignment"),
+)
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
 # Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
