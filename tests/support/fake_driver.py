@@ -35,6 +35,10 @@ class TensorMap:
 
 # What the bytes say: which encoding made them, and the address. A real map's are not known.
 _NUMBER_AND_ADDRESS = "=24xQ40xQ"
+# Kinds of parameters: maps, int32, float32, and pointers by what is loaded through them at once: 16
+# bytes, 8, a word of 4, or a byte.
+_READ = {"m": _NUMBER_AND_ADDRESS, "i": "=i", "f": "=f"} | dict.fromkeys("pdwb", "=Q")
+_AT_ONCE = {"m": 64, "p": 16, "d": 8, "w": 4}
 
 
 class FakeDriver:
@@ -146,39 +150,41 @@ class FakeDriver:
         """Reads the parameters as the function's signature says."""
         if "cuLaunchKernelEx" in self.refuses or not getattr(self.contexts, "current", 0):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
-        kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
+        kinds: Sequence[str] = "mmmmwp" + "iiiii" + "f" + "iiii"
         code = self.modules[function[0]]
         masked = re.search(rb" (boolean|window|padded|packed) ", code)
         scored = re.search(rb" (softcap|sinks|bias) ", code)
         of_window = "ii" if masked else ""
-        of_window += "pi" if b" padded " in code else ""
+        of_window += "di" if b" padded " in code else ""
         if function[1] == "flash_bwd_wgmma_delta":
-            kinds = "pppppp" + "ii" + "f" + "i" + "iii" * 2
+            kinds = "ppwppp" + "ii" + "f" + "i" + "iii" * 2
         elif function[1] == "flash_bwd_wgmma_queries":
-            kinds = "mmmmm" + "ppppp" + "iiiiii" + "ff" + of_window + "i" + "iii" * 2
+            kinds = "mmmmm" + "ppwpp" + "iiiiii" + "ff" + of_window + "i" + "iii" * 2
         elif function[1] == "flash_bwd_wgmma_keys":
             kinds = "mmmmmm" + "ppp" + "iiiiii" + "ff" + of_window + "i"
         elif function[1] == "flash_bwd_wgmma_convert":
             kinds = "pp" + "ii" + "f" + "i" + "iii"
         elif function[1].endswith("_combine"):
-            kinds = "pppp" + "ii" + "iiii"
+            kinds = "pwpw" + "ii" + "iiii"
         elif function[1].endswith("_mask"):
-            kinds = "ppppppp" + "iiiiii" + "iiiii"
+            kinds = "bdww" + "ppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
-            kinds = ("pii" if b" boolean " in code else "ppiii") + "pp" + "iii"
+            kinds = ("pii" if b" boolean " in code else "pwiii") + "pw" + "iii"
         elif masked or scored:
-            kinds = "mmmmpp" + "iiiii" + "f"
-            kinds += "pppp" + "iii" if masked else ""
-            kinds += "mfp" + "iiii" if scored else ""
+            kinds = "mmmmwp" + "iiiii" + "f"
+            kinds += "pppw" + "iii" if masked else ""
+            kinds += "mfw" + "iiii" if scored else ""
             kinds += "iiii"
         elif function[1] == "flash_fwd_fp8_wgmma":
-            kinds = "mmmm" + "pppp" + "iiiii" + "f"
+            kinds = "mmmm" + "wwww" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)
         values: list[Any] = []
         for kind, address in zip(kinds, addresses, strict=True):
-            how = {"m": _NUMBER_AND_ADDRESS, "p": "=Q", "i": "=i", "f": "=f"}[kind]
+            how = _READ[kind]
             read = struct.unpack(how, ctypes.string_at(address, struct.calcsize(how)))
-            assert kind != "m" or address % 64 == 0
+            if kind in _AT_ONCE:
+                at = address if kind == "m" else read[0]
+                assert at % _AT_ONCE[kind] == 0, f"{function[1]} reads {_AT_ONCE[kind]} bytes at {at:#x}"
             values.append(self.maps[read[0]] | {"pointer": read[1]} if kind == "m" else read[0])
         if isinstance(config, SimpleNamespace):
             config = SimpleNamespace(**vars(config))  # as it is now
