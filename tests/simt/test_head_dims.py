@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILIES = discover()
 FAMILY = FAMILIES["flash_fwd_wgmma"]
 DIMS = (8, 16, 24, 40, 72, 80, 88, 104, 112, 136, 160, 200, 248)
+# Of q and k, and of v: test_value_dims.py has more of them.
+VALUE_DIMS = ("192/128", "96/64", "64/128", "128/256", "8/256", "72/40", "40/72", "256/8", "64/192")
 CONFIGS = (
     "BLOCK_N=64 WARPGROUPS=2 LSE=1",
     "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 MAXIMA=2 LSE=1",
@@ -79,7 +81,7 @@ MAY_REFUSE = (
 )
 
 
-def problems_of(words: str, head_dim: int) -> list[Problem]:
+def problems_of(words: str, head_dim: int | str) -> list[Problem]:
     """Those that this config can do, whatever rules say of their size."""
     config = config_of(FAMILY, words)
     hard = [name for name in FAMILY.rules if name not in MAY_REFUSE]
@@ -88,6 +90,7 @@ def problems_of(words: str, head_dim: int) -> list[Problem]:
 
 
 PAIRS = [(words, dim) for words in CONFIGS for dim in DIMS if problems_of(words, dim)]
+VALUE_PAIRS = [(words, dims) for words in CONFIGS for dims in VALUE_DIMS if problems_of(words, dims)]
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -97,10 +100,10 @@ def test_a_head_dim_has_configs_of_many_kinds(dim):
     assert len(kinds) >= 7
 
 
-@pytest.mark.nightly(push=3)
-@pytest.mark.parametrize(("words", "dim"), PAIRS)
+@pytest.mark.nightly(push=6)
+@pytest.mark.parametrize(("words", "dim"), PAIRS + VALUE_PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
-    number = CONFIGS.index(words) + DIMS.index(dim)
+    number = CONFIGS.index(words) + (DIMS + VALUE_DIMS).index(dim)
     able = problems_of(words, dim)
     for turn in range(min(2, len(able))):  # each config meets all of them at some head_dim
         case = Case(able[(number + turn * len(able) // 2) % len(able)])

@@ -14,12 +14,12 @@ from attnsweep.family.discover import discover
 from attnsweep.family.launch import TensorMap
 
 from .harness import ARCH, COMPILER, SimtError, config_of
-from .test_head_dims import CONFIGS, problems_of
+from .test_head_dims import VALUE_DIMS as DIMS
+from .test_head_dims import VALUE_PAIRS as PAIRS
+from .test_head_dims import problems_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_fwd_wgmma"]
-DIMS = ("192/128", "96/64", "64/128", "128/256", "8/256", "72/40", "40/72", "256/8", "64/192")
-PAIRS = [(words, dims) for words in CONFIGS for dims in DIMS if problems_of(words, dims)]
 CASE = Case(Problem.parse("(2,4/2,97x161,192/128) bf16 causal"))
 PLAIN = "BLOCK_N=64 WARPGROUPS=2 LSE=1"
 
@@ -31,17 +31,6 @@ def test_sizes_have_configs_of_many_kinds(dims):
     assert any("SPLITS" in words for words in able)
     assert any("PERSISTENT" in words for words in able)
     assert len({p.variant for words in able for p in problems_of(words, dims)}) >= 7
-
-
-@pytest.mark.nightly(push=3)
-@pytest.mark.parametrize(("words", "dims"), PAIRS)
-def test_right_in_every_way_to_load_and_to_store(simulator, words, dims):
-    number = CONFIGS.index(words) + DIMS.index(dims)
-    able = problems_of(words, dims)
-    for turn in range(min(2, len(able))):  # each config meets all of them at some sizes
-        case = Case(able[(number + turn * len(able) // 2) % len(able)])
-        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(turn,))
-        assert result.ok, (words, case.label, str(result))
 
 
 @pytest.mark.nightly(push=3)

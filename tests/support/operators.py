@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from packages import H100, table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnsweep.serve.runtime.operator import Operator
 
@@ -82,6 +83,18 @@ def flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest:
         return each.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype)
 
     return (ds @ keys).to(q.dtype), of_keys(ds.mT @ q.double()), of_keys(p.mT @ grad.double())
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def close(got: Any, expected: Any) -> bool:

@@ -134,10 +134,3 @@ def test_stale_pages_are_named_and_written(tmp_path):
     (tmp_path / "b.md").write_text("b\n")
     assert [docs.renew(pages, tmp_path, check=check) for check in (True, False, True)] == [["a.md"], ["a.md"], []]
     assert (tmp_path / "a.md").read_text() == "new\n"
-
-
-@pytest.mark.parametrize("name", [*docs.TEMPLATES, "readme"])
-def test_links_of_generated_pages_lead_somewhere(name):
-    home = (docs.ROOT / docs.PAGES[name]).parent
-    for target in re.findall(r"\]\(([^)#:]+)\)", page(name)):
-        assert (home / target).exists(), target

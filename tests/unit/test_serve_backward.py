@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
+from operators import Watch, close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner, with_config  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
@@ -127,26 +127,16 @@ def test_a_wrong_kernel_would_show(tmp_path):
     assert not right(gradients_of(made.attention, given), given)
 
 
-def test_without_a_backward_of_the_shape_pytorchs_serves(tmp_path, driver):
-    other = shape(seqlen=64, head_dim=128)
-    made = make(tmp_path, driver, winner(shape()), backward(other))
+@pytest.mark.parametrize(
+    "others",
+    [[backward(shape(seqlen=64, head_dim=128))], [backward(shape(), gain=1.1, low=0.98)], []],
+    ids=["of another shape", "not faster", "none"],
+)
+def test_without_a_backward_that_won_the_gradients_are_pytorchs(tmp_path, driver, others):
+    made = make(tmp_path, driver, winner(shape()), *others)
     given = tensors()
     assert right(gradients_of(made.attention, given), given)
-    assert made.counters() == {"kernel": 1, "pytorch_backward": 1}
-
-
-def test_a_backward_that_is_not_faster_is_pytorchs(tmp_path, driver):
-    made = make(tmp_path, driver, winner(shape()), backward(shape(), gain=1.1, low=0.98))
-    given = tensors()
-    assert right(gradients_of(made.attention, given), given)
-    assert made.counters() == {"kernel": 1, "pytorch_backward": 1}
-
-
-def test_a_table_without_backwards_says_nothing_of_them(tmp_path, driver):
-    made = make(tmp_path, driver, winner(shape()))
-    given = tensors()
-    assert right(gradients_of(made.attention, given), given)
-    assert made.counters() == {"kernel": 1}
+    assert made.counters() == {"kernel": 1} | ({"pytorch_backward": 1} if others else {})
 
 
 def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator):
@@ -251,20 +241,11 @@ def test_without_memory_for_sums_the_call_is_pytorchs(operator, monkeypatch):
 
 
 def test_a_dispatch_mode_sees_an_operator(operator):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     given = tensors()
-    with Mode():
+    with Watch() as watch:
         got = gradients_of(operator.attention, given)
     assert right(got, given)
-    assert any("backward" in name for name in seen)
+    assert any("backward" in name for name in watch.seen)
 
 
 def test_compiled_code_calls_the_kernels(operator):

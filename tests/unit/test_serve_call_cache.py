@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import close, compiled, make, shifted, tensors  # noqa: E402
+from operators import Watch, close, compiled, make, shifted, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from attnsweep.serve.runtime import call_cache, gradients  # noqa: E402
 from attnsweep.serve.runtime.dispatch import Choice  # noqa: E402
@@ -21,18 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 class Own(torch.Tensor):
     """A subclass, as DTensor is one."""
-
-
-class Watch(TorchDispatchMode):
-    """Notes the operators that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -425,31 +426,79 @@ def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
         read_table(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda raw: raw.pop("kernels"),
-        lambda raw: raw["kernels"][0].pop("config"),
-        lambda raw: raw.pop("configs"),
-        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
-        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
-        lambda raw: raw["kernels"][0]["stages"].update(fwd=["../../etc/passwd"] * 2),
-        lambda raw: raw["kernels"][0]["stages"].update(fwd=["0" * 63] * 2),
-        lambda raw: raw["kernels"][0]["stages"].update(fwd=[]),
-        lambda raw: raw.update(archives={"..": []}),
-        lambda raw: raw["gpus"][0].pop("guard"),
-        lambda raw: raw["gpus"][0].pop("memory_bytes_per_us"),
-        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
-        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
-        lambda raw: raw["gpus"][0].update(twins=[-1]),
-    ],
-)
-def test_a_damaged_table(exported, tmp_path, spoil):
-    raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
-    spoil(raw)
-    (tmp_path / TABLE).write_text(json.dumps(raw))
-    with pytest.raises(PackageError, match="damaged"):
-        read_table(tmp_path)
+def spoil_config(raw, text):
+    raw["configs"][0] = re.sub(r"^BLOCK_N=\d+", text, raw["configs"][0])
+
+
+def spoil_archives(archives):
+    return lambda raw: raw.update(archives=archives)
+
+
+SPOILED = [
+    lambda raw: raw.pop("kernels"),
+    lambda raw: raw["kernels"][0].pop("config"),
+    lambda raw: raw.pop("configs"),
+    lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
+    lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
+    lambda raw: raw["kernels"][0]["stages"].update(fwd=["../../etc/passwd"] * 2),
+    lambda raw: raw["kernels"][0]["stages"].update(fwd=["0" * 63] * 2),
+    lambda raw: raw["kernels"][0]["stages"].update(fwd=[]),
+    *map(spoil_archives, ({"..": []}, {"../00.lzma2": []}, {"/etc/passwd": [["x.cubin", 1]]})),
+    *map(spoil_archives, ({"00.lzma2": each} for each in ("x.cubin", [1], [["x.cubin"]]))),
+    *map(spoil_archives, ({"00.lzma2": [["x.cubin", size]]} for size in (-1, 2**40, "1"))),
+    *map(spoil_archives, (["00.lzma2"], None, "00.lzma2")),
+    lambda raw: raw["gpus"][0].pop("guard"),
+    lambda raw: raw["gpus"][0].pop("memory_bytes_per_us"),
+    lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
+    lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
+    lambda raw: raw["gpus"][0].update(twins=[-1]),
+    # What would fail only in a call.
+    lambda raw: spoil_config(raw, "BLOCK_N=0"),
+    lambda raw: spoil_config(raw, "BLOCK_N=x"),
+    lambda raw: spoil_config(raw, ""),
+    lambda raw: spoil_config(raw, "BLOCK_N=64 OTHER=1"),
+    lambda raw: raw["kernels"][0].update(stages=[[], []]),
+    lambda raw: raw["gpus"][0]["winners"][0].update(sdpa_us=0.0),
+    lambda raw: raw["gpus"][0]["winners"][0].update(gain_low=None),
+    lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,0,9,64) fp16 full"),
+    lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,1,9,96) fp16 full"),
+    lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
+    lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
+    lambda raw: raw["gpus"][0].update(memory_bytes_per_us=0.0),
+    lambda raw: raw["gpus"][0].update(memory_bytes_per_us=float("nan")),
+]
+
+
+SPOILED_FP8 = [
+    lambda raw: raw.update(kernels=None),
+    lambda raw: raw["kernels"][0].pop("scale_block"),
+    lambda raw: raw["kernels"][0].update(config=-1),
+    lambda raw: raw["kernels"][0].update(config="0"),
+    lambda raw: raw["kernels"][0].update(code="../../etc/passwd"),
+    lambda raw: raw["gpus"][0].pop("spare"),
+    lambda raw: raw["gpus"][0].update(spare=[-1]),
+    lambda raw: raw["gpus"][0].update(sm_count=0),
+    lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
+    lambda raw: raw["gpus"][0]["winners"][0].update(time_us=0.0),
+    lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,256) e4m3 full"),
+    lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,64) e4m3_block full"),
+]
+
+
+@pytest.fixture(scope="module")
+def table_of_both(tmp_path_factory):
+    done = export(tmp_path_factory.mktemp("both"), [H100_RUN, H100_RUN.with_name("fp8_h100")])
+    return (done.directory / done.name / TABLE).read_text()
+
+
+@pytest.mark.parametrize("part", [None, "fp8"])
+def test_a_damaged_table(table_of_both, tmp_path, part):
+    for spoil in SPOILED_FP8 if part else SPOILED:
+        raw = json.loads(table_of_both)
+        spoil(raw[part] if part else raw)
+        (tmp_path / TABLE).write_text(json.dumps(raw))
+        with pytest.raises(PackageError, match="damaged"):
+            pytest.fail(f"{read_table(tmp_path)} of {getsource(spoil)}")
 
 
 def places(value, path=()):
@@ -511,44 +560,13 @@ def spoil(raw, random, nonsense, asked):
             assert chosen.kernel is None or problem.op.name in chosen.kernel.declaration.kernel.ops
 
 
-def spoil_config(raw, text):
-    raw["configs"][0] = re.sub(r"^BLOCK_N=\d+", text, raw["configs"][0])
-
-
-def test_values_that_would_fail_only_in_a_call(exported, tmp_path):
-    text = (exported.directory / "my_attention" / TABLE).read_text()
-    spoiled = [
-        lambda raw: spoil_config(raw, "BLOCK_N=0"),
-        lambda raw: spoil_config(raw, "BLOCK_N=x"),
-        lambda raw: spoil_config(raw, ""),
-        lambda raw: spoil_config(raw, "BLOCK_N=64 OTHER=1"),
-        lambda raw: raw["kernels"][0].update(stages=[[], []]),
-        lambda raw: raw["gpus"][0]["winners"][0].update(sdpa_us=0.0),
-        lambda raw: raw["gpus"][0]["winners"][0].update(gain_low=None),
-        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,0,9,64) fp16 full"),
-        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,1,9,96) fp16 full"),
-        lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
-        lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
-        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=0.0),
-        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=float("nan")),
-    ]
-    for spoil in spoiled:
-        raw = json.loads(text)
-        spoil(raw)
-        (tmp_path / TABLE).write_text(json.dumps(raw))
-        with pytest.raises(PackageError, match="damaged"):
-            read_table(tmp_path)
-    (tmp_path / TABLE).write_text("[" * 200_000)
-    with pytest.raises(PackageError, match="damaged"):
-        read_table(tmp_path)
-
-
 def test_no_table_and_no_json(tmp_path):
     with pytest.raises(PackageError, match="cannot be read"):
         read_table(tmp_path)
-    (tmp_path / TABLE).write_text("[]")
-    with pytest.raises(PackageError, match="damaged"):
-        read_table(tmp_path)
+    for text in ("[]", "[" * 200_000):
+        (tmp_path / TABLE).write_text(text)
+        with pytest.raises(PackageError, match="damaged"):
+            read_table(tmp_path)
 
 
 # ---- cubins ----

@@ -1,8 +1,7 @@
-"""FP8 winners in a package: what is exported, which kernel a shape gets, how it is launched."""
+"""FP8 winners in a package: what is exported, and which kernel a shape gets."""
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -123,31 +122,6 @@ def test_a_damaged_cubin_is_found(exported, known, tmp_path):
         replace(made, directory=tmp_path).code(code)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda raw: raw.update(kernels=None),
-        lambda raw: raw["kernels"][0].pop("scale_block"),
-        lambda raw: raw["kernels"][0].update(config=-1),
-        lambda raw: raw["kernels"][0].update(config="0"),
-        lambda raw: raw["kernels"][0].update(code="../../etc/passwd"),
-        lambda raw: raw["gpus"][0].pop("spare"),
-        lambda raw: raw["gpus"][0].update(spare=[-1]),
-        lambda raw: raw["gpus"][0].update(sm_count=0),
-        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
-        lambda raw: raw["gpus"][0]["winners"][0].update(time_us=0.0),
-        lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,256) e4m3 full"),
-        lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,64) e4m3_block full"),
-    ],
-)
-def test_a_damaged_table(exported, tmp_path, spoil):
-    raw = json.loads((exported.directory / exported.name / TABLE).read_text())
-    spoil(raw["fp8"])
-    (tmp_path / TABLE).write_text(json.dumps(raw))
-    with pytest.raises(PackageError, match="damaged"):
-        read_table(tmp_path)
-
-
 # ---- which kernel ----
 def refused(kernel, shape):
     return served.refused_by(served.FP8, kernel.values, shape, ARCH.sm_count)
@@ -201,70 +175,6 @@ def test_a_kind_that_was_not_tuned_has_no_kernel(known):
         said = fp8.choose(known, one)
         assert said.startswith(f"no FP8 shape with head_dim {one.head_dim}, full, scales of ")
         assert "head_dim 128, causal, scales of tensors or heads" in said
-
-
-# ---- launches ----
-@cache
-def space():
-    found = []
-    shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
-    for head_dims, causal in (((64, 128, 256), False), ((128, 256, 64), True)):
-        for sizes, head_dim, dtype in zip(shapes, head_dims, FAMILY.dtypes, strict=True):
-            problem = Problem(*sizes, head_dim, dtype, causal=causal)
-            configs = Space.build(FAMILY, problem, ARCH).configs
-            found += [(config, problem) for config in configs[:: len(configs) // 30 + 1]]
-    return found
-
-
-@st.composite
-def others(draw):
-    """A config, a problem that it suits, and any problem that its machine code could be run on."""
-    config, suits = draw(st.sampled_from(space()))
-    heads_kv, seqlen_q = draw(st.sampled_from((1, 2, 3, 8))), draw(SEQLENS)
-    return (
-        config,
-        suits,
-        replace(
-            suits,
-            batch=draw(st.sampled_from((1, 2, 16))),
-            heads=heads_kv * draw(st.sampled_from((1, 2, 7))),
-            heads_kv=heads_kv,
-            seqlen_q=seqlen_q,
-            seqlen_k=max(seqlen_q, draw(SEQLENS)) if suits.causal else draw(SEQLENS),
-        ),
-    )
-
-
-def test_a_launch_has_the_scale_of_the_call_and_no_log_sum_exp():
-    config, problem = space()[0]
-    (got,) = served.launches(served.FP8, config, problem, 0.25).values()
-    declared = FAMILY.launches(config, problem, ARCH)["fwd"]
-    same = {"args": got.args, "programmatic": False}
-    assert replace(declared, **same) == got
-    assert got.args[7:-1] == ("", *declared.args[8:-1])
-    assert got.args[-1] == pytest.approx(0.25 * 1.4426950408889634)
-
-
-@settings(max_examples=200, deadline=None)
-@given(others())
-def test_rules_are_the_declarations(what):
-    config, _, problem = what
-    found = served.refused_by(served.FP8, config, problem, ARCH.sm_count)
-    assert found == FAMILY.refused_by(config, problem, ARCH)
-
-
-def test_the_rules_meet_both_answers():
-    """Otherwise the test above would compare nothing."""
-    wanted = {None, "no_idle_tile", "block_order", "turns_of_blocks", "block_limits"}
-    for config, suits in space():
-        for batch, q in ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)):
-            if batch == 16400 and "block_limits" not in wanted:
-                continue  # it takes a tenth of a second to plan turns for so many heads
-            other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
-            wanted.discard(FAMILY.refused_by(config, other, ARCH))
-        if not wanted:
-            return
-    raise AssertionError(f"no problem is answered by {wanted}")
 
 
 @pytest.mark.nightly(push=4)

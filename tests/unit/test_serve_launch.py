@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config
+from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Space
 from attnsweep.serve import export_code
+from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.runtime import served
 
-FAMILY = discover()[export_code.FAMILY]
+FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, made_of.FAMILY))
+DECLARED = {FAMILY.name: served.WGMMA, FP8.name: served.FP8}
 ARCH = ARCHS["sm_90a"]
 FIRST = {param.name: param.values[0] for param in FAMILY.params}
 # Each with a problem where its rules hold: splits, clusters, and programmatic launches.
@@ -32,14 +34,15 @@ UNUSUAL = [
 
 
 @cache
-def space() -> list[tuple[Config, Problem]]:
-    found = list(UNUSUAL)
+def space(family: Family) -> list[tuple[Config, Problem]]:
+    found = list(UNUSUAL) if family is FAMILY else []
+    dtypes = ("fp16",) * 3 if family is FAMILY else FP8.dtypes
     shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
     dims = (((64, 128, 256), False), ((128, 256, 64), True), ((72, 40, 248), False))
-    for head_dims, causal in dims:
-        for shape, head_dim in zip(shapes, head_dims, strict=True):  # each takes half a second
-            problem = Problem(*shape, head_dim, "fp16", causal=causal)
-            configs = Space.build(FAMILY, problem, ARCH).configs
+    for head_dims, causal in dims if family is FAMILY else dims[:2]:
+        for shape, head_dim, dtype in zip(shapes, head_dims, dtypes, strict=True):  # each takes half a second
+            problem = Problem(*shape, head_dim, dtype, causal=causal)
+            configs = Space.build(family, problem, ARCH).configs
             found += [(config, problem) for config in configs[:: len(configs) // 30 + 1]]
     return found
 
@@ -48,9 +51,9 @@ LENGTHS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
 
 
 @st.composite
-def others(draw) -> tuple[Config, Problem, Problem]:
-    """A config, a problem that it suits, and any problem that its machine code could be run on."""
-    config, suits = draw(st.sampled_from(space()))
+def others(draw, family: Family) -> tuple[Config, Problem]:
+    """A config, and any problem that its machine code could be run on."""
+    config, suits = draw(st.sampled_from(space(family)))
     heads_kv = draw(st.sampled_from((1, 2, 3, 4, 8, 12)))
     seqlen_q = draw(LENGTHS)
     other = replace(
@@ -61,7 +64,7 @@ def others(draw) -> tuple[Config, Problem, Problem]:
         seqlen_q=seqlen_q,
         seqlen_k=max(seqlen_q, draw(LENGTHS)) if suits.causal else draw(LENGTHS),
     )
-    return config, suits, other
+    return config, other
 
 
 @pytest.mark.parametrize(("config", "problem"), UNUSUAL, ids=map(str, range(len(UNUSUAL))))
@@ -70,9 +73,9 @@ def test_rules_hold_for_the_unusual(config, problem):
 
 
 @settings(max_examples=80, deadline=None)
-@given(others(), st.booleans())
+@given(st.deferred(lambda: others(FAMILY)), st.booleans())
 def test_launches_have_strides_and_the_scale_of_a_call(what, lse):
-    config, _, problem = what
+    config, problem = what
     strides = export_code.contiguous(problem)["o"]
     got = served.launches(served.WGMMA, config, problem, 0.25, lse=lse, strides={"o": strides})
     declared = FAMILY.launches(Config({**config, "LSE": int(lse)}), problem, ARCH)
@@ -96,26 +99,48 @@ def test_launches_have_strides_and_the_scale_of_a_call(what, lse):
     }
 
 
-@settings(max_examples=80, deadline=None)
-@given(others(), st.sampled_from((78, 114, 132)))
-def test_rules_are_the_declarations(what, sm_count):
-    config, _, problem = what
-    arch = replace(ARCH, sm_count=sm_count)
-    refused = FAMILY.refused_by(config, problem, arch)
-    assert served.refused_by(served.WGMMA, config, problem, sm_count) == refused
+def test_a_launch_in_fp8_has_the_scale_of_the_call_and_no_log_sum_exp():
+    config, problem = space(FP8)[0]
+    (got,) = served.launches(served.FP8, config, problem, 0.25).values()
+    declared = FP8.launches(config, problem, ARCH)["fwd"]
+    assert replace(declared, args=got.args, programmatic=False) == got
+    assert got.args[7:-1] == ("", *declared.args[8:-1])
+    assert got.args[-1] == pytest.approx(0.25 * LOG2E)
 
 
-def test_the_rules_meet_both_answers():
+# Answers of the rules, and batch and seqlen of problems that meet them; those of the last take long.
+ANSWERS = {
+    FAMILY: (
+        {None, "block_order", "turns_of_blocks", "split_keys", "split_grid", "clusters", "short_calls", "no_idle_tile"},
+        ((1, 16), (1, 700), (64, 8192), (400, 300)),
+    ),
+    FP8: (
+        {None, "no_idle_tile", "block_order", "turns_of_blocks", "block_limits"},
+        ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ANSWERS, ids=lambda family: family.name)
+@settings(max_examples=140, deadline=None)
+@given(data=st.data(), sm_count=st.sampled_from((78, 114, 132)))
+def test_rules_are_the_declarations(family, data, sm_count):
+    config, problem = data.draw(others(family))
+    refused = family.refused_by(config, problem, replace(ARCH, sm_count=sm_count))
+    assert served.refused_by(DECLARED[family.name], config, problem, sm_count) == refused
+
+
+@pytest.mark.parametrize("family", ANSWERS, ids=lambda family: family.name)
+def test_the_rules_meet_both_answers(family):
     """Otherwise the test above would compare nothing."""
-    wanted = {None, "block_order", "turns_of_blocks", "split_keys", "split_grid"}
-    wanted |= {"clusters", "short_calls", "no_idle_tile"}
-    for config, suits in space():
-        for batch, q in ((1, 16), (1, 700), (64, 8192), (400, 300)):
-            other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
-            wanted.discard(FAMILY.refused_by(config, other, ARCH))
-        if not wanted:
-            return
-    raise AssertionError(f"no problem is answered by {wanted}")
+    wanted, sizes = ANSWERS[family]
+    left = set(wanted)
+    for batch, q in sizes:
+        for config, suits in space(family):
+            left.discard(family.refused_by(config, replace(suits, batch=batch, seqlen_q=q, seqlen_k=q), ARCH))
+            if not left:
+                return
+    raise AssertionError(f"no problem is answered by {left}")
 
 
 @pytest.mark.parametrize("mask", ["boolean(causal)", "window(64,0)"])

@@ -195,27 +195,3 @@ def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driv
 def test_a_compiler_that_knows_all_sizes_hands_over_what_no_kernel_serves(operator):
     graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), tensors(seqlen=5))
     assert not any(operator.namespace in graph for graph in graphs)
-
-
-def test_transforms_are_pytorchs(operator, driver):
-    q, k, v = tensors(batch=2)
-    batched = [t[:, None] for t in (q, k, v)]
-    out = torch.vmap(operator.attention)(*batched)
-    assert close(out[:, 0], F.scaled_dot_product_attention(q, k, v))
-    assert (driver.launches, operator.counters()) == ([], {"transform": 1})
-
-
-def test_dispatch_modes_see_an_operator(operator, driver):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        operator.attention(*tensors())
-    assert f"{operator.namespace}.forward.default" in seen
-    assert operator.counters() == {"kernel": 1}

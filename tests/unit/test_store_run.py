@@ -80,14 +80,6 @@ def test_rows_share_what_they_have_in_common_and_nothing_else(tmp_path: Path) ->
     assert (changed.model_extra, other.model_extra) == ({"later": 1}, {})
 
 
-def test_true_and_one_stay_what_they_are(tmp_path: Path) -> None:
-    path = filled(tmp_path, 1)
-    config = read_trials(path)[0][0].config
-    assert config["SWIZZLE"] is True
-    assert config["BLOCK_M"] == 0
-    assert config["BLOCK_M"] is not False
-
-
 def test_keys_of_a_newer_version_survive(tmp_path: Path) -> None:
     path = filled(tmp_path, 1)
     row = json.loads(path.read_text()) | {"energy_joules": 3.5}
@@ -131,42 +123,29 @@ def test_a_compiler_log_that_is_not_utf8_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"hello", "JSON"),
-        (b"[1, 2]", "object"),
-        (b'{"unit": "kernel"}', "kernel: Field required"),
-        (b"\xff\xfe\x00", "JSON"),
-        (b"\x00" * 50, "JSON"),
-    ],
-)
-def test_a_foreign_line_is_skipped_and_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = filled(tmp_path, 2)
-    first, second = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first + line + b"\n\r\n" + second)
-    trials, (warning,) = read_trials(path)
-    assert numbers(trials) == [0, 1]
-    assert warning.startswith(f"{path}:2: ")
-    assert reason in warning
-
-
-@pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
+        (b".+", b"hello", "JSON"),
+        (b".+", b"[1, 2]", "object"),
+        (b".+", b'{"unit": "kernel"}', "kernel: Field required"),
+        (b".+", b"\xff\xfe\x00", "JSON"),
+        (b".+", b"\x00" * 50, "JSON"),
+        # Rows that mean something else.
         (b'"heads_kv":16', b'"heads_kv":5', "heads_kv must divide heads"),
         (b'"heads_kv":16', b'"heads_kv":16,"layout":3', "another version of attnsweep"),
         (b'"status":"ok"', b'"status":"great"', "status: Input should be"),
         (b'"median":7.5', b'"median":"fast"', "time_us.median"),
     ],
 )
-def test_a_row_that_means_something_else_is_not_read(tmp_path: Path, old: bytes, new: bytes, reason: str) -> None:
+def test_a_foreign_line_is_skipped_and_named(tmp_path: Path, old: bytes, new: bytes, reason: str) -> None:
     path = filled(tmp_path, 2)
     first, second = path.read_bytes().splitlines(keepends=True)
-    assert old in first
-    path.write_bytes(first.replace(old, new) + second)
+    line, changed = re.subn(old, lambda _: new, first)
+    assert changed == 1
+    path.write_bytes(first + line + b"\r\n" + second)
     trials, (warning,) = read_trials(path)
-    assert numbers(trials) == [1]
-    assert warning.startswith(f"{path}:1: ")
+    assert numbers(trials) == [0, 1]
+    assert warning.startswith(f"{path}:2: ")
     assert reason in warning
 
 
@@ -368,8 +347,8 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("mine")
     with pytest.raises(StoreError, match="cannot create the run directory") as raised:
         Store.open(tmp_path / "results" / "h200" / "spec")
-    assert str(tmp_path / "results" / "h200") in str(raised.value)
-    assert "--results" in str(raised.value)
+    for part in (str(tmp_path / "results" / "h200"), "--results", os.strerror(errno.ENOTDIR), "the name is taken"):
+        assert part in str(raised.value)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -378,14 +357,6 @@ def test_a_read_only_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="Permission denied") as raised:
         Store.open(tmp_path / "run")
     assert "permissions" in str(raised.value)
-
-
-def test_the_reason_of_the_system_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=os.strerror(errno.ENOTDIR)) as raised:
-        Store.open(tmp_path / "file" / "run")
-    assert "the name is taken" in str(raised.value.hint)
-    assert raised.value.where == str(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a place where even root makes no folder")

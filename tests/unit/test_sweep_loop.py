@@ -162,14 +162,6 @@ def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu):
     assert gpu.names("trial") == ["SCORE_THREADS=128 MIX_THREADS=64"]
 
 
-def test_a_second_run_measures_nothing(go, gpu):
-    go()
-    gpu.calls.clear()
-    outcome = go()
-    assert gpu.calls == []
-    assert outcome.exit_code == 0
-
-
 def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_path):
     path = go().run.directory / "trials.jsonl"
     (row, *_) = [json.loads(line) for line in path.read_text().splitlines() if "THREADS" in line]
@@ -189,14 +181,6 @@ def test_fresh_measures_again_and_keeps_the_old_rows(go, gpu, tmp_path):
     go(fresh=True)
     assert ("trial", "THREADS=32") in gpu.calls
     assert len(list(tmp_path.rglob("trials.*.jsonl"))) == 1
-
-
-def test_another_driver_measures_again(go, gpu):
-    go()
-    gpu.calls.clear()
-    gpu.environment = TEST_GPU.model_copy(update={"driver": "2.0"})
-    go()
-    assert ("trial", "THREADS=32") in gpu.calls
 
 
 def test_a_changed_parameter_list_keeps_what_holds(go, gpu):

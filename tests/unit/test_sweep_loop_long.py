@@ -150,24 +150,15 @@ def test_no_more_are_tried_than_are_finalists_so_that_no_long_calls_race(go, gpu
     assert "race" in [method for method, _ in gpu.calls]
 
 
-def test_a_candidate_that_is_wrong_on_the_shorter_problem_is_wrong(go, gpu):
-    gpu.wrong = {(SHORT, 32)}
+@pytest.mark.parametrize(
+    ("where", "detail", "others"), [(SHORT, f"on {SHORT}: too far off", 5), (LONG, "too far off", 4)]
+)
+def test_a_candidate_that_is_wrong_on_either_problem_is_wrong(go, gpu, where, detail, others):
+    gpu.wrong = {(where, 32)}
     outcome = go(SPEC)
     row = ours(outcome)[32]
-    assert (row.status, row.detail) == (Status.WRONG, f"on {SHORT}: too far off")
-    assert timed(outcome) == THREADS[1:6]
-    assert winner(outcome) == 64
-    gpu.calls.clear()
-    go(SPEC)
-    assert not gpu.measured()
-
-
-def test_a_candidate_that_is_wrong_on_the_long_problem_alone_is_wrong(go, gpu):
-    gpu.wrong = {(LONG, 32)}
-    outcome = go(SPEC)
-    row = ours(outcome)[32]
-    assert (row.status, row.detail) == (Status.WRONG, "too far off")
-    assert row.time_us is None
+    assert (row.status, row.detail, row.time_us) == (Status.WRONG, detail, None)
+    assert timed(outcome) == THREADS[1 : 1 + others]
     assert winner(outcome) == 64
     gpu.calls.clear()
     assert ours(go(SPEC))[32].status is Status.WRONG

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import numpy as np
@@ -143,9 +144,13 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
 
 
 @pytest.mark.nightly(push=2)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("rounds_scores", [0, 1, 2])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rounds_scores", "causal"),
+    [
+        *product(("fp16", "bf16"), (0, 1, 2), (False, True)),
+        *(("e4m3", 0, False), ("e4m3_tensor", 0, True), ("e4m3_block", 0, True)),
+    ],
+)
 def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_scores, causal):
     problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal=causal)
     for case in (*cases.small_cases(problem), Case(problem)):
@@ -155,9 +160,11 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
             inputs = verify_inputs.make_inputs(case, seed)
             exact = verify_rounded.reference(inputs, case.problem, rows)
             honest = verify_rounded.reference(inputs, case.problem, rows, verify_rounded.Maths(True, rounds_scores))
-            assert measures.row_error(honest, exact) <= limit
+            assert measures.row_error(honest, exact) <= limit, case.label
+    if dtype == "e4m3_block":
+        return  # one key fewer changes the blocks
     # One key too few for every row: the commonest mistake of a tail or a mask.
-    shorter = {name: bits[:, :, :-1] if name in "kv" else bits for name, bits in inputs.items()}
+    shorter = {name: bits[:, :, :-1] if name in ("k", "v") else bits for name, bits in inputs.items()}
     less = Problem(2, 4, 2, 97, 160, 64, dtype, causal=causal)
     wrong = verify_rounded.reference(shorter, less, rows)
     assert not measures.row_error(wrong, exact) <= limit
