@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import dense
 
 from attnsweep.baselines.registry import backend_of
 from attnsweep.core import drawn
@@ -30,7 +31,7 @@ from attnsweep.verify.encoding import from_bits, mask_of
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import measures
-from attnsweep.verify.reference import exact_rows, hidden_keys, rows_with_keys, some_rows
+from attnsweep.verify.reference import hidden_keys, rows_with_keys, some_rows
 
 SIDES = st.none() | st.integers(0, 12)
 LENGTHS = st.integers(1, 10)
@@ -111,54 +112,6 @@ def test_what_is_no_mask_either(text):
 # -- queries that see no key ----------------------------------------------------------------------
 
 EMPTY = (problem(200, 70, CAUSAL), problem(90, 30, Interval(8, 0)), problem(70, 30, Interval(8, 3, top_left=True)))
-
-
-def dense(problem, item=0):
-    """(seqlen_q, seqlen_k): the pairs of an item of the batch, counted one by one."""
-    low, high = problem.diagonals
-    first, end = problem.key_ranges[item]
-    if isinstance(problem.mask, Boolean):
-        tensor = drawn.tensor(problem)
-        return tensor[item % len(tensor), 0]
-    pairs = np.zeros((problem.seqlen_q, problem.seqlen_k), bool)
-    for query, key in itertools.product(range(problem.seqlen_q), range(problem.seqlen_k)):
-        pairs[query, key] = low <= key - query <= high and first <= key < end
-    return pairs
-
-
-def attention(inputs, problem):
-    """Plain attention with a dense mask, and its log-sum-exp, of inputs without scales."""
-    q, k, v = (from_bits(inputs[name], problem.dtype).astype(np.float64) for name in "qkv")
-    group = problem.heads // problem.heads_kv
-    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
-    for item, head in itertools.product(range(problem.batch), range(problem.heads)):
-        for row, keys in enumerate(dense(problem, item)):
-            if keys.any():
-                scores = k[item, head // group, keys] @ q[item, head, row] * problem.scale
-                lse[item, head, row] = np.log(np.sum(np.exp(scores)))
-                p = np.exp(scores - lse[item, head, row])
-                out[item, head, row] = p @ v[item, head // group, keys]
-    return out, lse
-
-
-def same(a, b):
-    return np.allclose(np.where(a == b, 0, a), np.where(a == b, 0, b), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("problem", EMPTY, ids=lambda p: p.label)
-def test_the_references_give_zero_to_a_query_that_sees_no_key(problem):
-    inputs = make_inputs(Case(problem), 1)
-    rows = np.arange(problem.seqlen_q)
-    expected, log_sums = attention(inputs, problem)
-    assert problem.has_empty_rows
-    assert np.isneginf(log_sums).sum() == problem.heads * (problem.batch * problem.seqlen_q - problem.rows_with_keys)
-    for sign, (out, lse) in zip((1, -1), exact_rows(inputs, problem, rows, (1, -1)), strict=True):
-        if sign == 1:
-            assert same(out, expected)
-            assert same(lse, log_sums)
-        assert (out[np.isneginf(log_sums)] == 0).all()
-    assert same(rounded.reference(inputs, problem, rows), expected)
-    assert same(rounded.log_sum_exp(inputs, problem, rows), log_sums)
 
 
 @pytest.mark.nightly(push=1)
@@ -275,27 +228,6 @@ def test_what_is_no_padding(padding, says):
         of_entry(padding=padding)
     with pytest.raises(ProblemError):
         Padded.parse("(right,40")
-
-
-PADDED = (
-    Problem(3, 2, 1, 70, 90, 64, "bf16", CAUSAL, Padded("left", 0)),
-    Problem(3, 2, 1, 70, 90, 64, "fp32", FULL, Padded("right", 30)),
-    Problem(3, 2, 1, 70, 90, 64, "fp16", Interval(9, 2), Padded("right", 0)),
-)
-
-
-@pytest.mark.parametrize("problem", PADDED, ids=lambda p: p.label)
-@pytest.mark.parametrize("kind", ["normal", "huge_padding", "far_below"])
-def test_references_of_padded_problems_are_attention_with_a_dense_mask(problem, kind):
-    inputs = make_inputs(Case(problem, kind), 1)
-    assert inputs["key_range"].tolist() == [list(keys) for keys in problem.key_ranges]
-    rows = np.arange(problem.seqlen_q)
-    expected, log_sums = attention(inputs, problem)
-    ((out, lse),) = exact_rows(inputs, problem, rows)
-    for one in (out, rounded.reference(inputs, problem, rows)):
-        assert measures(one, expected, problem.dtype).row < 1e-9
-    for one in (lse, rounded.log_sum_exp(inputs, problem, rows)):
-        assert same(one, log_sums)
 
 
 @pytest.mark.parametrize("kind", ["normal", "huge_padding", "far_below"])
@@ -436,17 +368,6 @@ def test_patterns_of_boolean_masks():
     lengths = [end for _, end in Padded("right", 40).ranges(2, 900)]
     assert padding.sum(axis=-1)[:, 0, 0].tolist() == lengths
     assert (of("holes", 60, 1) != of("holes", 60)).any()
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_references_of_boolean_masks(pattern):
-    made = Problem(2, 2, 1, 70, 90, 64, "fp16", Boolean(pattern, 30))
-    inputs, rows = make_inputs(Case(made), 1), np.arange(70)
-    expected, log_sums = attention(inputs, made)
-    ((out, lse),) = exact_rows(inputs, made, rows)
-    assert measures(out, expected, "fp16").row < 1e-9
-    assert same(lse, log_sums)
-    assert measures(rounded.reference(inputs, made, rows), expected, "fp16").row < 1e-9
 
 
 def test_cases_of_boolean_masks():

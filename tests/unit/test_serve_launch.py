@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family
+from attnsweep.family.family import Config
 from attnsweep.family.space import Space
 from attnsweep.serve import export_code
 from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.runtime import served
 
 FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, made_of.FAMILY))
-DECLARED = {FAMILY.name: served.WGMMA, FP8.name: served.FP8}
+FAMILIES = {"16 bits": FAMILY, "fp8": FP8}
 ARCH = ARCHS["sm_90a"]
 FIRST = {param.name: param.values[0] for param in FAMILY.params}
 # Each with a problem where its rules hold: splits, clusters, and programmatic launches.
@@ -34,12 +34,13 @@ UNUSUAL = [
 
 
 @cache
-def space(family: Family) -> list[tuple[Config, Problem]]:
-    found = list(UNUSUAL) if family is FAMILY else []
-    dtypes = ("fp16",) * 3 if family is FAMILY else FP8.dtypes
+def space(bits: str) -> list[tuple[Config, Problem]]:
+    family, fp8 = FAMILIES[bits], bits == "fp8"
+    found = [] if fp8 else list(UNUSUAL)
+    dtypes = FP8.dtypes if fp8 else ("fp16",) * 3
     shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
     dims = (((64, 128, 256), False), ((128, 256, 64), True), ((72, 40, 248), False))
-    for head_dims, causal in dims if family is FAMILY else dims[:2]:
+    for head_dims, causal in dims[:2] if fp8 else dims:
         for shape, head_dim, dtype in zip(shapes, head_dims, dtypes, strict=True):  # each takes half a second
             problem = Problem(*shape, head_dim, dtype, causal=causal)
             configs = Space.build(family, problem, ARCH).configs
@@ -51,9 +52,9 @@ LENGTHS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
 
 
 @st.composite
-def others(draw, family: Family) -> tuple[Config, Problem]:
+def others(draw, bits: str) -> tuple[Config, Problem]:
     """A config, and any problem that its machine code could be run on."""
-    config, suits = draw(st.sampled_from(space(family)))
+    config, suits = draw(st.sampled_from(space(bits)))
     heads_kv = draw(st.sampled_from((1, 2, 3, 4, 8, 12)))
     seqlen_q = draw(LENGTHS)
     other = replace(
@@ -73,7 +74,7 @@ def test_rules_hold_for_the_unusual(config, problem):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.deferred(lambda: others(FAMILY)), st.booleans())
+@given(st.deferred(lambda: others("16 bits")), st.booleans())
 def test_launches_have_strides_and_the_scale_of_a_call(what, lse):
     config, problem = what
     strides = export_code.contiguous(problem)["o"]
@@ -100,7 +101,7 @@ def test_launches_have_strides_and_the_scale_of_a_call(what, lse):
 
 
 def test_a_launch_in_fp8_has_the_scale_of_the_call_and_no_log_sum_exp():
-    config, problem = space(FP8)[0]
+    config, problem = space("fp8")[0]
     (got,) = served.launches(served.FP8, config, problem, 0.25).values()
     declared = FP8.launches(config, problem, ARCH)["fwd"]
     assert replace(declared, args=got.args, programmatic=False) == got
@@ -110,34 +111,34 @@ def test_a_launch_in_fp8_has_the_scale_of_the_call_and_no_log_sum_exp():
 
 # Answers of the rules, and batch and seqlen of problems that meet them; those of the last take long.
 ANSWERS = {
-    FAMILY: (
+    "16 bits": (
         {None, "block_order", "turns_of_blocks", "split_keys", "split_grid", "clusters", "short_calls", "no_idle_tile"},
         ((1, 16), (1, 700), (64, 8192), (400, 300)),
     ),
-    FP8: (
+    "fp8": (
         {None, "no_idle_tile", "block_order", "turns_of_blocks", "block_limits"},
         ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)),
     ),
 }
 
 
-@pytest.mark.parametrize("family", ANSWERS, ids=lambda family: family.name)
+@pytest.mark.parametrize("bits", ANSWERS)
 @settings(max_examples=140, deadline=None)
 @given(data=st.data(), sm_count=st.sampled_from((78, 114, 132)))
-def test_rules_are_the_declarations(family, data, sm_count):
-    config, problem = data.draw(others(family))
-    refused = family.refused_by(config, problem, replace(ARCH, sm_count=sm_count))
-    assert served.refused_by(DECLARED[family.name], config, problem, sm_count) == refused
+def test_rules_are_the_declarations(bits, data, sm_count):
+    config, problem = data.draw(others(bits))
+    refused = FAMILIES[bits].refused_by(config, problem, replace(ARCH, sm_count=sm_count))
+    assert served.refused_by(served.FP8 if bits == "fp8" else served.WGMMA, config, problem, sm_count) == refused
 
 
-@pytest.mark.parametrize("family", ANSWERS, ids=lambda family: family.name)
-def test_the_rules_meet_both_answers(family):
+@pytest.mark.parametrize("bits", ANSWERS)
+def test_the_rules_meet_both_answers(bits):
     """Otherwise the test above would compare nothing."""
-    wanted, sizes = ANSWERS[family]
+    wanted, sizes = ANSWERS[bits]
     left = set(wanted)
     for batch, q in sizes:
-        for config, suits in space(family):
-            left.discard(family.refused_by(config, replace(suits, batch=batch, seqlen_q=q, seqlen_k=q), ARCH))
+        for config, suits in space(bits):
+            left.discard(FAMILIES[bits].refused_by(config, replace(suits, batch=batch, seqlen_q=q, seqlen_k=q), ARCH))
             if not left:
                 return
     raise AssertionError(f"no problem is answered by {left}")

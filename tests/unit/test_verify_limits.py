@@ -22,67 +22,6 @@ from attnsweep.verify.encoding import values_of
 from attnsweep.verify.sample import ALL, Sample
 
 
-def slow_reference(inputs, problem, batch, head, row):
-    """One output row by the definition, in Python floats."""
-    q, k, v = (encoding.from_bits(inputs[n], problem.dtype).astype(float) for n in "qkv")
-    head_kv = head // (problem.heads // problem.heads_kv)
-    keys = problem.seqlen_k
-    if problem.causal:
-        keys = row + problem.seqlen_k - problem.seqlen_q + 1
-    scores = [
-        math.fsum(a * b for a, b in zip(q[batch, head, row], k[batch, head_kv, j], strict=True))
-        / math.sqrt(problem.head_dim)
-        for j in range(keys)
-    ]
-    weights = [math.exp(s - max(scores)) for s in scores]
-    return [
-        math.fsum(w * x for w, x in zip(weights, v[batch, head_kv, :keys, d], strict=True)) / math.fsum(weights)
-        for d in range(problem.head_dim)
-    ]
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Problem(1, 1, 1, 1, 1, 8),
-        Problem(2, 4, 2, 5, 9, 8),
-        Problem(1, 3, 1, 7, 7, 16, "bf16", causal=True),
-        Problem(1, 2, 2, 3, 11, 8, "fp16", causal=True),
-    ],
-    ids=lambda p: p.label,
-)
-def test_reference_is_attention(problem):
-    inputs = verify_inputs.make_inputs(Case(problem), seed=1)
-    rows = np.arange(problem.seqlen_q)
-    out = verify_rounded.reference(inputs, problem, rows)
-    for batch, head, row in np.ndindex(problem.batch, problem.heads, problem.seqlen_q):
-        expected = slow_reference(inputs, problem, batch, head, row)
-        np.testing.assert_allclose(out[batch, head, row], expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_log_sum_exp_is_natural_and_of_the_keys_that_a_row_sees(causal):
-    problem = Problem(2, 4, 2, 5, 9, 8, "bf16", causal=causal)
-    inputs = verify_inputs.make_inputs(Case(problem), seed=1)
-    q, k = (encoding.from_bits(inputs[name], "bf16").astype(float) for name in "qk")
-    rows = np.array([0, 3, 4])
-    found = verify_rounded.log_sum_exp(inputs, problem, rows)
-    assert found.shape == (2, 4, 3)
-    for batch, head, i in np.ndindex(found.shape):
-        keys = rows[i] + 5 if causal else 9
-        scores = k[batch, head // 2, :keys] @ q[batch, head, rows[i]] / math.sqrt(8)
-        assert found[batch, head, i] == pytest.approx(math.log(math.fsum(map(math.exp, scores))))
-
-
-def test_log_sum_exp_survives_scores_beyond_the_range_of_exp():
-    problem = Problem(1, 1, 1, 1, 2, 16)
-    for size in (1e3, -1e3):
-        q, k = np.full((1, 1, 1, 16), 100.0), np.full((1, 1, 2, 16), size / 400)
-        inputs = {"q": encoding.to_bits(q, "fp16"), "k": encoding.to_bits(k, "fp16")}
-        (found,) = verify_rounded.log_sum_exp(inputs, problem, np.arange(1)).ravel()
-        assert found == pytest.approx(size + math.log(2))
-
-
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_bf16_rounds_to_nearest_even(value):
     single = np.float32(value)
