@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from on_card import near, served_since  # noqa: E402
+from operators import exact  # noqa: E402
 
 import attnsweep  # noqa: E402
 
@@ -14,14 +16,7 @@ BATCH, HEADS, ROWS, KEYS, DIM = 2, 8, 1024, 1024, 64
 
 @pytest.fixture(autouse=True)
 def card():
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    given = tensors()
-    explained = attnsweep.explain_attention(*given, bias(BATCH, HEADS, ROWS, KEYS))
-    if explained.code == "gpu":
-        pytest.skip(explained.reason)
-    assert explained.kernel is not None, str(explained)
-    yield
+    yield served_since(lambda: attnsweep.explain_attention(*tensors(), bias(BATCH, HEADS, ROWS, KEYS)))
     attnsweep.disable()
 
 
@@ -36,21 +31,12 @@ def bias(*sizes, dtype=torch.bfloat16):
     return made.masked_fill(torch.rand(sizes, device="cuda") < 0.1, float("-inf"))
 
 
-def right(out, given, mask):
-    """In every row."""
-    q, k, v = (x.double() for x in given)
-    scores = q @ k.mT * q.shape[-1] ** -0.5 + mask.double()
-    want = torch.softmax(scores, -1).nan_to_num(0) @ v
-    error, norm = (x.norm(dim=-1) for x in (out.double() - want, want))
-    return (error <= 1e-2 * norm).all()
-
-
 def served(given, mask, attention=None):
     """By a kernel, and right."""
     before = attnsweep.attention_counters().get("kernel", 0)
     out = (attention or attnsweep.attention)(*given, mask)
     assert attnsweep.attention_counters().get("kernel", 0) > before, str(attnsweep.explain_attention(*given, mask))
-    assert right(out, given, mask)
+    assert near(out, exact(*given, mask.double()))
     return out
 
 
@@ -103,7 +89,7 @@ def test_a_float32_mask_is_no_mask_of_half_precision(compiled):
     attention = torch.compile(lambda *of: attnsweep.attention(*of), fullgraph=True) if compiled else attnsweep.attention
     out = attention(*given, mask)
     assert out.dtype is given[0].dtype
-    assert right(out, given, mask)
+    assert near(out, exact(*given, mask.double()))
 
 
 def test_what_no_kernel_reads_is_pytorchs():

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from attending import seen  # noqa: E402
+from on_card import captured  # noqa: E402
 from operators import traced  # noqa: E402
 
 from attnsweep.choose.ranking import rank  # noqa: E402
@@ -176,15 +177,7 @@ def test_a_step_in_a_cuda_graph(operator):
     def step():
         return torch.autograd.grad(operator.attention(*leaves, **options), leaves, direction)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     with torch.no_grad():
         for each in leaves:
             each.copy_(torch.randn_like(each))
@@ -252,15 +245,7 @@ def test_lengths_in_a_cuda_graph(operator):
     def step():
         return torch.autograd.grad(operator.attention(*leaves, **limits), leaves, direction)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     limits["key_lengths"].copy_(torch.tensor([350, 2, 699]))
     with torch.no_grad():
         for each in leaves:

@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attending import seen  # noqa: E402
+from on_card import near, served_since  # noqa: E402
+from operators import exact  # noqa: E402
 
 import attnsweep  # noqa: E402
 
@@ -15,15 +17,7 @@ BATCH, HEADS, ROWS = 4, 16, 1024
 @pytest.fixture
 def served():
     """Counts the calls that kernels served since the test began."""
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    q = torch.randn(BATCH, HEADS, ROWS, 128, device="cuda", dtype=torch.bfloat16)
-    explained = attnsweep.explain_attention(q, q, q, window=(100, 0))
-    if explained.code == "gpu":
-        pytest.skip(explained.reason)
-    assert explained.kernel is not None, str(explained)
-    before = attnsweep.attention_counters().get("kernel", 0)
-    return lambda: attnsweep.attention_counters().get("kernel", 0) - before
+    return served_since(lambda: attnsweep.explain_attention(*tensors(), window=(100, 0)))
 
 
 def tensors(batch=BATCH, heads=HEADS, rows=ROWS, keys=None, heads_kv=None, head_dim=128):
@@ -32,17 +26,8 @@ def tensors(batch=BATCH, heads=HEADS, rows=ROWS, keys=None, heads_kv=None, head_
     return [torch.randn(*n, head_dim, device="cuda", dtype=torch.bfloat16) for n in sizes]
 
 
-def exact(q, k, v, mask):
-    """In float64, and 0 where a query sees no key."""
-    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores, -1).nan_to_num(0) @ v
-
-
 def check(got, given, **limits):
-    want = exact(*given, seen(*given[:2], **limits))
-    norm, error = want.norm(dim=-1), (got.double() - want).norm(dim=-1)
-    assert (error <= 1e-2 * norm).all(), limits  # so that rows without a key are 0
+    assert near(got, exact(*given, seen(*given[:2], **limits))), limits
 
 
 def lengths_of(batch, keys, dtype=torch.int32):

@@ -6,6 +6,7 @@ import recorded
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from on_card import served_since  # noqa: E402
 
 import attnsweep  # noqa: E402
 
@@ -15,14 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def served():
     """Counts the calls that kernels served since the test began."""
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    q = torch.randn(4, 16, 2048, 128, device="cuda", dtype=torch.bfloat16)
-    explained = attnsweep.explain_attention(q, q, q, is_causal=True)
-    if explained.code == "gpu":
-        pytest.skip(explained.reason)
-    before = attnsweep.attention_counters().get("kernel", 0)
-    yield lambda: attnsweep.attention_counters().get("kernel", 0) - before
+    yield served_since(lambda: attnsweep.explain_attention(*tensors(), is_causal=True))
     attnsweep.disable()
 
 
