@@ -257,6 +257,40 @@ class Simulator:
             for name, launch in launches.items()
         }
 
+    def run(
+        self,
+        stages: Mapping[str, tuple[Launch, Future[Path]]],
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, int],
+        workspaces: Mapping[str, int],
+        *,
+        schedule: int = 0,
+        asan: bool = False,
+        timeout_s: float = 120,
+    ) -> dict[str, Any]:
+        """What launches leave, one after the other, where poison was: the bytes of each name.
+
+        stages: as `build` starts them. inputs: arrays. outputs, workspaces: numbers of bytes.
+        """
+        with self._lock:
+            self._runs += 1
+            place = self.root / f"run{self._runs}"
+        place.mkdir()
+        for name, array in inputs.items():
+            np.asarray(array).tofile(place / name)
+        left = {**outputs, **workspaces}
+        for name, nbytes in left.items():
+            np.full(nbytes, POISON, np.uint8).tofile(place / name)
+        kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(outputs, "output")
+        kinds |= dict.fromkeys(workspaces, "workspace")
+        for name, (launch, made) in stages.items():
+            request = place / f"{name}.request"
+            request.write_text(_request(launch, kinds, place, schedule))
+            _run((self._runner(asan).result(), made.result()), request, timeout_s)
+        found = {name: np.fromfile(place / name, np.uint8) for name in left}
+        shutil.rmtree(place)
+        return found
+
     def check(
         self,
         kernel: Family,
@@ -275,7 +309,7 @@ class Simulator:
 
         inputs: others than those that the case draws.
         """
-        runner = self._runner(asan)
+        self._runner(asan)  # compiles beside the stages
         stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
         problem = case.problem
         inputs = make_inputs(case, seed) if inputs is None else dict(inputs)
@@ -291,24 +325,15 @@ class Simulator:
         worst, limit, worst_lse = 0.0, HALF_ULP[problem.out_dtype], 0.0
         first = None
         for schedule in schedules:
-            with self._lock:
-                self._runs += 1
-                place = self.root / f"run{self._runs}"
-            place.mkdir()
             turned = of_heads(problem) if kernel.turned else {}
-            for name, array in inputs.items():
-                own = np.asarray(array)
-                (own.swapaxes(1, 2) if name in turned else own).tofile(place / name)
-            for name in expected:
-                np.full(problem.bytes_of(name), POISON, np.uint8).tofile(place / name)
-            for name, nbytes in sizes.items():
-                np.full(nbytes, POISON, np.uint8).tofile(place / name)
-            kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(expected, "output")
-            kinds |= dict.fromkeys(sizes, "workspace")
-            for name, (launch, made) in stages.items():
-                request = _request(launch, kinds, place, schedule)
-                (place / f"{name}.request").write_text(request)
-                _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
+            given = {
+                name: np.asarray(x).swapaxes(1, 2) if name in turned else x
+                for name, x in inputs.items()
+            }
+            outputs = {name: problem.bytes_of(name) for name in expected}
+            left = self.run(
+                stages, given, outputs, sizes, schedule=schedule, asan=asan, timeout_s=timeout_s
+            )
             kind = np.uint32 if problem.dtype == "fp32" else np.uint16
             got = {}
             for name in expected:
@@ -316,16 +341,15 @@ class Simulator:
                 shape = (
                     (batch, of_rows, heads, columns) if turned else (batch, heads, of_rows, columns)
                 )
-                got[name] = np.fromfile(place / name, kind).reshape(shape)
+                got[name] = left[name].view(kind).reshape(shape)
                 got[name] = got[name].swapaxes(1, 2) if turned else got[name]
             if lse is not None:
-                written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
+                written = left["lse"].view(np.float32).reshape(lse.shape)
                 size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
                 lse_error = float(np.max(apart(written, lse) / size))
                 if not lse_error <= LSE_LIMIT:
                     return Result(case, worst, limit, lse_error)
                 worst_lse = max(worst_lse, lse_error)
-            shutil.rmtree(place)
             errors = {}
             for name, exact in expected.items():
                 values = from_bits(got[name], problem.out_dtype).astype(np.float64)

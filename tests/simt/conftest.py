@@ -1,5 +1,7 @@
 """One simulator for all tests here, and a judge whose kernels run on it."""
 
+from dataclasses import replace
+
 import pytest
 
 from attnsweep.core import cases
@@ -26,3 +28,22 @@ def device(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Device:
 def no_small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are proved on their problem alone."""
     monkeypatch.setattr(cases, "small_cases", lambda problem: ())
+
+
+@pytest.fixture
+def relaunched(monkeypatch):
+    """Changes what a stage of a family launches: relaunched(family, "fwd", change).
+
+    problem: changes the problem that it is asked for.
+    """
+
+    def set_(family, stage, change=lambda made: made, problem=lambda asked: asked):
+        declared = family.stages[stage]
+
+        def launch(config, asked, arch):
+            made = declared.launch(config, problem(asked), arch)
+            return made and change(made)
+
+        monkeypatch.setitem(family.stages, stage, replace(declared, launch=launch))
+
+    return set_

@@ -15,7 +15,7 @@ from attnsweep.family.discover import discover
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 
-from .harness import ARCH, COMPILER, POISON, _request, _run, config_of
+from .harness import ARCH, COMPILER, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_fwd_wgmma"]
@@ -74,26 +74,15 @@ def launched(simulator, config, case, inputs, schedule, *, whole=True, strides=(
 
     strides: of the mask in bytes, from item to item, head to head, row to row and key to key.
     """
-    problem = case.problem
-    sizes = FAMILY.workspaces(config, problem)
-    with simulator._lock:
-        simulator._runs += 1
-        place = simulator.root / f"boolean{simulator._runs}"
-    place.mkdir()
-    written = {"o": problem.bytes_of("o")} | sizes
-    poison = {name: np.full(nbytes, POISON, np.uint8) for name, nbytes in written.items()}
-    for name, array in {**inputs, **poison}.items():
-        np.ascontiguousarray(array).tofile(place / name)
-    kinds = dict.fromkeys(inputs, "input") | {"o": "output"} | dict.fromkeys(sizes, "workspace")
+    stages = {}
     for name, (launch, made) in simulator.build(FAMILY, config, case).items():
-        if not (whole or launch.once):
-            continue
         if strides and name == "mask":
             launch = replace(launch, args=(*launch.args[: -len(strides)], *strides))
-        request = place / f"{name}.request"
-        request.write_text(_request(launch, kinds, place, schedule))
-        _run((simulator._runner(False).result(), made.result()), request, 120)
-    return {name: np.fromfile(place / name, np.uint32) for name in written}
+        if whole or launch.once:
+            stages[name] = launch, made
+    out, sizes = {"o": case.problem.bytes_of("o")}, FAMILY.workspaces(config, case.problem)
+    left = simulator.run(stages, inputs, out, sizes, schedule=schedule)
+    return {name: made.view(np.uint32) for name, made in left.items()}
 
 
 @pytest.mark.nightly(push=1)

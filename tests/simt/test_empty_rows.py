@@ -18,7 +18,7 @@ from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import row_error
 from attnsweep.verify.rounded import log_sum_exp, reference
 
-from .harness import ARCH, COMPILER, LSE_LIMIT, POISON, _request, _run, config_of
+from .harness import ARCH, COMPILER, LSE_LIMIT, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -43,24 +43,10 @@ def run(simulator, case, config, schedule):
     """What the stages of a case write: output, and log-sum-exp."""
     kernel, values = config
     problem, inputs = case.problem, make_inputs(case, 1)
-    with simulator._lock:
-        simulator._runs += 1
-        place = simulator.root / f"empty{simulator._runs}"
-    place.mkdir()
-    sizes = kernel.workspaces(values, problem)
-    out = np.full(problem.bytes_of("o"), POISON, np.uint8)
-    for name, array in {**inputs, "o": out}.items():
-        array.tofile(place / name)
-    for name, nbytes in sizes.items():
-        np.full(nbytes, POISON, np.uint8).tofile(place / name)
-    kinds = dict.fromkeys(inputs, "input") | {"o": "output"} | dict.fromkeys(sizes, "workspace")
-    stages = simulator.build(kernel, values, case)
-    for name, (launch, made) in stages.items():
-        request = place / f"{name}.request"
-        request.write_text(_request(launch, kinds, place, schedule))
-        _run((simulator._runner(False).result(), made.result()), request, 120)
-    bits = np.fromfile(place / "o", np.uint16).reshape(problem.shape_of("o"))
-    lse = np.fromfile(place / "lse", np.float32).reshape(bits.shape[:3])
+    stages, out = simulator.build(kernel, values, case), {"o": problem.bytes_of("o")}
+    left = simulator.run(stages, inputs, out, kernel.workspaces(values, problem), schedule=schedule)
+    bits = left["o"].view(np.uint16).reshape(problem.shape_of("o"))
+    lse = left["lse"].view(np.float32).reshape(bits.shape[:3])
     return from_bits(bits, problem.out_dtype).astype(np.float64), lse
 
 

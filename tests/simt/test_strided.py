@@ -23,7 +23,7 @@ from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import row_error
 from attnsweep.verify.rounded import log_sum_exp, reference
 
-from .harness import ARCH, COMPILER, LSE_LIMIT, BuildError, _request, _run, config_of, sources
+from .harness import ARCH, COMPILER, LSE_LIMIT, BuildError, config_of, sources
 from .test_backward import waves
 from .unusual import FLASH_FWD_WGMMA
 
@@ -111,34 +111,23 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     else:
         expected = {"o": reference(inputs, problem, rows)}
         most, least = {"o": limits(case, family.rounds_scores).row}, {"o": 0.0}
+    stages = {}
+    for name, made in launches.items():
+        defines = family.stages[name].defines(code, rows_of_heads, declared[name]) | {"STRIDED": "1"}
+        stage = simulator._stage(family, texts, made.function, defines, False)
+        stages[name] = replace(made, defines=declared[name].defines), stage
+    given, out = {name: memory[name] for name in inputs}, {name: memory[name].nbytes for name in problem.outputs}
     for schedule in (0, 1):
-        with simulator._lock:
-            simulator._runs += 1
-            place = simulator.root / f"strided{simulator._runs}"
-        place.mkdir()
-        for name, array in memory.items():
-            array.tofile(place / name)
-        for name, nbytes in sizes.items():
-            np.full(nbytes, 0xFF, np.uint8).tofile(place / name)
-        kinds = dict.fromkeys(inputs, "input") | dict.fromkeys(problem.outputs, "output")
-        kinds |= dict.fromkeys(sizes, "workspace")
-        for name, made in launches.items():
-            defines = family.stages[name].defines(code, rows_of_heads, declared[name])
-            defines["STRIDED"] = "1"
-            stage = simulator._stage(family, texts, made.function, defines, False)
-            made = replace(made, defines=declared[name].defines)
-            request = place / f"{name}.request"
-            request.write_text(_request(made, kinds, place, schedule))
-            _run((simulator._runner(False).result(), stage.result()), request, 120)
+        left = simulator.run(stages, given, out, sizes, schedule=schedule)
         for name, exact in expected.items():
-            whole = np.fromfile(place / name, np.uint16).reshape(memory[name].shape)
+            whole = left[name].view(np.uint16).reshape(memory[name].shape)
             view = np.ndarray(views[name].shape, np.uint16, whole, strides=views[name].strides)
             values = from_bits(view, problem.dtype).astype(np.float64)
             assert row_error(values, exact, least[name]) <= most[name], name
             view[:] = POISON
             assert (whole == POISON).all(), f"written between the rows of {name}"
         if lse:
-            got = np.fromfile(place / "lse", np.float32)
+            got = left["lse"].view(np.float32)
             right = log_sum_exp(inputs, problem, rows).ravel()
             assert np.max(np.abs(got - right) / np.maximum(1, np.abs(right))) <= LSE_LIMIT
 

@@ -43,17 +43,6 @@ def test_right_on_some_of_each_push(simulator, dims, mask):
         assert result.ok, (words, case.label, str(result))
 
 
-def with_launch(monkeypatch, stage, change):
-    """The family with other launches of a stage."""
-    declared = FAMILY.stages[stage]
-
-    def launch(config, problem, arch):
-        made = declared.launch(config, problem, arch)
-        return made and change(made)
-
-    monkeypatch.setitem(FAMILY.stages, stage, replace(declared, launch=launch))
-
-
 def is_wrong(simulator, words, case=CASE):
     """Whether a run tells a wrong output, or a write or read outside."""
     try:
@@ -66,7 +55,7 @@ def is_wrong(simulator, words, case=CASE):
 @pytest.mark.parametrize("dims", ["192/128", "64/128"])
 @pytest.mark.parametrize("tensor", ["v", "o"])
 @pytest.mark.parametrize("part", ["stride", "columns"])
-def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, monkeypatch, dims, tensor, part):
+def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, relaunched, dims, tensor, part):
     case = Case(Problem.parse(f"(2,4/2,97x161,{dims}) bf16 full"))
     assert not is_wrong(simulator, PLAIN, case)
 
@@ -79,14 +68,14 @@ def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, monkeypatch, di
         own, last = 2 * head_dim, rows * arg.strides[0] // (2 * head_dim)
         return replace(arg, dims=(arg.dims[0], min(rows, last), heads), strides=(own, own * rows))
 
-    with_launch(monkeypatch, "fwd", lambda made: replace(made, args=tuple(map(as_q, made.args))))
+    relaunched(FAMILY, "fwd", lambda made: replace(made, args=tuple(map(as_q, made.args))))
     assert is_wrong(simulator, PLAIN, case)
 
 
 @pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("words", [PLAIN, f"{PLAIN} SPLITS=2", f"{PLAIN} PERSISTENT=1"])
 @pytest.mark.parametrize("dims", ["192/128", "128/192"])
-def test_code_of_the_columns_of_q_alone_is_wrong(simulator, monkeypatch, words, dims):
+def test_code_of_the_columns_of_q_alone_is_wrong(simulator, relaunched, words, dims):
     """As before it had those of v: with D in the place of D_v in every stage."""
     case = Case(Problem.parse(f"(2,4/2,97x161,{dims}) bf16 full"))
     assert not is_wrong(simulator, words, case)
@@ -96,7 +85,7 @@ def test_code_of_the_columns_of_q_alone_is_wrong(simulator, monkeypatch, words, 
             defines = {name: x for name, x in made.defines.items() if name != "HEAD_DIM_V"}
             return replace(made, defines=defines)
 
-        with_launch(monkeypatch, stage, without)
+        relaunched(FAMILY, stage, without)
     assert is_wrong(simulator, words, case)
 
 

@@ -52,14 +52,9 @@ def test_right_on_hard_cases_of_a_window(simulator, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_window_without_its_left_side_is_wrong(simulator, monkeypatch, name):
+def test_a_window_without_its_left_side_is_wrong(simulator, relaunched, name):
     family, of = FAMILIES[name], Problem(1, 1, 1, 150, 150, 64, "bf16", Interval(20, 0))
     by = "mask" if "mask" in family.stages else "fwd"  # which stage knows the window
-    stage = family.stages[by]
-
-    def launch(config, problem, arch):
-        return stage.launch(config, replace(problem, mask=Interval(149, 0)), arch)
-
-    monkeypatch.setitem(family.stages, by, replace(stage, launch=launch))
+    relaunched(family, by, problem=lambda asked: replace(asked, mask=Interval(149, 0)))
     config = config_of(family, USUAL[name])
     assert not simulator.check(family, config, Case(of), schedules=(0,)).ok

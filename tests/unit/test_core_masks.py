@@ -14,13 +14,17 @@ from attnsweep.core.problem import Packed, Problem
 from attnsweep.verify.reference import hidden_keys, rows_with_keys
 
 sides = st.none() | st.integers(0, 12)
-masks = st.builds(Interval, sides, sides)
+aligned = st.builds(Interval, sides, sides)
+masks = st.builds(Interval, sides, sides, top_left=st.booleans())
 lengths = st.integers(1, 10)
 
 
 def seen(mask, seqlen_q, seqlen_k):
-    """(seqlen_q, seqlen_k): the pairs in words, the last query's diagonal being the last key."""
-    diagonal = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    """(seqlen_q, seqlen_k): the pairs in words, the last query's diagonal being the last key.
+
+    Aligned top-left, the first query's is the first key.
+    """
+    diagonal = np.arange(seqlen_q)[:, None] + (0 if mask.top_left else seqlen_k - seqlen_q)
     keys = np.arange(seqlen_k)
     before = mask.left is None or keys >= diagonal - (mask.left or 0)
     after = mask.right is None or keys <= diagonal + (mask.right or 0)
@@ -66,10 +70,10 @@ def test_causal_is_another_way_to_write_a_mask():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("window(3)", "is not a mask"), ("window(-2,0)", "is not a mask"), ("diagonal", "not a mask")]
+    "text", ["window(3)", "window(-2,0)", "diagonal", "window_top_left(3)", "full_top_left", "causal_bottom"]
 )
-def test_what_is_no_mask(text, says):
-    with pytest.raises(ProblemError, match=says):
+def test_what_is_no_mask(text):
+    with pytest.raises(ProblemError, match="is not a mask"):
         Interval.parse(text)
 
 
@@ -78,7 +82,7 @@ def test_a_window_has_no_negative_side():
         Interval(-1, 0)
 
 
-@given(masks, st.integers(1, 6), st.integers(0, 100), st.integers(0, 3), lengths, lengths)
+@given(aligned, st.integers(1, 6), st.integers(0, 100), st.integers(0, 3), lengths, lengths)
 def test_packed_sequences_see_their_own_keys(mask, parts, least, seed, seqlen_q, seqlen_k):
     sizes = 1, 2, 1, 5 * seqlen_q, 7 * seqlen_k, 64, "bf16"
     problem = Problem(*sizes, mask, Packed(parts, least, seed))

@@ -1,6 +1,5 @@
 """Problems whose masks hide more than causal ones: what they count, how they are written."""
 
-import itertools
 from dataclasses import asdict, replace
 from typing import get_args
 
@@ -43,16 +42,6 @@ def problem(seqlen_q, seqlen_k, mask, **more):
 
 
 # -- aligned top-left -----------------------------------------------------------------------------
-
-
-@given(SIDES, SIDES, LENGTHS, LENGTHS)
-def test_top_left_counts_from_the_first_key(left, right, seqlen_q, seqlen_k):
-    mask = Interval(left, right, top_left=True)
-    pairs = np.zeros((seqlen_q, seqlen_k), bool)
-    for query, key in itertools.product(range(seqlen_q), range(seqlen_k)):
-        pairs[query, key] = (left is None or key >= query - left) and (right is None or key <= query + right)
-    assert mask.pairs(seqlen_q, seqlen_k) == pairs.sum()
-    assert mask.empty_rows(seqlen_q, seqlen_k) == (~pairs.any(axis=1)).sum()
 
 
 @given(SIDES, SIDES)
@@ -101,12 +90,6 @@ def test_baselines_that_align_bottom_right_alone_refuse_top_left():
     assert "aligned top-left" in backend_of("flash_attn_3").supports(asked)
     assert backend_of("torch_cudnn").supports(asked) is None
     assert backend_of("flash_attn_3").supports(problem(9, 30, CAUSAL)) is None
-
-
-@pytest.mark.parametrize("text", ["window_top_left(3)", "full_top_left", "causal_bottom"])
-def test_what_is_no_mask_either(text):
-    with pytest.raises(ProblemError, match="not a mask"):
-        Interval.parse(text)
 
 
 # -- queries that see no key ----------------------------------------------------------------------
