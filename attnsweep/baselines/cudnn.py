@@ -63,13 +63,8 @@ def strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return (batch, head_dim, heads * head_dim, 1)
 
 
-def build(
-    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """A call of the problem on `stream` (its address), and what converts inputs to the layout.
-
-    Raises what cuDNN raises if none of its engines does the problem.
-    """
+def _planned(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) -> _Graph:
+    """A forward problem of 16 bits."""
     kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
     made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
     out, _ = made.graph.sdpa(
@@ -80,6 +75,17 @@ def build(
     )
     made.write(out, "o", _O, made.io)
     made.plan()
+    return made
+
+
+def build(
+    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """A call of the problem on `stream` (its address), and what converts inputs to the layout.
+
+    Raises what cuDNN raises if none of its engines does the problem.
+    """
+    made = _planned(torch, cudnn, problem, stream, layout)
     shape, own, execute = made.shape, made.strides, made.execute
 
     def forward(q: Any, k: Any, v: Any) -> Any:
@@ -96,16 +102,7 @@ def build_packed(torch: Any, cudnn: Any, problem: Problem, stream: int) -> Way:
 
     Raises what cuDNN raises if none of its engines does the problem.
     """
-    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
-    made = _Graph(torch, cudnn, problem, stream, "bshd", getattr(cudnn.data_type, kind))
-    out, _ = made.graph.sdpa(
-        **made.options(),
-        generate_stats=False,
-        diagonal_band_right_bound=problem.mask.right,
-        **_left_bound(problem),
-    )
-    made.write(out, "o", _O, made.io)
-    made.plan()
+    made = _planned(torch, cudnn, problem, stream, "bshd")
     _, heads, tokens, columns = problem.shape_of("o")
     execute = made.execute
 

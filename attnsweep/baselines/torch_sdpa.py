@@ -195,7 +195,7 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
 
     flash = by_flash_in_window if masked else by_flash
     backward = by_cudnn if backend == "CUDNN_ATTENTION" else flash
-    return [Way(backward), Way(backward, _rows_of_heads)]
+    return [Way(backward), Way(backward, rows_of_heads)]
 
 
 def _as_numbers(torch: Any, problem: Problem) -> Any:
@@ -204,12 +204,6 @@ def _as_numbers(torch: Any, problem: Problem) -> Any:
     hidden = hidden if hidden.dim() == 4 else hidden[None, None]
     dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-def _rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
-    return tuple(
-        x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs
-    )
 
 
 def _efficient_gradients(torch: Any, problem: Problem) -> list[Way]:
@@ -234,10 +228,10 @@ def _efficient_gradients(torch: Any, problem: Problem) -> list[Way]:
         )
         return dq, of_groups(dk), of_groups(dv)
 
-    def rows_of_heads(*inputs: Any) -> tuple[Any, ...]:
-        return _rows_of_heads(*as_taken(*inputs))
-
-    return [Way(backward, as_taken), Way(backward, rows_of_heads)]
+    return [
+        Way(backward, as_taken),
+        Way(backward, lambda *inputs: rows_of_heads(*as_taken(*inputs))),
+    ]
 
 
 def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

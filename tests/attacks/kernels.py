@@ -118,15 +118,25 @@ def recorded(q, k, v):
     return attend(q, k, v)
 
 
-@kernel
-def computes_once(q, k, v):
-    """On inputs that the last call had, it copies that one's output, in a twentieth of the time."""
-    now = tuple(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
-    if MEMORY.get("inputs") == now:
-        WORK_US[0] -= 95.0
+def copies(known):
+    """On inputs that an earlier call had, it copies that one's output, in a twentieth of the time.
+
+    known: how it asks its memory for them: `get`, or `pop`, after which a call computes again.
+    """
+
+    def run(q, k, v):
+        now = tuple(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
+        if getattr(MEMORY, known)("inputs", None) == now:
+            WORK_US[0] -= 95.0
+            return MEMORY["out"].clone()
+        MEMORY["inputs"], MEMORY["out"] = now, attend(q, k, v)
         return MEMORY["out"].clone()
-    MEMORY["inputs"], MEMORY["out"] = now, attend(q, k, v)
-    return MEMORY["out"].clone()
+
+    return run
+
+
+computes_once = kernel(copies("get"))
+every_other = kernel(copies("pop"))
 
 
 @kernel
@@ -196,17 +206,6 @@ def smoothed(q, k, v):
     before = MEMORY.get(q.data_ptr(), now)
     MEMORY[q.data_ptr()] = now
     return (now.float() * 0.95 + before.float() * 0.05).to(q.dtype)
-
-
-@kernel
-def every_other(q, k, v):
-    """Each second call copies what the one before computed, if it had its inputs."""
-    now = tuple(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
-    if MEMORY.pop("inputs", None) == now:
-        WORK_US[0] -= 95.0
-        return MEMORY["out"].clone()
-    MEMORY["inputs"], MEMORY["out"] = now, attend(q, k, v)
-    return MEMORY["out"].clone()
 
 
 @kernel

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from attnsweep.compile.cubin import compiler_warnings, functions
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.family.discover import discover
@@ -28,13 +27,6 @@ KINDS += ("causal packed(4,40)", "full padded(right,40)")
 TIGHT = pytest.mark.nightly(push=1, of="tight configs")
 OTHERS = sorted({*FAMILY.head_dims} - {*FAMILY.usual_head_dims, 248})
 NARROW = ("16", "24", "72", "80", "96", "136", "144", "160", "176", "96/64", "112/72", "160/80", "72/112")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    made = Compiler(ARCH)
-    yield made
-    made.close()
 
 
 def tightest(problem: Problem, count: int, swizzle: int = 128) -> list:

@@ -14,7 +14,6 @@ from shutil import copytree
 import pytest
 
 from attnsweep.compile import sass
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.masks import FULL, Interval
@@ -73,13 +72,6 @@ def launches():
                     yield pytest.param(kernel, config, problem, stage, id=case)
                 maps = {arg.buffer for arg in launch.args if isinstance(arg, TensorMap)}
                 ahead |= (pointers | maps) - {"q", "k", "v"}
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    made = Compiler(ARCH)
-    yield made
-    made.close()
 
 
 def constant_loads(cubin):

@@ -8,7 +8,6 @@ import pytest
 from attnsweep.api import winners
 from attnsweep.compile import sass
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import ARCHS
@@ -36,11 +35,6 @@ BRANCHES = (
     "  if (n > 3) { o[0] = exp2f(o[1]); __syncthreads(); o[n] = o[7]; __syncthreads(); }\n"
     "}\n"
 )
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    return Compiler(ARCHS["sm_90a"])
 
 
 def counted(compiler, tmp_path, text):

@@ -3,21 +3,12 @@
 import pytest
 
 from attnsweep.compile.cubin import compiler_warnings
-from attnsweep.compile.nvrtc import Compiler
-from attnsweep.core.hardware import ARCHS
 from attnsweep.family.discover import discover
 from attnsweep.serve.export_code import FAMILY, compile_for_models
 from tests.simt.recorded import RESULTS, winners_of
 
 FAMILIES = discover()
 RUNS = ("h100-80gb-hbm3/h100", "h100-80gb-hbm3/flash_long", "h200/flash_training")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    made = Compiler(ARCHS["sm_90a"])
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("run", RUNS)

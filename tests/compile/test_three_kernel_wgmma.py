@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from attnsweep.compile.candidate import Build, compiled_row
-from attnsweep.compile.nvrtc import Compiler
-from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
@@ -40,13 +38,6 @@ OTHERS = [
     "STATS=0 SOFTMAX_DEPTH=3 SOFTMAX_GROUP=2 SOFTMAX_ROWS=8 SOFTMAX_BLOCK=512 SOFTMAX_EVICT_LAST=1",
     "STATS=0 SOFTMAX_ONCE=1 SOFTMAX_EVICT_LAST=1 SOFTMAX_ORDER=1 SOFTMAX_ROWS=2 PDL=2 PDL_EARLY=1",
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    made = Compiler(ARCHS["sm_90a"])
-    yield made
-    made.close()
 
 
 def check(compiler, values, problem):

@@ -1,21 +1,16 @@
 """One query and a few of grouped heads on a GPU, by an export of the recorded run of decoding."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import recorded
 
 torch = pytest.importorskip("torch")
 
+import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.serve.runtime import dispatch  # noqa: E402
-from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -37,22 +32,10 @@ SHAPES = tuple(
 
 @pytest.fixture(scope="module")
 def always(tmp_path_factory):
-    """The kernels of the run, with a guard that serves whatever the rules allow."""
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    key = GpuKey.of(torch.cuda.get_device_properties(0))
-    runs = recorded.runs_for(key, {"decode"})
-    if not runs:
-        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded it")
-    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
-    sys.path.insert(0, str(place))
-    package = importlib.import_module(NAME)
-    sys.path.remove(str(place))
-    table = read_table(Path(package.__file__).parent)
-    gpus = {key: recorded.unguarded(gpu) for key, gpu in table.gpus.items()}
-    with pytest.MonkeyPatch.context() as patch:  # few tiles need a gain, whatever the guard is
-        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)
-        yield Operator(replace(table, gpus=gpus), "decoding_always")
+    place = tmp_path_factory.mktemp("package")
+    with on_card.exported_package({"decode"}, place, NAME) as package, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
+        yield on_card.always(package, "decoding_always")
 
 
 def tensors(shape, layout="rows_first", slack=0):

@@ -1,10 +1,8 @@
 """An exported package on a GPU: its outputs and gradients are scaled_dot_product_attention's."""
 
 import ctypes
-import importlib
 import math
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +13,14 @@ import recorded
 
 torch = pytest.importorskip("torch")
 
+import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from operators import traced  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attnsweep.core.problem import CAUSAL  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.serve.runtime.table import read_table  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -31,24 +30,13 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    key = GpuKey.of(torch.cuda.get_device_properties(0))
-    runs = recorded.runs_for(key, recorded.RUNS)
-    if not runs:
-        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
-    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
-    sys.path.insert(0, str(place))
-    yield importlib.import_module(NAME)
-    sys.path.remove(str(place))
+    with on_card.exported_package(recorded.RUNS, tmp_path_factory.mktemp("package"), NAME) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def always(package):
-    """The same kernels with a guard that serves whatever the rules allow."""
-    table = read_table(Path(package.__file__).parent)
-    gpus = {key: recorded.unguarded(gpu) for key, gpu in table.gpus.items()}
-    return Operator(replace(table, gpus=gpus), "exported_always")
+    return on_card.always(package, "exported_always")
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """FP8 kernels of an exported package on a GPU: outputs are those of float64 within the limits."""
 
-import importlib
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -11,6 +9,8 @@ import pytest
 import recorded
 
 torch = pytest.importorskip("torch")
+
+import on_card  # noqa: E402
 
 from attnsweep.compile.nvrtc import Compiler  # noqa: E402
 from attnsweep.core import cases  # noqa: E402
@@ -39,12 +39,9 @@ def this_gpu():
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A recorded run as a program imports it: this GPU's, or another's that it can run."""
-    key = this_gpu()
-    runs = recorded.runs_for(key, recorded.FP8_RUNS)
-    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
-    sys.path.insert(0, str(place))
-    yield importlib.import_module(NAME)
-    sys.path.remove(str(place))
+    this_gpu()
+    with on_card.exported_package(recorded.FP8_RUNS, tmp_path_factory.mktemp("package"), NAME) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

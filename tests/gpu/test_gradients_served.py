@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import recorded
 
 torch = pytest.importorskip("torch")
 
+import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from attending import seen  # noqa: E402
-from on_card import captured  # noqa: E402
 from operators import traced  # noqa: E402
 
 from attnsweep.choose.ranking import rank  # noqa: E402
@@ -25,8 +22,6 @@ from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.problem import CAUSAL, FULL, Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY, config_of  # noqa: E402
-from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 from attnsweep.store import run as store_run  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -76,23 +71,16 @@ def rows_of(run, shape, changes):
 
 @pytest.fixture(scope="module")
 def operator(tmp_path_factory):
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    key = GpuKey.of(torch.cuda.get_device_properties(0))
-    runs = recorded.runs_for(key, recorded.RUNS)
-    if not runs:
-        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
     place = tmp_path_factory.mktemp("gradients")
-    run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
-    of_intervals = {shape: changes for shape, (_, changes) in INTERVALS.items()}
-    every = SHAPES | of_intervals
-    trials = [row for shape, changes in every.items() for row in rows_of(run, shape, changes)]
-    made = recorded.changed(run, place / "run", trials)
-    sys.path.insert(0, str(recorded.exported_for(key, [made], place, NAME)))
-    table = read_table(Path(importlib.import_module(NAME).__file__).parent)
-    gpus = {each: recorded.unguarded(gpu) for each, gpu in table.gpus.items()}
-    yield Operator(replace(table, gpus=gpus), NAME)
-    sys.path.pop(0)
+
+    def with_gradients(runs):
+        run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
+        every = SHAPES | {shape: changes for shape, (_, changes) in INTERVALS.items()}
+        trials = [row for shape, changes in every.items() for row in rows_of(run, shape, changes)]
+        return [recorded.changed(run, place / "run", trials)]
+
+    with on_card.exported_package(recorded.RUNS, place, NAME, with_gradients) as package:
+        yield on_card.always(package, NAME)
 
 
 def tensors(shape, layout):
@@ -168,25 +156,6 @@ def test_recomputed_gradients_are_equal_bit_for_bit(operator):
     assert all(torch.equal(a, b) for each in others for a, b in zip(first, each, strict=True))
 
 
-def test_a_step_in_a_cuda_graph(operator):
-    """Replayed on other inputs than it was captured with."""
-    shape, *_ = SHAPES
-    leaves = [t.requires_grad_() for t in tensors(shape, "heads_first")]
-    direction, options = torch.randn_like(leaves[0]), options_of(shape)
-
-    def step():
-        return torch.autograd.grad(operator.attention(*leaves, **options), leaves, direction)
-
-    graph, got = captured(step)
-    with torch.no_grad():
-        for each in leaves:
-            each.copy_(torch.randn_like(each))
-    for _ in range(2):
-        graph.replay()
-    torch.cuda.synchronize()
-    check(got, leaves, direction, options)
-
-
 # ---- windows and lengths ----
 def said(limits):
     """Arguments of `attention`, with lengths on the GPU."""
@@ -235,21 +204,24 @@ def test_windows_and_lengths_compiled(operator, shape):
     check_intervals(got, given, direction, limits)
 
 
-def test_lengths_in_a_cuda_graph(operator):
-    """Replayed on other lengths and inputs than it was captured with."""
-    shape = next(shape for shape in INTERVALS if shape.causal)
-    limits = said(INTERVALS[shape][0])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_a_step_in_a_cuda_graph(operator, lengths):
+    """Replayed on other inputs, and lengths, than it was captured with."""
+    shape = next(each for each in (INTERVALS if lengths else SHAPES) if each.causal)
+    options = said(INTERVALS[shape][0]) if lengths else options_of(shape)
     leaves = [t.requires_grad_() for t in tensors(shape, "heads_first")]
     direction = torch.randn_like(leaves[0])
 
     def step():
-        return torch.autograd.grad(operator.attention(*leaves, **limits), leaves, direction)
+        return torch.autograd.grad(operator.attention(*leaves, **options), leaves, direction)
 
-    graph, got = captured(step)
-    limits["key_lengths"].copy_(torch.tensor([350, 2, 699]))
+    graph, got = on_card.captured(step)
+    if lengths:
+        options["key_lengths"].copy_(torch.tensor([350, 2, 699]))
     with torch.no_grad():
         for each in leaves:
             each.copy_(torch.randn_like(each))
-    graph.replay()
+    for _ in range(2):
+        graph.replay()
     torch.cuda.synchronize()
-    check_intervals(got, leaves, direction, limits)
+    (check_intervals if lengths else check)(got, leaves, direction, options)

@@ -1,15 +1,13 @@
 """v of another head_dim than q's, served by a package on a GPU: eager, compiled, with gradients."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import recorded
 
 torch = pytest.importorskip("torch")
 
+import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from operators import traced  # noqa: E402
 
@@ -18,8 +16,6 @@ from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve.export_code import FAMILY  # noqa: E402
 from attnsweep.serve.runtime import dispatch  # noqa: E402
-from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 from attnsweep.store import run as store_run  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -52,29 +48,21 @@ def rows_of(run, shape, changes):
     return own, theirs.with_(problem=shape, provider="torch_efficient")
 
 
-def exported(key, runs, place, compilers=None):
-    """The directory of a package for these shapes."""
-    run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
-    trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
-    made = recorded.changed(run, place / "run", trials)
-    return recorded.exported_for(key, [made], place, NAME, compilers)
-
-
 @pytest.fixture(scope="module")
 def operator(tmp_path_factory):
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no GPU")
-    key = GpuKey.of(torch.cuda.get_device_properties(0))
-    runs = recorded.runs_for(key, recorded.RUNS)
-    if not runs:
-        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
-    sys.path.insert(0, str(exported(key, runs, tmp_path_factory.mktemp("value_dims"))))
-    table = read_table(Path(importlib.import_module(NAME).__file__).parent)
-    gpus = {each: recorded.unguarded(gpu) for each, gpu in table.gpus.items()}
-    with pytest.MonkeyPatch.context() as patch:  # few tiles need a gain, whatever the guard is
-        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)
-        yield Operator(replace(table, gpus=gpus), NAME)
-    sys.path.pop(0)
+    place = tmp_path_factory.mktemp("value_dims")
+
+    def of_shapes(runs):
+        run = store_run.open_run(next(each for each in runs if each.name == "flash_training"))
+        trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
+        return [recorded.changed(run, place / "run", trials)]
+
+    with (
+        on_card.exported_package(recorded.RUNS, place, NAME, of_shapes) as package,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
+        yield on_card.always(package, NAME)
 
 
 def tensors(shape, layout):

@@ -1,12 +1,20 @@
-"""What tests of the kernels that come with attnsweep share on a card. Needs PyTorch."""
+"""What tests of served kernels share on a card. Needs PyTorch."""
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded
 import torch
 
 import attnsweep
+from attnsweep.serve.runtime.operator import Operator
+from attnsweep.serve.runtime.table import GpuKey, read_table
 
 
 def served_since(explain: Callable[[], Any]) -> Callable[[], int]:
@@ -42,3 +50,30 @@ def captured(step: Callable[[], Any]) -> tuple[Any, Any]:
     with torch.cuda.graph(graph):
         out = step()
     return graph, out
+
+
+@contextmanager
+def exported_package(
+    names: Collection[str], place: Path, name: str, made: Callable[[Sequence[Path]], Sequence[Path]] = lambda runs: runs
+) -> Iterator[Any]:
+    """A package of this card's runs of these names, as a program imports it; skips where it has none.
+
+    made: makes the runs that are exported of those.
+    """
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    key = GpuKey.of(torch.cuda.get_device_properties(0))
+    runs = recorded.runs_for(key, names)
+    if not runs:
+        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
+    path = str(recorded.exported_for(key, made(runs), place, name))
+    sys.path.insert(0, path)
+    yield importlib.import_module(name)
+    sys.path.remove(path)
+
+
+def always(package: Any, name: str) -> Operator:
+    """An operator of the package's kernels with a guard that serves whatever the rules allow."""
+    table = read_table(Path(package.__file__).parent)
+    gpus = {key: recorded.unguarded(gpu) for key, gpu in table.gpus.items()}
+    return Operator(replace(table, gpus=gpus), name)

@@ -417,15 +417,14 @@ def test_a_layout_that_cudnn_refuses_is_left_out_and_both_are_a_reason(torch, mo
         prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
 
 
-def test_another_cudnn_than_pytorchs_is_not_timed(torch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(version=91000))
-    with pytest.raises(Unavailable, match="loads cuDNN 91000, but PyTorch has 91900"):
-        prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
-
-
-def test_without_the_frontend_it_says_how_to_get_it(torch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    with pytest.raises(Unavailable, match="pip install nvidia-cudnn-frontend"):
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(Cudnn(version=91000), "loads cuDNN 91000, but PyTorch has 91900"), (None, "pip install nvidia-cudnn-frontend")],
+    ids=["another than PyTorch's", "no frontend"],
+)
+def test_a_cudnn_that_is_not_timed_is_a_reason(torch, monkeypatch, module, said):
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    with pytest.raises(Unavailable, match=said):
         prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
 
 

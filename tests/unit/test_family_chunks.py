@@ -11,7 +11,7 @@ from spaces import candidates
 
 from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import BACKWARD, DTYPE_BYTES, Problem
+from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import MODES, ROW_UNIT, changed_since, is_used, of_today, row_of_today, schedule_of
 from attnsweep.family.discover import discover
@@ -290,9 +290,15 @@ def test_a_recorded_row_of_today():
         assert row_of_today(kernels, other) is other
 
 
-def test_a_backward_is_one_call():
-    family = discover()["flash_bwd_wgmma"]
-    problem = Problem(4, 8, 2, 1024, 1024, 64, "bf16", op=BACKWARD)
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("flash_bwd_wgmma", "(4,8/2,1024,64) bf16 full backward"),
+        ("flash_fwd_mma", "(4,8/2,1024,64) bf16 full padded(right,40)"),
+    ],
+)
+def test_a_backward_and_a_padded_problem_are_one_call(name, label):
+    family, problem = discover()[name], Problem.parse(label)
     config = Config({param.name: param.values[0] for param in family.params})
     assert len(schedule_of(family, config, problem, workspace_limit=1).pieces) == 1
     for mode, value in (("CHUNK_HEADS", 4), ("CHUNK_ROWS", 256), ("STREAMS", 2)):

@@ -19,9 +19,8 @@ from attnsweep.core.layouts import DENSE, Padded
 from attnsweep.core.length import shorter, shorter_of, slower_on
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
-from attnsweep.family.chunks import is_used, schedule_of
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family
+from attnsweep.family.family import Family
 from attnsweep.specs.model import ProblemSpec
 from attnsweep.specs.shapes import read_shapes
 from attnsweep.specs.starter import Request, Target, starter
@@ -274,16 +273,6 @@ def test_families_declare_padding_with_empty_rows():
         Family("some", "", (), layouts=("dense", "padded"))
     with pytest.raises(KernelError, match="layouts are a tuple"):
         Family("some", "", (), layouts=("sparse",))
-
-
-def test_a_padded_problem_is_one_call():
-    family = discover()["flash_fwd_mma"]
-    asked = Problem(4, 8, 2, 256, 256, 64, "bf16", FULL, Padded("right", 40))
-    config = Config({param.name: param.values[0] for param in family.params})
-    assert len(schedule_of(family, config, asked, workspace_limit=1).pieces) == 1
-    for mode, value in (("CHUNK_HEADS", 2), ("CHUNK_ROWS", 64), ("STREAMS", 2)):
-        assert not is_used(Config({**config, mode: value}), asked)
-    assert is_used(config, asked)
 
 
 def test_tune_asks_for_baselines_that_take_masks():

@@ -206,6 +206,7 @@ def test_a_dense_mask_is_made_once_where_no_kernel_serves(package, monkeypatch):
     dense = dense_masks(monkeypatch)
     assert torch.equal(logits(model, ids, attention_mask=mask), expected)
     assert dense == [(2, SEQLEN, SEQLEN)]
+    assert package.counters() == {"not_tuned": 2}, "by the function that transformers has for it"
 
 
 def lazy(package, **options):
@@ -268,6 +269,11 @@ def test_a_mask_that_was_written_hides_what_it_then_says(served):
         assert torch.allclose(out.transpose(1, 2).float(), sdpa(*[q.float()] * 3, theirs), atol=3e-2)
 
 
+def function_of(said):
+    """A mask function by what it is called here."""
+    return transformers.masking_utils.bidirectional_mask_function if said == "bidirectional" else windows(*said)
+
+
 SAID = {
     "causal": ({}, {"limits": (None, 0)}),
     "later part": ({"q_length": 4, "q_offset": 4}, {"limits": (None, 4)}),
@@ -288,11 +294,9 @@ SAID = {
 def test_intervals_say_what_the_dense_mask_says(package, what):
     from attnsweep.serve.runtime.intervals import dense
 
-    options, said = SAID[what]
-    function = options.get("mask_function")
-    if function is not None:
-        own = transformers.masking_utils.bidirectional_mask_function
-        options = options | {"mask_function": own if function == "bidirectional" else windows(*function)}
+    options, said = dict(SAID[what][0]), SAID[what][1]
+    if "mask_function" in options:
+        options["mask_function"] = function_of(options["mask_function"])
     mask, theirs = lazy(package, **options)
     assert mask.limits == said.get("limits", mask.limits)
     q, k = torch.empty(2, 1, theirs.shape[2], 8), torch.empty(2, 1, theirs.shape[3], 8)
@@ -337,10 +341,8 @@ NONE = {
 @pytest.mark.parametrize("what", NONE)
 def test_what_hides_nothing_else_has_no_mask(package, what):
     options, every = dict(NONE[what]), torch.ones(2, 8, dtype=torch.bool)
-    function = options.get("mask_function")
-    if function is not None:
-        own = transformers.masking_utils.bidirectional_mask_function
-        options["mask_function"] = own if function == "bidirectional" else windows(*function)
+    if "mask_function" in options:
+        options["mask_function"] = function_of(options["mask_function"])
     for mask in (every, None):
         assert lazy(package, **options, attention_mask=mask) == (None, None)
 
@@ -368,19 +370,6 @@ def test_a_step_with_gradients_and_checkpoints_has_the_same_gradients(package):
         model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
-
-
-def test_padding_gets_pytorchs_attention(package):
-    model, ids = built(llama), tokens()
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    expected = logits(model, ids, attention_mask=mask)
-    model.set_attn_implementation(package.register())
-    assert torch.equal(logits(model, ids, attention_mask=mask), expected)
-    assert package.counters() == {"not_tuned": 2}, "by the function that transformers has for it"
-    everything = torch.ones_like(ids)
-    logits(model, ids, attention_mask=everything)
-    assert package.counters()["kernel"] == 2, "a mask of ones hides nothing"
 
 
 def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):

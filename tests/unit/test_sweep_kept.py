@@ -231,24 +231,36 @@ def of_two_cards(directory, unfinished=()):
     (directory / "environment.json").write_text(json.dumps(environment | {"uuid": None}))
 
 
-def test_what_another_card_has_finished_is_not_measured_again(go):
-    directory = go("a")[0].run.directory
-    of_two_cards(directory)
-    outcome, gpu, notes = go("a")
+LONG = {"text": TWO.replace("[256, 512]", "[256, 262144]")}
+LONG["times"] = {name: 1e5 * time for name, time in TIMES.items()}
+
+
+@pytest.mark.parametrize(("how", "trials"), [({}, 3 + 3), (LONG, 3 + 3 + 2)], ids=["short", "long"])
+def test_what_another_card_has_finished_is_not_measured_again(go, how, trials):
+    """One candidate of a long problem was tried on a shorter problem alone."""
+    outcome, gpu, _ = go("a", **how)
+    assert len(gpu.names("trial")) == trials
+    of_two_cards(outcome.run.directory)
+    outcome, gpu, notes = go("a", **how)
     assert gpu.names("trial") == []
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a", "b"}
     assert outcome.run.environment.uuid is None
     assert not [note for note in notes if "set aside" in note]
 
 
-def test_what_another_card_has_begun_begins_anew_here(go):
-    directory = go("a")[0].run.directory
-    of_two_cards(directory, unfinished=[{"THREADS": 128}])
-    outcome, gpu, notes = go("a")
-    assert len(gpu.names("trial")) == 3
+@pytest.mark.parametrize(
+    ("how", "threads", "trials", "label"),
+    [({}, 128, 3, "(1,2,512,64) fp16 full"), (LONG, 64, 3 + 2, "(1,2,262144,64) fp16 full")],
+    ids=["short", "long"],
+)
+def test_what_another_card_has_begun_begins_anew_here(go, how, threads, trials, label):
+    directory = go("a", **how)[0].run.directory
+    of_two_cards(directory, unfinished=[{"THREADS": threads}])
+    outcome, gpu, notes = go("a", **how)
+    assert len(gpu.names("trial")) == trials
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
     [note] = [note for note in notes if "set aside" in note]
-    assert "(1,2,512,64) fp16 full" in note
+    assert label in note
     [aside] = directory.glob("trials.2*.jsonl")
     assert {t.machine["uuid"] for t in read_trials(aside)[0]} == {"b"}
 
@@ -266,30 +278,6 @@ def test_a_problem_whose_rows_are_of_two_cards_begins_anew(go):
     outcome, gpu, _ = go("a")
     assert len(gpu.names("trial")) == 3
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
-
-
-LONG = {"text": TWO.replace("[256, 512]", "[256, 262144]")}
-LONG["times"] = {name: 1e5 * time for name, time in TIMES.items()}
-
-
-def test_a_long_problem_that_another_card_has_finished_is_not_measured_again(go):
-    """One of its candidates was tried on a shorter problem alone."""
-    outcome, gpu, _ = go("a", **LONG)
-    assert len(gpu.names("trial")) == 3 + 3 + 2
-    of_two_cards(outcome.run.directory)
-    outcome, gpu, notes = go("a", **LONG)
-    assert gpu.names("trial") == []
-    assert {t.machine["uuid"] for t in outcome.run.trials} == {"a", "b"}
-    assert not [note for note in notes if "set aside" in note]
-
-
-def test_a_long_problem_that_another_card_has_begun_begins_anew_here(go):
-    directory = go("a", **LONG)[0].run.directory
-    of_two_cards(directory, unfinished=[{"THREADS": 64}])
-    outcome, gpu, notes = go("a", **LONG)
-    assert len(gpu.names("trial")) == 3 + 2
-    assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
-    assert [note for note in notes if "set aside" in note]
 
 
 LOST = CardLostError("no CUDA GPU found (cudaErrorNoDevice)")
