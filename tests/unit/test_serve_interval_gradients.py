@@ -227,16 +227,12 @@ def test_gradients_of_gradients_and_batches_of_them(operator):
     assert all(close(b[1], 2 * a) for a, b in zip(once, both, strict=True))
 
 
-def of_compiled_code(operator, given, limits):
-    """The graphs of a call, and its gradients."""
-    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
-    return traced(lambda *of: operator.attention(*of, enable_gqa=True, **limits), given, direction)
-
-
 @pytest.mark.parametrize("case", ["window", "lengths", "of both sides", "causal lengths"])
 def test_compiled_code_calls_the_kernels(operator, case):
     given, limits = given_of(), CASES[case]
-    graphs, got = of_compiled_code(operator, given, limits)
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+    options = {"enable_gqa": True, **limits}
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
     assert f"{operator.namespace}.backward_intervals" in graphs[-1]
     assert right(got, given, **limits)
     assert operator.counters() == {"kernel": 1, "kernel_backward": 1}
@@ -258,7 +254,9 @@ def test_the_same_code_compiled_for_several_sizes_calls_the_kernels(tmp_path, dr
     operator = made_of(tmp_path, driver, *tuned)
     for count, (of, (_, limits)) in enumerate(problems.items(), 1):
         given = tensors(of.batch, of.heads, of.seqlen_q, of.heads_kv, layout="packed")
-        graphs, got = of_compiled_code(operator, given, limits)
+        direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+        options = {"enable_gqa": True, **limits}
+        graphs, got = traced(lambda *q: operator.attention(*q, **options), given, direction)  # noqa: B023
         assert f"{operator.namespace}.backward_intervals" in graphs[-1]
         assert right(got, given, **limits)
         assert operator.counters() == {"kernel": count, "kernel_backward": count}
@@ -266,7 +264,9 @@ def test_the_same_code_compiled_for_several_sizes_calls_the_kernels(tmp_path, dr
 
 def test_compiled_code_has_pytorchs_where_nothing_won(operator):
     given, limits = given_of(), {"window": (31, 0)}
-    graphs, got = of_compiled_code(operator, given, limits)
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
+    options = {"enable_gqa": True, **limits}
+    graphs, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
     assert operator.namespace not in "".join(graphs)
     assert right(got, given, **limits)
     assert operator.counters() == {}
@@ -327,8 +327,10 @@ def test_settings_that_change_between_forward_and_backward_leave_gradients_right
 
 def test_compiled_code_whose_launches_fail_has_right_gradients(operator, driver):
     given, limits = given_of(), {"key_lengths": torch.tensor([0, 60])}
+    direction = torch.randn(given[0].shape, generator=torch.manual_seed(7)).to(torch.bfloat16)
     driver.refuses.add("cuLaunchKernelEx")
-    _, got = of_compiled_code(operator, given, limits)
+    options = {"enable_gqa": True, **limits}
+    _, got = traced(lambda *of: operator.attention(*of, **options), given, direction)
     assert right(got, given, **limits)
     assert not {"kernel", "kernel_backward"} & operator.counters().keys()
 
