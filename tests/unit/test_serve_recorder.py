@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import os
 import pickle
 import random
 import subprocess
@@ -411,6 +412,26 @@ def test_threads_lose_no_call(tmp_path, every_call):
             thread.join()
 
     assert sum(counts(tmp_path, program, every_call=every_call)) == 4000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@both_ways
+def test_a_forked_child_counts_kinds_of_its_parent_for_itself(tmp_path, every_call):
+    code = (
+        "import os, sys, torch; from pathlib import Path\n"
+        "from attnsweep.serve.recorder.log import Log\n"
+        "from attnsweep.serve.recorder.recorder import Recording\n"
+        f"torch.set_num_threads(1); Recording(Log(Path(sys.argv[1])), {every_call})\n"
+        "q, k, v = torch.randn(3, 1, 2, 8, 32)\n"
+        "def calls(n):\n"
+        "    for _ in range(n): torch.nn.functional.scaled_dot_product_attention(q, k, v)\n"
+        "calls(100)\n"
+        "if os.fork() == 0: calls(50); os._exit(0)\n"
+        "os.wait(); calls(10)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    got = read(tmp_path)
+    assert (got.processes, [n for _, n in got.calls]) == (2, [160])
 
 
 def test_an_error_of_the_recorder_is_kept_and_the_program_goes_on(tmp_path):
