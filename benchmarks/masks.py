@@ -49,6 +49,7 @@ CALLS = (
 )
 ARGUMENTS = (
     (4, 32, 8, 2048, 128, "causal, key_lengths"),
+    (8, 32, 8, 4096, 128, "one query, a cache filled to 300"),
     (1, 32, 8, 8192, 128, "window of 1024"),
     (2, 8, 8, 1024, 64, "bias"),
     (1, 16, 16, 2048, 64, "bias of heads"),
@@ -147,6 +148,11 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
             "sdpa": lambda: sdpa(q, *whole, mask),
             "ours": lambda: ours(q, k, v, is_causal=True, key_lengths=lengths, **options),
         }
+    elif kind == "one query, a cache filled to 300":
+        q = q[:, :, :1]
+        lengths = torch.full((batch,), 300, device="cuda", dtype=torch.int32)
+        filled = (torch.arange(seqlen, device="cuda") < 300).expand(batch, 1, 1, seqlen)
+        ways = {"sdpa": lambda: sdpa(q, *whole, filled), "ours": lambda: ours(q, k, v, key_lengths=lengths, **options)}
     elif kind == "window of 1024":
         mask = mask_of(kind, batch, seqlen)
         ways = {"sdpa": lambda: sdpa(q, *whole, mask), "ours": lambda: ours(q, k, v, window=(1023, 0), **options)}
