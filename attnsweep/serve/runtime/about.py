@@ -8,7 +8,8 @@ from typing import TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., object])
 MASKS_AND_SCORES = """
     These are masks without a tensor of the mask's size. A query sees what all of them let it see;
-    one that sees nothing has output 0. Beside attn_mask they are refused.
+    one that sees nothing has output 0. Values of hidden keys are multiplied by 0, and so must be
+    finite. Beside attn_mask they are refused.
 
     window: (left, right), the keys before and after a query's own, which is key i + seqlen_k -
     seqlen_q of query i; None or -1: all. causal_offset: query i sees the keys up to
