@@ -84,7 +84,7 @@ class KernelVerdict:
     """The SM clock in the rounds, for which `unit` and sol_share are."""
     sol_share: float | None = None
     sha256: str | None = None
-    """Of the file that defines it, not of what that imports; None if it is not found."""
+    """Digest of the file that defines the callable, without what it imports; None if not found."""
     gpu: str | None = None
     attnsweep: str = __version__
     protocol: int = PROTOCOL

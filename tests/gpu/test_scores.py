@@ -36,7 +36,7 @@ def given(change, dtype=torch.float32):
 
 
 def exact(q, k, v, mask=None, softcap=None, sinks=None, **_):
-    """Of a group of heads at once: all of them take much memory."""
+    """Attention in float64, one group of heads at a time, because all of them take much memory."""
     group = q.shape[1] // k.shape[1]
     out = []
     for head in range(k.shape[1]):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILIES = discover()
 FAMILY = FAMILIES["flash_fwd_wgmma"]
 DIMS = (8, 16, 24, 40, 72, 80, 88, 104, 112, 136, 160, 200, 248)
-# Of q and k, and of v: test_value_dims.py has more of them.
+# Head_dims of q and k, and of v. test_value_dims.py has more.
 VALUE_DIMS = ("192/128", "96/64", "64/128", "128/256", "8/256", "72/40", "40/72", "256/8", "64/192")
 CONFIGS = (
     "BLOCK_N=64 WARPGROUPS=2 LSE=1",
