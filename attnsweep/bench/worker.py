@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.bench.gpu import START_TIMEOUT_S, WorkerError
 from attnsweep.bench.process import _Reply, _serve, open_bench
 from attnsweep.compile.launches import Candidate, FirstTimes
+from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import CardLostError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Status
@@ -61,6 +62,8 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection[Any, Any] | None = None
         self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._called = False
+        """Whether the child may have run a callable's code."""
         self._environment: Environment | None = None
         self._locks = ExitStack()
         self._locked = card_held or bench is not None
@@ -91,6 +94,9 @@ class Worker:
 
     def open(self, *args: Any, **options: Any) -> None:
         """See `Gpu`; takes the arguments of bench.Bench."""
+        if options.get("strict") and self._called:
+            self.stop()  # a callable may have changed what would judge the next one
+            self._called = False
         if not self._locked:
             card = self._environment or self.describe()
             self._locks.enter_context(held(card.uuid, card.gpu))
@@ -112,6 +118,8 @@ class Worker:
 
     def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
         """See `Gpu`."""
+        if CALLABLE.fullmatch(name) and not self._setup[0][2].get("strict"):
+            self._called = True
         accuracy, issued = self.call("add_baseline", name, keep=True, slow=True)
         return accuracy, issued
 

@@ -13,7 +13,7 @@ from attnsweep.core.timings import step
 class FakeBench:
     """Stands in for bench.Bench: the ways a candidate can go wrong, without a GPU."""
 
-    def __init__(self, problem: object) -> None:
+    def __init__(self, problem: object, strict: str = "") -> None:
         self.problem = problem
         self.admitted: list[str] = []
 
@@ -22,6 +22,11 @@ class FakeBench:
 
     def admit(self, name: str) -> None:
         self.admitted.append(name)
+
+    def add_baseline(self, name: str) -> tuple[None, None]:
+        if name.endswith("raises"):
+            raise ValueError("not today")
+        return None, None
 
     def state(self) -> tuple[int, object, list[str]]:
         return os.getpid(), self.problem, self.admitted

@@ -1,5 +1,6 @@
 """The process that owns the GPU may hang, die or be poisoned: the parent goes on."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,6 +48,26 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
     assert after != before
     assert (problem, admitted) == ("problem", ["a"])
     assert worker.restarts == 1
+
+
+@pytest.mark.parametrize("name", ["m:f", "m:raises"])
+def test_no_process_that_ran_a_callable_judges_strictly(worker, name):
+    """It could have changed there what judges the others: where it fails, too."""
+
+    def process_of(*baselines, strict=""):
+        worker.open("problem", **({"strict": strict} if strict else {}))
+        for baseline in baselines:
+            with contextlib.suppress(WorkerError):
+                worker.add_baseline(baseline)
+        return worker.call("state")[0]
+
+    friendly = process_of("torch_flash", name)
+    worker.open("another")
+    strict = process_of(name, strict="/tmp")
+    assert strict != friendly
+    assert process_of(name, strict="/tmp") == strict  # which calls it in a process of its own
+    assert process_of("torch_flash") == process_of(strict="/tmp") == strict
+    assert worker.restarts == 0
 
 
 def test_what_is_computed_beside_is_waited_for_longer_than_a_call_may_take(worker):
