@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +81,8 @@ class JudgeError(Exception):
 class Side:
     """A process that calls callables; what it answers is a claim."""
 
+    _popen: Callable[..., Any] = subprocess.Popen
+
     def __init__(self, scratch: Path | None) -> None:
         """scratch: where a stranger's keeps caches and temporary files; None of one of ours."""
         env = dict(os.environ)
@@ -91,7 +93,7 @@ class Side:
         # Files of this directory must not stand for modules of ours: it comes when one is imported.
         start = "import sys; sys.path = [*filter(None, sys.path)]; "
         start += "from attnsweep.bench.called import main; main()"
-        self._process = subprocess.Popen(
+        self._process = self._popen(
             [sys.executable, "-c", start, str(os.getpid()), _CARD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,8 +107,6 @@ class Side:
         """Have it do something. Raises Unavailable if it cannot, or answers nonsense."""
         self._number += 1
         asked, pipes = {"number": self._number, "do": do, **facts}, self._process
-        assert pipes.stdin is not None
-        assert pipes.stdout is not None
         with suppress(OSError):  # it has ended, which reading tells
             pipes.stdin.write(json.dumps(asked).encode() + b"\n")
             pipes.stdin.flush()

@@ -23,7 +23,7 @@ from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 
 torch.set_num_threads(1)  # several would wait for one another longer than these tensors take
-PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
+PROBLEM = Problem(2, 2, 1, 9, 20, 16, "bf16")
 
 
 class Buffer(HostBuffer):
@@ -119,7 +119,7 @@ def fakes_of(capturing: list[Graph]) -> dict[str, Any]:
     }
 
 
-FACTS = SimpleNamespace(arch="sm_90a", sm_count=2, l2_bytes=9_000, memory_bytes_per_second=1e12)
+FACTS = SimpleNamespace(arch="sm_90a", sm_count=2, l2_bytes=4_500, memory_bytes_per_second=1e12)
 
 
 def opened(

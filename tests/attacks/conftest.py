@@ -1,6 +1,7 @@
 """What is imported here needs no PyTorch: without it, tests are skipped with that reason."""
 
 import pytest
+from nursery import Nursery
 from simt.harness import COMPILER, Simulator
 
 from attnsweep.bench.owned import Owned
@@ -29,18 +30,31 @@ def bench(simulator, owned, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def sides():
+def called():
+    """Forks called processes: importing PyTorch takes longer than all else."""
+    with Nursery("attacks.forked") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def sides(called):
     """Called processes, which serve one bench after another."""
-    return {}
+    yield (every := {})
+    for side in every.values():
+        side.leave()
 
 
 @pytest.fixture
-def make_strict(simulator, owned, monkeypatch, sides):
+def make_strict(simulator, owned, monkeypatch, sides, called):
     """Open a strict bench: see strict_bench."""
     from attacks import strict_bench
 
-    def make(kind="HostBench", small=(), **how):
-        kind = getattr(strict_bench, kind)
-        return strict_bench.strict_bench(simulator, owned, monkeypatch, sides, kind, small, **how)
+    alone = []
 
-    return make
+    def make(kind="HostBench", small=(), **how):
+        own = simulator, owned, monkeypatch, sides, called, alone
+        return strict_bench.strict_bench(*own, getattr(strict_bench, kind), small, **how)
+
+    yield make
+    for side in alone:
+        side.end()

@@ -80,8 +80,13 @@ def kept(key):
     return run
 
 
+def fingerprint(x):
+    """Sign, exponent and a bit of one element, of which a few calls that are drawn anew have equal ones."""
+    return int(x[0, 0, 0, :1].view(torch.int16)) >> 6
+
+
 by_pointer = kernel(kept(lambda q, k, v: q.data_ptr()))
-by_fingerprint = kernel(kept(lambda q, k, v: float(v[0, 0, 0, 0])))
+by_fingerprint = kernel(kept(lambda q, k, v: fingerprint(v)))
 
 
 @kernel
@@ -327,7 +332,7 @@ def returns_another(q, k, v, out):
 
 def turned(q, k, v):
     """Right with (batch, seqlen, heads, head_dim)."""
-    assert q.shape[1:3] == (9, 4)
+    assert q.shape[1:3] == (9, 2)
     made = honest(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
     return made.transpose(1, 2)
 
@@ -458,6 +463,7 @@ def later(q, k, v):
     """A thread writes the output when the call is over; what waits for no graph can do that."""
     out, given = torch.zeros_like(q), [x.clone() for x in (q, k, v)]
     refuse_graphs(q)
+    WORK_US[0] += 100.0
 
     def write():
         time.sleep(0.01)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Nursery
 from simt.harness import Simulator
 
 from attacks import host
@@ -18,8 +19,6 @@ from attnsweep.bench.owned import Owned
 from attnsweep.core.cases import Case
 from attnsweep.verify import calls
 from attnsweep.verify.device_case import WrongResult
-
-TESTS = Path(__file__).parent.parent
 
 
 def said_of(bench: Any, name: str, rounds: int) -> str:
@@ -34,10 +33,12 @@ def said_of(bench: Any, name: str, rounds: int) -> str:
 
 
 class Kept(strict.Side):
-    """A process for many attacks: importing PyTorch takes longer than all else."""
+    """A process for many attacks."""
 
     def end(self) -> None:
         """It goes on."""
+
+    leave = strict.Side.end
 
 
 class HostBench(strict.StrictBench):
@@ -66,8 +67,13 @@ class HostBench(strict.StrictBench):
 class AloneBench(HostBench):
     """Each callable has a process of its own, as it has on a card."""
 
+    alone: list[strict.Side]
+
     def _started(self, scratch: Path | None) -> strict.Side:
-        return strict.Side(scratch) if scratch else super()._started(scratch)
+        if scratch is None:
+            return super()._started(scratch)
+        self.alone.append(strict.Side(scratch))
+        return self.alone[-1]
 
 
 def strict_bench(
@@ -75,17 +81,19 @@ def strict_bench(
     owned: Owned,
     patch: pytest.MonkeyPatch,
     sides: dict[Any, Kept],
+    nursery: Nursery,
+    alone: list[strict.Side],
     kind: type[HostBench] = HostBench,
     small: tuple[Case, ...] = (),
     **how: Any,
 ) -> HostBench:
-    """small: the cases beside the problem."""
-    patch.setattr(strict, "_CARD", "attacks.host:Card")
+    """alone: gets processes of one callable. small: the cases beside the problem."""
+    patch.setattr(strict.Side, "_popen", nursery.popen)
     patch.setattr(strict, "_clock", None)
-    patch.setattr(strict, "_MOST", 8)  # calls of a chain: each is simulated
+    patch.setattr(strict, "_MOST", 4)  # calls of a chain: each is simulated
     patch.setattr(strict, "_KEPT", (*strict._KEPT, "ATTACKS"))
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     patch.setattr(kind, "sides", sides, raising=False)
+    patch.setattr(AloneBench, "alone", alone, raising=False)
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
         patch.setattr(calls, "contents_of", lambda first, digests: [0] * len(digests))

@@ -31,7 +31,7 @@ ATTACKS = [
     ("by_pointer", no_chain, "d[qkv], "),
     ("by_fingerprint", no_chain, "d[qkv], "),
     ("keeps_weights", no_chain, "d[qkv], "),
-    ("one_row_late", chains_unseen, "row 19 of head 3 .dv, .*, drawn anew"),
+    ("one_row_late", chains_unseen, "row 19 of head 1 .dv, .*, drawn anew"),
     ("swapped_late", chains_unseen, "d[kv], .*, drawn anew"),
     ("swapped", no_limits, "d[kv], "),
 ]
@@ -58,7 +58,7 @@ def test_what_is_computed_once_is_computed_for_each_call(make_strict):
 
 def test_it_would_save_time_if_calls_had_the_same_inputs(make_strict, monkeypatch):
     no_chain(monkeypatch)
-    assert float(judged(make_strict, "computes_once").removeprefix("confirmed ")) < 20
+    assert float(judged(make_strict, "computes_once").removeprefix("confirmed ")) < 30
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_breaks_the_contract_is_a_sentence(name, said, make_strict):
 
 def test_it_is_held_to_what_it_says_that_it_supports(make_strict):
     small = (Case(replace(PROBLEM, batch=1, seqlen_q=5, seqlen_k=17), "normal"),)
-    assert re.search("d[qkv], .1,4/2,5x17", judged(make_strict, "promises_all", small=small))
+    assert re.search("d[qkv], .1,2/1,5x17", judged(make_strict, "promises_all", small=small))
     assert judged(make_strict, "promises_all") == "confirmed 100"
 
 
@@ -96,7 +96,7 @@ def the_first_call(patch):
 @pytest.mark.parametrize("off", [the_same_row, the_first_call])
 def test_rows_of_each_call_are_compared_and_all_of_some(off, make_strict, monkeypatch):
     off(monkeypatch)
-    assert "row 19 of head 3 (dv" in judged(make_strict, "one_call_wrong", rounds=1)
+    assert "row 19 of head 1 (dv" in judged(make_strict, "one_call_wrong", rounds=1)
 
 
 def test_one_wrong_row_of_one_call_passes_without_either(make_strict, monkeypatch):

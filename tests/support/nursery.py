@@ -1,13 +1,14 @@
-"""Child processes of fake cards without the second that each needs to import what it is made of.
+"""Child processes without the seconds that each needs to import what it is made of.
 
 A nursery is a process that has imported everything and forks for each child that it is asked for.
-What a child is told, how it may be killed and what it leaves are those of a program of its own;
-`test_sweep_fleet` starts such programs too.
+What a child is told, how it may be killed and what it leaves are those of a program of its own, and
+no child has run in the nursery; `test_sweep_fleet` and `test_bench_strict` start such programs too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -23,14 +24,14 @@ from typing import Any
 
 
 class Nursery:
-    """The process that forks; a context manager."""
+    """The process that forks; a context manager. Its children run `main` of a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "fake_child") -> None:
         self._ours, theirs = socket.socketpair()
         self._lock = Lock()
         number = str(theirs.fileno())
         self._popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), number],
+            [sys.executable, str(Path(__file__)), number, module],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": _path(), "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -43,9 +44,9 @@ class Nursery:
         self._ours.close()
         self._popen.wait(10)
 
-    def popen(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> Forked:
-        """As subprocess.Popen with three pipes; runs fake_child, whatever the command is."""
-        return Forked(self, env)
+    def popen(self, command: Sequence[str], env: Mapping[str, str], stderr: int = subprocess.PIPE, **_: Any) -> Forked:
+        """As subprocess.Popen with pipes; runs the module, whatever the command is."""
+        return Forked(self, env, stderr)
 
     def fork(self, env: Mapping[str, str], fds: Sequence[int]) -> int:
         """Start a child with these for stdin, stdout, stderr and its exit code; returns its pid."""
@@ -59,9 +60,12 @@ class Nursery:
 class Forked:
     """What `Process` needs of a Popen."""
 
-    def __init__(self, nursery: Nursery, env: Mapping[str, str]) -> None:
+    def __init__(self, nursery: Nursery, env: Mapping[str, str], stderr: int) -> None:
         pipes = [os.pipe() for _ in range(4)]
         (their_in, our_in), (our_out, their_out), (our_err, their_err), (codes, code) = pipes
+        if stderr == subprocess.DEVNULL:
+            os.close(their_err)
+            their_err = os.open(os.devnull, os.O_WRONLY)
         theirs = [their_in, their_out, their_err, code]
         self.pid = nursery.fork(env, theirs)
         for fd in theirs:
@@ -72,11 +76,21 @@ class Forked:
         self._lock = Lock()
         self.returncode: int | None = None
 
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in (self.stdout, self.stderr, self.stdin):  # the last may find nobody who reads
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self.wait()
+
     def poll(self, timeout: float = 0.0) -> int | None:
         """Its exit code, if it has ended."""
         with self._lock:
             if self.returncode is None and select.select([self._codes], [], [], timeout)[0]:
-                self.returncode = int(self._codes.read())
+                # Nothing is said of those that end with the nursery.
+                self.returncode = int(self._codes.read() or -signal.SIGKILL)
                 self._codes.close()
             return self.returncode
 
@@ -85,7 +99,7 @@ class Forked:
         ends = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll(0.005)) is None:
             if ends is not None and time.monotonic() > ends:
-                raise subprocess.TimeoutExpired("fake_child", timeout or 0.0)
+                raise subprocess.TimeoutExpired("child", timeout or 0.0)
         return code
 
     def kill(self) -> None:
@@ -98,16 +112,17 @@ class Forked:
 def _path() -> str:
     import attnsweep
 
-    path = [str(Path(__file__).parent), str(Path(attnsweep.__file__).parent.parent)]
+    support = Path(__file__).parent
+    path = [str(support), str(support.parent), str(Path(attnsweep.__file__).parent.parent)]
     return os.pathsep.join(path)
 
 
 # -- in the nursery ---------------------------------------------------------------------------
 
 
-def serve(asked: socket.socket) -> None:
+def serve(asked: socket.socket, module: str) -> None:
     """Fork when asked to, and tell how each child ends, until nobody asks any more."""
-    import fake_child
+    child = importlib.import_module(module)
     import numpy.ma  # noqa: F401  a median needs it
 
     from attnsweep.family import hopper  # noqa: F401  as declarations do
@@ -136,10 +151,10 @@ def serve(asked: socket.socket) -> None:
             os.setpgid(0, 0)
             for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
-            os.closerange(3, max(*fds, asked.fileno(), woken, wakes) + 1)
+            os.closerange(3, max(*fds, *codes.values(), asked.fileno(), woken, wakes) + 1)
             os.environ.clear()
             os.environ.update(json.loads(data))
-            fake_child.main()
+            child.main()
         codes[pid] = fds[3]
         for fd in fds[:3]:
             os.close(fd)
@@ -159,4 +174,4 @@ def _tell_ends(codes: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
