@@ -215,6 +215,8 @@ class Bench:
             return alone + self._judged.pop(entry.call, 0)
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
+        if not self._long:
+            calls += self._proof.on_hard(entry.proven, entry.call.enqueue)
         launches = repr(entry.candidate.turns)
         if launches in self._owned.right_on_short:
             return calls

@@ -11,6 +11,7 @@ from typing import Literal
 from attnsweep.core.boolean import Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Packed, Padded
+from attnsweep.core.length import is_long
 from attnsweep.core.masks import CAUSAL, Interval
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, ceil_div
@@ -144,6 +145,15 @@ def hard_case(problem: Problem) -> Case:
     They stay so where mantissas and signs are drawn anew.
     """
     return Case(problem, "huge_scores" if problem.dtype in ("fp16", "bf16") else "large_scores")
+
+
+def whole_cases(problem: Problem) -> tuple[Case, ...]:
+    """The problem, and its hard case if our own candidates are judged on it too.
+
+    Gradients are not, and neither are long calls. In FP8 the inputs take the host seconds to make.
+    """
+    hard = problem.op != BACKWARD and not problem.scaled and not is_long(problem)
+    return (Case(problem), hard_case(problem)) if hard else (Case(problem),)
 
 
 def served_cases(

@@ -66,9 +66,18 @@ class ExpectedCase:
 
     @classmethod
     def of(
-        cls, case: Case, seed: int, *, two_sided: bool = False, sample: Sample = ALL
+        cls,
+        case: Case,
+        seed: int,
+        *,
+        two_sided: bool = False,
+        sample: Sample = ALL,
+        given: Mapping[str, encoding.Tensor] | None = None,
     ) -> ExpectedCase:
-        """Compute it on the host. two_sided: as is timed; see DeviceCase. sample: of the rows."""
+        """Compute it on the host. two_sided: as is timed; see DeviceCase. sample: of the rows.
+
+        given: the inputs, if they are known.
+        """
         problem = case.problem
         if problem.op == BACKWARD:
             return cls._of_backward(case, seed)
@@ -76,7 +85,7 @@ class ExpectedCase:
         inputs: Mapping[str, encoding.Tensor] = (
             {**stored(drawn, problem), **verify_inputs.beside(case, seed)}
             if drawn
-            else verify_inputs.make_inputs(case, seed)
+            else given or verify_inputs.make_inputs(case, seed)
         )
         rows = sample.moved(reference.sampled_rows(problem, seed), problem)
         sides = reference.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))

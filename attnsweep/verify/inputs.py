@@ -14,7 +14,7 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify import backward
-from attnsweep.verify.encoding import Bits, Tensor, Windows, mask_of, stored, to_bits
+from attnsweep.verify.encoding import Bits, Tensor, Windows, from_bits, mask_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _SELECTED = 128.0
 _SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
 # What k and v have in padding that no query may see, in one case: products of it are finite.
 _HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
+# How many times as large as usual queries are, where scores are: powers of two.
+_TIMES = {"large_scores": 8, "huge_scores": 64}
 # Deviation of a bias, and the share of the keys that it hides.
 _BIAS, _HIDDEN_BY_BIAS = 1.5, 0.02
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
@@ -43,6 +45,12 @@ _CHANNELS_AN_OUTLIER = 32
 _STEPS = {"q": 61, "k": 97, "v": 131}
 # Values that one thread draws at a time.
 _PART = 2**21
+
+
+def harder(q: Bits, case: Case) -> Bits:
+    """q of a case with large scores, from q of normal inputs with the same seed, without scales."""
+    dtype = case.problem.dtype
+    return to_bits(from_bits(q, dtype) * np.float32(_TIMES[case.inputs]), dtype)
 
 
 def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mapping[str, Tensor]:
@@ -156,8 +164,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     q, k, v = made
     if case.inputs == "normal" and problem.scaled:
         _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
-    elif case.inputs in ("large_scores", "huge_scores"):
-        q *= 8 if case.inputs == "large_scores" else 64
+    elif case.inputs in _TIMES:
+        q *= _TIMES[case.inputs]
     elif case.inputs == "equal_keys":
         k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):

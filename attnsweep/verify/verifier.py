@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +16,18 @@ from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.length import is_long
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import proves, step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import CudaSession
+from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits
 from attnsweep.verify.calls import Calls, Collect, Judgeable, Proven
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
-from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
 from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.sample import Sample
 
@@ -152,27 +154,46 @@ class Verifier(Calls):
     def hard(self, rounds_scores: int) -> DeviceCase | None:
         """The timed problem on hard inputs, and its limits; None of gradients and long calls.
 
-        It is made when it is first asked for, which takes seconds.
+        It is made when it is first asked for, which takes seconds in FP8.
         """
         case = verify_cases.hard_case(self.timed.case.problem)
         if not self.timed.redraws or is_long(case.problem):
             return None
         if self._hard is None:
             with step("inputs and float64 outputs"):
-                how = self._seed, self._session, self._judge
-                self._hard = DeviceCase(case, *how, sample=self.timed.sample)
-        with step("wait for NumPy's limits"):
-            limits.of_outputs(case, rounds_scores)
+                own, sample = (case, self._seed), self.timed.sample
+                given = None if case.problem.scaled else self._harder(case)
+                known = ExpectedCase.of(*own, sample=sample, given=given)
+                how: dict[str, Any] = {"known": known, "sample": sample}
+                self._hard = DeviceCase(*own, self._session, self._judge, **how)
+        self._know_limits(rounds_scores)
         return self._hard
 
-    def on_hard(self, proven: Proven, replay: Callable[[], None]) -> None:
-        """Judge a replay on hard inputs, which take the place of the timed ones meanwhile.
+    def _harder(self, case: Case) -> Mapping[str, npt.NDArray[Any]]:
+        """The timed inputs with larger queries."""
+        problem, made = case.problem, dict(verify_inputs.beside(case, self._seed))
+        with self._session.stream:
+            self.timed.go_to(PLAIN)
+        self._session.synchronize()
+        kind = {2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
+        for name in "qkv":
+            made[name] = np.empty(problem.shape_of(name), kind)
+            self.timed.buffers[name].download(made[name])
+        return {**made, "q": verify_inputs.harder(made["q"], case)}
 
-        To be called for a library or a callable. Raises WrongResult.
+    @proves("hard inputs")
+    def on_hard(self, proven: Proven, replay: Callable[[], None]) -> int:
+        """Judge calls on hard inputs, which take the place of the timed ones meanwhile.
+
+        Returns how many. Where there may be no room for the inputs, none of ours is judged: it is
+        not to fail for want of memory. Raises WrongResult.
         """
+        ours = proven.collect is None
+        if ours and (len(verify_cases.whole_cases(self.timed.case.problem)) < 2 or self._no_room):
+            return 0
         hard, timed, stream = self.hard(proven.rounds_scores), proven.fixture, self._session.stream
-        if hard is None or proven.collect is None:
-            return
+        if hard is None:
+            return 0
         names = timed.case.problem.inputs
         kept = {name: Buffer(timed.buffers[name].nbytes) for name in names}
         with stream:
@@ -181,13 +202,28 @@ class Verifier(Calls):
             for name in names:
                 kept[name].copy_from(timed.buffers[name], stream)
                 timed.buffers[name].copy_from(hard.buffers[name], stream)
+            self._poison(proven)
             replay()
-            proven.collect(0, self.outputs)
+            lse = None
+            if proven.collect is not None:
+                proven.collect(0, self.outputs)
+                lse = proven.lse
             self._judge.clear()
-            hard.judge_rows(0, {**hard.buffers, **self.outputs}, proven.lse)
+            hard.judge_rows(0, {**hard.buffers, **self.outputs}, lse)
             for name in names:
                 timed.buffers[name].copy_from(kept[name], stream)
             self._refuse_rows(replace(proven, fixture=hard), 1)
+        return 1
+
+    @property
+    def _no_room(self) -> bool:
+        """Whether hard inputs may not fit beside what is there: twice, with outputs in float64."""
+        if self._hard is not None:
+            return False
+        problem = self.timed.case.problem
+        inputs = sum(self.timed.buffers[name].nbytes for name in problem.inputs)
+        outputs = 8 * (math.prod(problem.shape_of("o")) + self.timed.rows)
+        return 2 * inputs + outputs > self._session.free_bytes // 2
 
     def _small_of(self, candidate: Candidate) -> Small:
         """The problem's small cases, or those of a family that does not serve all of them."""

@@ -115,6 +115,7 @@ class Device:
     """A session whose kernels run on the CPU; `schedule` as in runtime.hpp."""
 
     stream = nullcontext()
+    free_bytes = 1 << 40
 
     def __init__(self, simulator: Simulator, schedule: int = 0) -> None:
         self._simulator, self.schedule = simulator, schedule

@@ -5,6 +5,7 @@ A call is a function in Python that writes to the buffers which a GPU's would.
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.cases import Case
+from attnsweep.core.masks import CAUSAL
 from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding, reference
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify import reference
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
@@ -110,6 +112,38 @@ def test_a_call_that_finds_its_output_written_must_write_it_still(bench):
     replay()
     with pytest.raises(WrongResult, match=r"relative error .* drawn anew"):
         replay()
+
+
+# -- hard inputs at the timed size ----------------------------------------------------------------
+
+
+def wrong_where_scores_are_large(problem, buffers, number):
+    attend(problem, buffers)
+    q = encoding.from_bits(inputs_in(problem, buffers)["q"], problem.dtype)
+    if np.abs(q).max() > 30 and number > 1:
+        buffers["o"].main[-2:] = 0xFF
+
+
+def on_hard(bench, write=attend, **facts):
+    _, proven = bench.prove(write, **facts)
+    return bench.proof.on_hard(proven, bench.call.enqueue)
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, OTHER_V, replace(PROBLEM, dtype="fp16", mask=CAUSAL)], ids=str)
+def test_finalists_are_judged_on_hard_inputs_of_the_timed_size(problem, device, no_small_cases):
+    bench = Bench(device, problem)
+    before = {name: bench.proof.timed.buffers[name].main.copy() for name in "qkv"}
+    said = r"NaN or were never written \(.*, huge_scores, drawn anew\)"
+    with pytest.raises(WrongResult, match=said):
+        on_hard(bench, wrong_where_scores_are_large)
+    assert on_hard(bench) == on_hard(bench, deterministic=False) == 1
+    assert all((bench.proof.timed.buffers[name].main == before[name]).all() for name in "qkv")
+    assert bench.repeat(attend) >= 12  # as if nothing had been
+
+
+def test_a_finalist_is_not_lost_where_hard_inputs_have_no_room(device, no_small_cases):
+    device.free_bytes = 1 << 12
+    assert on_hard(Bench(device, PROBLEM), wrong_where_scores_are_large) == 0
 
 
 def test_an_output_is_poisoned_before_every_other_replay(bench):
