@@ -38,8 +38,16 @@ def _from_here() -> Iterator[None]:
 def source_digest(name: str) -> str | None:
     """SHA-256 of the file that defines a callable; None if it is not found.
 
-    Rows of a changed file are measured again. What that file imports is not in the digest. Nothing
-    is imported here, not even a package that it is in: this process may be none of its own.
+    Rows of a changed file are measured again. What that file imports is not in the digest.
+    """
+    source = source_of(name)
+    return None if source is None else hashlib.sha256(source).hexdigest()
+
+
+def source_of(name: str) -> bytes | None:
+    """The file that defines a callable; None if it is not found.
+
+    Nothing is imported, not even a package that it is in: this process may be none of its own.
     """
     importlib.invalidate_caches()
     file, _, _ = Asked.of(name).call.rpartition(":")
@@ -60,7 +68,7 @@ def source_digest(name: str) -> str | None:
                 elif spec is not None:
                     inside = spec.submodule_search_locations
                 places = inside or ()
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return Path(file).read_bytes()
     return None
 
 

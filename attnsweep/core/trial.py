@@ -111,6 +111,8 @@ class Accuracy(_Row):
     """
     where: dict[str, int] | None = None
     """`batch`, `head` and `row` of the worst row, of an output that was refused for it."""
+    hints: list[str] = Field(default_factory=list)
+    """What a wrong output is right for, or which rows are wrong: where to look for the mistake."""
     calls: int | None = None
     """Calls whose whole outputs were compared with the checked one, one by one."""
 

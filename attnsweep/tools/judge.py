@@ -6,7 +6,9 @@ compared with float64, on inputs that no call before has seen.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from attnsweep import __version__
-from attnsweep.baselines.callable import CANNOT_IMPORT, source_digest
+from attnsweep.baselines.callable import CANNOT_IMPORT, source_of
 from attnsweep.bench.gpu import WorkerError, is_its_own
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import Row, light_text
@@ -32,6 +34,10 @@ from attnsweep.device.lock import held
 from attnsweep.specs.model import BASELINES, MeasureSpec
 from attnsweep.verify.device_case import can_chain
 
+# What computes attention already: a callable that calls it adds nothing, and is right.
+_LIBRARIES = re.compile(
+    rb"\b(?:scaled_dot_product_attention|flex_attention|flash_attn\w*|cudnn\w*|xformers)\b"
+)
 Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 
 
@@ -58,6 +64,8 @@ class KernelVerdict:
     limit: float | None = None
     shares: dict[str, float] = field(default_factory=dict)
     """Each measure of the error as a share of its limit."""
+    hints: list[str] = field(default_factory=list)
+    """Where to look: what a wrong output is right for, which rows are wrong, libraries named."""
     calls_judged: int = 0
     """Calls made alone and compared in every element, and those of timed replays that were judged.
 
@@ -99,7 +107,8 @@ class KernelVerdict:
         """The verdict, its reason and, if it is confirmed, how fast it is."""
         first = f"{self.name} on {self.problem}: {self.verdict}"
         if self.verdict != "confirmed":
-            return f"{first}: {self.reason}"
+            hints = self.hints if self.verdict == "wrong" else []
+            return "; ".join([f"{first}: {self.reason}", *hints])
         assert self.time_us is not None
         said = [f"{self.time_us:.4g} µs"]
         if self.ci95 is not None:
@@ -147,7 +156,7 @@ def judge(
     file = Path(Asked.of(name).call.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():  # known before a GPU is asked
         raise SpecError(f"{CANNOT_IMPORT} {name}: there is no such file", where=str(file))
-    digest = source_digest(name)
+    source = source_of(name)
     strict |= any(Asked.of(each).strict for each in (name, *against))
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
@@ -193,7 +202,13 @@ def judge(
             rows[own.key] = own.with_(status=Status.DAMAGED, detail=error.detail)
     (ranking,) = ranked([*rows.values()], environment)
     facts = next(row for row in ranking if row["provider"] == name)
-    return replace(_verdict(facts, trusted_us, environment), sha256=digest)
+    verdict = _verdict(facts, trusted_us, environment)
+    if source is None:
+        return verdict
+    named = ", ".join(sorted({each.decode() for each in _LIBRARIES.findall(source)}))
+    more = [f"its file names {named}, which may do its work"] if named else []
+    digest = hashlib.sha256(source).hexdigest()
+    return replace(verdict, sha256=digest, hints=[*verdict.hints, *more])
 
 
 def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> KernelVerdict:
@@ -204,7 +219,7 @@ def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> 
     if (accuracy := trial.accuracy) is not None:
         found |= {"case": accuracy.case, "where": accuracy.where, "got": accuracy.rel_err}
         found |= {"limit": accuracy.limit, "shares": accuracy.shares}
-        found |= {"calls_judged": accuracy.calls or 0}
+        found |= {"calls_judged": accuracy.calls or 0, "hints": accuracy.hints}
     time = trial.time_us
     if time is not None and verdict in ("confirmed", "unconfirmed"):
         form = "issued" if trial.issued else "graph" if trusted_us is None else "chain"

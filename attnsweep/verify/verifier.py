@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import CudaSession
+from attnsweep.verify import encoding, limits
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify import limits
 from attnsweep.verify.calls import Calls, Collect, Judgeable, Proven
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
+from attnsweep.verify.encoding import Bits
 from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
+from attnsweep.verify.hints import hints
 from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.sample import Sample
 
@@ -171,15 +173,34 @@ class Verifier(Calls):
 
     def _harder(self, case: Case) -> Mapping[str, npt.NDArray[Any]]:
         """The timed inputs with larger queries."""
-        problem, made = case.problem, dict(verify_inputs.beside(case, self._seed))
         with self._session.stream:
             self.timed.go_to(PLAIN)
-        self._session.synchronize()
-        kind = {2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
-        for name in "qkv":
-            made[name] = np.empty(problem.shape_of(name), kind)
-            self.timed.buffers[name].download(made[name])
+        made = {**verify_inputs.beside(case, self._seed), **self._downloaded("qkv")}
         return {**made, "q": verify_inputs.harder(made["q"], case)}
+
+    def _downloaded(self, names: Iterable[str], items: int | None = None) -> dict[str, Bits]:
+        """Tensors of the timed problem on the host, without scales. items: the first of a batch."""
+        problem, made = self.timed.case.problem, dict[str, Bits]()
+        self._session.synchronize()
+        for name in names:
+            kind = {2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.tensor(name).dtype]]
+            batch, *of_one = problem.shape_of(name)
+            made[name] = np.empty((items or batch, *of_one), kind)
+            self.timed.buffers[name].download(made[name])
+        return made
+
+    def _hinted(self, error: WrongResult) -> WrongResult:
+        """The error of a forward's output that is on the device, with hints at the mistake."""
+        problem, accuracy = self.timed.case.problem, error.accuracy
+        plain = problem.inputs == ("q", "k", "v") and not is_long(problem)
+        if accuracy is None or problem.scaled or not plain:
+            return error
+        bits = self._downloaded("qkvo", 1)
+        o, *given = (encoding.from_bits(bits[name], problem.dtype) for name in "oqkv")
+        own = o, dict(zip("qkv", given, strict=True))
+        one = replace(problem, batch=1, dtype="fp32")
+        found = hints(*own, one, accuracy.limit, self._seed)
+        return WrongResult(error.detail, accuracy.model_copy(update={"hints": found}))
 
     @proves("hard inputs")
     def on_hard(self, proven: Proven, replay: Callable[[], None]) -> int:
@@ -417,12 +438,15 @@ class Verifier(Calls):
         if self.timed.renew_inputs(count) and held:
             raise WrongResult(f"wrote to its inputs, or next to them ({self.timed.case.label})")
         same = self._same(self.timed, rounds_scores)
-        accuracy = self.timed.accuracy(
-            Errors(found, {}, float(np.uint64(off).view(np.float64))),
-            rounds_scores,
-            baseline=not held,
-            same=same,
-        )
+        try:
+            accuracy = self.timed.accuracy(
+                Errors(found, {}, float(np.uint64(off).view(np.float64))),
+                rounds_scores,
+                baseline=not held,
+                same=same,
+            )
+        except WrongResult as error:
+            raise self._hinted(error) from None
         slack = 1.0 if held else 2 * max(1.0, *accuracy.shares.values())
         none = np.empty(0, np.uint64)
         how: dict[str, Any] = {"lse": lse, "collect": collect, "kept": kept, "slack": slack}

@@ -167,6 +167,7 @@ low_precision = kernel(lambda q, k, v: attend(q, k.to(torch.float8_e4m3fn).to(q.
 gain = kernel(lambda q, k, v: attend(q, k, v) * 1.05)
 
 
+without_scale = kernel(lambda q, k, v: attend(q * q.shape[-1] ** 0.5, k, v))
 zeros = kernel(lambda q, k, v: torch.zeros_like(q))
 mean_of_values = kernel(lambda q, k, v: attend(torch.zeros_like(q), k, v))
 swapped_heads = kernel(lambda q, k, v: attend(q, k, v).flip(1))

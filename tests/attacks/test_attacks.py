@@ -190,6 +190,20 @@ def test_a_kernel_that_counts_its_calls_does_not_know_which_are_looked_at(bench,
     assert re.search("drawn anew", judged(bench, passes[0], 100, kinds=("warm",)))
 
 
+@pytest.mark.parametrize(
+    ("name", "hints"),
+    [
+        ("without_scale", ["it is what no scale gives"]),
+        ("zeros", []),
+        ("one_head_unwritten", ["of the first item only these heads are wrong, in the rows looked at: 0"]),
+    ],
+)
+def test_what_is_wrong_has_hints_where_to_look(name, hints, bench):
+    with pytest.raises(WrongResult) as error:
+        bench.add_baseline(f"attacks.kernels:{name}")
+    assert error.value.accuracy.hints == hints
+
+
 # -- what a graph holds: see test_device_graph_audit.py --------------------------------------------
 
 

@@ -26,7 +26,9 @@ OUT_OF_MEMORY = (  # as PyTorch says it, which names CUDA behind it too
     "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large try "
     "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (prepare.py:1)"
 )
-OVER = Accuracy(rel_err=0.5, limit=0.01, case="timed", shares={"row": 50.0}, where=WHERE)
+OVER = Accuracy(
+    rel_err=0.5, limit=0.01, case="timed", shares={"row": 50.0}, where=WHERE, hints=["it is what no mask gives"]
+)
 
 
 @pytest.fixture
@@ -94,6 +96,8 @@ def test_a_failure_is_a_verdict_only_if_it_is_the_callables(method, status, deta
     assert found.time_us is None
     if status is Status.WRONG:
         assert (found.where, found.got, found.limit) == (WHERE, 0.5, 0.01)
+        assert found.hints == ["it is what no mask gives"]
+        assert found.sentence.endswith("over the limit; it is what no mask gives")
     if method == "add_baseline":  # nothing else is prepared
         assert card.names("add_baseline") == ["mine:f"]
 
@@ -175,6 +179,16 @@ def test_a_verdict_says_of_which_file_it_is(card, tmp_path):
     verdict = judge(name, PROBLEM, against=AGAINST)
     assert verdict.sha256 == hashlib.sha256(b"1 / 0").hexdigest()
     assert of(card).sha256 is None
+
+
+def test_a_library_that_its_file_names_is_a_hint_and_no_verdict(card, tmp_path):
+    (tmp_path / "mine.py").write_text("from flash_attn import flash_attn_func as f")
+    name = f"{tmp_path}/mine.py:f"
+    card.times[name] = 2 * BOUND_US
+    verdict = judge(name, PROBLEM, against=AGAINST)
+    assert verdict.hints == ["its file names flash_attn, flash_attn_func, which may do its work"]
+    assert verdict.verdict == "confirmed"
+    assert "flash_attn_func" not in verdict.sentence
 
 
 def test_python_judges_as_the_command_does(card):
