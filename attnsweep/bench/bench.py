@@ -113,6 +113,7 @@ class Bench:
     """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
     _long = False
+    _shown: Collection[str] = ()
 
     def __init__(
         self,
@@ -123,10 +124,12 @@ class Bench:
         then: Problem | None = None,
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
+        shown: Collection[str] = (),
         cache_dir: Path | None = None,
         owned: Owned | None = None,
     ) -> None:
         """owned: of the process, which outlasts the problem."""
+        self._shown = shown
         self._owned = owned = owned or Owned()
         owned.triton.begin(baselines, problem)
         self.session = CudaSession()
@@ -210,7 +213,7 @@ class Bench:
                 self.replay(name, "warm")
             self._refuse_reuse(entry)
             alone = self._proof.repeat(entry.proven, _CALLABLE_REPEATS, longest_us)
-            if not self._long:
+            if not self._long and name not in self._shown:
                 self._proof.on_hard(entry.proven, entry.graphs["warm"][0])
             return alone + self._judged.pop(entry.call, 0)
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
@@ -447,8 +450,8 @@ class Bench:
         held = name not in BACKENDS
         try:
             call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
-            accuracy, proven = self._checked(call, held)
-            if held:
+            accuracy, proven = self._checked(call, held, name in self._shown)
+            if held and name not in self._shown:
                 self._proof.hard(call.rounds_scores)  # for `confirm`, which has less time
         except Exception:
             if held:
@@ -457,7 +460,9 @@ class Bench:
         self._entries[name] = _Entry(call, proven, held=held)
         return accuracy, call.issued
 
-    def _checked(self, call: prepare.BoundBaseline, held: bool) -> tuple[Accuracy, Proven]:
+    def _checked(
+        self, call: prepare.BoundBaseline, held: bool, shown: bool
+    ) -> tuple[Accuracy, Proven]:
         """Check a baseline's outputs, and bind them to where replays are judged."""
         bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
         shapes = {name: self.problem.shape_of(name) for name in self.problem.outputs}
@@ -472,7 +477,8 @@ class Bench:
 
         with step("judge"):
             how = (call, collect, call.rounds_scores)
-            return self._proof.of_baseline(*how, held=held, lse=lse, kept=call.kept)
+            own: dict[str, Any] = {"held": held, "shown": shown, "lse": lse, "kept": call.kept}
+            return self._proof.of_baseline(*how, **own)
 
     def replay(self, name: str, kind: str) -> float:
         """One sample, in microseconds a call. kind: `warm`, `cold`, or the name of a stage."""

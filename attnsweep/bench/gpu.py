@@ -59,12 +59,14 @@ class Gpu(Protocol):
         then: Problem | None = None,
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
+        shown: Collection[str] = (),
         strict: str = "",
     ) -> None:
         """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
 
         then: opened next. baselines: asked for later. rounds_scores: how often the candidates to
-        come round scores. What all these need can be prepared meanwhile. strict: a directory for
+        come round scores. What all these need can be prepared meanwhile. shown: callables whose
+        errors over a limit are shown, as a library's, and not wrong. strict: a directory for
         the processes that the strict judge calls callables in; the judge is not strict without.
         """
 

@@ -339,7 +339,7 @@ class StrictBench(Bench):
                 issued = side.ask("add", name=name)
             self._call_once(name, entry)
             accuracy, entry.proven = self._prove_first(name, entry)
-            if held:
+            if held and name not in self._shown:
                 self._try_cases(name, entry)
                 entry.hard = self._proof.hard(entry.rounds_scores)
             self._begin_chains(name, entry)
@@ -362,7 +362,7 @@ class StrictBench(Bench):
         call = SimpleNamespace(enqueue=lambda copy=0: self._call_once(name, entry))  # noqa: ARG005
         lse = self._sealed[0]["lse"] if entry.gives_lse else None
         how = (call, collect, entry.rounds_scores)
-        return self._proof.of_baseline(*how, held=entry.held, lse=lse)
+        return self._proof.of_baseline(*how, held=entry.held, shown=name in self._shown, lse=lse)
 
     def _try_cases(self, name: str, entry: _Entry) -> None:
         """Judge a call on each small and hard case that the callable says it supports.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,13 @@ from attnsweep.cli.options import Progress as ProgressOption
 from attnsweep.cli.options import Wait as WaitOption
 from attnsweep.core.errors import SpecError
 from attnsweep.reports.terminal import Form, errors
+
+
+class Role(StrEnum):
+    """What a callable is judged as."""
+
+    CANDIDATE = "candidate"
+    BASELINE = "baseline"
 
 
 @app.command(
@@ -73,6 +81,13 @@ def judge(
             "inputs that follow from the output before; a clock outside confirms its times.",
         ),
     ] = False,
+    role: Annotated[
+        Role,
+        typer.Option(
+            "--as",
+            help="`baseline`: timed though it is over a limit, as libraries are; it stays wrong.",
+        ),
+    ] = Role.CANDIDATE,
     rounds: Annotated[
         int, typer.Option("--rounds", min=3, help="Rounds in which all take turns.")
     ] = 15,
@@ -111,6 +126,7 @@ def judge(
                 f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
             )
     others: dict[str, Any] = {"against": names, "strict": strict, "rounds": rounds}
+    others["role"] = role.value
     if strict:
         process.keep_out()
     with progress.watch(errors, form) as observer:

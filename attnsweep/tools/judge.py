@@ -104,12 +104,11 @@ class KernelVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict, its reason and, if it is confirmed, how fast it is."""
+        """The verdict, its reason and, if it is confirmed or only marked, how fast it is."""
         first = f"{self.name} on {self.problem}: {self.verdict}"
-        if self.verdict != "confirmed":
+        if self.time_us is None or self.verdict in ("refused", "unconfirmed"):
             hints = self.hints if self.verdict == "wrong" else []
             return "; ".join([f"{first}: {self.reason}", *hints])
-        assert self.time_us is not None
         said = [f"{self.time_us:.4g} µs"]
         if self.ci95 is not None:
             said[0] += f" ({self.ci95[0]:.4g} to {self.ci95[1]:.4g})"
@@ -133,6 +132,7 @@ def judge(
     *,
     against: Sequence[str] | None = None,
     strict: bool = False,
+    role: Literal["candidate", "baseline"] = "candidate",
     rounds: int = 15,
     timeout_s: float = 30.0,
     wait: bool = False,
@@ -144,7 +144,8 @@ def judge(
     function: called as f(q, k, v, problem=...) with CUDA tensors (batch, heads, seqlen, head_dim),
     as baselines.callable.ways_of says, in the process that owns the GPU; or its name there,
     `module:function` or `file.py:function`. against: names of baselines (default: all). strict:
-    call them in processes of their own, in chains whose times the judge's clock confirms. rounds:
+    call them in processes of their own, in chains whose times the judge's clock confirms. role: a
+    baseline that is over a limit is timed all the same, as libraries are; it stays wrong. rounds:
     in which all take turns. timeout_s: of one step of it. wait: for another run on the card, which
     otherwise is an error. Raises SpecError if it cannot be imported, NoGpuError.
     """
@@ -160,7 +161,7 @@ def judge(
     strict |= any(Asked.of(each).strict for each in (name, *against))
     measure = MeasureSpec(rounds=rounds, timeout_s=timeout_s, cold=False, eager=False)
     observer, seed = observer or Observer(), secrets.randbits(32)
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = {"shown": [name]} if role == "baseline" else {}
     trusted_us: float | None = None
     if strict and not can_chain(problem):
         what = f"the strict judge has no inputs that can be drawn anew for {problem.label}"
@@ -221,7 +222,8 @@ def _verdict(facts: Row, trusted_us: float | None, environment: Environment) -> 
         found |= {"limit": accuracy.limit, "shares": accuracy.shares}
         found |= {"calls_judged": accuracy.calls or 0, "hints": accuracy.hints}
     time = trial.time_us
-    if time is not None and verdict in ("confirmed", "unconfirmed"):
+    marked = verdict == "wrong" and trial.status is Status.OK
+    if time is not None and (marked or verdict in ("confirmed", "unconfirmed")):
         form = "issued" if trial.issued else "graph" if trusted_us is None else "chain"
         found |= {"time_us": time.median, "form": form, "trusted_us": trusted_us}
         if len(time.rounds) > 1:
@@ -242,6 +244,8 @@ def _outcome(status: Status, detail: str, trial: Trial) -> tuple[Outcome, str]:
             accuracy = trial.accuracy
             most = max(accuracy.shares.values(), default=0.0) if accuracy else 0.0
             said = f"its largest share of a limit is {100 * most:.0f} %"
+            if most > 1:
+                return "wrong", f"{said}; it is timed as a baseline"
             return "confirmed", f"{said}; {trial.issued}" if trial.issued else said
         case Status.WRONG:
             return "wrong", detail

@@ -410,15 +410,16 @@ class Verifier(Calls):
         rounds_scores: int,
         *,
         held: bool = False,
+        shown: bool = False,
         lse: Buffer | None = None,
         kept: Callable[[int], Sequence[tuple[int, int]]] | None = None,
     ) -> tuple[Accuracy, Proven]:
         """The accuracy of a baseline's outputs on the inputs as they were made, and their judging.
 
         collect: see Proven; outputs are poisoned before. held: an error over the limit is wrong, as
-        a candidate's, and so is a write to the inputs; otherwise only NaN is, and replays may be
-        twice as far off as this call. lse: where `collect` writes the log-sum-exp, if there is
-        one. kept: see Proven. Raises WrongResult.
+        a candidate's, unless it is to be `shown`, and so is a write to the inputs; otherwise only
+        NaN is, and replays may be twice as far off as this call. lse: where `collect` writes the
+        log-sum-exp, if there is one. kept: see Proven. Raises WrongResult.
         """
         self._know_limits(rounds_scores)
         with self._session.stream:
@@ -442,12 +443,12 @@ class Verifier(Calls):
             accuracy = self.timed.accuracy(
                 Errors(found, {}, float(np.uint64(off).view(np.float64))),
                 rounds_scores,
-                baseline=not held,
+                baseline=shown or not held,
                 same=same,
             )
         except WrongResult as error:
             raise self._hinted(error) from None
-        slack = 1.0 if held else 2 * max(1.0, *accuracy.shares.values())
+        slack = 1.0 if held and not shown else 2 * max(1.0, *accuracy.shares.values())
         none = np.empty(0, np.uint64)
         how: dict[str, Any] = {"lse": lse, "collect": collect, "kept": kept, "slack": slack}
         proven = Proven(self.timed, call, False, rounds_scores, none, **how)

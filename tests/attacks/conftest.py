@@ -1,5 +1,7 @@
 """What is imported here needs no PyTorch: without it, tests are skipped with that reason."""
 
+from functools import partial
+
 import pytest
 from nursery import Nursery
 from simt.harness import COMPILER, Simulator
@@ -22,11 +24,17 @@ def owned():
 
 
 @pytest.fixture
-def bench(simulator, owned, monkeypatch):
-    """An open bench: see card."""
+def opened(simulator, owned, monkeypatch):
+    """Open a bench: see card."""
     from attacks.card import opened
 
-    return opened(simulator, owned, monkeypatch)
+    return partial(opened, simulator, owned, monkeypatch)
+
+
+@pytest.fixture
+def bench(opened):
+    """An open bench."""
+    return opened()
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,13 @@ def one_row_late(q, k, v):
 
 
 @kernel
+def drops_all(q, k, v):
+    """Right at first, then zeros."""
+    MEMORY["calls"] = MEMORY.get("calls", 0) + 1
+    return attend(q, k, v) if MEMORY["calls"] < 10 else torch.zeros_like(q)
+
+
+@kernel
 def knows_the_check(q, k, v):
     """Exact where K is what it saw first, up to signs; elsewhere without the last key."""
     first = MEMORY.setdefault("first", k.abs().clone())

@@ -9,6 +9,7 @@ from fake_graphs import FakeGraphs
 pytest.importorskip("torch")
 
 from attacks import kernels
+from attacks.strict_bench import said_of
 from attnsweep.baselines import callable as callables
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
@@ -202,6 +203,17 @@ def test_what_is_wrong_has_hints_where_to_look(name, hints, bench):
     with pytest.raises(WrongResult) as error:
         bench.add_baseline(f"attacks.kernels:{name}")
     assert error.value.accuracy.hints == hints
+
+
+@pytest.mark.parametrize("make", ["opened", "make_strict"])
+def test_what_is_over_a_limit_is_shown_as_a_baseline_and_what_is_worse_later_is_wrong(make, request):
+    open_bench, names = request.getfixturevalue(make), ["attacks.kernels:gain", "attacks.kernels:drops_all"]
+    bench = open_bench(shown=names)
+    accuracy, _ = bench.add_baseline(names[0])
+    assert max(accuracy.shares.values()) > 1
+    bench.replay(names[0], "warm")
+    assert bench.confirm(names[0], 800.0)
+    assert "relative error" in said_of(bench, names[1], 2)
 
 
 # -- what a graph holds: see test_device_graph_audit.py --------------------------------------------

@@ -47,6 +47,8 @@ class FakeGpu:
         self.watts: dict[str, float] | None = {}
         self.installed: Arch | None = None
         self.issued: dict[str, str] = {}
+        self.over: dict[str, Accuracy] = {}
+        """Baselines that are over a limit."""
         self.now_s = self.trial_s = 0.0
         self.opened: list[dict[str, Any]] = []
         self.first: tuple[Problem, int] | None = None
@@ -99,8 +101,10 @@ class FakeGpu:
         then: Problem | None = None,
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
+        shown: Collection[str] = (),
         strict: str = "",
     ) -> None:
+        self.shown = shown
         told = {"problem": problem, "seed": seed, "then": then, "rounds_scores": rounds_scores}
         told |= {"strict": strict} if strict else {}
         self.opened.append(told)
@@ -119,7 +123,9 @@ class FakeGpu:
         self.heard("add_baseline", name)
         if name not in self.times:
             raise WorkerError(Status.SKIPPED, f"{name} is not installed")
-        return RIGHT, self.issued.get(name)
+        if name in self.over and name not in self.shown:
+            raise WorkerError(Status.WRONG, "relative error", self.over[name])
+        return self.over.get(name, RIGHT), self.issued.get(name)
 
     def drop(self, name: str) -> None:
         self.heard("drop", name)

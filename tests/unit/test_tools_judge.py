@@ -181,6 +181,26 @@ def test_a_verdict_says_of_which_file_it_is(card, tmp_path):
     assert of(card).sha256 is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_as_a_baseline_what_is_over_a_limit_is_timed_and_stays_wrong(strict, card):
+    assert (of(card, role="baseline", strict=strict).verdict, card.shown) == ("confirmed", ["mine:f"])
+    card.over["mine:f"] = OVER.model_copy(update={"shares": {"row": 7.3, "rms": 0.2}})
+    assert of(card, strict=strict).time_us is None
+    verdict = of(card, role="baseline", strict=strict)
+    assert (verdict.verdict, verdict.exit_code) == ("wrong", 1)
+    assert (verdict.time_us, verdict.base) == (pytest.approx(2 * BOUND_US), "torch_cudnn")
+    assert "1.25× torch_cudnn" in verdict.sentence
+    assert verdict.reason == "its largest share of a limit is 730 %; it is timed as a baseline"
+
+
+def test_the_command_takes_what_it_is_judged_as(card, attnsweep):
+    card.over["mine:f"] = OVER
+    command = ["judge", "mine:f", "4,32,4096,128", "--against", "torch_flash", "--json"]
+    done = [attnsweep(*command, "--as", role) for role in ("candidate", "baseline")]
+    assert [each.returncode for each in done] == [1, 1]
+    assert [json.loads(each.stdout)["time_us"] is None for each in done] == [True, False]
+
+
 def test_a_library_that_its_file_names_is_a_hint_and_no_verdict(card, tmp_path):
     (tmp_path / "mine.py").write_text("from flash_attn import flash_attn_func as f")
     name = f"{tmp_path}/mine.py:f"
