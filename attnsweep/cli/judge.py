@@ -85,7 +85,7 @@ def judge(
         Role,
         typer.Option(
             "--as",
-            help="`baseline`: timed though it is over a limit, as libraries are; it stays wrong.",
+            help="baseline: time it though it is over a limit, as a library.",
         ),
     ] = Role.CANDIDATE,
     rounds: Annotated[
