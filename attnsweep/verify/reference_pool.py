@@ -68,14 +68,17 @@ class Answer:
         with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
             errors = aside.submit(maths, timed)
             first = known(timed)
-        others = (*verify_cases.whole_cases(problem)[1:], *small)
-        found = {(timed, 0): errors.result()} | {(case, 0): maths(case) for case in others}
+        found = {(timed, 0): errors.result()} | {(case, 0): maths(case) for case in small}
         return cls(first, [known(case) for case in small], found)
 
 
 def rounding(problem: Problem, rounds_scores: int) -> Maths:
-    """The rounded maths of all cases of a problem, with scores rounded so often."""
-    cases = *verify_cases.whole_cases(problem), *verify_cases.small_cases(problem)
+    """The rounded maths of all cases of a problem, with scores rounded so often.
+
+    0: of those that `Answer` is without, since nothing waits for them until there are finalists.
+    """
+    cases = verify_cases.whole_cases(problem)
+    cases = (*cases, *verify_cases.small_cases(problem)) if rounds_scores else cases[1:]
     if problem.op == BACKWARD:  # its limits are the same
         return {(case, rounds_scores): limits.errors_of(case) for case in cases}
     return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}

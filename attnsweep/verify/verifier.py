@@ -98,14 +98,17 @@ class Verifier(Calls):
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
         """Begin what limits of rounded scores and short turns of a problem need."""
-        for often in {limits.rounded_scores(problem, each) for each in rounds_scores} - {0}:
+        rounded = {limits.rounded_scores(problem, each) for each in rounds_scores} - {0}
+        if len(verify_cases.whole_cases(problem)) > 1:
+            rounded.add(0)
+        for often in rounded:
             self._pool.begin_rounding(problem, often)
         if (turns := verify_cases.short_turns(problem, self._session.gpu.sm_count)) is not None:
             self._pool.begin_turns(turns, self._seed)
 
-    def _know_limits(self, rounds_scores: int) -> None:
+    def _know_limits(self, rounds_scores: int, case: Case | None = None) -> None:
         """Take what the limits come from of the process beside: here, imports would slow it."""
-        case = self.timed.case
+        case = case or self.timed.case
         often = limits.rounded_scores(case.problem, rounds_scores)
         if (case, often) not in self._maths:
             with step("wait for NumPy's limits"):
@@ -168,7 +171,7 @@ class Verifier(Calls):
                 known = ExpectedCase.of(*own, sample=sample, given=given)
                 how: dict[str, Any] = {"known": known, "sample": sample}
                 self._hard = DeviceCase(*own, self._session, self._judge, **how)
-        self._know_limits(rounds_scores)
+        self._know_limits(rounds_scores, case)
         return self._hard
 
     def _harder(self, case: Case) -> Mapping[str, npt.NDArray[Any]]:

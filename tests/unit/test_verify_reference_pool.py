@@ -62,7 +62,9 @@ def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(p
     equal(ahead.take(OTHER, 4), Answer.of(OTHER, 4))
     expected = rounding(PROBLEM, 1)
     assert ahead.rounding(PROBLEM, 1) == ahead.rounding(PROBLEM, 1) == expected
-    assert {*expected} == {(c, 1) for c in (cases.Case(PROBLEM), *cases.small_cases(PROBLEM))}
+    hard = cases.hard_case(PROBLEM)
+    assert {*expected} == {(c, 1) for c in (cases.Case(PROBLEM), hard, *cases.small_cases(PROBLEM))}
+    assert {*ahead.rounding(PROBLEM, 0)} == {(hard, 0)}
     known, maths = ahead.turns(case, 3)
     same_known(known, turns(case, 3)[0])
     assert maths == {(case, 0): limits.same_maths(case, 0)}
