@@ -11,7 +11,7 @@ from attnsweep.verify.verifier import Verifier
 
 from .device import HostBuffer
 
-KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32}
+KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32, "bool": np.uint8, "int32": np.int32}
 
 
 class Call:
@@ -43,7 +43,7 @@ class Call:
 def inputs_in(problem, buffers):
     return {
         name: buffers[name]
-        .of(np.float32 if name.endswith(("_scale", "lse")) else KIND.get(problem.dtype, np.uint8))
+        .of(np.float32 if name.endswith(("_scale", "lse", "sinks")) else KIND.get(problem.tensor(name).dtype, np.uint8))
         .reshape(problem.shape_of(name))
         for name in problem.inputs
     }
