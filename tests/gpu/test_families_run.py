@@ -73,6 +73,9 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
         assert first.time_us > 0
         assert first.launch_us > 0
         assert set(first.stages_us) == (set(build.launches) if len(build.launches) > 1 else set())
+        worker.add("it", build.candidate(), cold=False)
+        assert worker.confirm("it", 2_000.0) > 0, build.config.label  # with huge scores, too
+        worker.drop("it")
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)

@@ -10,6 +10,7 @@ import pytest
 from test_judge import SOURCE, TRITON
 
 import attnsweep
+from attnsweep.bench.worker import Worker
 from attnsweep.core.problem import BACKWARD, Problem
 
 pytestmark = pytest.mark.gpu
@@ -167,6 +168,28 @@ def test_what_attacks_it_is_not_confirmed(name, said, judged):
     ours = "card is busy" in said or "judge's clock" in said  # what another program may cause, too
     assert verdict.verdict in ("wrong", "refused", *(["unconfirmed"] if ours else [])), verdict
     assert any(part in verdict.reason for part in said.split("|")), verdict.reason
+
+
+def test_a_friendly_callable_of_a_spec_changes_nothing_for_a_strict_one(tmp_path, judged):
+    name = f"{tmp_path}/strangers.py:refuses_nothing"
+    with Worker(timeout_s=60.0) as worker:
+        worker.open(PROBLEM, replay_us=300, seed=7)
+        worker.add_baseline(name)  # zeros, which its process now calls right
+        worker.open(PROBLEM, replay_us=300, seed=7, baselines=[name], strict=str(tmp_path))
+        with pytest.raises(attnsweep.WorkerError, match="relative error"):
+            worker.add_baseline(name)
+
+
+def test_as_a_baseline_what_is_over_a_limit_is_timed(judged):
+    for strict in (False, True):
+        verdict = judged("callables.py:off", strict=strict, role="baseline")
+        assert (verdict.verdict, verdict.time_us > 0, verdict.x_base > 0) == ("wrong", True, True), verdict
+        assert judged("callables.py:off", strict=strict).time_us is None
+
+
+def test_a_common_mistake_is_a_hint(judged):
+    verdict = judged("callables.py:unscaled", strict=False)
+    assert verdict.hints[0] == "it is what no scale gives", verdict
 
 
 def test_events_that_say_less_pass_the_friendly_judge(judged):
