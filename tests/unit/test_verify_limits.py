@@ -160,6 +160,18 @@ def test_hard_inputs_are_hard():
         assert check(q @ k.T * problem.scale), kind
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_normal_inputs_are_made_as_hard_as_those_that_are_drawn(dtype):
+    """But for what the least fp16 numbers are rounded by."""
+    hard = cases.hard_case(Problem(1, 4, 2, 97, 161, 64, dtype, causal=True))
+    normal, drawn = (verify_inputs.make_inputs(case, 5) for case in (replace(hard, inputs="normal"), hard))
+    made = {**normal, "q": verify_inputs.harder(normal["q"], hard)}
+    for name in "qkv":
+        assert made[name].dtype == drawn[name].dtype
+        found, wanted = (encoding.from_bits(some[name], dtype) for some in (made, drawn))
+        assert abs(found - wanted).max() <= (64 * 2**-24 if dtype == "fp16" else 0)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3"])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 130])
 def test_keys_that_half_of_the_queries_must_not_see_are_far_above_others(dtype, seqlen_q):
