@@ -402,6 +402,7 @@ class Bench:
             _, proven = self._prove(candidate, call, small=False)
         else:
             proven = self._proof.proved_before(candidate, call, self._workspaces, right)
+        self._proof.prepare_hard(candidate.rounds_scores)  # for `confirm`, which has less time
         used = frozenset(candidate.timed.workspaces.items())
         self._entries[name] = _Entry(call, proven, workspaces=used, candidate=candidate)
         return candidate.timed.chains

@@ -206,16 +206,27 @@ class Verifier(Calls):
         return WrongResult(error.detail, accuracy.model_copy(update={"hints": found}))
 
     @proves("hard inputs")
+    def prepare_hard(self, rounds_scores: int) -> None:
+        """Make hard inputs for candidates of ours, unless they may not fit beside what is there.
+
+        They are in memory twice, with outputs in float64. No right candidate is to be lost for want
+        of it.
+        """
+        problem = self.timed.case.problem
+        inputs = sum(self.timed.buffers[name].nbytes for name in problem.inputs)
+        needed = 2 * inputs + 8 * (math.prod(problem.shape_of("o")) + self.timed.rows)
+        room = self._hard is not None or needed <= self._session.free_bytes // 2
+        if room and len(verify_cases.whole_cases(problem)) > 1:
+            self.hard(rounds_scores)
+
+    @proves("hard inputs")
     def on_hard(self, proven: Proven, replay: Callable[[], None]) -> int:
         """Judge calls on hard inputs, which take the place of the timed ones meanwhile.
 
-        Returns how many. Where there may be no room for the inputs, none of ours is judged: it is
-        not to fail for want of memory. Raises WrongResult.
+        Returns how many: of ours none, unless prepare_hard has made them. Raises WrongResult.
         """
-        ours = proven.collect is None
-        if ours and (len(verify_cases.whole_cases(self.timed.case.problem)) < 2 or self._no_room):
-            return 0
-        hard, timed, stream = self.hard(proven.rounds_scores), proven.fixture, self._session.stream
+        ours, timed, stream = proven.collect is None, proven.fixture, self._session.stream
+        hard = self._hard if ours else self.hard(proven.rounds_scores)
         if hard is None:
             return 0
         names = timed.case.problem.inputs
@@ -238,16 +249,6 @@ class Verifier(Calls):
                 timed.buffers[name].copy_from(kept[name], stream)
             self._refuse_rows(replace(proven, fixture=hard), 1)
         return 1
-
-    @property
-    def _no_room(self) -> bool:
-        """Whether hard inputs may not fit beside what is there: twice, with outputs in float64."""
-        if self._hard is not None:
-            return False
-        problem = self.timed.case.problem
-        inputs = sum(self.timed.buffers[name].nbytes for name in problem.inputs)
-        outputs = 8 * (math.prod(problem.shape_of("o")) + self.timed.rows)
-        return 2 * inputs + outputs > self._session.free_bytes // 2
 
     def _small_of(self, candidate: Candidate) -> Small:
         """The problem's small cases, or those of a family that does not serve all of them."""

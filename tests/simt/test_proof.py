@@ -129,6 +129,7 @@ def wrong_where_scores_are_large(problem, buffers, number):
 
 def on_hard(bench, write=attend, **facts):
     _, proven = bench.prove(write, **facts)
+    bench.proof.prepare_hard(0)
     return bench.proof.on_hard(proven, bench.call.enqueue)
 
 
