@@ -382,16 +382,18 @@ def exported_table(
     *,
     kernels: Mapping[str, Family] | None = None,
     guard: Guard | None = None,
+    slower: float = 0.0,
 ) -> dict[str, Any]:
     """The table that `export` would write for these runs, without machine code or a compiler.
 
-    The `stages` of each kernel are empty, and `nvrtc`, the compiler's version, is not there. Raises
-    StoreError if no winner can be exported.
+    slower: share by which a kernel may take longer than a shape's winner and serve in its place, so
+    that fewer serve all shapes. The `stages` of each kernel are empty, and `nvrtc`, the compiler's
+    version, is not there. Raises StoreError if no winner can be exported.
     """
     from attnsweep.serve.export import outline
 
     known = families() if kernels is None else kernels
-    return outline([Path(run) for run in runs], known, guard=guard)
+    return outline([Path(run) for run in runs], known, guard=guard, slower=slower)
 
 
 def judge_dispatch(
@@ -399,17 +401,18 @@ def judge_dispatch(
     held_out: Iterable[str | Path] = (),
     *,
     leave_one_out: bool = False,
+    slower: float = 0.0,
 ) -> list[Judged]:
     """Judge what a package of these runs would call on shapes that were not tuned.
 
     held_out: runs that swept other shapes, or swept them on a GPU that the runs' stands in for.
     leave_one_out: judge each of their shapes by a table without it; done with those of `runs` if
-    nothing is held out. Raises StoreError.
+    nothing is held out. slower: as of `exported_table`. Raises StoreError.
     """
     from attnsweep.serve.evaluate import judged
 
     tuned, others = ([Path(run) for run in each] for each in (runs, held_out))
-    return list(judged(tuned, others, leave_one_out=leave_one_out))
+    return list(judged(tuned, others, leave_one_out=leave_one_out, slower=slower))
 
 
 def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:

@@ -49,7 +49,8 @@ CALLS = (
 )
 ARGUMENTS = (
     (4, 32, 8, 2048, 128, "causal, key_lengths"),
-    (8, 32, 8, 4096, 128, "one query, a cache filled to 300"),
+    (8, 32, 8, 4096, 128, "one query, a cache filled to 300: key_lengths"),
+    (8, 32, 8, 4096, 128, "one query, a cache filled to 300: its mask"),
     (1, 32, 8, 8192, 128, "window of 1024"),
     (2, 8, 8, 1024, 64, "bias"),
     (1, 16, 16, 2048, 64, "bias of heads"),
@@ -148,11 +149,17 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
             "sdpa": lambda: sdpa(q, *whole, mask),
             "ours": lambda: ours(q, k, v, is_causal=True, key_lengths=lengths, **options),
         }
-    elif kind == "one query, a cache filled to 300":
+    elif kind.startswith("one query"):
         q = q[:, :, :1]
         lengths = torch.full((batch,), 300, device="cuda", dtype=torch.int32)
         filled = (torch.arange(seqlen, device="cuda") < 300).expand(batch, 1, 1, seqlen)
-        ways = {"sdpa": lambda: sdpa(q, *whole, filled), "ours": lambda: ours(q, k, v, key_lengths=lengths, **options)}
+        ways = {
+            "sdpa": lambda: sdpa(q, *whole, filled),
+            "grouped": lambda: sdpa(q, k, v, filled, **options),
+            "ours": lambda: ours(q, k, v, filled, **options),
+        }
+        if kind.endswith("key_lengths"):
+            ways["ours"] = lambda: ours(q, k, v, key_lengths=lengths, **options)
     elif kind == "window of 1024":
         mask = mask_of(kind, batch, seqlen)
         ways = {"sdpa": lambda: sdpa(q, *whole, mask), "ours": lambda: ours(q, k, v, window=(1023, 0), **options)}

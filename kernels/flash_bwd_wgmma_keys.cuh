@@ -199,7 +199,7 @@ struct Consumer {
     using Fragment = unsigned[BLOCK_M / 4];
     using Sums = float[COLUMNS / 2];
 
-    // Of the queries of a thread's numbers i and i + 1, which are those of i + 2 and i + 3 too.
+    // What belongs to the queries of a thread's numbers i and i + 1, and of i + 2 and i + 3 too.
     __device__ __forceinline__ float2 statistics(unsigned of, unsigned stage, int i) const {
         return load_shared_floats(Memory::at(of + stage * ROW_BYTES + lane % 4 * 8) + i * 8);
     }

@@ -20,6 +20,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "common/tile/epilogue.cuh"
 #include "common/tile/fragments.cuh"
+#include "common/tile/item_keys.cuh"
 #include "common/tile/mask.cuh"
 #include "common/tile/mask_list.cuh"
 #include "common/tile/pipeline.cuh"
@@ -38,6 +39,12 @@ using namespace attn;
 #ifndef STRIDED
 #define STRIDED 0
 #endif
+// Code for models has strides, and writes the log-sum-exp in the calls that have a place for it.
+#if STRIDED
+#define WITH_LSE (LSE && lse != nullptr)
+#else
+#define WITH_LSE LSE
+#endif
 #if STRIDED
 #define LAYOUT_PARAMETERS , int heads_of_batch, int o_batch, int o_head, int o_row
 #define LAYOUT heads_of_batch, o_batch, o_head, o_row
@@ -48,6 +55,14 @@ using namespace attn;
 #define ROWS_PARAMETERS
 #endif
 using TensorLayout = Layout<STRIDED, HEAD_DIM_V>;
+// 1: the queries of an item all see one range of its keys, which each block looks up, and with BITS
+// those of it alone whose bits are set.
+#ifndef ITEM_KEYS
+#define ITEM_KEYS 0
+#endif
+#ifndef BITS
+#define BITS 0
+#endif
 #if MASK
 #define MASK_PARAMETERS                                                           \
     , const int4 *__restrict__ work, const int2 *__restrict__ bounds,             \
@@ -55,6 +70,11 @@ using TensorLayout = Layout<STRIDED, HEAD_DIM_V>;
         int heads_of_mask, int words
 #define MASK_ARGUMENTS \
     , { work, bounds, bits, turns_of_list, tiles_of_list, heads_of_mask, words }
+#elif ITEM_KEYS
+#define MASK_PARAMETERS \
+    , const ItemKeys *item_keys, const unsigned *bits_of_keys, int heads_of_keys, int words
+#define MASK_ARGUMENTS \
+    , { item_keys, bits_of_keys, heads_of_keys, words }
 #else
 #define MASK_PARAMETERS
 #define MASK_ARGUMENTS
@@ -96,7 +116,28 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     };
     float whole =
         combine_splits<HEAD_DIM_V>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
-    if (LSE && chunk == 0) lse[row] = whole * LN2;
+    if (WITH_LSE && chunk == 0) lse[row] = whole * LN2;
+}
+#elif STAGE_MASK && ITEM_KEYS
+// Writes what the queries of an item see: of its mask, whose bits it writes too, or of its range. A
+// block has an item.
+extern "C" __global__ void __launch_bounds__(MASK_THREADS)
+    flash_fwd_wgmma_mask(const void* __restrict__ seen, unsigned* __restrict__ bits,
+                         ItemKeys* __restrict__ item_keys, int seqlen_k, int words,
+                         int batch_stride, int head_stride, int row_stride, int key_stride) {
+    grid_launch_dependents();
+    extern __shared__ __align__(16) unsigned char smem[];
+    const int item = blockIdx.x;
+#if BITS
+    const auto* mask =
+        static_cast<const unsigned char*>(seen) + static_cast<long long>(item) * batch_stride;
+    see_item<MASK_THREADS>(mask, key_stride, bits + static_cast<long long>(item) * words, words,
+                           seqlen_k, reinterpret_cast<int2*>(smem), item_keys + item);
+#else
+    if (threadIdx.x > 0) return;
+    const int2 range = static_cast<const int2*>(seen)[item];
+    item_keys[item] = {range.x, max(range.y - range.x, 0), 0, 0};
+#endif
 }
 #elif STAGE_MASK
 // Writes which keys each row of a mask sees, and a record for each 64 rows; or, with MASK 2, in
@@ -198,9 +239,9 @@ static_assert(!BIAS || (MULTICAST == 1 && !PACK_GQA && !MASK && BLOCK_N % 64 == 
 static_assert(!SINKS || SPLITS == 1, "a sink counts once");
 static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
-// Tiles lie in panels whose rows have SWIZZLE bytes, which TMA swizzles. Of head_dim 96 the second
-// panel of 128 bytes is half empty: its columns are outside the tensor, so nothing is moved for
-// them, but it has room.
+// Tiles lie in panels whose rows have SWIZZLE bytes, which TMA swizzles. With head_dim 96 the
+// second panel of 128 bytes is half empty: its columns are outside the tensor, so nothing is moved
+// for them, but it has room.
 using QTile = SharedTile<element_t, 64, COLUMNS, SWIZZLE>;  // of one warpgroup
 using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, SWIZZLE>;
 using VTile = SharedTile<element_t, BLOCK_N, COLUMNS_V, SWIZZLE>;
@@ -349,6 +390,20 @@ struct Call {
 #if MASK
     MaskList list;
 #endif
+#if ITEM_KEYS
+    ItemOfCall item;
+    // The same call, of the keys that the block's item has. What wrote them has ended.
+    __device__ __forceinline__ Call of_item() const {
+        Call own = *this;
+        own.item.look_up(blockIdx.y);
+        own.seqlen_k = own.item.keys.count;
+        return own;
+    }
+    __device__ __forceinline__ int key_in_memory(int key) const { return item.in_memory(key); }
+#else
+    __device__ __forceinline__ const Call& of_item() const { return *this; }
+    __device__ __forceinline__ int key_in_memory(int key) const { return key; }
+#endif
 #if SOFTCAP || BIAS || SINKS
     ScoresOfCall scores;
     __device__ __forceinline__ float exponent() const { return scores.factor_of(factor); }
@@ -427,9 +482,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                load_tile<KTile, MULTICAST>(at.k + k_at.stage * K_BYTES, k,
-                                            barriers.k_full(k_at.stage), schedule.key_of(j, work),
-                                            head_kv, rank);
+                load_tile<KTile, MULTICAST>(
+                    at.k + k_at.stage * K_BYTES, k, barriers.k_full(k_at.stage),
+                    call.key_in_memory(schedule.key_of(j, work)), head_kv, rank);
 #if BIAS
 #pragma unroll
                 for (int i = 0; i < ROW_GROUPS; ++i)
@@ -454,7 +509,8 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
             load_tile<VTile, MULTICAST>(at.v + v_at.stage * V_BYTES, v, barriers.v_full(v_at.stage),
-                                        schedule.key_of(j - 1, work), head_kv, rank);
+                                        call.key_in_memory(schedule.key_of(j - 1, work)), head_kv,
+                                        rank);
             v_at.next();
         }
         if (!PERSISTENT || (TOLD_TURNS && work.row < 0)) break;
@@ -480,7 +536,8 @@ __device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k,
     if (threadIdx.x % 32 == 0) {
         if (PDL == 2) grid_launch_dependents();
         if (PDL) grid_wait();
-        load_tiles(q, k, v, at, call, rank, reinterpret_cast<int4*>(smem + (at.told - at.q)));
+        load_tiles(q, k, v, at, call.of_item(), rank,
+                   reinterpret_cast<int4*>(smem + (at.told - at.q)));
         if (PDL == 1) grid_launch_dependents();
     }
     if constexpr (SPLIT_CLUSTER) {
@@ -520,7 +577,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
             *reinterpret_cast<unsigned*>(o + i * 2) =
                 pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
         }
-        if (LSE && rank == 0 && self.lane % 4 == 0)
+        if (WITH_LSE && rank == 0 && self.lane % 4 == 0)
             lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r])) * LN2;
     }
 }
@@ -548,6 +605,17 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
                                            const float (&out)[COLUMNS_V / 2], const Softmax& rows,
                                            const TensorMap& o, float* lse, element_t* of_rows) {
+    const int end = PACKED ? to.end : self.call.rows;
+    auto store_lse = [&] {
+        if (!WITH_LSE || self.lane % 4 != 0) return;
+        float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
+        if (to.row < end) of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
+        if (to.row + 8 < end)
+            of_row[8] = fmaf(rows.m[1], self.call.exponent(), log2f(rows.l[1])) * LN2;
+    };
+    // With P in shared memory, (8,32,512,64) took 42.0 us with the question behind the stores of
+    // the output, and 40.8 with it here; with P in registers it costs 0.5 % more here.
+    if (P_SHARED) store_lse();
     float low = rows.inverse(0), high = rows.inverse(1);
     unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * O_BYTES : self.own_q;
     if (BESIDE_Q) {
@@ -564,7 +632,6 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     fence_async_proxy();
     __syncwarp();
 #if PACKED
-    const int end = to.end;
     const bool boxed = end >= to.first_row + 16;  // otherwise a box would reach the next sequence
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -580,7 +647,6 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
                 pack(out[i / 2 + r * 2] * by, out[i / 2 + r * 2 + 1] * by);
     }
 #else
-    const int end = self.call.rows;
     constexpr bool boxed = true;
 #endif
     if (boxed && self.lane == 0 && to.first_row < end) {
@@ -590,23 +656,20 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
                       i * OTile::PANEL, to.first_row, self.call.layout.of_queries(to.head));
         tma_store_commit();
     }
-    if (LSE && self.lane % 4 == 0) {
-        float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
-        if (to.row < end) of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
-        if (to.row + 8 < end)
-            of_row[8] = fmaf(rows.m[1], self.call.exponent(), log2f(rows.l[1])) * LN2;
-    }
+    if (!P_SHARED) store_lse();
     if (O_OVER_Q && self.lane == 0) {  // only now is Q's place free
         tma_store_wait_read<0>();
         mbarrier_arrive(self.at.barriers.q_empty(self.row_group));
     }
 }
 
-__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& call,
+__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& whole,
                                          int warp, unsigned char* smem, float* lse,
                                          void* of_split) {
     int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS),
         row_group = warp / 4 % ROW_GROUPS;
+    if (ITEM_KEYS && PDL) grid_wait();
+    decltype(auto) call = whole.of_item();
     if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     Consumer self{{at, call, warp, lane, key_group, row_group}};
     self.own_q = at.q + row_group * Q_BYTES;

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import LOG2E, Problem, ceil_div
+from attnsweep.core.problem import FULL, LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
 from attnsweep.family.family import SMS, Config, Family, Launch, Param
 from attnsweep.family.launch import Arg, TensorMap
@@ -35,6 +35,7 @@ kernel = Family(
         Param("CLUSTER", (1,), "blocks that share loads of K and V by multicast"),
         Param("PDL", (0,), "programmatic launch: next may begin 1 after the loads, 2 at once"),
         Param("PACK_GQA", (0,), "1: a tile has rows of all query heads of a key head", absent=0),
+        Param("ITEM_KEYS", (0,), "1: few queries, that see one range of an item's keys", absent=0),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
@@ -51,6 +52,7 @@ COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
 MASKED_L2_BYTES = 8 * 2**20  # the same of a mask's heads: with 32 MB it was up to 5 % slower
 ORDER_THREADS = (0, 1024, 256)  # of a mask's list, by hopper.mask_define
+ITEM_THREADS = 512  # of the block that reads an item's mask
 SCANNED_KEYS = 512  # by a block of the mask stage, of 64 queries
 LISTING_BLOCKS = 64  # at most: each counts the tiles of all
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
@@ -69,6 +71,11 @@ AGAIN_OF_WIDE, AGAIN_OF_NARROW = 32, 12
 # For a polynomial beside P in registers, without and with scores computed again: with 2 to 6, and
 # with 2 to 10, 8 to 108 bytes were spilled.
 OF_POLYNOMIAL = (8, 12)
+
+
+def empty_rows(c: Config, p: Problem) -> dict[str, int]:
+    """hopper.empty_rows; an item's keys are known on the device alone, so there may be none."""
+    return {"EMPTY_ROWS": 1} if c.ITEM_KEYS else hopper.empty_rows(p)
 
 
 def columns(p: Problem) -> int:
@@ -90,12 +97,25 @@ def in_tiles(c: Config, p: Problem) -> Problem:
     """The problem as tiles are cut of it: with PACK_GQA, the query heads of a key head are one.
 
     The rows of that one are the queries of the first head, then of the second, and so on, as they
-    lie in memory. Every tile has a last query, and takes all keys: for tiles there is no mask.
+    lie in memory. Every tile has a last query, and takes all keys: for tiles there is no mask, but
+    with ITEM_KEYS the one that all rows have in common.
     """
     if not c.PACK_GQA:
         return p
-    rows = p.heads // p.heads_kv * p.seqlen_q
-    return replace(p, heads=p.heads_kv, seqlen_q=rows, causal=False)
+    rows, seen = p.heads // p.heads_kv * p.seqlen_q, p.mask if c.ITEM_KEYS else FULL
+    return replace(p, heads=p.heads_kv, seqlen_q=rows, mask=seen)
+
+
+def mask_define(c: Config, p: Problem) -> int:
+    """hopper.mask_define; 0 where blocks look up the keys of an item themselves."""
+    return 0 if c.ITEM_KEYS else hopper.mask_define(p)
+
+
+def sees_one_range(p: Problem) -> bool:
+    """Whether all queries of an item see the same keys: by lengths, or a mask of one query."""
+    if p.kind == "boolean":
+        return p.seqlen_q == 1 and not p.mask.of_head
+    return p.kind == "padded" and p.mask == FULL and p.seqlen_q <= 64
 
 
 def tiles_of_queries(c: Config, p: Problem) -> int:
@@ -137,7 +157,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
     if c.O_OVER_Q or not c.PERSISTENT:  # the output goes where Q was
         q_bytes = max(q_bytes, o_bytes)
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
-    staged += 2 * 16 * (1 + c.WARPGROUPS) if hopper.mask_define(p) and c.PERSISTENT else 0
+    staged += 2 * 16 * (1 + c.WARPGROUPS) if mask_define(c, p) and c.PERSISTENT else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
     if p.scores.bias is not None:
         staged += c.NUM_STAGES * block_m(c) * hopper.panels(c.BLOCK_N) * 128
@@ -172,17 +192,17 @@ def registers_needed(c: Config, p: Problem) -> int:
     if p.head_dim_v and (again or p.scores.softcap):
         large, narrow = c.BLOCK_N > 64, columns_v(p) < columns(p)
         wide = columns(p) > 192 or (columns_v(p) > 192 and large)
-        in_memory = hopper.mask_define(p) > 0 or p.scores.bias is not None
+        in_memory = mask_define(c, p) > 0 or p.scores.bias is not None
         if wide or (narrow and in_memory):
             rest += AGAIN_OF_WIDE
         elif narrow and large:
             rest += AGAIN_OF_NARROW
     if c.EXP2_POLY and not c.P_SHARED:
         rest += OF_POLYNOMIAL[again]
-    if hopper.mask_define(p) == 2 and not c.P_SHARED:
+    if mask_define(c, p) == 2 and not c.P_SHARED:
         rest += OF_BITS
     rest += OF_BIAS * (p.scores.bias is not None)
-    if c.SWIZZLE == 64 and (hopper.mask_define(p) or p.scores.kinds):
+    if c.SWIZZLE == 64 and (mask_define(c, p) or p.scores.kinds):
         rest += OF_PANELS
     return c.BLOCK_N // 2 + of_p + columns_v(p) // 2 + 4 * c.Q_REGISTERS + rest
 
@@ -226,10 +246,14 @@ kernel.keep_if(
      or (c.SPLITS in (2, 4, 8) and columns_v(p) % (8 * c.SPLITS) == 0)),
 )
 kernel.keep_if(
+    ("item_keys", "blocks look up the keys of an item where its queries, few, all see the same",
+     lambda c, p, arch: c.ITEM_KEYS in (0, 1) and (not c.ITEM_KEYS or (
+         sees_one_range(p) and not p.scores.kinds and c.ORDER == c.PERSISTENT == 0
+         and c.CLUSTER == 1 and (p.kind != "boolean" or c.BLOCK_N in (64, 96, 128))))),
     ("masks_in_memory", "a mask in memory has whole rows of a head, in words, and its own order",
-     lambda c, p, arch: not hopper.mask_define(p)
+     lambda c, p, arch: not mask_define(c, p)
      or (c.ORDER == c.PACK_GQA == 0 and c.KEY_GROUPS == c.SPLITS == c.CLUSTER == 1
-         and (hopper.mask_define(p) < 2 or c.BLOCK_N in (64, 96, 128)))),
+         and (mask_define(c, p) < 2 or c.BLOCK_N in (64, 96, 128)))),
     ("scores", "a bias has tiles of 64 or 128 keys of one head; a sink counts once, in one split",
      lambda c, p, arch: not p.scores.kinds or (c.PACK_GQA == 0 and (not p.scores.sinks
      or c.SPLITS == 1) and (p.scores.bias is None or (c.BLOCK_N in (64, 128) and c.CLUSTER == 1)))),
@@ -269,23 +293,26 @@ def workspace(c, p):
     split = {"partial": 4 * c.SPLITS * rows * p.value_dim, "partial_lse": 4 * c.SPLITS * rows}
     masks, records, tiles = sizes_of_mask(c, p)
     seen = {"bounds": 8 * masks * p.seqlen_q, "records": 16 * masks * records}
-    if hopper.mask_define(p) == 2:
+    if mask_define(c, p) == 2:
         seen = {"bits": 4 * masks * p.seqlen_q * words_of(p)}
         seen |= {"together": 4 * masks * records * words_together(p)}
     listed = {list_of(c, p): 16 * pitch_of_list(c, p) * tiles, "turns": 8}
     own = {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
-    return own | (seen | listed if hopper.mask_define(p) else {})
+    if c.ITEM_KEYS:
+        bits = {"bits": 4 * p.batch * words_of(p)} if p.kind == "boolean" else {}
+        return own | {"item_keys": 16 * p.batch} | bits
+    return own | (seen | listed if mask_define(c, p) else {})
 
 
 def list_of(c: Config, p: Problem) -> str:
     """The name of the list of a mask's tiles of queries, which differs with the size of tiles."""
-    of_bits = hopper.mask_define(p) == 2
+    of_bits = mask_define(c, p) == 2
     return f"work_{block_m(c)}_{c.BLOCK_N}" if of_bits else f"work_{block_m(c)}"
 
 
 def pitch_of_list(c: Config, p: Problem) -> int:
     """Sixteens of bytes of an entry of that list: by bits it tells its tiles of keys too."""
-    of_tiles = (words_of(p) // 4 + 1) // 2 if hopper.mask_define(p) == 2 else 0
+    of_tiles = (words_of(p) // 4 + 1) // 2 if mask_define(c, p) == 2 else 0
     return 1 + c.WARPGROUPS + of_tiles
 
 
@@ -319,6 +346,26 @@ def packed_define(p: Problem) -> dict[str, int]:
     return {"MASK": 1, "PACKED": 1} if p.kind == "packed" else {}
 
 
+def item_keys_stage(p: Problem) -> Launch:
+    """The launch that says what the queries of each item see, for ITEM_KEYS."""
+    boolean = p.kind == "boolean"
+    # The strides of the mask come last: a package has those of a call.
+    strides = (p.seqlen_k * p.mask.of_item if boolean else 0, 0, p.seqlen_k, 1)
+    return Launch(
+        function="flash_fwd_wgmma_mask",
+        grid=(p.batch, 1, 1),
+        threads=ITEM_THREADS,
+        args=(
+            *(("mask", "bits") if boolean else ("key_range", "item_keys")),
+            *("item_keys", p.seqlen_k, words_of(p), *strides),
+        ),
+        smem_bytes=ITEM_THREADS // 32 * 8,
+        defines={"ITEM_KEYS": 1, "BITS": int(boolean), "MASK_THREADS": ITEM_THREADS}
+        | {"HEAD_DIM": 64},
+        once=True,
+    )
+
+
 def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
     """Masks of a problem, records of 64 queries of one, and tiles of queries of all masks."""
     masks = p.batch * p.heads // heads_of_mask(p)
@@ -328,7 +375,9 @@ def sizes_of_mask(c: Config, p: Problem) -> tuple[int, int, int]:
 
 @kernel.stage("mask", params=(), constants=())
 def mask(c, p, arch):
-    how = hopper.mask_define(p)
+    if c.ITEM_KEYS:
+        return item_keys_stage(p)
+    how = mask_define(c, p)
     if not how:
         return None
     masks, records, _ = sizes_of_mask(c, p)
@@ -366,7 +415,7 @@ def mask(c, p, arch):
 
 @kernel.stage("order", params=(), constants=())
 def order(c, p, arch):
-    how = hopper.mask_define(p)
+    how = mask_define(c, p)
     if not how:
         return None
     masks, records, tiles = sizes_of_mask(c, p)
@@ -425,7 +474,7 @@ def fwd(c, p, arch):
     elif c.SPLIT_CLUSTER:
         grid = (tiles_m * c.SPLITS, heads, 1)
     listed: tuple[str | int, ...] = ()
-    if how := hopper.mask_define(p):
+    if how := mask_define(c, p):
         masks, _, tiles = sizes_of_mask(c, p)
         of_mask = heads_of_mask(p)
         together = hopper.heads_of_section(p, of_mask, masks, MASKED_L2_BYTES)
@@ -435,6 +484,9 @@ def fwd(c, p, arch):
             grid = (min(turns, tiles * of_mask), 1, 1)
         else:
             grid = (together, tiles, of_mask // together)
+    if c.ITEM_KEYS:
+        boolean = p.kind == "boolean"
+        listed = ("item_keys", "bits" if boolean else "item_keys", cut.heads, words_of(p))
     # Splits do not write by TMA: they write partial results, or, in a cluster, columns of o. Nor
     # does the last tile of a packed sequence.
     own = ("lse", "o" if c.SPLIT_CLUSTER or p.kind == "packed" else "lse")
@@ -444,7 +496,8 @@ def fwd(c, p, arch):
     _, producer, consumer = registers_given(c, p, arch)
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-    defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else hopper.empty_rows(p)
+    defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else empty_rows(c, p)
+    defines |= {"BITS": int(p.kind == "boolean")} if c.ITEM_KEYS else {}
     defines |= packed_define(p)
     defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
     if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
@@ -483,8 +536,6 @@ def combine(c, p, arch):
         grid=(ceil_div(rows * p.value_dim, 4 * COMBINE_THREADS), 1, 1),
         threads=COMBINE_THREADS,
         args=("partial", "partial_lse", "o", "lse", rows),
-        defines={"COMBINE_THREADS": COMBINE_THREADS}
-        | hopper.empty_rows(p)
-        | hopper.value_columns(p),
+        defines={"COMBINE_THREADS": COMBINE_THREADS} | empty_rows(c, p) | hopper.value_columns(p),
         programmatic=c.PDL > 0,
     )

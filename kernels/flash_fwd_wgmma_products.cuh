@@ -167,6 +167,12 @@ struct Products {
         });
 #endif
         int key = schedule.key(j, first_tile, end_tile);
+#if BITS
+        if (__builtin_expect(key < call.item.keys.holes, 0)) {
+            const unsigned* of_tile = call.item.bits + key / 32;
+            return mask_bits(s, of_tile, of_tile);
+        }
+#endif
         if (__builtin_expect(key + BLOCK_N > all_see.end || (HIDES_EARLIER && key < all_see.first),
                              0)) {
 #if MASK == 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths, rows_of_heads
-from attnsweep.core.problem import BACKWARD, SCALE_BLOCK, Problem
+from attnsweep.core.problem import BACKWARD, FULL, SCALE_BLOCK, Padded, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -112,6 +112,10 @@ def loaded(module: str) -> Any:
 
 def cannot(problem: Problem) -> str | None:
     """What its functions lack for a problem."""
+    if problem.kind == "padded" and (problem.op == BACKWARD or problem.mask != FULL):
+        return "has lengths of a cache alone, beside no other mask"
+    if isinstance(problem.layout, Padded) and problem.layout.side == "left":
+        return "has no padding on the left: the lengths of a cache count from its first key"
     return "has no mask that is aligned top-left" if problem.mask.top_left else None
 
 
@@ -129,6 +133,8 @@ def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -
         options["softcap"] = float(problem.scores.softcap)
     if problem.kind == "packed":
         return _in_sequences(module, problem, options, spare=spare)
+    if problem.kind == "padded":
+        return _in_cache(module, problem, options | how, spare=spare)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         given = (x.transpose(1, 2) for x in (q, k, v))
@@ -149,6 +155,20 @@ def _in_sequences(module: str, problem: Problem, options: dict[str, Any], *, spa
         return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
 
     return Way(forward, packed_inputs, spare)
+
+
+def _in_cache(module: str, problem: Problem, options: dict[str, Any], *, spare: bool) -> Way:
+    import torch
+
+    attention = functools.cache(lambda: loaded(module).flash_attn_with_kvcache)
+    filled = [end for _, end in problem.key_ranges]
+    lengths = torch.tensor(filled, dtype=torch.int32, device="cuda")
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        given = (x.transpose(1, 2) for x in (q, k, v))
+        return attention()(*given, cache_seqlens=lengths, **options).transpose(1, 2)
+
+    return Way(forward, spare=spare)
 
 
 def _gradients(torch: Any, name: str, problem: Problem) -> list[Way]:

@@ -95,7 +95,7 @@ BACKENDS = {
             "flash_attn_3",
             _flash_attention("flash_attn_3", *FLASH_3),
             _FLASH_3,
-            layouts=("dense", "packed"),
+            layouts=("dense", "padded", "packed"),
             scores=("softcap",),
             ops=_BOTH,
             cannot=flash.cannot,

@@ -66,6 +66,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
     A backward has none whose gradients cancel to nothing, of which only the noise would be judged.
+    Of a boolean mask of one query, each has one, and more heads instead.
     Of a padded problem, each has padding, and there are items with no key, one, and all of them.
 
     Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
@@ -77,6 +78,8 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     ) -> Case:
         seqlen_k = min(seqlen_k, problem.seqlen_k)
         shape = _shaped(problem, seqlen_q, seqlen_k)
+        if _of_one_query(problem):
+            heads *= seqlen_q  # as many rows
         if isinstance(problem.layout, Packed):
             batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
@@ -240,6 +243,11 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     return Case(replace(of_one, batch=batch, heads=group, heads_kv=1, layout=layout))
 
 
+def _of_one_query(problem: Problem) -> bool:
+    """Whether the mask is a row of keys: a kernel may take it for that, so its cases are such."""
+    return problem.mask.boolean and problem.seqlen_q == 1
+
+
 def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     """The problem with other lengths, which has empty rows if and only if a dense problem has some.
 
@@ -249,6 +257,8 @@ def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     if isinstance(mask, Interval) and mask.left is not None:
         left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
         mask = replace(mask, left=left, right=right)
+    if _of_one_query(problem):
+        seqlen_q = 1
     if problem.layout != DENSE or not isinstance(mask, Interval) or mask.boolean:
         return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)
     if not problem.has_empty_rows and mask.empty_rows(seqlen_q, seqlen_k):

@@ -415,12 +415,19 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of the inputs read once, without padding of k and v, and of the outputs."""
-        if not isinstance(self.layout, Padded):
+        """Bytes of the inputs read once, and of the outputs: of k and v what queries see.
+
+        Of several queries, only padding counts as not seen.
+        """
+        padded = isinstance(self.mask, Boolean) and self.mask.pattern == "padding"
+        if self.seqlen_q == 1 or padded:
+            unseen = self.batch * self.seqlen_k - _pairs(self) // self.seqlen_q
+        elif isinstance(self.layout, Padded):
+            unseen = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
+        else:
             return self.tensor_bytes
-        padding = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
         row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
-        return self.tensor_bytes - padding * row
+        return self.tensor_bytes - unseen * row
 
     @property
     def tensor_bytes(self) -> int:

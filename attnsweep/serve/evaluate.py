@@ -24,8 +24,10 @@ from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.export import held_for, outline
+from attnsweep.serve.export import outline
 from attnsweep.serve.export_code import callable_of, config_of, gpu_of
+from attnsweep.serve.held import asked_of, held_for
+from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import refused_by
 from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
@@ -65,10 +67,10 @@ class Judged:
     reason: str
 
 
-def tuned(runs: Sequence[Path]) -> dict[GpuKey, TunedGpu]:
-    """The table that an export of these runs has."""
+def tuned(runs: Sequence[Path], slower: float = 0.0) -> dict[GpuKey, TunedGpu]:
+    """The table that an export of these runs has. slower: see `export.export`."""
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover())))
+        (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover(), slower=slower)))
         return dict(read_table(Path(place)).gpus)
 
 
@@ -108,11 +110,16 @@ def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
     winners = tuple(w for w in gpu.winners if replace(w.problem, dtype=problem.dtype) != problem)
     won = {w.kernel.config for w in winners}
     held = {_key(w.kernel) for w in winners}
-    shapes = Counter((w.problem.head_dim, w.problem.variant) for w in winners)
+    shapes = Counter(asked_of(w.problem) for w in winners)
     for w in winners:
-        times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
-        kind = (w.problem.head_dim, w.problem.variant)
-        chosen = held_for(times_us, won, shapes[kind], w.problem.variant)
+        timed = ((w.kernel, w.time_us), *w.others)
+        times_us = {k.config: us for k, us in timed}
+        cuts = {k.config: tiling(k) for k, _ in timed}
+        kind, own = (w.problem.head_dim, w.problem.variant), w.kernel.config
+        here = [config for *of, config in held if (*of,) == kind]
+        chosen = held_for(
+            times_us, own, won, shapes[asked_of(w.problem)], kind[1], cuts=cuts, here=here
+        )
         held |= {(*kind, config) for config in chosen}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
     twins = tuple(kernel for kernel in made if _key(kernel) in held)
@@ -157,13 +164,17 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
 
 
 def judged(
-    runs: Sequence[Path], held_out: Sequence[Path] = (), *, leave_one_out: bool = False
+    runs: Sequence[Path],
+    held_out: Sequence[Path] = (),
+    *,
+    leave_one_out: bool = False,
+    slower: float = 0.0,
 ) -> Iterator[Judged]:
     """Every shape of the held-out runs that was not tuned on their kind of GPU.
 
     leave_one_out: every shape, by a table without it; of the tuned runs if no other is held out.
     """
-    gpus = tuned(runs)
+    gpus = tuned(runs, slower)
     for run in held_out or runs:
         gpu = known(gpus, key_of(run))
         if gpu is None:

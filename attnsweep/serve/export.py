@@ -10,8 +10,7 @@ import itertools
 import json
 import keyword
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -45,8 +44,8 @@ from attnsweep.serve.export_code import (
     source_digest,
     time_of,
     why_not_today,
-    why_unpacked,
 )
+from attnsweep.serve.held import Chosen, Kind, kind_of, served, shared
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 from attnsweep.store.run import Run, open_run
 
@@ -65,39 +64,6 @@ _CARRIED = (
 """What of attnsweep the declarations import; a package has it under the same names."""
 # Providers of PyTorch's own attention: what a call gets without a package.
 _SDPA = "torch_"
-# Configs that a package holds for a tuned shape, and for the shapes near it: the winner, and the
-# next ones of all that won anywhere; more if few shapes of a kind were tuned, so that these share
-# the second number. _HELD_OF_OTHERS: the same for other masks, v's own head_dim and gradients.
-#
-# What the rule loses on each of the recorded shapes, predicted from all others, on average and at
-# the 95th percentile, by what a package of all runs holds (0.0 % at the median in each). On 656:
-#   3, 60, 12   1224 kernels   6.7 % and 16.0 %      2, 20, 4   844   6.9 % and 19.1 %
-#   3, 60, 4    1092           6.7 % and 16.0 %      2, 10, 2   750   6.9 % and 19.0 %
-#   2, 30, 6     972           6.8 % and 17.3 %      winners    456   7.1 % and 20.4 %
-# On 671, some of which have head_dims or few queries unlike all others:
-#   2, 30, 6    1142           10.17 % and 27.5 %    2, 20, 6  1074   10.21 % and 27.5 %
-# Held-out runs, of shapes that were not tuned, lose the same with 2, 30, 6 as with 3, 60, 12. With
-# 2, 30, 2, that of v's own head_dim loses 3.5 % more at the median.
-_HELD, _HELD_OF_A_KIND, _HELD_OF_OTHERS = 2, 20, 6
-# Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
-_WINNERS_ALONE = ("window backward", "padded backward")
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
-
-    times_us: of each config of the family that was timed there, by its label.
-    memory_bytes_per_us: peak rate of the GPU's memory.
-    """
-
-    trial: Trial
-    gpu: GpuKey
-    sdpa_us: float
-    gain: float
-    gain_low: float
-    times_us: Mapping[str, float]
-    memory_bytes_per_us: float
 
 
 @dataclass(frozen=True)
@@ -134,20 +100,22 @@ def export(
     *,
     name: str | None = None,
     guard: Guard | None = None,
+    slower: float = 0.0,
     compilers: Mapping[str, Compiler] | None = None,
     compiled: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the winners of these runs to `out`, which becomes a project that pip can install.
 
-    out: is made, or replaced if it is an earlier export. guard: default: Guard(). compilers: by
-    name of the architecture (default: made here). compiled: is told how many kernels have compiled,
-    of how many, from 0 on. Raises StoreError, SpecError, ToolchainError or
-    CompileError.
+    out: is made, or replaced if it is an earlier export. guard: default: Guard(). slower: share by
+    which a kernel may take longer than a shape's winner and stand in its place, so that fewer
+    kernels serve all shapes. compilers: by name of the architecture (default: made here). compiled:
+    is told how many kernels have compiled, of how many, from 0 on. Raises StoreError, SpecError,
+    ToolchainError or CompileError.
     """
     called = package_name(out, name)
     target.check(out)
     own, of_fp8 = callable_of(families), families.get(fp8.FAMILY)
-    selected = _selected(directories, own, of_fp8)
+    selected = _selected(directories, own, of_fp8, slower)
     notes: list[str] = []
     in_all, done = len(selected.codes) + len(selected.fp8.codes), itertools.count()
 
@@ -161,7 +129,7 @@ def export(
     compiler = given or Compiler(arch_named(min_arch))
     try:
         tell()
-        stages, files = _compiled(selected.codes, own, compiler, notes, tell)
+        stages, files = _compiled(selected, own, compiler, notes, tell)
         table = _table(selected, own, stages, guard or Guard()) | {"nvrtc": compiler.version}
         if of_fp8 is not None and selected.fp8.winners:
             numbers = selected.configs
@@ -185,7 +153,11 @@ def export(
 
 
 def outline(
-    directories: Sequence[Path], families: Mapping[str, Family], *, guard: Guard | None = None
+    directories: Sequence[Path],
+    families: Mapping[str, Family],
+    *,
+    guard: Guard | None = None,
+    slower: float = 0.0,
 ) -> dict[str, Any]:
     """The table that `export` would write, but for its machine code; needs no compiler.
 
@@ -193,7 +165,7 @@ def outline(
     Raises StoreError.
     """
     own = callable_of(families)
-    selected = _selected(directories, own, None)
+    selected = _selected(directories, own, None, slower)
     stages: list[Any] = [{}] * len(selected.codes)
     made = json.loads(table_text(_table(selected, own, stages, guard or Guard())))
     return dict(made)
@@ -222,7 +194,12 @@ class _Selected:
         return {label: n for n, label in enumerate(sorted({c.label for c, _ in both}))}
 
 
-def _selected(directories: Sequence[Path], families: Families, of_fp8: Family | None) -> _Selected:
+def _selected(
+    directories: Sequence[Path],
+    families: Families,
+    of_fp8: Family | None,
+    slower: float,
+) -> _Selected:
     """of_fp8: the family of FP8 problems; None leaves them out."""
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
@@ -232,7 +209,7 @@ def _selected(directories: Sequence[Path], families: Families, of_fp8: Family | 
         run = open_run(directory)
         key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
-        for chosen in _chosen(run, environment, key, families, left_out):
+        for chosen in _chosen(run, environment, key, families, left_out, slower):
             of = (key, chosen.trial.problem)
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
@@ -248,24 +225,22 @@ def _selected(directories: Sequence[Path], families: Families, of_fp8: Family | 
             where=", ".join(map(str, directories)),
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
-    winners = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.trial.problem)))
+    won = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.problem)))
+    winners = shared(won, families) if slower else won
+    held = served(winners, won, families)
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
-        problem = chosen.trial.problem
-        config = config_of(chosen.trial, families[problem.op])
-        codes.setdefault(_code_key(config, problem), (config, problem))
-    served = {key: _served(winners, key, families) for key in names}
+        codes.setdefault(_code_key(chosen.config, chosen.problem), (chosen.config, chosen.problem))
     for chosen in winners:
-        problem = chosen.trial.problem
-        for config in served[chosen.gpu][_kind(problem)].values():
-            codes.setdefault(_code_key(config, problem), (config, problem))
+        for config in held[chosen.gpu][kind_of(chosen.problem)].values():
+            codes.setdefault(_code_key(config, chosen.problem), (config, chosen.problem))
     for config, problem in [*codes.values()]:  # the same code but for the type of the elements
         twin = replace(problem, dtype="bf16" if problem.dtype == "fp16" else "fp16")
         codes.setdefault(_code_key(config, twin), (config, twin))
     known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
     chosen_fp8 = fp8.NOTHING if of_fp8 is None else fp8.select(in_fp8, names, of_fp8)
-    return _Selected(winners, served, known, in_order, left_out, chosen_fp8)
+    return _Selected(winners, held, known, in_order, left_out, chosen_fp8)
 
 
 def _table(
@@ -274,7 +249,7 @@ def _table(
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     configs = selected.configs
     numbers = {key: number for number, key in enumerate(selected.codes)}
-    served, won = selected.served, selected.winners
+    held, won = selected.served, selected.winners
     used = {problem.op for _, problem in selected.codes.values()} | {FORWARD}
     return {
         "format": FORMAT,
@@ -293,11 +268,9 @@ def _table(
                 "guard": asdict(guard),
                 "memory_bytes_per_us": min(c.memory_bytes_per_us for c in won if c.gpu == key),
                 "winners": [
-                    _row(chosen, families, served[key], numbers)
-                    for chosen in won
-                    if chosen.gpu == key
+                    _row(chosen, held[key], numbers) for chosen in won if chosen.gpu == key
                 ],
-                "twins": _twins(selected, key, families, numbers),
+                "twins": _twins(selected, key, numbers),
             }
             for key, names in selected.names.items()
         ],
@@ -318,9 +291,17 @@ def table_text(value: Any, of: str = "table") -> str:
 
 
 def _chosen(
-    run: Run, environment: Environment, key: GpuKey, families: Families, left_out: list[str]
+    run: Run,
+    environment: Environment,
+    key: GpuKey,
+    families: Families,
+    left_out: list[str],
+    slower: float = 0.0,
 ) -> list[Chosen]:
-    """The best config of a problem's family, if it can be compared with PyTorch's attention."""
+    """The best config of a problem's family, if it can be compared with PyTorch's attention.
+
+    slower: share by which its rivals take longer at most.
+    """
     ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
     arch = arch_on(environment)
     chosen = []
@@ -333,8 +314,9 @@ def _chosen(
         own = [t for t in trials if t.provider == OURS and t.kernel == family.name]
         baselines = [t for t in trials if t.provider.startswith(_SDPA)]
         # PyTorch's own attention has no softcap and no sinks: without a kernel, a call is unfused.
-        for name in ("unfused", "flex"):
-            baselines = baselines or [t for t in trials if t.provider == name]
+        # (With FlexAttention's time of one shape beside that of another, 100 times as long, a call
+        # between them was not served.)
+        baselines = baselines or [t for t in trials if t.provider == "unfused"]
         baseline = min(baselines, key=time_of, default=None)
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=time_of, default=None)
@@ -342,15 +324,42 @@ def _chosen(
         if reason is not None or best is None or baseline is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue
-        ours, theirs = common_rounds(best, baseline)
-        gain = low = time_of(baseline) / time_of(best)
-        if ours and all(us > 0 for us in ours):
-            gain = median(a / b for a, b in zip(theirs, ours, strict=True))
-            low, _ = ratio_interval(theirs, ours)
-        times_us = {config_of(t, family).label: time_of(t) for t in own if _is_kept(t, family)}
+        timed = {config_of(t, family).label: t for t in own if _is_kept(t, family)}
+        times_us = {label: time_of(trial) for label, trial in timed.items()}
         rate = environment.memory_bytes_per_second / 1e6
-        chosen.append(Chosen(best, key, time_of(baseline), gain, low, times_us, rate))
+        compared = (time_of(baseline), *_ratio(baseline, best))
+        winner = Chosen(best, config_of(best, family), key, *compared, times_us, rate)
+        rivals = _rivals(winner, timed.values(), baseline, slower, family) if slower else []
+        allowed = [c for c in rivals if why_not_today(c.trial, family, arch) is None]
+        chosen.append(replace(winner, rivals=allowed))
     return chosen
+
+
+def _rivals(
+    winner: Chosen, timed: Iterable[Trial], baseline: Trial, slower: float, family: Family
+) -> list[Chosen]:
+    """Those that ran in the winner's rounds and took at most `slower` longer.
+
+    Where the winner is known to be faster than PyTorch's attention, they are too.
+    """
+    found = []
+    for trial in timed:
+        ours, _ = common_rounds(trial, winner.trial)
+        if ours and trial is not winner.trial:
+            longer, (gain, low) = _ratio(trial, winner.trial)[0] - 1, _ratio(baseline, trial)
+            if longer <= slower and low >= min(1, winner.gain_low):
+                facts: Any = {"config": config_of(trial, family), "gain": gain, "gain_low": low}
+                found.append(replace(winner, trial=trial, slower=longer, **facts))
+    return found
+
+
+def _ratio(one: Trial, other: Trial) -> tuple[float, float]:
+    """The time of one over that of the other, and the lower end of its interval if it has one."""
+    theirs, ours = common_rounds(one, other)
+    if not ours or not all(us > 0 for us in ours):
+        return (time_of(one) / time_of(other),) * 2
+    ratio = median(a / b for a, b in zip(theirs, ours, strict=True))
+    return ratio, ratio_interval(theirs, ours)[0]
 
 
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
@@ -376,89 +385,37 @@ def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
     return (problem.head_dim, problem.dtype, kind_of_mask(problem), values)
 
 
-Kind = tuple[int, str]
-"""head_dim and kind of mask: kernels of one kind are compared on a shape."""
-
-
-def _kind(problem: Problem) -> Kind:
-    return (problem.head_dim, problem.variant)
-
-
-def _served(
-    winners: Sequence[Chosen], key: GpuKey, families: Families
-) -> dict[Kind, dict[str, Config]]:
-    """The configs that serve on a GPU, by kind and label: winners and runners-up."""
-    served: dict[Kind, dict[str, Config]] = {}
-    for op, family in families.items():
-        here = [c for c in winners if c.gpu == key and c.trial.problem.op == op]
-        served |= _served_by(family, here)
-    return served
-
-
-def _served_by(family: Family, here: Sequence[Chosen]) -> dict[Kind, dict[str, Config]]:
-    won = {config.label: config for config in (config_of(c.trial, family) for c in here)}
-    shapes = Counter(_kind(chosen.trial.problem) for chosen in here)
-    arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
-    for chosen in here:
-        problem, own = chosen.trial.problem, config_of(chosen.trial, family)
-        fit = [
-            label
-            for label, config in won.items()
-            if label in chosen.times_us
-            and family.refused_by(config, problem, arch) is None
-            and why_unpacked(config, problem) is None
-        ]
-        kind = _kind(problem)
-        held = [own.label, *held_for(chosen.times_us, fit, shapes[kind], problem.variant)]
-        served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
-    return served
-
-
-def held_for(
-    times_us: Mapping[str, float], won: Collection[str], shapes: int, variant: str = "full"
-) -> list[str]:
-    """Labels of the configs that a package holds for a shape, of those that won anywhere.
-
-    times_us: on the shape. shapes: number of tuned shapes of its head_dim and variant.
-    """
-    if variant in _WINNERS_ALONE:
-        return []
-    of_kind = _HELD_OF_A_KIND if variant in ("full", "causal") else _HELD_OF_OTHERS
-    fastest = sorted((us, label) for label, us in times_us.items() if label in won)
-    return [label for _, label in fastest[: max(_HELD, -(-of_kind // shapes))]]
-
-
 def _twins(
-    selected: _Selected, key: GpuKey, families: Families, numbers: Mapping[tuple[object, ...], int]
+    selected: _Selected, key: GpuKey, numbers: Mapping[tuple[object, ...], int]
 ) -> list[int]:
     """Numbers of the kernels that serve on a GPU besides the winners: their code is there."""
     won, twins = set(), set()
     for chosen in selected.winners:
         if chosen.gpu == key:
-            problem = chosen.trial.problem
-            won.add(numbers[_code_key(config_of(chosen.trial, families[problem.op]), problem)])
-            for config in selected.served[key][_kind(problem)].values():
+            problem = chosen.problem
+            won.add(numbers[_code_key(chosen.config, problem)])
+            for config in selected.served[key][kind_of(problem)].values():
                 for dtype in ("fp16", "bf16"):
                     twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
     return sorted(twins - won)
 
 
 def _compiled(
-    codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
+    selected: _Selected,
     families: Families,
     compiler: Compiler,
     notes: list[str],
     tell: Callable[[], None],
-) -> tuple[list[dict[str, list[str]]], dict[str, bytes]]:
+) -> tuple[list[dict[str, str]], dict[str, bytes]]:
     """SHA-256 of each kernel's stages, and cubins by file name; spills go to `notes`.
 
     tell: is called after each kernel.
     """
-    rows: list[dict[str, list[str]]] = []
+    rows: list[dict[str, str]] = []
     files: dict[str, bytes] = {}
     asked = [
         compile_for_models(families[problem.op], config, problem, compiler)
-        for config, problem in codes.values()
+        for config, problem in selected.codes.values()
     ]
     for each in asked:
         stages, own, spills = each.done()
@@ -472,16 +429,14 @@ def _compiled(
 
 def _row(
     chosen: Chosen,
-    families: Families,
-    served: Mapping[Kind, Mapping[str, Config]],
+    held: Mapping[Kind, Mapping[str, Config]],
     numbers: Mapping[tuple[object, ...], int],
 ) -> dict[str, Any]:
     """A row of the table. others: the package's other kernels that were timed on the shape."""
-    problem = chosen.trial.problem
-    own = config_of(chosen.trial, families[problem.op])
+    problem, own = chosen.problem, chosen.config
     others = [
         [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
-        for label, config in served[_kind(problem)].items()
+        for label, config in held[kind_of(problem)].items()
         if label in chosen.times_us and label != own.label
     ]
     return {

@@ -89,9 +89,11 @@ def why_unpacked(config: Config, problem: Problem) -> str | None:
     """Why a package cannot pack the grouped heads of a problem, if its config does.
 
     Packed rows are the queries of one head there (`served.rows_of`), so a mask would be another
-    one. With FEW_QUERIES or more, other kernels serve whatever lies in memory as models have it.
+    one, unless an item has one for all queries. With FEW_QUERIES or more, other kernels serve
+    whatever lies in memory as models have it.
     """
-    if not config.get("PACK_GQA") or (problem.seqlen_q < FEW_QUERIES and problem.mask == FULL):
+    alike = problem.mask == FULL or config.get("ITEM_KEYS")
+    if not config.get("PACK_GQA") or (problem.seqlen_q < FEW_QUERIES and alike):
         return None
     kind = f"fewer than {FEW_QUERIES} queries without a mask"
     return f"its config packs grouped heads (PACK_GQA=1), which a package does of {kind}"
@@ -101,36 +103,34 @@ def why_unpacked(config: Config, problem: Problem) -> str | None:
 class Compiling:
     """One config on its way to a package.
 
-    futures: by stage, without and with the log-sum-exp; of a backward alone.
+    futures: by stage.
     """
 
     config: Config
     problem: Problem
-    futures: tuple[Mapping[str, Future[Cubin]], ...]
+    futures: Mapping[str, Future[Cubin]]
 
-    def done(self) -> tuple[dict[str, list[str]], dict[str, bytes], int]:
-        """SHA-256 of each stage's cubins, cubins by file name, and bytes of all spills.
+    def done(self) -> tuple[dict[str, str], dict[str, bytes], int]:
+        """SHA-256 of each stage's cubin, cubins by file name, and bytes of all spills.
 
         Raises CompileError if a stage does not compile, or if a launch does not fit its template.
         """
         files: dict[str, bytes] = {}
-        stages: dict[str, list[str]] = {}
+        stages: dict[str, str] = {}
         spills = 0
         backward = self.problem.op == BACKWARD
-        declaration = served.DECLARED[BACKWARD_FAMILY if backward else FAMILY]
-        for lse, futures in enumerate(self.futures):
-            launches = served.launches(
-                *(declaration, self.config, self.problem, self.problem.scale),
-                lse=bool(lse) or backward,
-                strides=contiguous(self.problem),
-            )
-            for name, future in futures.items():
-                cubin = future.result()
-                check_arguments(name, cubin, launches[name])
-                spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
-                digest, file, data = named(cubin)
-                stages.setdefault(name, []).append(digest)
-                files[file] = data
+        launches = served.launches(
+            served.DECLARED[BACKWARD_FAMILY if backward else FAMILY],
+            *(self.config, self.problem, self.problem.scale),
+            lse=backward or served.has_lse(self.problem.variant),
+            strides=contiguous(self.problem),
+        )
+        for name, future in self.futures.items():
+            cubin = future.result()
+            check_arguments(name, cubin, launches[name])
+            spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
+            stages[name], file, data = named(cubin)
+            files[file] = data
         return stages, files, spills
 
 
@@ -161,21 +161,20 @@ def named(cubin: Cubin) -> tuple[str, str, bytes]:
 
 
 def compile_for_models(
-    family: Family, config: Config, problem: Problem, compiler: Compiler
+    family: Family,
+    config: Config,
+    problem: Problem,
+    compiler: Compiler,
 ) -> Compiling:
     """Start to compile a config for tensors with any strides. See Compiling.done."""
-    both = []
     own, rows = served.rows_of(served.WGMMA, config, problem)
-    for lse in range(served.forms_of(problem.variant)):
-        chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
-        launches = family.launches(chosen, rows, compiler.arch)
-        both.append(
-            {
-                name: compiler.submit(
-                    family.source,
-                    family.stages[name].defines(chosen, rows, launch) | {"STRIDED": "1"},
-                )
-                for name, launch in launches.items()
-            }
+    lse = int(served.has_lse(problem.variant))
+    chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
+    launches = family.launches(chosen, rows, compiler.arch)
+    futures = {
+        name: compiler.submit(
+            family.source, family.stages[name].defines(chosen, rows, launch) | {"STRIDED": "1"}
         )
-    return Compiling(config, problem, tuple(both))
+        for name, launch in launches.items()
+    }
+    return Compiling(config, problem, futures)

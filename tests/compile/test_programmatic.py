@@ -46,6 +46,14 @@ CONFIGS = {
 }
 # Those whose mask is scanned before a call.
 MASKS = {"flash_fwd_wgmma": (FULL.as_boolean(()), Interval(64, 0))}
+# Those whose blocks look up what the scan of the same call wrote.
+OF_ITEMS = {
+    "flash_fwd_wgmma": tuple(
+        (f"{words} PDL={pdl} ITEM_KEYS=1", f"(8,32/8,1x1024,64) bf16 {seen}")
+        for words, pdl in (("PACK_GQA=1 BLOCKS_PER_SM=2", 1), ("SPLITS=2 BLOCKS_PER_SM=2", 2))
+        for seen in ("full padded(right,30)", "boolean(full,item)")
+    )
+}
 # Inputs, which no launch of a call writes.
 INPUT = re.compile(r"(const \w+\*) __restrict__ ([qkv])\b")
 CONSTANT = re.compile(r"\bLDG\S*\.CONSTANT\S*")
@@ -58,7 +66,8 @@ def launches():
         base = next(p for p in (BASE, FP32, FP8) if p.dtype in kernel.dtypes)
         base = replace(base, op=OPS[kernel.ops[0]])
         masked = [("", replace(base, mask=mask)) for mask in MASKS.get(name, ())]
-        for text, problem in (*((text, base) for text in texts), *masked):
+        of_items = [(text, Problem.parse(label)) for text, label in OF_ITEMS.get(name, ())]
+        for text, problem in (*((text, base) for text in texts), *masked, *of_items):
             values = {param.name: param.values[0] for param in kernel.params}
             for word in text.split():
                 parameter, _, value = word.partition("=")
@@ -68,7 +77,7 @@ def launches():
             for stage, launch in kernel.launches(config, problem, ARCH).items():
                 pointers = {arg for arg in launch.args if isinstance(arg, str)}
                 if launch.programmatic and pointers & ahead:
-                    case = f"{name}-{stage}-{text or problem.label}"
+                    case = f"{name}-{stage}-{text or problem.label}-{problem.kind}"
                     yield pytest.param(kernel, config, problem, stage, id=case)
                 maps = {arg.buffer for arg in launch.args if isinstance(arg, TensorMap)}
                 ahead |= (pointers | maps) - {"q", "k", "v"}

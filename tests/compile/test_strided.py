@@ -26,9 +26,8 @@ def test_recorded_winners_compile_with_strides(compiler, run, request, some):
         compiled, files, spills = each.done()  # which compares arguments with the parameters
         # Producers of four warpgroups have 24 registers, and keep two words of their strides in
         # memory: nvdisasm shows STL and LDL after the last HGMMA alone, in code of the producers.
-        most = 2 * 16 if each.config["WARPGROUPS"] == 4 else 0  # without and with LSE
+        most = 16 if each.config["WARPGROUPS"] == 4 else 0
         assert spills <= most, compiled.config
         assert files
-        for futures in each.futures:
-            for future in futures.values():
-                assert not compiler_warnings(future.result().log), compiled.config
+        for future in each.futures.values():
+            assert not compiler_warnings(future.result().log), compiled.config

@@ -33,7 +33,10 @@ SHAPES = tuple(
 @pytest.fixture(scope="module")
 def always(tmp_path_factory):
     place = tmp_path_factory.mktemp("package")
-    with on_card.exported_package({"decode"}, place, NAME) as package, pytest.MonkeyPatch.context() as patch:
+    with (
+        on_card.exported_package({"decode", "decode_models"}, place, NAME) as package,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
         yield on_card.always(package, "decoding_always")
 
@@ -86,9 +89,83 @@ def test_every_winner(always):
     """On the shape that it won, in its own type and in the other: clusters and splits too."""
     for gpu in always.table.gpus.values():
         for winner in gpu.winners:
-            for dtype in DTYPES:
+            for dtype in DTYPES if winner.problem.kind == "full" else ():
                 given = tensors(replace(winner.problem, dtype=dtype), "heads_first")
                 check(served(always, given), given)
+
+
+FILLED = (
+    Problem(8, 32, 8, 1, 4096, 128, "bf16"),
+    Problem(3, 28, 4, 1, 1001, 128, "fp16"),
+    Problem(1, 32, 8, 1, 32768, 128, "bf16"),
+    Problem(64, 32, 8, 1, 1000, 128, "bf16"),
+    Problem(16, 32, 8, 1, 2085, 64, "bf16"),
+)
+
+
+def filled(shape, begins=False):
+    """(batch, 2): the first key of each item and the one after the last; the last item has none."""
+    end = torch.linspace(shape.seqlen_k, 1, shape.batch, device="cuda").int()
+    end[1:] = end[1:].roll(1)  # in no order
+    first = end // 3 if begins else torch.zeros_like(end)
+    if shape.batch > 2:
+        first[-1] = end[-1] = 0
+    return torch.stack((first, end), 1)
+
+
+def check_seen(got, given, seen):
+    """By float64. seen: (batch, 1, 1, keys)."""
+    q, k, v = (t.double() for t in given)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+    assert on_card.near(got, scores.softmax(-1).nan_to_num() @ v)
+
+
+def by_item_keys(operator, given, **how):
+    explained = operator.explain(*given, enable_gqa=True, **how)
+    assert "ITEM_KEYS=1" in (explained.kernel or ""), str(explained)
+    before = operator.counters().get("kernel", 0)
+    got = operator.attention(*given, enable_gqa=True, **how)
+    assert operator.counters()["kernel"] == before + 1
+    return got
+
+
+@pytest.mark.parametrize("how", ["lengths", "ranges", "mask", "mask of ranges", "holes"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", FILLED, ids=lambda shape: shape.label)
+def test_a_cache_that_is_filled_in_part(always, shape, layout, how):
+    given = tensors(shape, layout, slack=23)
+    ranges = filled(shape, begins="ranges" in how)
+    keys = torch.arange(shape.seqlen_k, device="cuda")
+    seen = torch.zeros(shape.batch, 1, 1, shape.seqlen_k, device="cuda", dtype=torch.bool)
+    said = {"key_lengths": ranges[:, 1] if how == "lengths" else ranges}
+    said = said if how in ("lengths", "ranges") else {"attn_mask": seen}
+    for _ in range(2):  # what was there before is not met again
+        seen[:, 0, 0] = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
+        if how == "holes":
+            seen &= keys % 7 != 3
+        check_seen(by_item_keys(always, given, **said), given, seen)
+        ranges //= 2
+
+
+def test_one_mask_for_all_items(always):
+    """As a static cache of a model has it: expanded over the batch."""
+    given = tensors(FILLED[0])
+    seen = (torch.arange(4096, device="cuda") < 300).expand(8, 1, 1, 4096)
+    check_seen(by_item_keys(always, given, attn_mask=seen), given, seen)
+
+
+def test_a_graph_decodes_a_cache_that_grows(always):
+    """One graph: before each replay the lengths, and what they say is seen, are others."""
+    given, lengths = tensors(FILLED[0]), torch.full((8,), 300, device="cuda", dtype=torch.int32)
+    by_item_keys(always, given, key_lengths=lengths)
+    graph, out = on_card.captured(lambda: always.attention(*given, enable_gqa=True, key_lengths=lengths))
+    keys = torch.arange(4096, device="cuda")
+    for length in (300, 301, 4096, 1, 0):
+        lengths.fill_(length)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_seen(out, given, (keys < lengths[:, None])[:, None, None])
 
 
 @pytest.mark.parametrize("queries", [2, 4, 7])

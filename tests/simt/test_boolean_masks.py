@@ -69,19 +69,20 @@ def expected(q, k, v, seen, scale):
     return p @ v / np.maximum(p.sum(-1, keepdims=True), 1e-300)
 
 
-def launched(simulator, config, case, inputs, schedule, *, whole=True, strides=()):
+def launched(simulator, config, case, inputs, schedule, *, whole=True, strides=(), **built):
     """What the launches leave, by name: 32-bit words. whole: not only those that scan the mask.
 
     strides: of the mask in bytes, from item to item, head to head, row to row and key to key.
+    built: how stages are.
     """
     stages = {}
-    for name, (launch, made) in simulator.build(FAMILY, config, case).items():
+    for name, (launch, made) in simulator.build(FAMILY, config, case, **built).items():
         if strides and name == "mask":
             launch = replace(launch, args=(*launch.args[: -len(strides)], *strides))
         if whole or launch.once:
             stages[name] = launch, made
     out, sizes = {"o": case.problem.bytes_of("o")}, FAMILY.workspaces(config, case.problem)
-    left = simulator.run(stages, inputs, out, sizes, schedule=schedule)
+    left = simulator.run(stages, inputs, out, sizes, schedule=schedule, asan=built.get("asan", False))
     return {name: made.view(np.uint32) for name, made in left.items()}
 
 

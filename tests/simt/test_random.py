@@ -11,9 +11,11 @@ from typing import get_args
 
 import pytest
 
+from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case, Inputs, small_cases
+from attnsweep.core.masks import FULL
 from attnsweep.core.ops import FORWARD, OPS
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Padded, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 
@@ -49,10 +51,20 @@ TRIES, STEPS = 100_000, 24
 MOST = 5e8
 
 
-def random_config(kernel: Family, rng: random.Random, packed: bool = False) -> tuple[Problem, Config]:
+def of_one_range(problem: Problem, rng: random.Random) -> Problem:
+    """The problem where all queries of an item see the same keys, by lengths or a mask of one."""
+    if rng.random() < 0.5:
+        layout = Padded(rng.choice(("right", "left")), rng.choice((0, 1, 30, 100)), rng.randint(0, 9))
+        return replace(problem, mask=FULL, layout=layout)
+    mask = Boolean(rng.choice([*PATTERNS]), rng.choice((1, 3, 50, 100)), rng.randint(0, 9))
+    return replace(problem, seqlen_q=1, mask=mask)
+
+
+def random_config(kernel: Family, rng: random.Random, few: str = "") -> tuple[Problem, Config]:
     """What is compiled in, as a problem, and a config that the rules allow for it.
 
-    packed: the problem has few queries of grouped heads, and the config packs them.
+    few: the problem has few queries. `packed`: of grouped heads, which the config packs; `items`:
+    that see what their item does, which the config looks up.
     """
     wide = min(kernel.head_dims) > 256
     batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 128)
@@ -62,9 +74,13 @@ def random_config(kernel: Family, rng: random.Random, packed: bool = False) -> t
     if kernel.head_dims_v and rng.random() < 0.3:
         problem = replace(problem, head_dim_v=rng.choice(kernel.head_dims_v))
     own = {param.name: param.on(ARCH) for param in kernel.params}
-    if packed:
+    kept = {"packed": {"PACK_GQA": 1}, "items": {"ITEM_KEYS": 1}}.get(few, {})
+    if few:
         problem = replace(problem, heads_kv=1, seqlen_q=rng.choice((1, 5, 40, 63)))
-        own |= {"PACK_GQA": (1,)}
+    if few == "items":
+        problem = of_one_range(replace(problem, causal=False), rng)
+        kept["PACK_GQA"] = rng.choice((0, 1))
+    own |= {name: (value,) for name, value in kept.items()}
     for _ in range(TRIES):  # quicker than the whole space
         config = Config({name: rng.choice(values) for name, values in own.items()})
         if kernel.refused_by(config, problem, ARCH) is None:
@@ -76,8 +92,7 @@ def random_config(kernel: Family, rng: random.Random, packed: bool = False) -> t
         step = dict(config)
         for name in rng.sample(sorted(values), min(len(values), rng.choice((1, 1, 2, 3)))):
             step[name] = rng.choice(values[name])
-        if packed:
-            step["PACK_GQA"] = 1
+        step |= kept
         if kernel.refused_by(Config(step), problem, ARCH) is None:
             config = Config(step)
     return problem, config
@@ -107,19 +122,21 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
             return Case(shape, rng.choice(inputs))
 
 
-def drawn(kernel: Family, seed: str, packed: bool = False) -> tuple[Config, Case]:
+def drawn(kernel: Family, seed: str, few: str = "") -> tuple[Config, Case]:
     """The same for the same seed."""
     rng = random.Random(seed)
-    problem, config = random_config(kernel, rng, packed)
-    if not packed:
+    problem, config = random_config(kernel, rng, few)
+    if not few:
         return config, random_case(problem, config, rng)
     # Heads of few queries that end anywhere in a tile, and of more than a tile, which rules refuse.
     seqlen_k, seqlen_q = rng.randint(1, 700), rng.choice((1, 2, 7, 16, rng.randint(1, 150)))
     seqlen_k = max(seqlen_k, seqlen_q) if problem.causal else seqlen_k
     group, heads_kv = rng.choice((2, 3, 8, 17)), rng.choice((1, 2))
+    if problem.kind == "boolean":  # which a row of keys is for one query alone
+        seqlen_q = 1
     shape = replace(
         problem,
-        batch=rng.choice((1, 2)),
+        batch=rng.choice((1, 2, 5) if few == "items" else (1, 2)),
         heads=heads_kv * group,
         heads_kv=heads_kv,
         seqlen_q=max(1, min(seqlen_q, 300 // group)),
@@ -128,11 +145,11 @@ def drawn(kernel: Family, seed: str, packed: bool = False) -> tuple[Config, Case
     return config, Case(shape, rng.choice(KINDS))
 
 
-def run(simulator, name, number, seed, packed=False):
+def run(simulator, name, number, seed, few=""):
     kernel = KERNELS[name]
-    config, case = drawn(kernel, f"{seed} {name} {number}", packed)
+    config, case = drawn(kernel, f"{seed} {name} {number}", few)
     p = case.problem
-    shape = p.label.split(" ")[0]
+    shape = p.label if few == "items" else p.label.split(" ")[0]
     again = f"{name} '{config.label}' --problem '{shape}' --dtype {p.dtype} --inputs {case.inputs}"
     again += " --causal" if p.causal else ""
     try:
@@ -156,7 +173,13 @@ def test_random_config_is_right(simulator, drawn_by, name, number):
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("number", range(60))
 def test_random_config_of_packed_heads_is_right(simulator, drawn_by, number):
-    run(simulator, "flash_fwd_wgmma", number, drawn_by, packed=True)
+    run(simulator, "flash_fwd_wgmma", number, drawn_by, "packed")
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("number", range(60))
+def test_random_config_of_keys_of_an_item_is_right(simulator, drawn_by, number):
+    run(simulator, "flash_fwd_wgmma", number, drawn_by, "items")
 
 
 @pytest.mark.nightly(push=2)

@@ -57,7 +57,11 @@ class MaskedKernel(Kernel):
     def __call__(self, launch: dict[str, Any]) -> None:
         """Write the bits, the list, or the output."""
         name, values = launch["function"][1], launch["values"]
-        if name.endswith("_mask"):
+        if b"ITEM_KEYS=1" in launch["code"] and name.endswith("_mask"):
+            self.scans += 1
+            by_mask = b" boolean " in launch["code"]
+            (self._see_items if by_mask else self._see_ranges)(launch["config"].gridDimX, *values)
+        elif name.endswith("_mask"):
             self.scans += 1
             config = launch["config"]
             of_rows = config.blockDimX == 64  # a thread a row: MASK 1
@@ -81,6 +85,27 @@ class MaskedKernel(Kernel):
             padded[:, :keys] = seen != 0
             to = _ints(bits + 4 * number * rows * words, rows * words).view(np.uint8)
             to[:] = np.packbits(padded, axis=1, bitorder="little").ravel()
+
+    @staticmethod
+    def _see_items(items: int, mask: int, bits: int, to: int, keys: int, words: int, *steps: int) -> None:
+        of_item, _, _, of_key = steps
+        for item in range(items):
+            memory: Any = (ctypes.c_uint8 * ((keys - 1) * of_key + 1)).from_address(mask + item * of_item)
+            padded = np.zeros(32 * words, bool)
+            padded[:keys] = np.ndarray((keys,), np.uint8, memory, strides=(of_key,)) != 0
+            own = _ints(bits + 4 * item * words, words).view(np.uint8)
+            own[:] = np.packbits(padded, bitorder="little")
+            at = np.flatnonzero(padded)
+            first, end = (at[0] // 128 * 128, at[-1] + 1) if len(at) else (0, 0)
+            hidden = np.flatnonzero(~padded[first:end])
+            _ints(to + 16 * item, 4)[:] = first, end - first, hidden[-1] + 1 if len(hidden) else 0, 0
+
+    @staticmethod
+    def _see_ranges(items: int, key_range: int, _: int, to: int, *_rest: int) -> None:
+        told = np.array(_ints(key_range, 2 * items)).reshape(items, 2)
+        keys = _ints(to, 4 * items).reshape(items, 4)
+        keys[:, 0], keys[:, 1] = told[:, 0], np.maximum(told[:, 1] - told[:, 0], 0)
+        keys[:, 2:] = 0
 
     @staticmethod
     def _bound(masks: int, _: int, key_range: int, cu_seqlens_q: int, cu_seqlens_k: int, *rest: int) -> None:
@@ -107,7 +132,9 @@ class MaskedKernel(Kernel):
         k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
         scores = q.float() @ k.mT * (factor / math.log2(math.e))
         compiled = set(launch["code"].decode().split())
-        if listed := rest[:7] if compiled & {"boolean", "window", "padded", "packed"} else []:
+        of_items = rest[:4] if "ITEM_KEYS=1" in compiled else []
+        masked = compiled & {"boolean", "window", "padded", "packed"} and not of_items
+        if listed := rest[:7] if masked else []:
             rest = rest[7:]
         if compiled & {"softcap", "sinks", "bias"}:
             bias, softcap, sinks, of_item, *apart = rest
@@ -118,7 +145,10 @@ class MaskedKernel(Kernel):
             sizes = zip(bias.shape, q.shape[:3], strict=False)
             assert apart == [int(n > 1 or n == m) for n, m in sizes]
             scores = scores + bias.float()
-        if listed:
+        if of_items:
+            own = self._seen_of_items(of_items, heads, keys, by_bits="boolean" in compiled)
+            scores = scores.masked_fill(~own.view(*q.shape[:2], 1, keys), -math.inf)
+        elif listed:
             assert _ints(listed[0], 1)[0] == 77, "a list that was made"
             seen = self._seen(listed, heads, rows, keys).view_as(scores)
             scores = scores.masked_fill(~seen, -math.inf)
@@ -133,6 +163,18 @@ class MaskedKernel(Kernel):
             scores = torch.cat((scores, sink), 3)
         weights = torch.softmax(scores, -1).nan_to_num(0)
         o.copy_(weights[..., :keys] @ v)
+
+    @staticmethod
+    def _seen_of_items(given: list[int], heads: int, keys: int, *, by_bits: bool) -> Any:
+        items, bits, of_item, words = given
+        told = _ints(items, 4 * (heads // of_item)).reshape(-1, 4)
+        at = np.arange(keys)
+        own = (told[:, :1] <= at) & (at < told[:, :1] + told[:, 1:2])
+        if by_bits:
+            packed = _ints(bits, len(told) * words).view(np.uint8)
+            unpacked = np.unpackbits(packed, bitorder="little").reshape(len(told), 32 * words)
+            own &= unpacked[:, :keys].astype(bool) | (at >= told[:, :1] + told[:, 2:3])
+        return torch.from_numpy(own.repeat(of_item, 0))
 
     def _seen(self, listed: list[int], heads: int, rows: int, keys: int) -> Any:
         _, _, bits, _, _, of_mask, words = listed

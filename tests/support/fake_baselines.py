@@ -33,7 +33,7 @@ class Session:
 
 
 class Attention(ModuleType):
-    """A package whose flash_attn_func keeps what it was called with, or raises."""
+    """A package whose functions keep what they were called with; flash_attn_func may raise."""
 
     def __init__(self, name: str, error: Exception | None = None) -> None:
         super().__init__(name)
@@ -45,6 +45,10 @@ class Attention(ModuleType):
             raise self.error
         self.calls.append((tensors, options))
         return tensors[0], "lse"
+
+    def flash_attn_with_kvcache(self, *tensors: Any, cache_seqlens: Any, **options: Any) -> Any:
+        self.calls.append((tensors, options | {"cache_seqlens": cache_seqlens}))
+        return tensors[0]  # alone, unless it is asked for the log-sum-exp
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *packages: ModuleType) -> None:

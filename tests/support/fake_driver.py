@@ -166,6 +166,10 @@ class FakeDriver:
             kinds = "pp" + "ii" + "f" + "i" + "iii"
         elif function[1].endswith("_combine"):
             kinds = "pwpw" + "ii" + "iiii"
+        elif b"ITEM_KEYS=1" in code and function[1].endswith("_mask"):
+            kinds = ("bp" if b" boolean " in code else "dp") + "p" + "ii" + "iiii"
+        elif b"ITEM_KEYS=1" in code:
+            kinds = "mmmmwp" + "iiiii" + "f" + "pp" + "ii" + "iiii"
         elif function[1].endswith("_mask"):
             kinds = "bdww" + "ppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):

@@ -21,7 +21,7 @@ def once() -> Iterator[None]:
     """Rows of recorded runs, their winners and tables; nothing may write to results/ meanwhile."""
     parse, rows_of = store._parse_trials, {}
     choose, chosen = export._chosen, {}
-    tuned = cache(lambda *runs, made=evaluate.tuned: made(runs))
+    tuned = cache(lambda runs, slower, made=evaluate.tuned: made(runs, slower))
 
     def parsed(lines: Any, path: Path) -> Any:
         if not path.resolve().is_relative_to(RESULTS):
@@ -31,19 +31,20 @@ def once() -> Iterator[None]:
         trials, warnings, rows = rows_of[path]
         return dict(trials), [*warnings], rows
 
-    def choosing(run: Any, environment: Any, key: Any, families: Any, left_out: list[str]) -> Any:
+    def choosing(run: Any, environment: Any, key: Any, families: Any, left_out: list[str], slower: float = 0.0) -> Any:
         if not run.directory.resolve().is_relative_to(RESULTS):
-            return choose(run, environment, key, families, left_out)
-        if (of := (run.directory, *(each.source for each in families.values()))) not in chosen:
+            return choose(run, environment, key, families, left_out, slower)
+        of = (run.directory, slower, *(each.source for each in families.values()))
+        if of not in chosen:
             left: list[str] = []
-            chosen[of] = choose(run, environment, key, families, left), left
+            chosen[of] = choose(run, environment, key, families, left, slower), left
         left_out += chosen[of][1]
         return chosen[of][0]
 
     with (
         patch.object(store, "_parse_trials", parsed),
         patch.object(store_store, "_parse_trials", parsed),
-        patch.object(evaluate, "tuned", lambda runs: tuned(*runs)),
+        patch.object(evaluate, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
         patch.object(export, "_chosen", choosing),
     ):
         yield

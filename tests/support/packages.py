@@ -10,10 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from attnsweep.core.layouts import DENSE, Padded
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD, forms_of
+from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
@@ -38,10 +39,10 @@ def label(**changes: int) -> str:
     return Config(_FIRST | {"WARPGROUPS": 2, "NUM_STAGES": 2} | changes).label
 
 
-PLAIN = CompiledKernel(64, "bf16", "full", label(), ({}, {}))
+PLAIN = CompiledKernel(64, "bf16", "full", label(), {})
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 _FIRST_BACKWARD = {param.name: param.values[0] for param in WGMMA_BACKWARD.kernel.params}
-PLAIN_BACKWARD = CompiledKernel(*(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, ({},), "flash_bwd_wgmma"))
+PLAIN_BACKWARD = CompiledKernel(*(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, {}, "flash_bwd_wgmma"))
 RECOMPUTED = replace(PLAIN_BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
 
 
@@ -61,22 +62,27 @@ def shape(
     dtype: Any = "bf16",
     causal: bool = False,
     boolean: tuple[str, ...] | None = None,
+    padded: bool = False,
     bias: tuple[str, ...] | None = None,
     head_dim_v: int | None = None,
 ) -> Problem:
-    """A shape with the defaults of PLAIN. boolean, bias: of what a mask is its own; None: none."""
+    """A shape with the defaults of PLAIN. boolean, bias: of what a mask is its own; None: none.
+
+    padded: its items have lengths, as those count that the device alone knows.
+    """
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
     mask = CAUSAL if causal else FULL
     mask = mask if boolean is None else mask.as_boolean(boolean)
-    return Problem(*sizes, dtype, mask, scores=Scores(bias=bias), head_dim_v=head_dim_v)
+    layout = Padded("right", 100) if padded else DENSE
+    return Problem(*sizes, dtype, mask, layout, Scores(bias=bias), head_dim_v=head_dim_v)
 
 
 def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
     """The kernel with cubins of a few bytes on the disk, other ones for each stage."""
     (directory / CUBINS).mkdir(parents=True, exist_ok=True)
 
-    def code(stage: str, lse: int) -> Code:
-        data = f"{kernel.config} {stage} {lse} {kernel.mask} {kernel.dtype}".encode()
+    def code(stage: str) -> Code:
+        data = f"{kernel.config} {stage} {kernel.mask} {kernel.dtype}".encode()
         digest = hashlib.sha256(data).hexdigest()
         file = f"{digest[:16]}.cubin"
         (directory / CUBINS / file).write_bytes(data)
@@ -85,12 +91,11 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
 
     if kernel.family == WGMMA_BACKWARD.kernel.name:
         first = ("queries", "keys") if kernel.values.RECOMPUTE else ("delta", "keys", "convert")
-        own = {name: code(name, 0) for name in first}
-        return replace(kernel, stages=(own,))
-    scan = () if kernel.mask.split()[0] in ("full", "causal") else ("mask", "order")
+        return replace(kernel, stages={name: code(name) for name in first})
+    scan: tuple[str, ...] = ("mask",) if kernel.values.ITEM_KEYS else ("mask", "order")
+    scan = () if kernel.mask.split()[0] in ("full", "causal") else scan
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
-    forms = [{name: code(name, lse) for name in names} for lse in range(forms_of(kernel.mask))]
-    return replace(kernel, stages=tuple(forms))
+    return replace(kernel, stages={name: code(name) for name in names})
 
 
 def winner(of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None) -> Winner:
@@ -100,8 +105,8 @@ def winner(of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: 
 
 
 def gpu(*winners: Winner, guard: Guard | None = None) -> TunedGpu:
-    """An H100 with these winners. Their times are short, and calls with gradients served."""
-    guard = guard or Guard(short_us=0.0)
+    """An H100 with these winners. Their times are short, and served all the same."""
+    guard = guard or Guard(short_us=0.0, scan_us=0.0)
     return TunedGpu(H100, ("NVIDIA H100 80GB HBM3",), guard, winners, H100_MEMORY)
 
 
@@ -121,7 +126,7 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
     made = table(directory, *winners).gpus[H100]
     kernels = [
         {"head_dim": k.head_dim, "dtype": k.dtype, "mask": k.mask, "config": number}
-        | {"stages": {n: [both[n].sha256 for both in k.stages] for n in k.stages[0]}}
+        | {"stages": {name: code.sha256 for name, code in k.stages.items()}}
         for number, k in enumerate(winner.kernel for winner in made.winners)
     ]
     rows = [

@@ -80,7 +80,7 @@ def taken_for(raw: dict[str, Any], key: GpuKey) -> dict[str, Any]:
 def unguarded(gpu: TunedGpu) -> TunedGpu:
     """A GPU whose kernels serve whatever the rules allow."""
     winners = tuple(replace(winner, gain_low=9.0) for winner in gpu.winners)
-    guard = Guard(margin=-99.0, per_octave=0.0, reach=99.0, short_us=0.0)
+    guard = Guard(margin=-99.0, per_octave=0.0, reach=99.0, short_us=0.0, scan_us=0.0)
     return replace(gpu, guard=guard, winners=winners)
 
 

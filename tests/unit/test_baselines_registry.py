@@ -217,6 +217,41 @@ def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monke
     assert len(BACKENDS["flash_attn_3"].ways(torch, square, Session([0.0]))) == 1
 
 
+def test_flash_attention_3_takes_padded_problems_as_caches_that_are_filled_in_part(torch, monkeypatch):
+    whole = Attention("flash_attn_interface")
+    installed(monkeypatch, whole)
+    padded = Problem.parse("(3,8/2,1x200,64) bf16 full padded(right,30) softcap(20)")
+    ways = BACKENDS["flash_attn_3"].ways(torch, padded, Session([0.0]))
+    (given,) = inputs(padded, copies=1)
+    outputs = [way.forward(*given.values()) for way in ways]
+    assert [out.shape for out in outputs] == [padded.shape_of("o")] * 2
+    for (tensors, options), splits in zip(whole.calls, ({}, {"num_splits": 0}), strict=True):
+        assert [x.shape for x in tensors] == [(3, 1, 8, 64), (3, 200, 2, 64), (3, 200, 2, 64)]
+        lengths = options.pop("cache_seqlens")
+        assert (lengths.dtype, lengths.array.tolist()) == ("int32", [60, 130, 200])
+        assert options == {"softcap": 20.0} | splits
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("flash_attn_3", "(3,8/2,1x200,64) bf16 full padded(right,0)", None),
+        ("flash_attn_3", "(3,8/2,50x200,64) bf16 full padded(right,100)", None),
+        ("flash_attn_3", "(3,8/2,1x200,64) bf16 full padded(left,30)", "no padding on the left"),
+        ("flash_attn_3", "(3,8,200,64) bf16 causal padded(right,30)", "beside no other mask"),
+        ("flash_attn_3", "(3,8,20x200,64) bf16 window(9,0) padded(right,30)", "beside no other mask"),
+        ("flash_attn_3", "(3,8,200,64) bf16 full padded(right,30) backward", "beside no other mask"),
+        ("flash_attn_3", "(3,8,1x200,64) bf16 boolean(padding,7)", "boolean"),
+        ("flash_attn_2", "(3,8,1x200,64) bf16 full padded(right,30)", "no padding"),
+        ("flash_attn_4", "(3,8,1x200,64) bf16 full padded(right,30)", "no padding"),
+        ("flash_attn_3_fp8", "(3,8,1x200,64) e4m3 full padded(right,30)", "no padding"),
+    ],
+)
+def test_which_padding_flash_attention_can_say(name, text, reason):
+    said = BACKENDS[name].supports(Problem.parse(text))
+    assert said is reason is None or (said is not None and reason is not None and reason in said)
+
+
 def test_what_one_package_cannot_do_the_other_does(torch, monkeypatch):
     broken = Attention("flash_attn_interface", RuntimeError("head_dim 64 was not compiled"))
     forward_only = Attention("fa3_fwd_interface")

@@ -190,6 +190,90 @@ def test_where_packed_heads_are_refused(problem, values, rule):
     assert FAMILY.refused_by(packed(**values), problem, ARCHS["sm_90a"]) == rule
 
 
+# ---- keys of an item that all of its queries see ----
+CACHES = Problem.parse("(8,32/8,1x4096,128) bf16 full padded(right,30)")
+ROWS_OF_KEYS = Problem.parse("(8,32/8,1x4096,128) bf16 boolean(full,item)")
+
+
+def of_items(**values: int) -> Config:
+    """These values, and blocks that look up the keys of their item."""
+    return packed(**{"ITEM_KEYS": 1, **values})
+
+
+@pytest.mark.parametrize("problem", [CACHES, ROWS_OF_KEYS], ids=lambda p: p.kind)
+def test_blocks_look_up_the_keys_of_their_item(problem):
+    arch, config = ARCHS["sm_90a"], of_items(SPLITS=2, PDL=2)
+    assert FAMILY.refused_by(config, problem, arch) is None
+    launches = FAMILY.launches(config, problem, arch)
+    assert list(launches) == ["mask", "fwd", "combine"]
+    scan, fwd, _ = launches.values()
+    assert scan.once
+    assert (scan.grid, fwd.grid) == ((8, 1, 1), (1, 8 * 8, 2))
+    words = 4 * (4096 // 128 + 1)
+    boolean = problem.kind == "boolean"
+    read, bits = ("mask", "bits") if boolean else ("key_range", "item_keys")
+    assert scan.args == (read, bits, "item_keys", 4096, words, 4096 * boolean, 0, 4096, 1)
+    assert fwd.args[-4:] == ("item_keys", bits, 8, words), "8 key heads of an item"
+    defined = {name: FAMILY.stages[name].defines(config, problem, each) for name, each in launches.items()}
+    assert all(defined[name]["ITEM_KEYS"] == "1" for name in ("mask", "fwd"))
+    assert all(defined[name]["BITS"] == str(int(boolean)) for name in ("mask", "fwd"))
+    # That no item is empty, the device alone knows, whatever those of the problem are.
+    assert all(defined[name]["EMPTY_ROWS"] == "1" for name in ("fwd", "combine"))
+    assert not {"MASK", "CAUSAL"} & {name for name, value in defined["fwd"].items() if value != "0"}
+    sizes = FAMILY.workspaces(config, problem)
+    assert sizes.pop("item_keys") == 16 * 8
+    assert sizes.pop("bits", None) == (4 * 8 * words if boolean else None)
+    assert {*sizes} == {"lse", "partial", "partial_lse"}
+    alone = FAMILY.launches(of_items(PACK_GQA=0), problem, arch)["fwd"]
+    assert (alone.grid, alone.args[-2]) == ((1, 8 * 32, 1), 32), "32 query heads of an item"
+
+
+def test_one_mask_of_all_items_has_no_step_between_them():
+    problem = Problem.parse("(8,32/8,1x1000,128) bf16 boolean(full)")
+    scan = FAMILY.launches(of_items(), problem, ARCHS["sm_90a"])["mask"]
+    assert scan.args[-4:] == (0, 0, 1000, 1)
+    assert FAMILY.workspaces(of_items(), problem)["bits"] == 4 * 8 * 4 * 9
+
+
+@pytest.mark.parametrize(
+    ("label", "values", "rule"),
+    [
+        ("(8,32/8,1x4096,128) bf16 full padded(left,0)", {}, None),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"SPLITS": 2, "SPLIT_CLUSTER": 1}, None),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"BLOCK_N": 80}, None),
+        ("(8,32/8,1x4096,128) bf16 boolean(full,item)", {"BLOCK_N": 96}, None),
+        ("(8,32/8,1x4096,128) bf16 boolean(padding,7)", {"WARPGROUPS": 2, "KEY_GROUPS": 2, "BLOCKS_PER_SM": 1}, None),
+        ("(8,8,64x4096,128) bf16 full padded(right,30)", {"PACK_GQA": 0}, None),
+        # Queries that see other keys than the others of their item, or no item's range.
+        ("(8,8,65x4096,128) bf16 full padded(right,30)", {"PACK_GQA": 0}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full", {}, "item_keys"),
+        ("(8,32/8,4x4096,128) bf16 causal padded(right,30)", {}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 window(9,0)", {}, "item_keys"),
+        ("(8,32/8,2x4096,128) bf16 boolean(full,item)", {}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 boolean(full,head)", {}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 boolean(full,item,head)", {}, "item_keys"),
+        # What a tile cannot be.
+        ("(8,32/8,1x4096,128) bf16 boolean(full,item)", {"BLOCK_N": 80}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30) softcap(20)", {}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30) sinks", {}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"ORDER": 1}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"PERSISTENT": 132}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"CLUSTER": 2}, "item_keys"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"ITEM_KEYS": 2}, "item_keys"),
+        # Without it, memory says more of a mask than few queries need, and one block takes a row.
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"ITEM_KEYS": 0}, "masks_in_memory"),
+        ("(8,32/8,1x4096,128) bf16 full padded(right,30)", {"ITEM_KEYS": 0, "PACK_GQA": 0}, None),
+        (
+            "(8,32/8,1x4096,128) bf16 boolean(full,item)",
+            {"ITEM_KEYS": 0, "SPLITS": 2, "PACK_GQA": 0},
+            "masks_in_memory",
+        ),
+    ],
+)
+def test_whose_keys_blocks_may_look_up(label, values, rule):
+    assert FAMILY.refused_by(of_items(**values), Problem.parse(label), ARCHS["sm_90a"]) == rule
+
+
 def refusing(problem, **given):
     """A function that says which rule refuses the given values with others changed."""
     values = {param.name: param.values[0] for param in FAMILY.params} | given

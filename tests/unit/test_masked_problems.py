@@ -156,7 +156,29 @@ def test_padded_problems_count_the_pairs_of_each_item(layout, mask, batch, seqle
     hidden = [hidden_keys(made, np.arange(seqlen_q), item) for item in range(batch)]
     assert (~np.stack(hidden) == pairs).all()
     unread = seqlen_k * batch - sum(end - first for first, end in made.key_ranges)
+    if seqlen_q == 1:  # what it does not see, nobody reads
+        unread = seqlen_k * batch - pairs.sum()
     assert made.tensor_bytes - made.min_bytes == 2 * unread * 64 * 2
+
+
+@given(
+    st.builds(Boolean, st.sampled_from([*PATTERNS]), st.integers(1, 100), st.integers(0, 5)) | MASKS,
+    st.integers(1, 4),
+    st.integers(1, 300),
+)
+def test_bytes_that_one_query_needs_are_those_of_the_keys_that_it_sees(mask, batch, seqlen_k):
+    made = Problem(batch, 6, 2, 1, seqlen_k, 64, "bf16", mask, head_dim_v=32)
+    seen = sum((~hidden_keys(made, np.arange(1), item)).sum() for item in range(batch))
+    assert made.tensor_bytes - made.min_bytes == 2 * (batch * seqlen_k - seen) * (64 + 32) * 2
+    if not isinstance(mask, Boolean) or mask.pattern != "padding":  # of two it is not worked out
+        assert replace(made, seqlen_q=2).min_bytes == replace(made, seqlen_q=2).tensor_bytes
+
+
+def test_bytes_of_several_queries_leave_out_the_padding_of_a_boolean_mask():
+    made = problem(3, 1000, Boolean("padding", 10))
+    hidden = sum(hidden_keys(made, np.arange(1), item).sum() for item in range(2))
+    assert hidden > 0
+    assert made.tensor_bytes - made.min_bytes == 2 * hidden * 2 * 64 * 2
 
 
 @given(LAYOUTS, st.integers(2, 40), st.integers(1, 3000))
@@ -379,6 +401,30 @@ def test_limits_know_the_rows_of_a_drawn_mask_that_see_the_fewest_keys():
     seen_keys = drawn.tensor(problem)[0, 0].sum(axis=1)
     rows = some_rows(Case(problem), 0, 64)
     assert seen_keys[rows].min() == seen_keys.min() < np.median(seen_keys)
+
+
+ONE_QUERY = (Boolean("padding", 7), Boolean("holes", 50), FULL.as_boolean(("item",)))
+
+
+@pytest.mark.parametrize("mask", ONE_QUERY, ids=lambda mask: mask.label)
+def test_cases_of_a_boolean_mask_of_one_query_have_one_and_as_many_rows(mask):
+    """A kernel that takes the mask for a row of keys is proved on nothing else."""
+    asked = Problem(4, 32, 8, 1, 2048, 64, "bf16", mask)
+    cases, of_several = small_cases(asked), small_cases(replace(asked, seqlen_q=100))
+    assert {case.problem.seqlen_q for case in cases} == {1}
+    assert {case.problem.seqlen_q for case in of_several} > {1}
+    assert len({case.label for case in cases}) == len(cases)
+    assert all(case.problem.kind == "boolean" for case in cases)
+    rows = [[p.batch * p.heads * p.seqlen_q for p in (c.problem for c in each)] for each in (cases, of_several)]
+    assert rows[0] == rows[1]
+    assert {case.inputs for case in cases} >= {"normal", "large_scores", "far_below", "sink", "wide"}
+    keys = {case.problem.seqlen_k for case in cases}
+    assert {1, 17} <= keys
+    assert max(keys) > 512, "more than the threads that read a mask take at once"
+    assert any(case.problem.has_empty_rows for case in cases)
+    of_items = [c.problem for c in cases if c.problem.mask.of_item]
+    assert {p.batch for p in of_items} == {2}
+    assert short_turns(asked, 132).problem.seqlen_q == 1
 
 
 def test_small_cases_of_a_boolean_mask_that_hides_padding_too():

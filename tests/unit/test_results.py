@@ -148,6 +148,9 @@ def test_what_won_among_earlier_candidates_is_still_swept(name):
     for item in plan(spec, arch_named("sm_90a")):
         for space in item.spaces:
             config = won.get((item.problem, space.kernel.name))
+            if item.problem.label in EARLIER["replaced"].get(name, ()):  # by faster candidates
+                assert config is not None, "drop its entry"
+                continue
             # A config with EXP2_POLY 2 won at (1,8,512,64), tied with one without.
             some = [{**each, "EXP2_POLY": 0} for each in space.configs]
             assert config is None or {**config, "EXP2_POLY": 0} in some

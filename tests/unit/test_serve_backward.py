@@ -143,7 +143,7 @@ def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator):
     (gpu,) = operator.table.gpus.values()
     for each in gpu.winners:
         if each.problem.op == BACKWARD:
-            del each.kernel.stages[0]["convert"]
+            del each.kernel.stages["convert"]
     given = tensors()
     assert right(gradients_of(operator.attention, given), given)
     assert operator.counters() == {"kernel": 1, "pytorch_backward": 1}

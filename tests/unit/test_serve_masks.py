@@ -1,6 +1,8 @@
 """Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
+import functools
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +15,7 @@ from operators import close, compiled, exact, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import mask_lists  # noqa: E402
+from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, ROWS = 2, 4, 256
@@ -288,6 +291,26 @@ def test_without_the_cache_a_mask_is_scanned_anew(operator, kernel, write):
     assert close(out, exact(*given, mask))
     assert kernel.scans == 2
     assert operator.explain(*given, mask, cache=False).kernel is not None
+
+
+@pytest.mark.parametrize("how", ["without the cache", "inference mode", "compiled"])
+@pytest.mark.parametrize(
+    ("sdpa_us", "heads_kv", "by"), [(39, HEADS, "short_scan"), (41, HEADS, "kernel"), (39, 2, "kernel")]
+)
+def test_what_is_shorter_than_a_scan_that_is_not_kept_is_pytorchs(tmp_path, driver, kernel, how, sdpa_us, heads_kv, by):
+    own = winner(shape(BATCH, HEADS, ROWS, heads_kv=heads_kv, boolean=("item",)))
+    operator = make(tmp_path, driver, replace(own, sdpa_us=float(sdpa_us)))
+    operator.planner.gpus[0] = replace(operator.planner.gpus[0], guard=Guard())
+    given = tensors(BATCH, HEADS, ROWS, heads_kv)
+    call = functools.partial(operator.attention, cache=how != "without the cache", enable_gqa=heads_kv != HEADS)
+    with torch.inference_mode(how == "inference mode"):
+        mask = random_mask(BATCH, 1, ROWS, ROWS)
+        out = (compiled(call)[0] if how == "compiled" else call)(*given, mask)
+        assert close(out, exact(*given, mask))
+        assert operator.counters() == {by: 1}
+        operator.attention(*given, mask, enable_gqa=heads_kv != HEADS)
+    kept = how != "inference mode" and by == "short_scan"
+    assert operator.counters() == ({by: 1, "kernel": 1} if kept else {by: 2})
 
 
 def test_many_masks_that_live_are_not_all_kept(operator):

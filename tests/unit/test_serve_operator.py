@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ torch = pytest.importorskip("torch")
 import fake_driver  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from operators import close, flash_backward, make, shifted, tensors  # noqa: E402
-from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
+from packages import PLAIN, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
 from attnsweep.serve.runtime import operator as of_package  # noqa: E402
@@ -179,24 +178,6 @@ def test_several_devices_are_pytorchs_error(operator, driver):
     with pytest.raises(RuntimeError):
         operator.attention(q, k.to("cpu"), v.float())
     assert driver.launches == []
-
-
-def test_a_kernel_without_code_for_gradients(tmp_path, driver):
-    own = winner(shape())
-    made = make(tmp_path, driver, own)
-    known = made.table.gpus[H100]
-    bare = replace(
-        known.winners[0], kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {}))
-    )
-    made.planner.gpus[0] = replace(known, winners=(bare,))
-    q, k, v = (t.requires_grad_() for t in tensors())
-    out = made.attention(q, k, v)
-    out.sum().backward()
-    assert made.explain(q, k, v).code == "no_lse"
-    assert made.counters() == {"no_lse": 1}
-    with torch.no_grad():
-        made.attention(q, k, v)
-    assert made.counters() == {"no_lse": 1, "kernel": 1}
 
 
 def test_traces_hold_pytorchs_operator(operator, driver):

@@ -95,7 +95,7 @@ def test_own_rows_of_other_calls_are_no_hindrance(on):
 
 
 @pytest.mark.parametrize("kernel", [PLAIN, SPLIT], ids=["whole", "split"])
-def test_gradients_are_those_of_code_with_the_log_sum_exp(on, driver, kernel):
+def test_calls_with_gradients_and_without_have_one_code(on, driver, kernel):
     operator = on(H200, winner(ASKED, kernel))
     if kernel is SPLIT:
         driver.on_launch = None
@@ -104,12 +104,12 @@ def test_gradients_are_those_of_code_with_the_log_sum_exp(on, driver, kernel):
     assert out.grad_fn is not None
     assert operator.explain(q, k, v).code == "stand_in"
     assert operator.counters() == {"kernel": 1}
-    assert all(b" 1 " in code for code in driver.modules), "the stages with the log-sum-exp"
     if kernel is PLAIN:
         assert close(out, F.scaled_dot_product_attention(q, k, v))
+    loaded = [*driver.modules]
     with torch.no_grad():
         operator.attention(q, k, v)
-    assert b" 0 " in driver.modules[-1]
+    assert driver.modules == loaded
 
 
 def test_masks_dropout_and_dtypes_go_where_they_went(on, driver):

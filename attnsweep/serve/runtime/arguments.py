@@ -102,9 +102,12 @@ def taken_for(
     """Mask, layout and scores of the problem of a call whose mask `unserved_mask` lets pass.
 
     What a mask hides is known on the device alone, so it counts as if it hid nothing: others take
-    less time. A float mask is a bias. scores: what else changes them.
+    less time. A float mask is a bias. One query's counts as each item's own, as shapes of few
+    queries are tuned with. scores: what else changes them.
     """
     items, heads, *_ = mask_strides(mask, query, key)
+    if query.shape[2] == 1 and mask.dtype is torch.bool:
+        items = 1
     own = tuple(name for name, step in (("item", items), ("head", heads)) if step > 0)
     if mask.dtype is torch.bool:
         return FULL.as_boolean(own), DENSE, scores

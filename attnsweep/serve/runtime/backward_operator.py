@@ -179,7 +179,7 @@ class BackwardOperator:
         choice, problem = self._choice(gpu, query, key, value, causal, limits, padded)
         if choice.kernel is None:
             return Plan(choice)
-        config, (stages,) = choice.kernel.values, choice.kernel.stages
+        config, stages = choice.kernel.values, choice.kernel.stages
         own = {name: tensors[name].strides for name in ("o", "do", "dq")}
         calls = served.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
         if not calls.keys() <= stages.keys():

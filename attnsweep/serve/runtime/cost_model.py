@@ -18,12 +18,13 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
 from .served import WGMMA, WGMMA_BACKWARD
@@ -108,13 +109,18 @@ Both pack the heads of a group if there is one query: with 4, cuDNN's takes 4 ti
 
 def tiling(kernel: CompiledKernel) -> Tiling:
     """What the time depends on, of all that is known of a kernel."""
-    if kernel.declaration is WGMMA_BACKWARD:
-        c = kernel.values
+    return tiling_of(kernel.declaration, kernel.values)
+
+
+@functools.cache
+def tiling_of(declaration: Any, c: Config) -> Tiling:
+    """`tiling`, of a config of a family's declaration."""
+    if declaration is WGMMA_BACKWARD:
         keys, alone = 64 * c.KV_WARPGROUPS, c.BLOCKS_PER_SM == 1
         extra = 150.0 if alone else 90.0
         sizes = (keys, c.BLOCK_M, 1, 1, c.BLOCKS_PER_SM, 0, True, extra)
         return Tiling(*sizes, tail=0.2, start_us=5.0, of_memory=0.78)
-    c, combines = kernel.values, WGMMA.combines(kernel.values)
+    combines = WGMMA.combines(c)
     alone = c.BLOCKS_PER_SM == 1 and not c.PERSISTENT  # nothing hides its first loads
     return Tiling(
         WGMMA.block_m(c),

@@ -373,6 +373,7 @@ class BoundLaunches:
 
     def __init__(self, device: Device, forms: tuple[Form, ...]) -> None:
         self._device, self._forms = device, forms
+        self._mapped = any(form.maps for form in forms)  # a scan takes bytes wherever they begin
         # The least recently used first. What a thread uses is not in here, so it has it alone.
         self._ready: dict[tuple[tuple[int, ...], int], Ready] = {}
 
@@ -383,7 +384,8 @@ class BoundLaunches:
     def issue(self, addresses: tuple[int, ...], stream: int) -> None:
         """Enqueue the launches; nothing waits. Raises DriverError, or Unaligned.
 
-        addresses: in the order of the names that Device.launches got; those of q, k and v first.
+        addresses: in the order of the names that Device.launches got; those of q, k and v first, if
+        there are tensor maps.
         """
         what = (addresses, stream)
         ready = self._ready.pop(what, None)
@@ -393,9 +395,10 @@ class BoundLaunches:
         self._ready[what] = ready
 
     def _at(self, addresses: tuple[int, ...], stream: int) -> Ready:
-        q, k, v = addresses[:3]
-        if (q | k | v) & 15 or not (q and k and v):
-            raise Unaligned
+        if self._mapped:
+            q, k, v = addresses[:3]
+            if (q | k | v) & 15 or not (q and k and v):
+                raise Unaligned
         if len(self._ready) >= _MOST_OF_A_KIND:
             try:
                 ready = self._ready.pop(next(iter(self._ready)))

@@ -55,6 +55,9 @@ SHORT = Choice(
     "short_training",
     "a step with gradients this short takes as long as the host's part of it",
 )
+SHORT_SCAN = Choice(
+    None, "short_scan", "to scan a mask that is not kept takes the host longer than the call"
+)
 _OTHER_DTYPE = Choice(None, "mask", "attn_mask is neither boolean nor of query's dtype")
 
 
@@ -135,14 +138,17 @@ class Operator:
         if not plan.calls:
             self.fell_back(plan.choice)
             return None
+        plain_scores = call.limits is None and not call.softcap and call.sinks is None
+        if not plan.lse and plain_scores and not records_gradients(call):
+            how = (call.is_causal, call.scale, call.enable_gqa, mask)
+            self._seen.add(plan, query, key, value, *how)
+        if self._too_short(plan, mask, keep):
+            self.fell_back(SHORT_SCAN)
+            return None
         if plan.lse:
             given = (query, key, value, mask, self, plan, keep)
             with_grad: torch.Tensor = IntervalGradient.apply(*given)
             return with_grad
-        plain_scores = call.limits is None and not call.softcap and call.sinks is None
-        if plain_scores and not records_gradients(call):
-            how = (call.is_causal, call.scale, call.enable_gqa, mask)
-            self._seen.add(plan, query, key, value, *how)
         done = self.run(plan, query, key, value, mask, keep, call.sinks)
         return None if done is None else done[0]
 
@@ -156,8 +162,19 @@ class Operator:
         seen = self._find(query, key, value, *how, mask)
         if seen is None or not seen.calls:
             return self.masked(Call(query, key, value, mask, *how), keep)
+        if self._too_short(seen, mask, keep):
+            self.fell_back(SHORT_SCAN)
+            return None
         done = self.run(seen, query, key, value, mask, keep)
         return None if done is None else done[0]
+
+    def _too_short(self, plan: Plan, mask: Any, keep: bool) -> bool:
+        """Whether the scan of a mask or lengths, of which nothing is kept, outlasts the call."""
+        return (
+            plan.short_scan
+            and (not keep or mask.is_inference())
+            and not (self._on_cuda and torch.cuda.is_current_stream_capturing())
+        )
 
     def masked_in_model(
         self,
@@ -370,7 +387,7 @@ class Operator:
         call = signature(self.attention).bind(*args, **options)
         call.apply_defaults()
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call.args
-        causal, *limits, softcap, sinks, _ = call.kwargs.values()
+        causal, *limits, softcap, sinks, keep = call.kwargs.values()
         query, key, value = self.cast(query, key, value)
         scale = number(scale)
         asked = (attn_mask, is_causal or causal, tuple(limits), softcap, sinks)
@@ -383,7 +400,8 @@ class Operator:
         if attn_mask is not None or diagonals is not None:
             given = (mask, is_causal, scale, enable_gqa, diagonals, cap, sinks)
             plan = self.masked_plan(Call(query, key, value, *given))
-            choice, is_causal = plan.choice, False
+            short = self._too_short(plan, mask, keep)
+            choice, is_causal = SHORT_SCAN if short else plan.choice, False
         else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
@@ -584,7 +602,7 @@ class Operator:
 # Reasons that say nothing is wrong with the caller's tensors.
 _EXPECTED = frozenset(
     {
-        *("not_faster", "short_training", "far", "not_tuned", "mask", "dropout"),
+        *("not_faster", "short_training", "short_scan", "far", "not_tuned", "mask", "dropout"),
         "head_dim",
     }
 )

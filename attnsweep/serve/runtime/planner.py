@@ -151,7 +151,10 @@ class Planner:
         choice, problem = choice_of(gpu, query, key, value, found, lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
-        return self._launched(call, lse, out, choice, problem, tensors)
+        plan = self._launched(call, lse, out, choice, problem, tensors)
+        tensor = isinstance(mask, torch.Tensor) and plan.scan_reads and not plan.grouped
+        plan.short_scan = bool(tensor and 0 < choice.sdpa_us < gpu.guard.scan_us)
+        return plan
 
     @staticmethod
     def _launched(
@@ -177,12 +180,13 @@ class Planner:
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
             return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
+        if steps and not problem.mask.of_item:  # one for all
+            steps = (0, *steps[1:])
         options: Any = {"lse": lse, "strides": {"o": layout}, "mask_strides": steps}
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
-        stages = kernel.stages[lse] if lse < len(kernel.stages) else {}
-        if not made.keys() <= stages.keys():
+        if lse and not served.has_lse(kernel.mask):
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
         calls = {name: launch for name, launch in made.items() if not launch.once}
         shared = served.of_masks(made)
@@ -194,7 +198,7 @@ class Planner:
         return Plan(
             choice,
             calls,
-            stages,
+            kernel.stages,
             tensors,
             call.query.get_device(),
             lse,

@@ -48,7 +48,8 @@ class Plan:
     own backward: the settings on which it depends, its function, causal and scale; once asked.
     scan: the launches that make the list of a mask, with names of what they write, and its places
     and end in memory of 32-bit words; scans: once they are loaded. scan_reads: the names of what
-    they read. biased: whether a call reads its mask itself, as numbers that are added to scores.
+    they read. short_scan: whether they outlast the call. biased: whether a call reads its mask
+    itself, as numbers that are added to scores.
     limits: the mask by diagonals, if the call has it so. out: sizes and strides of the output, if
     it is not like q.
     """
@@ -73,6 +74,7 @@ class Plan:
     scan_places: tuple[int, ...] = ()
     scan_reads: tuple[str, ...] = ()
     scans: BoundLaunches | None = None
+    short_scan: bool = False
     biased: bool = False
     limits: Diagonals | None = None
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None

@@ -48,14 +48,15 @@ def config_of(declaration: Any, label: str) -> Config:
     return Config(values)
 
 
-def forms_of(variant: str) -> int:
-    """How many forms the code of a `Problem.variant` has: without, and with the log-sum-exp.
+def has_lse(variant: str) -> bool:
+    """Whether code of a `Problem.variant` writes the log-sum-exp, in the calls that want it.
 
-    A backward has one, and so has what PyTorch records the gradients of, if any are recorded: calls
-    of packed sequences, and of changed scores.
+    A backward has none, and PyTorch records the gradients, if any are recorded, of packed
+    sequences, of masks, and of changed scores.
     """
     kind, *others = variant.split()
-    return 1 if kind == "packed" or {"backward", "bias", "sinks", "softcap"} & {*others} else 2
+    changed = {"backward", "bias", "sinks", "softcap"} & {*others}
+    return kind not in ("packed", "boolean") and not changed
 
 
 @functools.cache

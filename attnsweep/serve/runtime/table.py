@@ -16,10 +16,10 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .served import DECLARED, FP8, WGMMA, config_of, forms_of
+from .served import DECLARED, FP8, WGMMA, config_of
 
 _T = TypeVar("_T")
-FORMAT = 5
+FORMAT = 6
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
@@ -92,15 +92,15 @@ class Code:
 class CompiledKernel:
     """One compiled config of a family.
 
-    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code, for
-    each of its `forms_of`. values: the config itself.
+    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code.
+    values: the config itself.
     """
 
     head_dim: int
     dtype: str
     mask: str
     config: str
-    stages: tuple[Mapping[str, Code], ...]
+    stages: Mapping[str, Code]
     family: str = WGMMA.kernel.name
     values: Config = field(init=False, compare=False, repr=False)
 
@@ -140,12 +140,17 @@ class Guard:
     short_us: calls that record gradients are left to PyTorch, whatever was tuned, if its forward
     takes less. The device needs about 4.2 times as long for forward and backward; the host, which
     goes through Python for the backward here, 0.2 to 0.5 ms (benchmarks/training.py).
+    scan_us: so are calls with a mask of which nothing may be kept: on an H100's host a scan takes
+    them from 27 to 43 us, and PyTorch's call takes 20 (benchmarks/masks.py). Not those of CUDA
+    graphs, where the host has no part, nor of grouped heads, for which models of transformers
+    repeat k and v in a call of PyTorch's with a mask.
     """
 
     margin: float = 0.02
     per_octave: float = 0.01
     reach: float = 6.0
     short_us: float = 100.0
+    scan_us: float = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,13 +353,7 @@ def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
     op = "backward" if raw["mask"].endswith(" backward") else "forward"
     if op not in DECLARED[family].kernel.ops:
         raise ValueError(f"{family} has no {op}")
-    forms = forms_of(raw["mask"])
-    if any(len(digests) != forms for digests in stages.values()):
-        raise ValueError(f"a stage of {family} has {forms} cubins")
-    codes = tuple(
-        {name: _code(family, name, digests[form]) for name, digests in stages.items()}
-        for form in range(forms)
-    )
+    codes = {name: _code(family, name, digest) for name, digest in stages.items()}
     config = _numbered(configs, raw["config"])
     return _sound(CompiledKernel(**{**raw, "config": config, "stages": codes}))
 

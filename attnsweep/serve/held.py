@@ -1,0 +1,185 @@
+"""Which kernels a package holds of recorded runs: winners and runners-up."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.ops import Op
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Trial
+from attnsweep.family.family import Config, Family
+from attnsweep.serve.export_code import Families, why_unpacked
+from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
+from attnsweep.serve.runtime.served import DECLARED
+from attnsweep.serve.runtime.table import GpuKey
+
+# Configs that are looked at for a tuned shape, and for the shapes near it: the winner; and the next
+# ones of all that won anywhere, if few shapes of a kind were tuned, so that these share the second
+# number. _HELD_OF_OTHERS: the same for other masks, v's own head_dim and gradients. Of several that
+# cut a call alike (`cost_model.Tiling`) a package holds one, since a prediction takes the fastest
+# of them nearly everywhere.
+#
+# On 710 shapes, what held-out shapes lose on average, of an H100 and an H200, of other head_dims
+# and of few queries:
+#   all that is looked at, 2, 20, 6    1012 kernels   1.1 %   1.6 %   11.9 %   23.4 %
+#   one of those alike, 2, 20, 6        738           1.1 %   1.6 %   11.9 %   15.4 %
+# and with kernels that are 2 % slower in the winners' place (`shared`), as comes with attnsweep:
+#   2, 20, 6                            638           1.0 %   1.6 %   11.9 %   15.5 %
+#   1, 20, 6                            606           1.0 %   1.5 %   11.9 %   15.5 %
+#   2, 10, 4                            594           1.0 %   1.8 %   11.9 %   24.8 %
+_HELD, _HELD_OF_A_KIND, _HELD_OF_OTHERS = 1, 20, 6
+# Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
+_WINNERS_ALONE = ("window backward", "padded backward")
+
+Kind = tuple[int, str]
+"""head_dim and kind of mask: kernels of one kind are compared on a shape."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
+
+    config: of `trial`. times_us: of each config of the family that was timed there, by its label.
+    memory_bytes_per_us: peak rate of the GPU's memory. slower: share by which the winner took less
+    time than `trial`, by the rounds of both. rivals: what may stand in the winner's place.
+    """
+
+    trial: Trial
+    config: Config
+    gpu: GpuKey
+    sdpa_us: float
+    gain: float
+    gain_low: float
+    times_us: Mapping[str, float]
+    memory_bytes_per_us: float
+    slower: float = 0.0
+    rivals: Sequence[Chosen] = ()
+
+    @property
+    def problem(self) -> Problem:
+        """The recorded problem."""
+        return self.trial.problem
+
+
+def kind_of(problem: Problem) -> Kind:
+    """The kind of the kernels that serve a problem."""
+    return (problem.head_dim, problem.variant)
+
+
+def asked_of(problem: Problem) -> tuple[int, str, bool]:
+    """The kind of a problem, and whether it has few queries: predictions know only such times."""
+    return (*kind_of(problem), problem.seqlen_q < FEW_QUERIES)
+
+
+def cut_of(config: Config, problem: Problem, families: Families) -> Hashable:
+    """How a config cuts calls, which with its times is all that a prediction knows of it."""
+    return tiling_of(DECLARED[families[problem.op].name], config)
+
+
+def shared(winners: Sequence[Chosen], families: Families) -> list[Chosen]:
+    """The winners, or rivals in their place, so that fewer kernels serve all shapes of a kind.
+
+    A rival cuts calls as the winner does, so that other shapes lose nothing. Greedily: the kernel
+    that may serve the most shapes, of all GPUs, and so on; then each shape gets its fastest.
+    """
+    kinds: dict[Hashable, list[int]] = defaultdict(list)
+    for at, chosen in enumerate(winners):
+        cut = cut_of(chosen.config, chosen.problem, families)
+        kinds[asked_of(chosen.problem), cut].append(at)
+    out = list(winners)
+    for places in kinds.values():
+        may: dict[str, dict[int, Chosen]] = defaultdict(dict)
+        for at in places:
+            cut = cut_of(winners[at].config, winners[at].problem, families)
+            for each in (*winners[at].rivals, winners[at]):
+                if cut_of(each.config, each.problem, families) == cut:
+                    may[each.config.label][at] = each
+        kept, left = list[str](), set(places)
+        while left:
+            kept.append(min(may, key=functools.partial(_worth, may, left)))
+            left -= may[kept[-1]].keys()
+        for at in places:
+            those = [(may[label][at].slower, label) for label in kept if at in may[label]]
+            fastest = may[min(those)[1]][at]
+            out[at] = replace(fastest, times_us=winners[at].times_us)
+    return out
+
+
+def _worth(
+    may: Mapping[str, Mapping[int, Chosen]], left: Collection[int], label: str
+) -> tuple[int, float, str]:
+    """The order in which kernels are kept: by the shapes left that each may serve."""
+    lost = [each.slower for at, each in may[label].items() if at in left]
+    return -len(lost), sum(lost), label
+
+
+def served(
+    winners: Sequence[Chosen], won: Sequence[Chosen], families: Families
+) -> dict[GpuKey, dict[Kind, dict[str, Config]]]:
+    """The configs that serve on a GPU, by kind and label: winners, and runners-up.
+
+    won: the winners themselves, if others stand in for them: runners-up are of their configs.
+    """
+    found: dict[GpuKey, dict[Kind, dict[str, Config]]] = {}
+    here: dict[Kind, dict[str, Config]] = defaultdict(dict)  # on any GPU
+    pools: dict[tuple[GpuKey, Op], dict[str, Config]] = defaultdict(dict)
+    for chosen in (*winners, *won):
+        pools[chosen.gpu, chosen.problem.op][chosen.config.label] = chosen.config
+    for chosen in winners:
+        here[kind_of(chosen.problem)][chosen.config.label] = chosen.config
+        of_gpu = found.setdefault(chosen.gpu, {}).setdefault(kind_of(chosen.problem), {})
+        of_gpu[chosen.config.label] = chosen.config
+    shapes = Counter((chosen.gpu, asked_of(chosen.problem)) for chosen in winners)
+    for chosen in winners:
+        problem, kind = chosen.problem, kind_of(chosen.problem)
+        pool = pools[chosen.gpu, problem.op]
+        known = pool | here[kind]
+        fit = {label for label, c in known.items() if _runs(families[problem.op], c, problem)}
+        times_us = {label: us for label, us in chosen.times_us.items() if label in fit}
+        cuts = {label: cut_of(known[label], problem, families) for label in times_us}
+        count = shapes[chosen.gpu, asked_of(problem)]
+        held = held_for(
+            times_us, chosen.config.label, pool, count, problem.variant, cuts=cuts, here=here[kind]
+        )
+        new = {label: known[label] for label in held}
+        here[kind] |= new
+        found[chosen.gpu][kind] |= new
+    return found
+
+
+def _runs(family: Family, config: Config, problem: Problem) -> bool:
+    refused = family.refused_by(config, problem, arch_named(family.min_arch))
+    return refused is None and why_unpacked(config, problem) is None
+
+
+def held_for(
+    times_us: Mapping[str, float],
+    own: str,
+    won: Collection[str],
+    shapes: int,
+    variant: str = "full",
+    *,
+    cuts: Mapping[str, Hashable],
+    here: Collection[str] = (),
+) -> list[str]:
+    """Labels of the configs that a package holds for a shape: its own, and runners-up.
+
+    times_us: on the shape. won: configs that won anywhere. shapes: number of tuned shapes of its
+    head_dim and variant, with few queries or with more. cuts: how each config cuts a call. here:
+    configs that the package holds of this kind; one of them takes the place of one that cuts calls
+    alike.
+    """
+    if variant in _WINNERS_ALONE:
+        return [own]
+    of_kind = _HELD_OF_A_KIND if variant in ("full", "causal") else _HELD_OF_OTHERS
+    count = max(_HELD, -(-of_kind // shapes)) - 1
+    fastest = sorted((us, label) for label, us in times_us.items() if label in won and label != own)
+    held = {cuts[own]: own}
+    for us, label in fastest[:count]:
+        there = [(times_us[one], one) for one in here if cuts.get(one) == cuts[label]]
+        held.setdefault(cuts[label], min(there, default=(us, label))[1])
+    return list(held.values())
