@@ -71,7 +71,7 @@ def test_each_head_dim_of_v_has_code_of_its_own(tmp_path, driver):
         q, k, v = call(head_dim_v=of_v)
         assert close(made.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert [launch["code"].decode().split()[-3:-1] for launch in driver.launches] == [
-        *(["full", "v128"], ["0", "full"], ["full", "v128"])
+        *(["full", "v128"], ["fwd", "full"], ["full", "v128"])
     ]
     assert len(driver.modules) == 2
     told = made.explain(*call(head_dim_v=64))
