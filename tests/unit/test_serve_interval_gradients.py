@@ -103,6 +103,28 @@ def test_what_did_not_win_is_pytorchs(tmp_path, driver):
     assert slow.counters() == {"mask": 1}
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_gradients_are_pytorchs_where_only_code_of_boolean_masks_serves_the_forward(tmp_path, driver, how):
+    """It writes no log-sum-exp, and by PyTorch's operators that takes all scores in float32."""
+    forward = winner(shape(BATCH, HEADS, ROWS, heads_kv=HEADS_KV, boolean=()), gain=4.0)
+    operator = make(tmp_path, driver, forward, winner(replace(WINDOW, op=BACKWARD), PLAIN_BACKWARD, 4.0))
+    given = given_of()
+
+    def attention(q, k, v, **how):
+        return operator.attention(q, k, v, window=(30, 0), **how)
+
+    if how == "eager":
+        assert right(gradients_of(attention, given), given, window=(30, 0))
+        assert operator.counters() == {"not_tuned": 1}
+        return
+    names, got = traced(lambda *each: attention(*each, enable_gqa=True), given)
+    assert not [name for name in names if "_lse" in name]
+    assert operator.counters() == {}
+    with torch.no_grad():
+        attention(*given, enable_gqa=True)
+    assert operator.counters() == {"kernel": 1}
+
+
 def test_the_other_dtype_needs_code_of_its_own(operator):
     given = [t.half() for t in given_of()]
     got = gradients_of(operator.attention, given, window=(30, 0))

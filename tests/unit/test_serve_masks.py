@@ -313,6 +313,30 @@ def test_what_is_shorter_than_a_scan_that_is_not_kept_is_pytorchs(tmp_path, driv
     assert operator.counters() == ({by: 1, "kernel": 1} if kept else {by: 2})
 
 
+def test_lengths_that_are_not_kept_are_a_kernels_in_a_short_call_too(tmp_path, driver, kernel):
+    """PyTorch's own would take longer to make a mask of them than their scan does."""
+    operator = make(tmp_path, driver, replace(winner(shape(BATCH, HEADS, ROWS, padded=True)), sdpa_us=12.0))
+    operator.planner.gpus[0] = replace(operator.planner.gpus[0], guard=Guard())
+    given, lengths = tensors(BATCH, HEADS, ROWS), torch.tensor([100, ROWS])
+    seen = torch.arange(ROWS) < lengths[:, None, None, None]
+    assert close(operator.attention(*given, key_lengths=lengths, cache=False), exact(*given, seen))
+    with torch.inference_mode():
+        operator.attention(*given, key_lengths=lengths.clone())
+    assert operator.counters() == {"kernel": 2}
+
+
+@pytest.mark.parametrize("gone", ["fwd", "mask", "order"])
+def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator, driver, gone):
+    gpu = operator.planner.gpus[0]
+    kernels = [replace(w.kernel, stages={k: v for k, v in w.kernel.stages.items() if k != gone}) for w in gpu.winners]
+    winners = [replace(w, kernel=kernel) for w, kernel in zip(gpu.winners, kernels, strict=True)]
+    operator.planner.gpus[0] = replace(gpu, winners=tuple(winners))
+    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
+    assert close(operator.attention(*given, mask), exact(*given, mask))
+    assert operator.counters() == {"no_code": 1}
+    assert driver.launches == []
+
+
 def test_many_masks_that_live_are_not_all_kept(operator):
     given = tensors(BATCH, HEADS, ROWS)
     alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(mask_lists._MOST + 3)]

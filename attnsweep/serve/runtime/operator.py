@@ -169,7 +169,7 @@ class Operator:
         return None if done is None else done[0]
 
     def _too_short(self, plan: Plan, mask: Any, keep: bool) -> bool:
-        """Whether the scan of a mask or lengths, of which nothing is kept, outlasts the call."""
+        """Whether the scan of a mask of which nothing is kept outlasts the call."""
         return (
             plan.short_scan
             and (not keep or mask.is_inference())

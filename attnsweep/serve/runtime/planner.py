@@ -152,8 +152,10 @@ class Planner:
         if choice.kernel is None or problem is None:
             return Plan(choice)
         plan = self._launched(call, lse, out, choice, problem, tensors)
-        tensor = isinstance(mask, torch.Tensor) and plan.scan_reads and not plan.grouped
-        plan.short_scan = bool(tensor and 0 < choice.sdpa_us < gpu.guard.scan_us)
+        # Of lengths, PyTorch's would first make a mask, which takes longer than their scan.
+        given = limits is None and isinstance(mask, torch.Tensor)
+        scans = given and plan.scan_reads and not plan.grouped
+        plan.short_scan = bool(scans and 0 < choice.sdpa_us < gpu.guard.scan_us)
         return plan
 
     @staticmethod
@@ -186,8 +188,8 @@ class Planner:
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = served.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
-        if lse and not served.has_lse(kernel.mask):
-            return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
+        if not made.keys() <= kernel.stages.keys():
+            return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
         calls = {name: launch for name, launch in made.items() if not launch.once}
         shared = served.of_masks(made)
         listed = [name for name in spaces if name in shared]
@@ -263,7 +265,11 @@ def choice_of(
             problem = problem_of(query, key, value, *form)
         except ProblemError as error:
             return Choice(None, "far", error.what), None
-        found.append((choose(gpu, problem, gradients=gradients), problem))
+        choice = choose(gpu, problem, gradients=gradients)
+        if gradients and choice.kernel is not None and not served.has_lse(problem.variant):
+            why = "the kernel has no code that a gradient needs"
+            choice = Choice(None, "no_lse", why, choice.gain)
+        found.append((choice, problem))
         if found[-1][0].kernel is not None:
             return found[-1]
     return found[0]
