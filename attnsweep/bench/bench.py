@@ -452,7 +452,7 @@ class Bench:
         try:
             call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
             accuracy, proven = self._checked(call, held, name in self._shown)
-            if held and name not in self._shown:
+            if held and not self._is_shown(name, accuracy):
                 self._proof.hard(call.rounds_scores)  # for `confirm`, which has less time
         except Exception:
             if held:
@@ -460,6 +460,15 @@ class Bench:
             raise
         self._entries[name] = _Entry(call, proven, held=held)
         return accuracy, call.issued
+
+    def _is_shown(self, name: str, accuracy: Accuracy) -> bool:
+        """Whether errors of a checked callable are shown: not if it is within every limit.
+
+        It is judged as any other then, so that it is not confirmed by less.
+        """
+        if name in self._shown and max(accuracy.shares.values(), default=0.0) <= 1:
+            self._shown = {*self._shown} - {name}
+        return name in self._shown
 
     def _checked(
         self, call: prepare.BoundBaseline, held: bool, shown: bool

@@ -339,7 +339,7 @@ class StrictBench(Bench):
                 issued = side.ask("add", name=name)
             self._call_once(name, entry)
             accuracy, entry.proven = self._prove_first(name, entry)
-            if held and name not in self._shown:
+            if held and not self._is_shown(name, accuracy):
                 self._try_cases(name, entry)
                 entry.hard = self._proof.hard(entry.rounds_scores)
             self._begin_chains(name, entry)

@@ -145,9 +145,10 @@ def judge(
     as baselines.callable.ways_of says, in the process that owns the GPU; or its name there,
     `module:function` or `file.py:function`. against: names of baselines (default: all). strict:
     call them in processes of their own, in chains whose times the judge's clock confirms. role: a
-    baseline that is over a limit is timed all the same, as libraries are; it stays wrong. rounds:
-    in which all take turns. timeout_s: of one step of it. wait: for another run on the card, which
-    otherwise is an error. Raises SpecError if it cannot be imported, NoGpuError.
+    baseline that is over a limit on the timed inputs is timed all the same, as libraries are; it
+    stays wrong. rounds: in which all take turns. timeout_s: of one step of it. wait: for another
+    run on the card, which otherwise is an error. Raises SpecError if it cannot be imported,
+    NoGpuError.
     """
     against = BASELINES if against is None else against
     name = function if isinstance(function, str) else name_of(function)

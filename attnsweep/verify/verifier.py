@@ -452,7 +452,8 @@ class Verifier(Calls):
             )
         except WrongResult as error:
             raise self._hinted(error) from None
-        slack = 1.0 if held and not shown else 2 * max(1.0, *accuracy.shares.values())
+        most = max([1.0, *accuracy.shares.values()])
+        slack = 1.0 if held and (not shown or most == 1) else 2 * most
         none = np.empty(0, np.uint64)
         how: dict[str, Any] = {"lse": lse, "collect": collect, "kept": kept, "slack": slack}
         proven = Proven(self.timed, call, False, rounds_scores, none, **how)

@@ -23,6 +23,7 @@ from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
 from attnsweep.core import cases, timings
+from attnsweep.core.trial import Accuracy
 from attnsweep.verify.device_case import WrongResult
 
 
@@ -100,6 +101,25 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
     timed.draw()
     bench.add_baseline("flash")
     assert prepared == [timed.mix] == [0]
+
+
+@pytest.mark.parametrize(("share", "asked"), [(0.9, 1), (1.1, 0)])
+def test_a_callable_to_be_shown_gets_hard_inputs_unless_it_is_over_a_limit(bench, monkeypatch, share, asked):
+    """Otherwise one that is wrong on them alone were confirmed as a baseline."""
+    call = SimpleNamespace(rounds_scores=0, issued=None, gives_lse=False, kept=None, keep=lambda *_: None)
+    monkeypatch.setattr(baselines_prepare, "prepare", lambda *_: call)
+    found, made = Accuracy(rel_err=0.001, limit=0.002, shares={"row": share}), []
+    bench._proof.of_baseline = lambda *_, **how: (found, PROVEN)
+    bench._proof.hard = made.append
+    bench._proof.on_hard = lambda *_: made.append("judged")
+    bench._proof.repeat = lambda *_: 1
+    bench._dtype, bench._shown = np.uint16, ["mine:f"]
+    bench.add_baseline("mine:f")
+    assert made == [0] * asked
+    bench._entries["mine:f"].graphs["warm"] = (lambda: None, 1)
+    bench._refuse_reuse = lambda entry: None
+    assert bench.confirm("mine:f", 1.0) == 1
+    assert made == [0, "judged"] * asked
 
 
 def test_cold_copies_have_arrived_before_they_are_used(bench):

@@ -117,7 +117,7 @@ def test_gradients_are_pytorchs_where_only_code_of_boolean_masks_serves_the_forw
         assert right(gradients_of(attention, given), given, window=(30, 0))
         assert operator.counters() == {"not_tuned": 1}
         return
-    names, got = traced(lambda *each: attention(*each, enable_gqa=True), given)
+    names, _ = traced(lambda *each: attention(*each, enable_gqa=True), given)
     assert not [name for name in names if "_lse" in name]
     assert operator.counters() == {}
     with torch.no_grad():
