@@ -138,13 +138,13 @@ def served(
         problem, kind = chosen.problem, kind_of(chosen.problem)
         pool = pools[chosen.gpu, problem.op]
         known = pool | here[kind]
-        fit = {label for label, c in known.items() if _runs(families[problem.op], c, problem)}
+        own, family = chosen.config.label, families[problem.op]
+        # The shape's own was run: on a card of fewer SMs, rules may allow what they refuse here.
+        fit = {label for label, c in known.items() if label == own or _runs(family, c, problem)}
         times_us = {label: us for label, us in chosen.times_us.items() if label in fit}
         cuts = {label: cut_of(known[label], problem, families) for label in times_us}
         count = shapes[chosen.gpu, asked_of(problem)]
-        held = held_for(
-            times_us, chosen.config.label, pool, count, problem.variant, cuts=cuts, here=here[kind]
-        )
+        held = held_for(times_us, own, pool, count, problem.variant, cuts=cuts, here=here[kind])
         new = {label: known[label] for label in held}
         here[kind] |= new
         found[chosen.gpu][kind] |= new

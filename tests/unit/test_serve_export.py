@@ -268,6 +268,22 @@ def test_backward_winners_are_beside_the_forwards(both_ops):
     assert files == [f"flash_bwd_wgmma_{stage}" for stage in ("convert", "delta", "keys")]
 
 
+def test_a_winner_of_a_card_of_few_sms_that_rules_refuse_on_132_is_exported(tmp_path):
+    run = store_run.open_run(H100_RUN)
+    longest = max((t.problem for t in run.trials), key=lambda each: each.pairs * each.head_dim)
+    some = [t for t in run.trials if t.problem == longest]
+    of = replace(some[0].problem, op=BACKWARD, batch=1, heads=4, heads_kv=4, seqlen_q=4096, seqlen_k=4096, head_dim=64)
+    values = {param.name: param.values[0] for param in FAMILIES[BACKWARD_FAMILY].params}
+    config = values | {"DQ_RING": 2, "DQ_ADD": 0, "KV_WARPGROUPS": 2}
+    (won,) = rank(some, run.environment).query("winner")["trial"]
+    rows = [t.with_(problem=of) for t in some if t.provider.startswith("torch_")]
+    directory = changed(run, tmp_path / "run", [*rows, won.with_(problem=of, kernel=BACKWARD_FAMILY, config=config)])
+    facts = json.loads((directory / "environment.json").read_text())
+    (directory / "environment.json").write_text(json.dumps(facts | {"gpu": "NVIDIA H20", "sm_count": 78}))
+    made = serve_export.outline([directory], FAMILIES)
+    assert [row["problem"] for gpu in made["gpus"] for row in gpu["winners"]] == [of.label]
+
+
 @pytest.mark.parametrize("changes", [{}, {"layout": Padded("right", 40)}], ids=["window", "lengths"])
 def test_gradients_of_windows_and_lengths_have_code_of_their_own(both_ops, tmp_path, changes):
     _, of = both_ops
