@@ -227,6 +227,8 @@ class Verifier(Calls):
         """
         ours, timed, stream = proven.collect is None, proven.fixture, self._session.stream
         hard = self._hard if ours else self.hard(proven.rounds_scores)
+        if ours and len(verify_cases.whole_cases(timed.case.problem)) < 2:
+            hard = None  # a callable's, of a problem on which ours are not judged so
         if hard is None:
             return 0
         names = timed.case.problem.inputs
