@@ -13,6 +13,7 @@ import ctypes.util
 import itertools
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -210,6 +211,19 @@ def stale(shipped: dict[str, Any]) -> list[str]:
     return [key for key in sorted({*now, *shipped}) if now.get(key) != shipped.get(key)]
 
 
+def longer() -> list[float]:
+    """How much longer each shape takes than with its winner, by recorded medians: a factor."""
+
+    def times(**how: float) -> list[float]:
+        gpus = exported_table(recorded(), **how)["gpus"]
+        rows = [
+            (gpu["l2_bytes"], w["problem"], w["time_us"]) for gpu in gpus for w in gpu["winners"]
+        ]
+        return [time_us for _, _, time_us in sorted(rows)]
+
+    return [now / won for now, won in zip(times(slower=SLOWER), times(), strict=True)]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the table and the archives, or compare the table."""
     if "--check" not in arguments:
@@ -225,6 +239,12 @@ def main(arguments: Sequence[str]) -> int:
         kernels = len(json.loads(TABLE.read_text())["kernels"])
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
         print(f"{kernels} kernels, {size:.0f} KiB of cubins")
+        factors = longer()
+        mean, most = statistics.geometric_mean(factors), max(factors)
+        told = (
+            f"{mean:.4f} times as long as with their winners on average, {most:.2f} times at most"
+        )
+        print(f"{len(factors)} shapes take {told}")
     found = stale(json.loads(TABLE.read_text()))
     if found == ["nvrtc"]:
         print(f"{TABLE.name}: compile with the NVRTC that the runs were measured with")

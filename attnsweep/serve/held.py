@@ -17,11 +17,11 @@ from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
 from attnsweep.serve.runtime.served import DECLARED
 from attnsweep.serve.runtime.table import GpuKey
 
-# Configs that are looked at for a tuned shape, and for the shapes near it: the winner; and the next
-# ones of all that won anywhere, if few shapes of a kind were tuned, so that these share the second
-# number. _HELD_OF_OTHERS: the same for other masks, v's own head_dim and gradients. Of several that
-# cut a call alike (`cost_model.Tiling`) a package holds one, since a prediction takes the fastest
-# of them nearly everywhere.
+# How many configs are looked at for a tuned shape and the shapes near it. The first number is of
+# every shape, the winner included. Where few shapes of a kind were tuned, they share the second,
+# the next fastest of all configs that won anywhere; the third is that number for other masks, for
+# v's own head_dim and for gradients. If several configs cut a call alike (`cost_model.Tiling`), a
+# package holds one of them, since a prediction nearly always takes the fastest.
 #
 # On 710 shapes, what held-out shapes lose on average, of an H100 and an H200, of other head_dims
 # and of few queries:

@@ -34,7 +34,7 @@ NAN = 0x7FC0
 
 
 def ranges(keys):
-    """Whose first items have the least: none by lengths, beyond the last key, and in reverse."""
+    """The range of each item: lengths from no key to all, ranges that begin later, reversed ones."""
     ends = (0, 1, 63, 64, 65, 128, 192, keys - 1, keys)
     lefts = ((1, 2), (5, 5), (keys - 1, keys), (70, 200), (96, 192), (129, keys), (9, 8), (keys, 0))
     return np.array([*((0, end) for end in ends), *lefts], np.int32)

@@ -152,7 +152,8 @@ class Planner:
         if choice.kernel is None or problem is None:
             return Plan(choice)
         plan = self._launched(call, lse, out, choice, problem, tensors)
-        # Of lengths, PyTorch's would first make a mask, which takes longer than their scan.
+        # With lengths, PyTorch's own attention needs a mask first, which takes longer to make than
+        # a scan of the lengths does.
         given = limits is None and isinstance(mask, torch.Tensor)
         scans = given and plan.scan_reads and not plan.grouped
         plan.short_scan = bool(scans and 0 < choice.sdpa_us < gpu.guard.scan_us)
