@@ -1,6 +1,6 @@
 """Judge right callables with and without `--strict`: what it costs, and how near its clock comes.
 
-Usage: python benchmarks/strict.py [FILE.json] [--rounds 9] [--callables flash,triton] [--shapes …].
+Usage: python benchmarks/strict.py [FILE.json] [--rounds 9] [--callables flash] [--shapes …].
 For each callable and shape, the file has the seconds of both judgements, both ratios to
 torch_flash, and the time of a call by events and by the judge's clock. It also tells what happens
 if another user opens memory that this one exports, where root runs it.
@@ -21,7 +21,18 @@ from setting import console, described, options, write
 
 from attnsweep import Problem, judge
 
-SHAPES = ("2,16,1024,64 bf16", "4,16,2048,128 bf16 causal", "4,32,4096,128 bf16 causal")
+SHAPES = (
+    "2,16,1024,64 bf16",
+    "16,16,512,64 bf16 causal",
+    "16,12,577,64 fp16",
+    "4,16,4096,64 bf16 causal",
+    "8,16,729,72 bf16",
+    "4,16,2048,128 bf16 causal",
+    "8,16,1024,128 fp16",
+    "4,32,4096,128 bf16 causal",
+    "1,16,8192,128 fp16",
+    "2,16,2048,256 bf16 causal",
+)
 NOBODY = 65534
 # Without attnsweep: another user may not be able to read it.
 OPENS = """
@@ -76,7 +87,7 @@ def main() -> None:
     """Judge each callable on each shape, print, and write."""
     parser = options(__doc__, "strict.json")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--callables", default="flash,triton")
+    parser.add_argument("--callables", default="flash")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     arguments = parser.parse_args()
     environment = described()

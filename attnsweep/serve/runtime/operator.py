@@ -152,7 +152,7 @@ class Operator:
         done = self.run(plan, query, key, value, mask, keep, call.sinks)
         return None if done is None else done[0]
 
-    def _by_mask(
+    def by_mask(
         self, query: Any, key: Any, value: Any, mask: Any, how: Any, keep: bool
     ) -> torch.Tensor | None:
         """`masked`, of a mask alone; what was met before is found by one question.
@@ -201,7 +201,7 @@ class Operator:
             changed = cap or sinks is not None
             return by_pytorch(lazily) if done is None and changed else done
         if not _is_compiling():
-            return self._by_mask(query, key, value, mask, (False, scale, True), True)
+            return self.by_mask(query, key, value, mask, (False, scale, True), True)
         call = Call(*self.cast(query, key, value), mask, scale=scale)
         out: torch.Tensor | None = self.traced.masked(call, repeats=True)
         return out
@@ -300,7 +300,7 @@ class Operator:
         choice: Choice | None = None
         if attn_mask is not None and dropout_p == 0.0:
             how = (is_causal, scale, enable_gqa)
-            out = self._by_mask(query, key, value, attn_mask, how, cache)
+            out = self.by_mask(query, key, value, attn_mask, how, cache)
             if out is not None:
                 return out
         elif dropout_p != 0.0:

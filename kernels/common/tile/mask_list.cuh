@@ -141,8 +141,8 @@ struct Sequences {
     }
 };
 
-// Tiles of queries are cut every so many rows and, of packed sequences, where one begins, so that
-// no tile visits the keys of two. A part between cuts has its own slots of a list, more than
+// Tiles of queries are cut every so many rows, and where a packed sequence begins, so that no tile
+// visits the keys of two. A part between cuts has its own slots of a list, more than
 // it needs: cuts before it, and tiles that would end before it.
 struct Cuts {
     const int* of_q;
