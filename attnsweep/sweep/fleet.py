@@ -28,8 +28,7 @@ from attnsweep.sweep.cards import (
     opening_of,
 )
 from attnsweep.sweep.messages import Message, StartChild
-from attnsweep.sweep.session import SweepSession
-from attnsweep.sweep.start import in_turns
+from attnsweep.sweep.session import SweepSession, in_turns
 
 Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
 """Lets others compile too while the context lasts, and says in notes what becomes of it."""
