@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -48,7 +48,6 @@ from attnsweep.verify.compare import judge_source
 
 # Candidates to compile while the GPU process starts, which takes 1.5 s.
 _EARLY = 64
-Planned = tuple[Sequence[PlannedProblem], Compiler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +161,7 @@ class SweepSession:
         """Sweep on these cards. See `run`."""
         spec, note = self.spec, self.observer.note
         with cards.opened(self), ExitStack() as at_end:
-            self.environment, self.planned, self.compiler = start(
-                spec, cards.describe, at_end, self.cache_dir, self.shard, cards.firsts
-            )
+            self._begin(cards, at_end)
             cards.hold(self.environment)
             self.observer.planned(candidate_counts(self.planned, spec.search.candidates))
             spaces = (space for item in self.planned for space in item.spaces)
@@ -193,6 +190,32 @@ class SweepSession:
             run = self.store.finish(tables.files)
             return SweepOutcome(run, interrupted, unmeasured, not left)
 
+    def _begin(self, cards: Cards, at_end: ExitStack) -> None:
+        """Describe the card and plan the sweep on it. at_end: closes the compiler."""
+        spec, shard = self.spec, self.shard
+
+        def plan_for(arch: Arch) -> None:
+            whole = plan(spec, arch)
+            self.planned = whole if shard is None else shard.take(whole)
+            self.compiler = compiler_for(spec, arch, self.cache_dir)
+            at_end.callback(self.compiler.close)
+
+        with ThreadPoolExecutor(1) as aside:
+            described, begun = aside.submit(cards.describe), None
+            # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
+            early = installed_arch()
+            if early is not None and spec.arch in (None, early.name):
+                with suppress(AttnsweepError):  # raised again below, unless there is no such card
+                    plan_for(early)
+                    begun = early
+                    _compile_early(spec, self.planned, self.compiler, cards.firsts)
+        self.environment = described.result()
+        arch = arch_of(spec, self.environment)
+        refuse_too_large((entry.problem for entry in spec.problems), self.environment)
+        refuse_without_counter(self.environment, spec.measure.rank_by)
+        if begun != arch:
+            plan_for(arch)
+
     @property
     def share(self) -> Share:
         """What a card of this process needs."""
@@ -216,45 +239,6 @@ class SweepSession:
         rows = self.store.rows_of(problem)
         if len(self._finished) < len(self.planned) and rows:
             self.observer.ranked(rows, self.environment)
-
-
-def start(
-    spec: SweepSpec,
-    describe: Callable[[], Environment],
-    at_end: ExitStack,
-    cache_dir: Path | None,
-    shard: Shard | None,
-    firsts: Sequence[Problem],
-) -> tuple[Environment, Sequence[PlannedProblem], Compiler]:
-    """Describe the GPU and plan the sweep on it.
-
-    at_end: closes the compiler. shard: plan this part of the problems alone. firsts: the problems
-    whose candidates are needed first (default: the first one). Raises NoGpuError, SpaceError,
-    SpecError or ToolchainError.
-    """
-
-    def planned(arch: Arch) -> Planned:
-        whole = plan(spec, arch)
-        compiler = compiler_for(spec, arch, cache_dir)
-        at_end.callback(compiler.close)
-        return whole if shard is None else shard.take(whole), compiler
-
-    with ThreadPoolExecutor(1) as aside:
-        described = aside.submit(describe)
-        # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
-        early = installed_arch()
-        begun = None
-        if early is not None and spec.arch in (None, early.name):
-            with suppress(AttnsweepError):  # below it is raised again, unless there is no such card
-                begun = planned(early)
-                _compile_early(spec, *begun, firsts)
-    environment = described.result()
-    arch = arch_of(spec, environment)
-    refuse_too_large((entry.problem for entry in spec.problems), environment)
-    refuse_without_counter(environment, spec.measure.rank_by)
-    if begun is None or begun[1].arch != arch:
-        begun = planned(arch)
-    return environment, *begun
 
 
 def _compile_early(
