@@ -228,7 +228,7 @@ def _cards(
 ) -> Iterator[tuple[Cards | None, Observer]]:
     """The cards that are asked for, and what shows their progress."""
     from attnsweep.device.cards import chosen, installed
-    from attnsweep.reports import fleet_progress, progress
+    from attnsweep.reports import progress
     from attnsweep.sweep.fleet import Fleet
 
     if scheduler is not None:
@@ -236,11 +236,11 @@ def _cards(
 
         with dask_cluster.connected(scheduler) as client:
             workers = dask_cluster.cards_of(client, _say)
-            with fleet_progress.watch(errors, len(workers), form) as observer:
+            with progress.watch(errors, form, len(workers)) as observer:
                 yield dask_cluster.fleet(client, workers), observer
     elif gpus is not None:
         cards = chosen(gpus, installed())
-        with fleet_progress.watch(errors, len(cards), form) as observer:
+        with progress.watch(errors, form, len(cards)) as observer:
             yield Fleet(cards), observer
     else:
         with progress.watch(errors, form) as observer:

@@ -9,7 +9,7 @@ from fleets import TWO
 from rich.console import Console
 from samples import PROBLEM, candidate
 
-from attnsweep.reports import fleet_progress
+from attnsweep.reports import progress
 from attnsweep.reports.eta import Eta
 from attnsweep.reports.terminal import Form
 
@@ -144,7 +144,7 @@ def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
 def test_each_card_has_a_line(form):
     out = io.StringIO()
     console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
-    with fleet_progress.watch(console, 2, form) as observer:
+    with progress.watch(console, form, 2) as observer:
         observer.planned([3, 3])
         on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
         for each in on:
