@@ -75,17 +75,14 @@ def report_(
     """
     from attnsweep.reports import html as page
     from attnsweep.reports import tables
-    from attnsweep.reports.plots import PlotLibrary
     from attnsweep.store.outputs import check_output
 
     _refuse_combinations(json_, top, full, html, csv, markdown, target_us)
-    plots = None
     for path in (csv, markdown):
         if path is not None and str(path) != "-":
             check_output(path)
     if html is not None:
         page.check(html)
-        plots = PlotLibrary()
     with no_collection():
         read = latest_or(context, run_, results)
         read = only(read, problem) if problem else read
@@ -96,7 +93,7 @@ def report_(
         facts: dict[str, Any] = {"run": str(read.directory)}
         lines = []
         if html is not None:
-            size = page.write(read, html, top=top or 10, target_us=target_us, plots=plots)
+            size = page.write(read, html, top=top or 10, target_us=target_us)
             facts |= {"page": str(html), "bytes": size}
             lines.append(f"{html}: {size / 1e6:.1f} MB")
         if csv is not None or markdown is not None:

@@ -132,13 +132,10 @@ def run(
 
     def once() -> int:
         loaded = read()
-        plots = None
         if html is not None:  # what the page needs is missing before the sweep, not after it
             from attnsweep.reports import html as page
-            from attnsweep.reports.plots import PlotLibrary
 
             page.check(html)
-            plots = PlotLibrary()
         try:
             with _cards(gpus, scheduler, form) as (cards, observer):
                 outcome = session.run(
@@ -160,7 +157,7 @@ def run(
             ) from error
         print_end(outcome)
         if html is not None and outcome.run.trials:
-            size = page.write(outcome.run, html, plots=plots)
+            size = page.write(outcome.run, html)
             errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
         print_run(outcome.run, json_, top, full)
         return outcome.exit_code
