@@ -90,12 +90,9 @@ def _lines(
             yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
         served = dict.fromkeys(line for section in sections for line in served_lines(section))
         yield from ((cut(line, width), "yellow") for line in served)
-    several = cards.by_card(run.trials, sections)
-    if several is not None:
-        yield from (
-            (line, "") for line in aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))
-        )
-        yield from ((line, "") for line in wrap(several.sentence, width))
+    if several := cards.by_card(run.trials, sections):
+        lines = aligned(cards.table(several), cards.ALIGN, width, shrink=(4, 2))
+        yield from ((line, "") for line in [*lines, *wrap(cards.UNKNOWN, width)])
     more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
     for line in wrap(f"{tables.rows_of(run)}: {run.directory} ({more})", width):
         yield line, "dim"

@@ -83,11 +83,10 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         say("")
     if len(sections) > 1:
         say_table(summary(sections, intervals=width >= WIDE), "lrrrll", (5, 4, 0))
-    several = cards.by_card(run.trials, sections)
-    if several is not None:
+    if several := cards.by_card(run.trials, sections):
         say("")
-        say_table(several.rows(), cards.ALIGN, (4, 2))
-        for line in wrap(several.sentence, width):
+        say_table(cards.table(several), cards.ALIGN, (4, 2))
+        for line in wrap(cards.UNKNOWN, width):
             say(line)
     print_gains(gains.gains(sections, run.spec_text), width, say)
     if any(section.shown(top) for section in sections):
@@ -172,7 +171,7 @@ def json_parts(run: Run) -> dict[str, Any]:
         ),
         "warnings": list(run.warnings),
         **({} if found is None else {"gains": gains.to_json(found)}),
-        **({} if several is None else {"by_card": several.to_json()}),
+        **({"by_card": {"cards": [card.to_json() for card in several]}} if several else {}),
     }
 
 
@@ -392,9 +391,8 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
         out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
         out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
     trials = [row["trial"] for section in sections for row in section.rows]
-    several = cards.by_card(trials, sections)
-    if several is not None:
-        out += ["## Cards", "", *_pipes(several.rows(), cards.ALIGN), "", several.sentence, ""]
+    if several := cards.by_card(trials, sections):
+        out += ["## Cards", "", *_pipes(cards.table(several), cards.ALIGN), "", cards.UNKNOWN, ""]
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
