@@ -279,16 +279,11 @@ class BoundBaseline:
         another type, as FP8's may have, is converted to the problem's. Raises ValueError if it has
         another shape, and Unavailable for what else a callable may not return.
         """
-        if self._flags:
-            self._refuse_flags(self._flags)
+        if self._flags and (changed := restore_flags(self._torch, self._flags)):
+            raise Unavailable(f"changed settings of PyTorch: {', '.join(changed)}")
         which = secrets.randbelow(len(self._made[copy])) if which is None else which
         self._copy(copy, which, *self._tensors(into, lse))
         return which
-
-    def _refuse_flags(self, flags: Mapping[str, Any]) -> None:
-        """Raise Unavailable if settings are others now, and set them as they were."""
-        if changed := restore_flags(self._torch, flags):
-            raise Unavailable(f"changed settings of PyTorch: {', '.join(changed)}")
 
     def _tensors(self, into: Sequence[Any], lse: Any) -> tuple[list[Any], Any]:
         """Arrays of CuPy as tensors of outputs, and of a log-sum-exp, if there is one."""

@@ -50,7 +50,7 @@ class TritonPrecompile:
         self._answers.clear()
         with contextlib.suppress(OSError):
             asked, said = self._beside.pipes()
-            line = _line_of(problem).encode()
+            line = f"{json.dumps(problem.facts)}\n".encode()
             asked.write(line)
             asked.flush()
             # The process says a line again when all of the problem's configs are compiled.
@@ -79,10 +79,6 @@ class TritonPrecompile:
     def close(self) -> None:
         """End the process, if there is one."""
         self._beside.close()
-
-
-def _line_of(problem: Problem) -> str:
-    return json.dumps(problem.facts) + "\n"
 
 
 def _serve() -> None:

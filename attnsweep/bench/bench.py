@@ -518,7 +518,9 @@ class Bench:
         with self.session.stream:
             self._proof.begin(entry.proven)
             entry.call.refresh(1)
-            self._flush_l2()
+            if self._l2_filler is None:
+                self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)
+            self._l2_filler.poison()
             time_us = self.session.time_us(call)
             if entry.proven is not None:
                 self._proof.end(entry.proven)
@@ -546,11 +548,6 @@ class Bench:
                 self._proof.end(entries[0].proven)
         ones, twos = sum(spans[0::4] + spans[3::4]), sum(spans[1::4] + spans[2::4])
         return ones / (2 * turns * calls), twos / (2 * turns * others)
-
-    def _flush_l2(self) -> None:
-        if self._l2_filler is None:
-            self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)
-        self._l2_filler.poison()
 
     def energy(self, name: str) -> Stretch | None:
         """Energy of a warm call of an entry, and the power meanwhile; None without a counter."""

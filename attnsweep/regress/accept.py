@@ -60,7 +60,10 @@ def _unfinished(run: Run) -> list[str]:
     except SpecError as error:
         return [f"its spec cannot be read ({error.what})"]
     won = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
-    against = [] if run.environment is not None else [_without_environment(run)]
+    against = []
+    if run.environment is None:
+        none = "its environment.json is damaged" if damage(run) else "it has no environment.json"
+        against.append(none)
     for problem in problems:
         if problem not in won:
             against.append(f"{problem.label} has no winner")
@@ -72,10 +75,6 @@ def _unfinished(run: Run) -> list[str]:
             except StoreError as error:
                 against.append(f"{problem.label}: {error.what}")
     return against
-
-
-def _without_environment(run: Run) -> str:
-    return "its environment.json is damaged" if damage(run) else "it has no environment.json"
 
 
 def _unlike(run: Run, baseline: Path) -> list[str]:

@@ -202,16 +202,6 @@ def _pairs(
     return found
 
 
-def _other_driver(old: Environment | None, here: Environment) -> str | None:
-    """The reason not to compare with a baseline from another driver, or None."""
-    if old is None or old.driver == here.driver:
-        return None
-    return (
-        f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
-        "--other-driver to time its code with this one"
-    )
-
-
 def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
     try:
         return read_code(baseline.directory, winner)
@@ -306,13 +296,17 @@ class Gate:
         tell: Tell | None = None,
     ) -> list[Finding]:
         """The finding for each of these problems, in order; the arguments of `check`."""
-        elsewhere = other_card(self._baseline.environment, self._here)
-        if elsewhere is None and not other_driver:
-            elsewhere = _other_driver(self._baseline.environment, self._here)
+        old, here = self._baseline.environment, self._here
+        elsewhere = other_card(old, here)
+        if elsewhere is None and not other_driver and old and old.driver != here.driver:
+            elsewhere = (
+                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+                "--other-driver to time its code with this one"
+            )
         pairs = _pairs(
             self._spec,
             self._baseline,
-            self._here,
+            here,
             elsewhere,
             slower,
             self._compiler,

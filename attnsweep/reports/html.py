@@ -24,7 +24,7 @@ from attnsweep.choose.columns import light_text, named
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.files import install_command, write_file
-from attnsweep.core.trial import Status
+from attnsweep.core.trial import OURS, Status
 from attnsweep.reports import gains
 from attnsweep.reports.html_data import data_of, own_settings, reason_of
 from attnsweep.reports.notes import notes
@@ -134,7 +134,9 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
     sections = sections_of(run)
-    rungs = _kernel_order(run)
+    # The families of the ladder in the spec's order, then others as they appear.
+    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == OURS)
+    rungs = [name for name in {**kernels_of(run.spec_text), **there} if name in there]
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -204,12 +206,6 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
         ("Python", where.python),
     ]
     return facts + sorted(where.packages.items())
-
-
-def _kernel_order(run: Run) -> list[str]:
-    """The families in the spec's order, which is that of the ladder, then others as they appear."""
-    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == "attnsweep")
-    return [name for name in dict.fromkeys([*kernels_of(run.spec_text), *there]) if name in there]
 
 
 def _problem(

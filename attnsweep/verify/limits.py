@@ -199,7 +199,9 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     ways = [EXACT, rounded, replace(rounded, from_first=True)]
     if hard and rounds_scores:
         ways.append(replace(rounded, in_log2=True))
-    if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
+    # `scale` is measured of small cases, and not as what rounding costs.
+    tilts = problem.scaled or (in_all <= _LIMIT_ROWS[1] and not rounds_scores)
+    if case.inputs == "normal" and tilts:
         ways.append(replace(EXACT, tilted=True))
     while rows_seen < wanted or seed < _draws(case):
         inputs = make_inputs(case, 1000 + seed, windows=windows)
@@ -218,11 +220,6 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
         yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
-
-
-def _takes_scale(problem: Problem, rows: int, rounds_scores: int) -> bool:
-    """Whether `scale` is measured, which it is of small cases, and not as what rounding costs."""
-    return problem.scaled or (rows <= _LIMIT_ROWS[1] and not rounds_scores)
 
 
 @lru_cache(maxsize=16)
