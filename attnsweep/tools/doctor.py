@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from rich.text import Text
 
 from attnsweep import __version__
+from attnsweep.baselines.backend import Package
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.compile import cache
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
@@ -191,10 +190,7 @@ def _baseline(name: str) -> Finding:
 
 
 def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> Finding:
-    installed = []
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed.append(f"{name} {metadata.version(name)}")
+    installed = Package(names, fix).installed()
     if not installed:
         return Finding(label, False, "not installed", fix, needed)
     if label == "CuPy" and len(installed) > 1:
