@@ -167,41 +167,6 @@ def comparison(
 # -- what is compared -----------------------------------------------------------------------
 
 
-def _pairs(
-    spec: SweepSpec,
-    baseline: Run,
-    here: Environment,
-    elsewhere: str | None,
-    slower: float | None,
-    compiler: Compiler,
-    problems: Sequence[Problem],
-) -> list[_Pair | Finding]:
-    """For each of these problems, a pair that is already compiling, or why there is none."""
-    before = {s.problem: s.winner for s in sections_of(baseline)}
-    own = {entry.problem: entry.slower for entry in spec.problems}
-    limit = workspace_limit(spec, here.memory_bytes)
-    found: list[_Pair | Finding] = []
-    for problem in problems:
-        row = before.get(problem)
-        try:
-            if problem not in own:
-                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
-            if elsewhere is not None:
-                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
-            if problem not in before:
-                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
-            if row is None:
-                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
-            old = _kept(baseline, row["trial"])
-            build = _today(row["trial"], spec.families, compiler, limit)
-            build.submit()
-            share = slower if slower is not None else own[problem] or spec.check.slower
-            found.append(_Pair(problem, share, row, old, build))
-        except Ended as ended:
-            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
-    return found
-
-
 def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
     try:
         return read_code(baseline.directory, winner)
@@ -303,15 +268,7 @@ class Gate:
                 f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
                 "--other-driver to time its code with this one"
             )
-        pairs = _pairs(
-            self._spec,
-            self._baseline,
-            here,
-            elsewhere,
-            slower,
-            self._compiler,
-            problems,
-        )
+        pairs = self._pairs(problems, elsewhere, slower)
         found: dict[int, Finding] = {}
 
         def decide(number: int, finding: Finding) -> None:
@@ -349,6 +306,35 @@ class Gate:
         for work in left:
             decide(work.number, self._unfinished(work))
         return [found[number] for number in range(len(pairs))]
+
+    def _pairs(
+        self, problems: Sequence[Problem], elsewhere: str | None, slower: float | None
+    ) -> list[_Pair | Finding]:
+        """For each of these problems, a pair that is already compiling, or why there is none."""
+        spec, baseline = self._spec, self._baseline
+        before = {s.problem: s.winner for s in sections_of(baseline)}
+        own = {entry.problem: entry.slower for entry in spec.problems}
+        limit = workspace_limit(spec, self._here.memory_bytes)
+        found: list[_Pair | Finding] = []
+        for problem in problems:
+            row = before.get(problem)
+            try:
+                if problem not in own:
+                    raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
+                if elsewhere is not None:
+                    raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
+                if problem not in before:
+                    raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
+                if row is None:
+                    raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+                old = _kept(baseline, row["trial"])
+                build = _today(row["trial"], spec.families, self._compiler, limit)
+                build.submit()
+                share = slower if slower is not None else own[problem] or spec.check.slower
+                found.append(_Pair(problem, share, row, old, build))
+            except Ended as ended:
+                found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+        return found
 
     def _turn(self, work: _Work, turns: int) -> Finding | None:
         """One more turn of a problem, of `turns` to come; the finding, if that decides."""
