@@ -135,7 +135,12 @@ def tune(
     from attnsweep.sweep import session
 
     dtype = read_dtype(dtype, "--dtype")
-    _refuse_combinations(arch, dry_run, replay, save_spec, force)
+    if arch is not None and replay is not None:
+        raise SpecError("--arch and --replay exclude each other: a recording has its own")
+    if arch is not None and not dry_run:
+        raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
+    if force and save_spec is None:
+        raise SpecError("--force goes with --save-spec; --fresh measures everything again")
     refuse_idle_of_run(context, dry_run=dry_run, replays=replay is not None, json_=json_)
     problems = read_shapes(shapes, dtype=dtype, causal=causal, padding=padding)
     families = discover(kernels)
@@ -181,18 +186,6 @@ def write_spec(path: Path, text: str, force: bool) -> None:
 
     check_output(path, force=force)
     write_output(path, text)
-
-
-def _refuse_combinations(
-    arch: str | None, dry_run: bool, replay: Path | None, save_spec: Path | None, force: bool
-) -> None:
-    """Refuse options that do not go together."""
-    if arch is not None and replay is not None:
-        raise SpecError("--arch and --replay exclude each other: a recording has its own")
-    if arch is not None and not dry_run:
-        raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
-    if force and save_spec is None:
-        raise SpecError("--force goes with --save-spec; --fresh measures everything again")
 
 
 def _target(

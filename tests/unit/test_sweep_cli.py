@@ -85,7 +85,7 @@ def test_busy_cards_are_exit_code_3_with_all_of_them(attnsweep, cards, tmp_path)
     [
         (["--gpus", "2"], "'2' is no card"),
         (["--gpus", "0,0"], "names a card again"),
-        (["--gpus", "all", "--dry-run"], "--gpus needs a run, and --dry-run makes none"),
+        (["--gpus", "all", "--dry-run"], "--gpus does nothing with --dry-run"),
         (["--gpus", "all", "--shard", "3/3"], "part 3 of 3 is empty"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_with_its_reason(attnsweep, cards, words, why)
 def test_a_replay_is_refused(attnsweep, cards):
     done = attnsweep("run", "quickstart", "--gpus", "all")
     assert done.returncode == 2
-    assert "replays a recording" in done.stderr
+    assert "--gpus does nothing here: a replay" in done.stderr
 
 
 # -- progress ---------------------------------------------------------------------------------
