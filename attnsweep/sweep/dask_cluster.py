@@ -233,7 +233,7 @@ class ClusterChild:
         self._name = uuid.uuid4().hex
         self._run = f"attnsweep-{run}-"
         self._out: SimpleQueue[Message] = SimpleQueue()
-        self._why = "its worker left the cluster"
+        self.why = "its worker left the cluster"
         self._over = threading.Event()
         self._begun = False
         self._roots: dict[str, Path] = {}
@@ -268,11 +268,6 @@ class ClusterChild:
             if self._task is not None:
                 self._task.release()
 
-    @property
-    def why(self) -> str:
-        """See Child."""
-        return self._why
-
     def _finish(self) -> None:
         if not self._over.is_set():
             self._over.set()
@@ -286,7 +281,7 @@ class ClusterChild:
         if message["say"] == "compile":
             message["source"] = str(self._local(message["source"]))
         if message["say"] == "over":
-            self._why = message["why"]
+            self.why = message["why"]
             self._finish()
         elif not self._over.is_set():
             self._deliver(message)
@@ -298,14 +293,14 @@ class ClusterChild:
         except Exception as error:  # Dask raises many kinds when the scheduler is gone
             if self._over.is_set():
                 return
-            self._why = str(error) or type(error).__name__
+            self.why = str(error) or type(error).__name__
             if isinstance(error, _InUse):
-                self._deliver({"say": "gone", "why": self._why})
+                self._deliver({"say": "gone", "why": self.why})
             elif isinstance(error, _Away):
-                self._deliver({"say": "away", "why": self._why})
+                self._deliver({"say": "away", "why": self.why})
             elif not isinstance(error, _CannotServe):
-                self._why = f"the scheduler is lost: {self._why}"
-                self._deliver({"say": "away", "why": self._why, "blame": False})
+                self.why = f"the scheduler is lost: {self.why}"
+                self._deliver({"say": "away", "why": self.why, "blame": False})
             self._finish()
 
     def _write(self) -> None:
