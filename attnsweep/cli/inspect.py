@@ -147,10 +147,8 @@ def list_(
     for word in name or ():
         if word not in families:
             raise KernelError(f"unknown kernel {word!r}", hint=nearest(word, families))
-    if name:
-        families = {word: families[word] for word in dict.fromkeys(name)}
-        shown = views.families(families, (), console.width)
-        print_result(shown, {"kernels": views.families_json(families, ())["kernels"]}, json_)
-        return
-    shown = views.families(families, BASELINES, console.width)
-    print_result(shown, views.families_json(families, BASELINES), json_)
+    families = {word: families[word] for word in dict.fromkeys(name or families)}
+    baselines = () if name else BASELINES
+    listed = views.families_json(families, baselines)
+    shown = views.families(families, baselines, console.width)
+    print_result(shown, {"kernels": listed["kernels"]} if name else listed, json_)

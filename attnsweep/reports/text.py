@@ -95,13 +95,12 @@ class Section:
         configs: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.candidates:
             configs.setdefault(row["kernel"], []).append(row["trial"].config)
-        return {kernel: _varied(those) for kernel, those in configs.items()}
-
-
-def _varied(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parameters in which these configs differ."""
-    names = dict.fromkeys(name for config in configs for name in config)
-    return [name for name in names if len({str(c[name]) for c in configs if name in c}) > 1]
+        varied: dict[str, list[str]] = {}
+        for kernel, those in configs.items():
+            names = dict.fromkeys(name for config in those for name in config)
+            values = {name: {str(c[name]) for c in those if name in c} for name in names}
+            varied[kernel] = [name for name in names if len(values[name]) > 1]
+        return varied
 
 
 def by_problem(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,6 +25,7 @@ from attnsweep.verify.measures import (
     apart,
     by_chance,
     fitted_scale,
+    largest,
     measures,
     more_near_zero,
 )
@@ -216,7 +217,7 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
             # It counts only where few weights do that the largest is rounded too.
             row = one.row if hard or problem.scaled or out is outs[0] else 0.0
             found.append(replace(one, row=row, gain=gain, scale=scale))
-        found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
+        found = [largest(found)]
         yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
