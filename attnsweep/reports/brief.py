@@ -125,7 +125,7 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
 def _rows(section: Section, shown: Sequence[Row], width: int, *, marked: bool) -> Iterator[Line]:
     """The table of some rows, header first. marked: whether recorded ones have their mark."""
     names = [who(row) if marked else who(row).removesuffix("†") for row in shown]
-    numbers = [c for c in tables.columns_of(shown) if c.name in _COLUMNS]
+    numbers = [c for c in tables.columns_of(section, shown) if c.name in _COLUMNS]
     places = ["*" * bool(row["winner"]) + place_of(row) for row in shown]
     columns = [places, names, *(c.cells(shown) for c in numbers), _configs(section, shown)]
     lines = [["#", "kernel", *(c.header for c in numbers), "config"]]

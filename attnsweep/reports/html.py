@@ -28,7 +28,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.reports import gains
 from attnsweep.reports.html_data import data_of, own_settings, reason_of
 from attnsweep.reports.notes import notes
-from attnsweep.reports.tables import LEGEND, NONE, table
+from attnsweep.reports.tables import LEGEND, table
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
@@ -214,7 +214,6 @@ def _problem(
     label, *facts = heading(section)
     shown = section.shown(top)
     lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
-    lines = _needed(lines) if lines else []
     won, best = section.winner, section.best_baseline
     below = notes(section, shown, "the list below has all of them")
     said = [note for note, _, errors in below[1 if won else 0 :] if errors is None]
@@ -255,23 +254,6 @@ def _gains(sections: Sequence[Section], run: Run) -> dict[str, Any] | None:
     said = [_plain(line).strip() for line in gains.sentences(found)]
     sides = ["r" if side == "r" else "" for side in gains.ALIGN]
     return {"header": header, "rows": rows, "total": total, "said": said, "sides": sides}
-
-
-def _needed(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """A table's cells without columns that repeat another, or say only that there is nothing."""
-    header, *rows = lines
-    empty = {"spill B": {"0", NONE}}
-    repeated = {"% bound"} if "% light" in header else set()
-    times = [row[header.index("µs")] for row in rows]
-    kept = []
-    for column, name in enumerate(header):
-        cells = [row[column] for row in rows]
-        same = name in ("warm µs", "cold µs") and all(
-            a in (b, NONE) for a, b in zip(cells, times, strict=True)
-        )
-        if name not in repeated and not same and not {*cells} <= empty.get(name, set()):
-            kept.append(column)
-    return [[line[column] for column in kept] for line in lines]
 
 
 def _in_order(cells: Sequence[str]) -> list[str]:

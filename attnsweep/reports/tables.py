@@ -260,9 +260,14 @@ _ORDER = [
 ]  # fmt: skip
 
 
-def columns_of(rows: Sequence[Row]) -> list[_Column]:
-    """The columns that have a value of these rows, in order of need."""
-    return [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
+def columns_of(section: Section, rows: Sequence[Row]) -> list[_Column]:
+    """The columns that say something of these rows, in order of need."""
+    present = {c.name for c in _BY_NEED if any(row[c.name] is not None for row in rows)}
+    present -= set() if any(row["spill_bytes"] for row in rows) else {"spill_bytes"}
+    present -= {"bound_share"} if "light" in present else set()  # the same at another clock
+    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
+    present -= {f"{min(kinds)}_us"} if len(kinds) == 1 else set()  # time_us shows this kind
+    return [column for column in _BY_NEED if column.name in present]
 
 
 def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
@@ -301,14 +306,7 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
 
 def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     """The table's lines, header first, no wider than `width`, and the legend of its configs."""
-    present = columns_of(rows)
-    if not any(row["spill_bytes"] for row in rows):
-        present = [column for column in present if column.name != "spill_bytes"]
-    if any(column.name == "light" for column in present):  # the same at another clock
-        present = [column for column in present if column.name != "bound_share"]
-    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
-    if len(kinds) == 1:  # time_us shows this kind already
-        present = [column for column in present if column.name != f"{min(kinds)}_us"]
+    present = columns_of(section, rows)
     number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
     ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
     kernels = ["kernel", *map(who, rows)]
@@ -419,7 +417,7 @@ def table(
 
     names: whether a config's cell names the parameters; otherwise the legend does.
     """
-    columns = sorted(columns_of(rows), key=lambda column: _ORDER.index(column.name))
+    columns = sorted(columns_of(section, rows), key=lambda column: _ORDER.index(column.name))
     numbers = [column.cells(rows) for column in columns]
     configs, legend = _configs(section, rows, names=names)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]
