@@ -202,7 +202,7 @@ def _without_gpu(
     error: NoGpuError, arguments: Sequence[str], causal: bool, dtype: str
 ) -> AttnsweepError:
     """The error with the commands that work without a GPU."""
-    from attnsweep.reports.views import suggestions
+    from attnsweep.reports.views import what_works
 
     same = f"attnsweep tune {shlex.join(arguments)}{' --causal' * causal}"
     same += f" --dtype {dtype}" if dtype != "fp16" else ""
@@ -211,9 +211,7 @@ def _without_gpu(
         ("attnsweep tune 1,16,1024,64 --replay quickstart", "replay a run of an H100"),
         ("attnsweep doctor", "what is missing, and how to fix it"),
     ]
-    lines = [error.hint] if error.hint else []
-    shown = suggestions(rows, errors.width - 4)
-    hint = "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+    hint = what_works([error.hint], rows, errors.width)
     return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 

@@ -21,7 +21,7 @@ from attnsweep.core.files import install_command, why_pip_misses
 from attnsweep.device.cuda import driver_cuda
 from attnsweep.device.environment import driver_version
 from attnsweep.reports.terminal import aligned, counted
-from attnsweep.reports.views import suggestions, with_tails
+from attnsweep.reports.views import what_works, with_tails
 from attnsweep.tools.target import described
 
 _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
@@ -123,13 +123,10 @@ def without_gpu(
         (f"attnsweep compile {common}", "compile, prune, resources"),
         ("attnsweep doctor", "what is missing, and how to fix it"),
     ]
-    lines = [error.hint] if error.hint else []
-    fix = why_no_compiling()
-    if fix is not None:
+    if (fix := why_no_compiling()) is not None:
         del rows[2]
-        lines.append(f"To compile here, without a GPU: {fix}")
-    shown = suggestions(rows, width - 4)
-    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+        fix = f"To compile here, without a GPU: {fix}"
+    return what_works([error.hint, fix], rows, width)
 
 
 def _pip() -> Finding:
