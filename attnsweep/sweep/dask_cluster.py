@@ -201,20 +201,12 @@ def fleet(client: Any, workers: Sequence[ClusterCard]) -> Fleet:
     )
 
 
-class _Away(Exception):
-    """The worker is not there; it may come back."""
+class _Lost(Exception):
+    """The child cannot go on. say: what is told of it beside why, if anything."""
 
-
-class _SchedulerLost(Exception):
-    """The workers may well be there."""
-
-
-class _CannotServe(Exception):
-    """The worker cannot run the child."""
-
-
-class _InUse(Exception):
-    """The worker serves another run."""
+    def __init__(self, why: str, say: str | None = None) -> None:
+        super().__init__(why)
+        self.say = say
 
 
 class ClusterChild:
@@ -294,13 +286,11 @@ class ClusterChild:
             if self._over.is_set():
                 return
             self.why = str(error) or type(error).__name__
-            if isinstance(error, _InUse):
-                self._deliver({"say": "gone", "why": self.why})
-            elif isinstance(error, _Away):
-                self._deliver({"say": "away", "why": self.why})
-            elif not isinstance(error, _CannotServe):
+            if not isinstance(error, _Lost):
                 self.why = f"the scheduler is lost: {self.why}"
                 self._deliver({"say": "away", "why": self.why, "blame": False})
+            elif error.say is not None:
+                self._deliver({"say": error.say, "why": self.why})
             self._finish()
 
     def _write(self) -> None:
@@ -327,15 +317,16 @@ class ClusterChild:
         )  # fmt: skip
         while not self._over.wait(_LOOK_S):
             if self._task.status in ("cancelled", "lost"):
-                raise _SchedulerLost("its client had to connect again")
+                raise ConnectionError("its client had to connect again")
             if at not in self._client.scheduler_info(n_workers=-1)["workers"]:
-                raise _Away("its worker left the cluster")
+                raise _Lost("its worker left the cluster", "away")
             if self._task.status == "error":
-                raise _CannotServe(f"{self._task.exception()!r}")
+                raise _Lost(f"{self._task.exception()!r}")
             if self._begun or not self._busy(at):
                 continue
             if time.monotonic() - began > _IN_USE_S:
-                raise _InUse("it works for another run; run the same command when that has ended")
+                why = "it works for another run; run the same command when that has ended"
+                raise _Lost(why, "gone")
             if not waiting:
                 waiting = True
                 why = "it works for another run, perhaps of a process that was killed"
