@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -63,8 +62,12 @@ def strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return (batch, head_dim, heads * head_dim, 1)
 
 
-def _planned(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) -> _Graph:
-    """A forward problem of 16 bits."""
+def build(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) -> Way:
+    """A call of a forward problem of 16 bits on `stream`, its address.
+
+    Packed sequences are ragged tensors of a batch of them: (tokens, heads, head_dim), and bshd.
+    Raises what cuDNN raises if none of its engines does the problem.
+    """
     kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
     made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
     out, _ = made.graph.sdpa(
@@ -75,44 +78,20 @@ def _planned(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str)
     )
     made.write(out, "o", _O, made.io)
     made.plan()
-    return made
-
-
-def build(
-    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """A call of the problem on `stream` (its address), and what converts inputs to the layout.
-
-    Raises what cuDNN raises if none of its engines does the problem.
-    """
-    made = _planned(torch, cudnn, problem, stream, layout)
     shape, own, execute = made.shape, made.strides, made.execute
+    convert = None if layout == "bhsd" else rows_of_heads
+    if packed := problem.layout.kind == "packed":
+        _, heads, tokens, columns = shape
+        shape, convert = (tokens, heads, columns), packed_inputs
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        out = torch.empty_strided(shape, own, dtype=q.dtype, device=q.device)
+        how = {"dtype": q.dtype, "device": q.device}
+        out = torch.empty(shape, **how) if packed else torch.empty_strided(shape, own, **how)
         execute({_Q: q, _K: k, _V: v, _O: out})
-        return out
+        return out.transpose(0, 1)[None] if packed else out
 
     weakref.finalize(forward, cudnn.destroy_handle, made.handle)
-    return forward, None if layout == "bhsd" else rows_of_heads
-
-
-def build_packed(torch: Any, cudnn: Any, problem: Problem, stream: int) -> Way:
-    """A call of packed sequences: (tokens, heads, head_dim), as ragged tensors of a batch of them.
-
-    Raises what cuDNN raises if none of its engines does the problem.
-    """
-    made = _planned(torch, cudnn, problem, stream, "bshd")
-    _, heads, tokens, columns = problem.shape_of("o")
-    execute = made.execute
-
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        out = torch.empty((tokens, heads, columns), dtype=q.dtype, device=q.device)
-        execute({_Q: q, _K: k, _V: v, _O: out})
-        return out.transpose(0, 1)[None]
-
-    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
-    return Way(forward, packed_inputs)
+    return Way(forward, convert)
 
 
 def build_backward(
@@ -381,16 +360,14 @@ def _cudnn(
     stream = session.stream.ptr
     if problem.scaled:
         return cudnn_fp8(torch, cudnn, problem, stream)
-    if problem.layout.kind == "packed":
-        return [build_packed(torch, cudnn, problem, stream)]
     ways, failed = [], []
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if problem.layout.kind != "packed" else ("bshd",):
         try:
             given = torch, cudnn, problem, stream, layout
             if problem.op == BACKWARD:
                 ways.append(build_backward(*given, deterministic=deterministic))
             else:
-                ways.append(Way(*build(*given)))
+                ways.append(build(*given))
         except Exception as error:  # cuDNN says here that no engine does this problem
             failed.append(error)
     if not ways:

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
 from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
 from attnsweep.baselines.registry import BACKENDS, backend_of
@@ -279,16 +281,11 @@ class BoundBaseline:
         another type, as FP8's may have, is converted to the problem's. Raises ValueError if it has
         another shape, and Unavailable for what else a callable may not return.
         """
-        if self._flags:
-            self._refuse_flags(self._flags)
+        if self._flags and (changed := restore_flags(self._torch, self._flags)):
+            raise Unavailable(f"changed settings of PyTorch: {', '.join(changed)}")
         which = secrets.randbelow(len(self._made[copy])) if which is None else which
         self._copy(copy, which, *self._tensors(into, lse))
         return which
-
-    def _refuse_flags(self, flags: Mapping[str, Any]) -> None:
-        """Raise Unavailable if settings are others now, and set them as they were."""
-        if changed := restore_flags(self._torch, flags):
-            raise Unavailable(f"changed settings of PyTorch: {', '.join(changed)}")
 
     def _tensors(self, into: Sequence[Any], lse: Any) -> tuple[list[Any], Any]:
         """Arrays of CuPy as tensors of outputs, and of a log-sum-exp, if there is one."""
@@ -326,6 +323,19 @@ def _chosen(calls: int, room: int) -> list[int]:
     return secrets.SystemRandom().sample(range(calls), min(calls, room - 1))
 
 
+BITS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
+"""How numbers of so many bytes are stored, in types that DLPack knows on both sides."""
+
+
+def arrays_of(problem: Problem, buffers: Any) -> dict[str, Any]:
+    """The inputs that a baseline is called with, by name, as CuPy arrays of their storage."""
+    own, made = BITS[DTYPE_BYTES[problem.dtype]], {}
+    for name in problem.values:
+        kind = own if problem.tensor(name).dtype == problem.dtype else np.float32
+        made[name] = buffers[name].view(problem.shape_of(name), kind)
+    return made
+
+
 def prepare(
     name: str,
     problem: Problem,
@@ -354,8 +364,7 @@ def prepare(
         getattr(torch, types.get(dtype, "float8_e4m3fn"))
         for dtype in (problem.dtype, problem.out_dtype)
     )
-    # Types that DLPack knows on both sides.
-    bits = {1: "uint8", 2: "int16", 4: "int32"}[DTYPE_BYTES[problem.dtype]]
+    bits = BITS[DTYPE_BYTES[problem.dtype]].__name__
     tensors = [
         tuple(
             torch.from_dlpack(array)

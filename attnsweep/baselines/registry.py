@@ -16,7 +16,7 @@ from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
 from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen
-from attnsweep.baselines.triton import _triton
+from attnsweep.baselines.triton_precompile import _triton
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.files import install_command
 from attnsweep.core.scores import KINDS

@@ -1,4 +1,4 @@
-"""A process beside compiles Triton's configs while candidates compile and are checked.
+"""The baseline `triton_flash`: a process beside compiles its configs while candidates compile.
 
 It imports PyTorch and takes seconds, so those of the first problem are begun before it is opened.
 In a thread of the GPU process they would wait for Python with the checks. Compiled code reaches the
@@ -13,12 +13,17 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attnsweep.baselines.backend import NotInstalled, Way
 from attnsweep.baselines.flash import importable
 from attnsweep.baselines.torch_sdpa import _import_torch
 from attnsweep.core.problem import Problem
+from attnsweep.core.timings import step
 from attnsweep.device.process import Beside
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import CudaSession
 
 # Longer than all configs take on one core.
 _LONGEST_S = 60.0
@@ -50,7 +55,7 @@ class TritonPrecompile:
         self._answers.clear()
         with contextlib.suppress(OSError):
             asked, said = self._beside.pipes()
-            line = _line_of(problem).encode()
+            line = f"{json.dumps(problem.facts)}\n".encode()
             asked.write(line)
             asked.flush()
             # The process says a line again when all of the problem's configs are compiled.
@@ -81,10 +86,6 @@ class TritonPrecompile:
         self._beside.close()
 
 
-def _line_of(problem: Problem) -> str:
-    return json.dumps(problem.facts) + "\n"
-
-
 def _serve() -> None:
     for line in sys.stdin:
         with contextlib.suppress(Exception):
@@ -104,6 +105,25 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
 def compile_triton(problem: Problem) -> None:
     """Compile all configs of `triton_flash` for a problem, or read them from Triton's cache."""
     _compile_triton(_import_torch(), problem)
+
+
+def _triton(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    try:
+        from attnsweep.baselines import triton_kernel
+    except ImportError as error:
+        raise NotInstalled("Triton is not installed") from error
+
+    def way(config: Any) -> Way:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            out = torch.empty_like(q)
+            causal = problem.causal
+            return triton_kernel.forward(q, k, v, out, problem.scale, causal=causal, config=config)
+
+        return Way(forward)
+
+    with step("take up Triton's code"):
+        _compile_triton(torch, problem)
+    return [way(config) for config in triton_kernel.CONFIGS]
 
 
 if __name__ == "__main__":

@@ -136,7 +136,6 @@ class Bench:
         self.problem = problem
         self._replay_us = replay_us
         self._long = is_long(problem)  # nothing before a call matters beside it
-        self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
         rounded = {*rounds_scores, *(backend_of(name).rounds_scores for name in baselines)}
         self._proof = Verifier(
             *(problem, seed, self.session, cache_dir, then, rounded), owned.references
@@ -431,18 +430,8 @@ class Bench:
         Raises baselines.Unavailable with the reason.
         """
         self._owned.imports.end()
-        copies = [
-            {
-                name: copy[name].view(
-                    self.problem.shape_of(name),
-                    self._dtype
-                    if self.problem.tensor(name).dtype == self.problem.dtype
-                    else np.float32,
-                )
-                for name in self.problem.values
-            }
-            for copy in (self._timed, *self._cold())
-        ]
+        every = (self._timed, *self._cold())
+        copies = [prepare.arrays_of(self.problem, copy) for copy in every]
         self.session.release()
         with self.session.stream:  # first, because some baselines convert the inputs once
             self._proof.timed.go_to(0)
@@ -474,7 +463,7 @@ class Bench:
         self, call: prepare.BoundBaseline, held: bool, shown: bool
     ) -> tuple[Accuracy, Proven]:
         """Check a baseline's outputs, and bind them to where replays are judged."""
-        bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
+        bits = prepare.BITS[DTYPE_BYTES[self.problem.out_dtype]]
         shapes = {name: self.problem.shape_of(name) for name in self.problem.outputs}
         rows = self.problem.shape_of("o")[:3]
         lse = Buffer(4 * math.prod(rows)) if call.gives_lse else None
@@ -518,7 +507,9 @@ class Bench:
         with self.session.stream:
             self._proof.begin(entry.proven)
             entry.call.refresh(1)
-            self._flush_l2()
+            if self._l2_filler is None:
+                self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)
+            self._l2_filler.poison()
             time_us = self.session.time_us(call)
             if entry.proven is not None:
                 self._proof.end(entry.proven)
@@ -546,11 +537,6 @@ class Bench:
                 self._proof.end(entries[0].proven)
         ones, twos = sum(spans[0::4] + spans[3::4]), sum(spans[1::4] + spans[2::4])
         return ones / (2 * turns * calls), twos / (2 * turns * others)
-
-    def _flush_l2(self) -> None:
-        if self._l2_filler is None:
-            self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)
-        self._l2_filler.poison()
 
     def energy(self, name: str) -> Stretch | None:
         """Energy of a warm call of an entry, and the power meanwhile; None without a counter."""

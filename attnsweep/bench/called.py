@@ -34,7 +34,6 @@ from attnsweep.verify.device_case import regions_to_redraw
 # The device is given this much to do before a chain, so that the host has enqueued the chain when
 # its time begins: as often as the L2 is read.
 _READS_BEFORE = 8
-_BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 class Card:
@@ -87,16 +86,9 @@ class Called:
         return bound.issued
 
     def _bind(self, name: str, shape: Problem, arena: Arena, calls: int) -> prepare.BoundBaseline:
-        own, bits = (_BITS[DTYPE_BYTES[dtype]] for dtype in (shape.dtype, shape.out_dtype))
-        inputs = {
-            one: arena[one].view(
-                shape.shape_of(one), own if shape.tensor(one).dtype == shape.dtype else np.float32
-            )
-            for one in shape.values
-        }
+        inputs = prepare.arrays_of(shape, arena)
         bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
-
-        each = []
+        bits, each = prepare.BITS[DTYPE_BYTES[shape.out_dtype]], []
         for call in range(calls):
             outputs = [arena[f"{o} {call}"].view(shape.shape_of(o), bits) for o in shape.outputs]
             lse = None

@@ -220,13 +220,9 @@ def _device_us(trial: Trial) -> tuple[float, str]:
     time, kind = trial.time_us, time_kind(trial)
     # The host's cost of a call says nothing about the device's rates.
     if kind == "eager":
-        return _number(trial.warm_us), "warm"
+        return math.nan if trial.warm_us is None else trial.warm_us, "warm"
     l2 = "warm" if kind == "chain" else kind  # inputs were just written
     return (time.median if time is not None and time.median > 0 else math.nan), l2
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def named(config: Mapping[str, object]) -> str:

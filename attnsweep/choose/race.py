@@ -13,7 +13,7 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.drift import pace_of
 from attnsweep.choose.rounds import Rounds, measured
-from attnsweep.choose.stats import Race, interval
+from attnsweep.choose.stats import Race
 from attnsweep.compile.candidate import Build
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Trial
@@ -225,11 +225,10 @@ def _facts(race: Race, name: str) -> dict[str, Any]:
     """Facts of the race for a row: number of entrants, and why the candidate stayed or left."""
     shown_by = race.out.get(name)
     other = shown_by or race.leader
-    rounds = race.rounds[name]
-    low, high = interval(rounds, race.rounds[other][: len(rounds)], race.threshold)
+    low, high = race.ratio(name, other)
     return {
         "entrants": len(race.entrants),
-        "rounds": len(rounds),
+        "rounds": len(race.rounds[name]),
         "survived": shown_by is None,
         "against": other,
         # JSON has no infinity; None means that too few rounds give no limit.

@@ -127,11 +127,12 @@ def refuse_idle_of_run(
     context: typer.Context, *, dry_run: bool, replays: bool, json_: bool
 ) -> None:
     """Refuse options of `run` and `tune` that would do nothing."""
+    measuring = ("gpus", "scheduler", "wait", "fresh", "watch")
     if dry_run:
-        names = ("fresh", "wait", "form", "top", "full", "results")
+        names = (*measuring, "form", "top", "full", "results", "html")
         refuse_idle(context, names, "with --dry-run")
     if replays:
-        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
+        refuse_idle(context, measuring, "here: a replay keeps no rows, and needs no card")
     if json_:
         refuse_idle(context, ("top", "full"), "with --json, which has every row")
 

@@ -117,7 +117,7 @@ def check(
     from attnsweep.device.cards import chosen, installed
     from attnsweep.regress import live, verdicts
     from attnsweep.regress import recorded as recordings
-    from attnsweep.reports import fleet_progress, progress
+    from attnsweep.reports import progress
     from attnsweep.store.outputs import check_output, write_output
     from attnsweep.store.run import open_run
     from attnsweep.sweep import check_cards
@@ -145,22 +145,15 @@ def check(
                 old_run, new_run, slower=0.03 if slower is None else slower
             )
         else:
-            baseline = open_run(against)
-            loaded = load(subject, kernels)
-            asked: dict[str, Any] = {
-                "slower": slower,
-                "budget_s": budget_s,
-                "other_driver": other_driver,
-                "wait": wait,
-            }
-            if gpus is None:
-                with progress.watch(errors, form) as observer:
-                    asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+            asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
+            baseline, loaded = open_run(against), load(subject, kernels)
+            cards = None if gpus is None else chosen(gpus, installed())
+            with progress.watch(errors, form, len(cards) if cards else None) as observer:
+                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                asked |= {"other_driver": other_driver}
+                if cards is None:
                     compared = live.check(loaded, baseline, **asked)
-            else:
-                cards = chosen(gpus, installed())
-                with fleet_progress.watch(errors, len(cards), form) as observer:
-                    asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                else:
                     compared = check_cards.check(loaded, baseline, cards, **asked)
     table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]

@@ -68,16 +68,11 @@ def export_(
         "gpus": list(done.gpus),
         "left_out": done.left_out,
     }
-    if json_:
-        print_result([], data, True)
-        return
-    size = f"{done.nbytes / 2**20:.1f} MiB"
-    problems = counted(done.winners, "problem")
-    in_all = counted(done.kernels, "kernel")
+    found = f"{counted(done.winners, 'problem')}, {counted(done.kernels, 'kernel')}"
     lines = [
         *(f"for {gpu}" for gpu in done.gpus),
-        f"{done.directory}: {problems}, {in_all}, {size}",
+        f"{done.directory}: {found}, {done.nbytes / 2**20:.1f} MiB",
         # Without a separator, pip would look for a project of that name in the index.
         f"pip install {os.path.join(os.curdir, done.directory)}, then: import {done.name}",
     ]
-    print_result([Text(line) for line in lines], None, False)
+    print_result([Text(line) for line in lines], data, json_)

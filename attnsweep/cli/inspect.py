@@ -16,7 +16,6 @@ from attnsweep.reports.terminal import aligned, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
-    from attnsweep.store.run import Run
 
 
 @app.command(
@@ -67,6 +66,7 @@ def inspect(
     from attnsweep.family.family import values_in
     from attnsweep.specs.shapes import read_shapes
     from attnsweep.specs.yaml_file import nearest
+    from attnsweep.store.run import open_run
     from attnsweep.tools import inspect as inspection
 
     families = discover(kernels)
@@ -76,7 +76,8 @@ def inspect(
     if len(asked) != 1:
         raise ProblemError(f"{len(asked)} shapes, of which one is inspected", where="--problem")
     given, shape, card = " ".join(config or ()), asked[0], None
-    if subject not in families and (run := _run(subject)) is not None:
+    if subject not in families and Path(subject).exists():
+        run = open_run(Path(subject))
         winner = inspection.winner_of(run, shape)
         changed = inspection.texts(winner.config) | values_in(given)
         subject, shape = winner.kernel, winner.problem
@@ -100,13 +101,6 @@ def inspect(
         target = arch_on(card)
     found = inspection.inspect(families[subject], given, shape, target, card=card)
     print_result([Text(line) for line in found.lines(console.width)], found.to_json(), json_)
-
-
-def _run(subject: str) -> Run | None:
-    """The run in this directory, or None if the text names no file."""
-    from attnsweep.store.run import open_run
-
-    return open_run(Path(subject)) if Path(subject).exists() else None
 
 
 @app.command(
@@ -153,10 +147,8 @@ def list_(
     for word in name or ():
         if word not in families:
             raise KernelError(f"unknown kernel {word!r}", hint=nearest(word, families))
-    if name:
-        families = {word: families[word] for word in dict.fromkeys(name)}
-        shown = views.families(families, (), console.width)
-        print_result(shown, {"kernels": views.families_json(families, ())["kernels"]}, json_)
-        return
-    shown = views.families(families, BASELINES, console.width)
-    print_result(shown, views.families_json(families, BASELINES), json_)
+    families = {word: families[word] for word in dict.fromkeys(name or families)}
+    baselines = () if name else BASELINES
+    listed = views.families_json(families, baselines)
+    shown = views.families(families, baselines, console.width)
+    print_result(shown, {"kernels": listed["kernels"]} if name else listed, json_)

@@ -8,11 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from attnsweep.cli import completion
+from attnsweep.cli import completion, options
 from attnsweep.cli.app import FIND, app, examples, print_result
-from attnsweep.cli.options import Json as JsonOption
-from attnsweep.cli.options import Progress as ProgressOption
-from attnsweep.cli.options import Wait as WaitOption
 from attnsweep.core.errors import SpecError
 from attnsweep.reports.terminal import Form, errors
 
@@ -52,10 +49,7 @@ def judge(
             autocompletion=completion.tables,
         ),
     ],
-    causal: Annotated[
-        bool,
-        typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
-    ] = False,
+    causal: options.Causal = False,
     backward: Annotated[
         bool,
         typer.Option(
@@ -94,9 +88,9 @@ def judge(
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", min=1, help="Seconds that a step of it may take.")
     ] = 30.0,
-    json_: JsonOption = False,
-    form: ProgressOption = Form.AUTO,
-    wait: WaitOption = False,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    wait: options.Wait = False,
 ) -> None:
     """Judge CALLABLE on each SHAPE: a verdict, its reason, and its time beside the baselines.
 
@@ -125,13 +119,12 @@ def judge(
             raise SpecError(
                 f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
             )
-    others: dict[str, Any] = {"against": names, "strict": strict, "rounds": rounds}
-    others["role"] = role.value
+    how: dict[str, Any] = {"against": names, "strict": strict, "role": role.value}
+    how |= {"rounds": rounds, "timeout_s": timeout_s, "wait": wait}
     if strict:
         process.keep_out()
     with progress.watch(errors, form) as observer:
-        others |= {"timeout_s": timeout_s, "wait": wait, "observer": observer}
-        verdicts = [tool.judge(name, problem, **others) for problem in problems]
+        verdicts = [tool.judge(name, each, observer=observer, **how) for each in problems]
     facts = [asdict(verdict) for verdict in verdicts]
     lines = [Text(verdict.sentence) for verdict in verdicts]
     print_result(lines, facts if len(facts) > 1 else facts[0], json_)

@@ -19,6 +19,7 @@ from attnsweep.cli.app import (
     no_collection,
     print_result,
     print_run,
+    refuse_idle,
     warn,
 )
 from attnsweep.core.errors import ProblemError, SpecError
@@ -75,17 +76,23 @@ def report_(
     """
     from attnsweep.reports import html as page
     from attnsweep.reports import tables
-    from attnsweep.reports.plots import PlotLibrary
     from attnsweep.store.outputs import check_output
 
-    _refuse_combinations(json_, top, full, html, csv, markdown, target_us)
-    plots = None
+    if html is None:
+        why = "without --html"
+        refuse_idle(context, ("target_us",), why, "it draws the ladder of the page")
+    if rows := json_ or csv is not None or markdown is not None:
+        own = "here: --json, --csv and --markdown have their own rows"
+        refuse_idle(context, ("top",) if html is None else (), own)
+    if rows or html is not None:
+        refuse_idle(context, ("full",), "here: only what is printed is short without it")
+    if [str(csv), str(markdown)].count("-") + json_ > 1:
+        raise SpecError("only one of --csv -, --markdown - and --json can be printed")
     for path in (csv, markdown):
         if path is not None and str(path) != "-":
             check_output(path)
     if html is not None:
         page.check(html)
-        plots = PlotLibrary()
     with no_collection():
         read = latest_or(context, run_, results)
         read = only(read, problem) if problem else read
@@ -96,7 +103,7 @@ def report_(
         facts: dict[str, Any] = {"run": str(read.directory)}
         lines = []
         if html is not None:
-            size = page.write(read, html, top=top or 10, target_us=target_us, plots=plots)
+            size = page.write(read, html, top=top or 10, target_us=target_us)
             facts |= {"page": str(html), "bytes": size}
             lines.append(f"{html}: {size / 1e6:.1f} MB")
         if csv is not None or markdown is not None:
@@ -138,27 +145,3 @@ def write_text(path: Path, text: str) -> bool:
         return False
     write_output(path, text)
     return True
-
-
-def _refuse_combinations(
-    json_: bool,
-    top: int | None,
-    full: bool,
-    html: Path | None,
-    csv: Path | None,
-    markdown: Path | None,
-    target_us: float | None,
-) -> None:
-    """Refuse options that would do nothing."""
-    if target_us is not None and html is None:
-        raise SpecError(
-            "--target-us does nothing without --html", hint="it draws the ladder of the page"
-        )
-    printed = [str(path) for path in (csv, markdown) if path is not None].count("-")
-    if printed + json_ > 1:
-        raise SpecError("only one of --csv -, --markdown - and --json can be printed")
-    rows = "--json, --csv and --markdown have their own rows"
-    if html is None and top is not None and (json_ or csv is not None or markdown is not None):
-        raise SpecError(f"--top does nothing here: {rows}", hint="leave it out")
-    if full and (json_ or html is not None or csv is not None or markdown is not None):
-        raise SpecError("--full does nothing here: only what is printed is short without it")

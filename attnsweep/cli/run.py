@@ -19,6 +19,7 @@ from attnsweep.cli.app import (
     print_end,
     print_plan,
     print_run,
+    refuse_idle,
     refuse_idle_of_run,
 )
 from attnsweep.core.errors import NoGpuError, SpecError
@@ -115,10 +116,19 @@ def run(
 
     part = None if shard is None else Shard.parse(shard)
     loaded = read()
-    _refuse_gpus(loaded, gpus, scheduler, dry_run, wait)
-    _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     replays = loaded.device == "replay"
     refuse_idle_of_run(context, dry_run=dry_run, replays=replays, json_=json_)
+    if gpus is not None and scheduler is not None:
+        hint = "start a Dask worker for each card of this machine to use them too"
+        raise SpecError("--gpus and --scheduler exclude each other", hint=hint)
+    if scheduler is not None:
+        why = "with --scheduler: a worker whose card is in use is left out"
+        refuse_idle(context, ("wait",), why)
+    if watch and json_:
+        raise SpecError("--watch prints a table after each edit, not one JSON document")
+    if watch and fresh:
+        what = "--watch keeps the rows of unchanged kernels, and --fresh would drop them each time"
+        raise SpecError(what, hint="run once with --fresh, then with --watch")
     if dry_run:
         planned = plan(loaded, target_arch(loaded, arch))
         print_plan(planned if part is None else part.take(planned), limit, json_)
@@ -132,13 +142,10 @@ def run(
 
     def once() -> int:
         loaded = read()
-        plots = None
         if html is not None:  # what the page needs is missing before the sweep, not after it
             from attnsweep.reports import html as page
-            from attnsweep.reports.plots import PlotLibrary
 
             page.check(html)
-            plots = PlotLibrary()
         try:
             with _cards(gpus, scheduler, form) as (cards, observer):
                 outcome = session.run(
@@ -160,7 +167,7 @@ def run(
             ) from error
         print_end(outcome)
         if html is not None and outcome.run.trials:
-            size = page.write(outcome.run, html, plots=plots)
+            size = page.write(outcome.run, html)
             errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
         print_run(outcome.run, json_, top, full)
         return outcome.exit_code
@@ -183,52 +190,13 @@ def _say(text: str) -> None:
     errors.print(escape(text), soft_wrap=True)
 
 
-def _refuse_gpus(
-    loaded: SweepSpec, gpus: str | None, scheduler: str | None, dry_run: bool, wait: bool
-) -> None:
-    """Raise SpecError if --gpus or --scheduler would do nothing, or not what they say."""
-    if gpus is not None and scheduler is not None:
-        raise SpecError(
-            "--gpus and --scheduler exclude each other",
-            hint="start a Dask worker for each card of this machine to use them too",
-        )
-    if gpus is None and scheduler is None:
-        return
-    option = "--gpus" if scheduler is None else "--scheduler"
-    if dry_run:
-        raise SpecError(f"{option} needs a run, and --dry-run makes none")
-    if loaded.device == "replay":
-        raise SpecError(f"{option} needs GPUs; this spec replays a recording")
-    if scheduler is not None and wait:
-        raise SpecError(
-            "--wait does nothing with --scheduler: a worker whose card is in use is left out"
-        )
-
-
-def _refuse_combinations(
-    loaded: SweepSpec, *, dry_run: bool, json_: bool, html: Path | None, watch: bool, fresh: bool
-) -> None:
-    """Raise SpecError for options that would do nothing, or not what they say."""
-    if dry_run and (html is not None or watch):
-        raise SpecError(f"{'--html' if html else '--watch'} needs a run, and --dry-run makes none")
-    if watch and json_:
-        raise SpecError("--watch prints a table after each edit, not one JSON document")
-    if watch and fresh:
-        raise SpecError(
-            "--watch keeps the rows of unchanged kernels, and --fresh would drop them each time",
-            hint="run once with --fresh, then with --watch",
-        )
-    if watch and loaded.device == "replay":
-        raise SpecError("--watch needs a GPU; this spec replays a recording, which no edit changes")
-
-
 @contextmanager
 def _cards(
     gpus: str | None, scheduler: str | None, form: Form
 ) -> Iterator[tuple[Cards | None, Observer]]:
     """The cards that are asked for, and what shows their progress."""
     from attnsweep.device.cards import chosen, installed
-    from attnsweep.reports import fleet_progress, progress
+    from attnsweep.reports import progress
     from attnsweep.sweep.fleet import Fleet
 
     if scheduler is not None:
@@ -236,11 +204,11 @@ def _cards(
 
         with dask_cluster.connected(scheduler) as client:
             workers = dask_cluster.cards_of(client, _say)
-            with fleet_progress.watch(errors, len(workers), form) as observer:
+            with progress.watch(errors, form, len(workers)) as observer:
                 yield dask_cluster.fleet(client, workers), observer
     elif gpus is not None:
         cards = chosen(gpus, installed())
-        with fleet_progress.watch(errors, len(cards), form) as observer:
+        with progress.watch(errors, form, len(cards)) as observer:
             yield Fleet(cards), observer
     else:
         with progress.watch(errors, form) as observer:

@@ -135,7 +135,12 @@ def tune(
     from attnsweep.sweep import session
 
     dtype = read_dtype(dtype, "--dtype")
-    _refuse_combinations(arch, dry_run, replay, save_spec, force)
+    if arch is not None and replay is not None:
+        raise SpecError("--arch and --replay exclude each other: a recording has its own")
+    if arch is not None and not dry_run:
+        raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
+    if force and save_spec is None:
+        raise SpecError("--force goes with --save-spec; --fresh measures everything again")
     refuse_idle_of_run(context, dry_run=dry_run, replays=replay is not None, json_=json_)
     problems = read_shapes(shapes, dtype=dtype, causal=causal, padding=padding)
     families = discover(kernels)
@@ -183,18 +188,6 @@ def write_spec(path: Path, text: str, force: bool) -> None:
     write_output(path, text)
 
 
-def _refuse_combinations(
-    arch: str | None, dry_run: bool, replay: Path | None, save_spec: Path | None, force: bool
-) -> None:
-    """Refuse options that do not go together."""
-    if arch is not None and replay is not None:
-        raise SpecError("--arch and --replay exclude each other: a recording has its own")
-    if arch is not None and not dry_run:
-        raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
-    if force and save_spec is None:
-        raise SpecError("--force goes with --save-spec; --fresh measures everything again")
-
-
 def _target(
     arch: str | None, replay: Path | None, problems: Sequence[Problem], families: dict[str, Family]
 ) -> Target:
@@ -209,7 +202,7 @@ def _without_gpu(
     error: NoGpuError, arguments: Sequence[str], causal: bool, dtype: str
 ) -> AttnsweepError:
     """The error with the commands that work without a GPU."""
-    from attnsweep.reports.views import suggestions
+    from attnsweep.reports.views import what_works
 
     same = f"attnsweep tune {shlex.join(arguments)}{' --causal' * causal}"
     same += f" --dtype {dtype}" if dtype != "fp16" else ""
@@ -218,9 +211,7 @@ def _without_gpu(
         ("attnsweep tune 1,16,1024,64 --replay quickstart", "replay a run of an H100"),
         ("attnsweep doctor", "what is missing, and how to fix it"),
     ]
-    lines = [error.hint] if error.hint else []
-    shown = suggestions(rows, errors.width - 4)
-    hint = "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+    hint = what_works([error.hint], rows, errors.width)
     return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 

@@ -12,12 +12,9 @@ from filelock import FileLock, Timeout
 
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.core.errors import SpecError, StoreError
-from attnsweep.core.trial import PROTOCOL
 from attnsweep.specs.load import load_spec
 from attnsweep.store.code import read_code
-from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, damage, open_run, pack, trials_of
-
-_OLDER = "recorded by an older version of attnsweep"
+from attnsweep.store.run import LOCK, SPEC, Run, damage, open_run, pack, trials_of
 
 
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
@@ -42,10 +39,10 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)
     against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
     if against and not force:
-        hint = "finish it first: attnsweep run SPEC; or add --force to accept it as it is"
-        if against[0].startswith(_OLDER):
-            hint = f"record it anew: attnsweep run {run.directory / SPEC} --fresh --results new, "
-            hint += "then accept that run; or add --force to accept it as it is"
+        hint = (
+            "finish it first: attnsweep run SPEC, or with --fresh if its machine code is lost; or "
+        )
+        hint += "add --force to accept it as it is"
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
     try:
         _replace_directory(source, target)
@@ -56,23 +53,17 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     return against
 
 
-def older(run: Run) -> bool:
-    """Whether an older version recorded the run: it kept machine code, but not how to launch it."""
-    kept = {suffix for path in (run.directory / CUBINS).glob("*") for suffix in path.suffixes}
-    return bool({".cubin", ".tar"} & kept) and ".json" not in kept
-
-
 def _unfinished(run: Run) -> list[str]:
     """Objections to a run as a baseline because it is incomplete."""
-    if older(run):
-        return [f"{_OLDER}, which did not keep how its winners are launched"]
     try:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:
         return [f"its spec cannot be read ({error.what})"]
-    old = run.environment is not None and run.environment.protocol != PROTOCOL
     won = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
-    against = [] if run.environment is not None else [_without_environment(run)]
+    against = []
+    if run.environment is None:
+        none = "its environment.json is damaged" if damage(run) else "it has no environment.json"
+        against.append(none)
     for problem in problems:
         if problem not in won:
             against.append(f"{problem.label} has no winner")
@@ -82,14 +73,8 @@ def _unfinished(run: Run) -> list[str]:
             try:
                 read_code(run.directory, won[problem])
             except StoreError as error:
-                if old:
-                    return [f"{_OLDER}; {problem.label}: {error.what}"]
                 against.append(f"{problem.label}: {error.what}")
     return against
-
-
-def _without_environment(run: Run) -> str:
-    return "its environment.json is damaged" if damage(run) else "it has no environment.json"
 
 
 def _unlike(run: Run, baseline: Path) -> list[str]:

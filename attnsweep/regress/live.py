@@ -167,51 +167,6 @@ def comparison(
 # -- what is compared -----------------------------------------------------------------------
 
 
-def _pairs(
-    spec: SweepSpec,
-    baseline: Run,
-    here: Environment,
-    elsewhere: str | None,
-    slower: float | None,
-    compiler: Compiler,
-    problems: Sequence[Problem],
-) -> list[_Pair | Finding]:
-    """For each of these problems, a pair that is already compiling, or why there is none."""
-    before = {s.problem: s.winner for s in sections_of(baseline)}
-    own = {entry.problem: entry.slower for entry in spec.problems}
-    limit = workspace_limit(spec, here.memory_bytes)
-    found: list[_Pair | Finding] = []
-    for problem in problems:
-        row = before.get(problem)
-        try:
-            if problem not in own:
-                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
-            if elsewhere is not None:
-                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
-            if problem not in before:
-                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
-            if row is None:
-                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
-            old = _kept(baseline, row["trial"])
-            build = _today(row["trial"], spec.families, compiler, limit)
-            build.submit()
-            share = slower if slower is not None else own[problem] or spec.check.slower
-            found.append(_Pair(problem, share, row, old, build))
-        except Ended as ended:
-            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
-    return found
-
-
-def _other_driver(old: Environment | None, here: Environment) -> str | None:
-    """The reason not to compare with a baseline from another driver, or None."""
-    if old is None or old.driver == here.driver:
-        return None
-    return (
-        f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
-        "--other-driver to time its code with this one"
-    )
-
-
 def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
     try:
         return read_code(baseline.directory, winner)
@@ -306,18 +261,14 @@ class Gate:
         tell: Tell | None = None,
     ) -> list[Finding]:
         """The finding for each of these problems, in order; the arguments of `check`."""
-        elsewhere = other_card(self._baseline.environment, self._here)
-        if elsewhere is None and not other_driver:
-            elsewhere = _other_driver(self._baseline.environment, self._here)
-        pairs = _pairs(
-            self._spec,
-            self._baseline,
-            self._here,
-            elsewhere,
-            slower,
-            self._compiler,
-            problems,
-        )
+        old, here = self._baseline.environment, self._here
+        elsewhere = other_card(old, here)
+        if elsewhere is None and not other_driver and old and old.driver != here.driver:
+            elsewhere = (
+                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+                "--other-driver to time its code with this one"
+            )
+        pairs = self._pairs(problems, elsewhere, slower)
         found: dict[int, Finding] = {}
 
         def decide(number: int, finding: Finding) -> None:
@@ -355,6 +306,35 @@ class Gate:
         for work in left:
             decide(work.number, self._unfinished(work))
         return [found[number] for number in range(len(pairs))]
+
+    def _pairs(
+        self, problems: Sequence[Problem], elsewhere: str | None, slower: float | None
+    ) -> list[_Pair | Finding]:
+        """For each of these problems, a pair that is already compiling, or why there is none."""
+        spec, baseline = self._spec, self._baseline
+        before = {s.problem: s.winner for s in sections_of(baseline)}
+        own = {entry.problem: entry.slower for entry in spec.problems}
+        limit = workspace_limit(spec, self._here.memory_bytes)
+        found: list[_Pair | Finding] = []
+        for problem in problems:
+            row = before.get(problem)
+            try:
+                if problem not in own:
+                    raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
+                if elsewhere is not None:
+                    raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
+                if problem not in before:
+                    raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
+                if row is None:
+                    raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+                old = _kept(baseline, row["trial"])
+                build = _today(row["trial"], spec.families, self._compiler, limit)
+                build.submit()
+                share = slower if slower is not None else own[problem] or spec.check.slower
+                found.append(_Pair(problem, share, row, old, build))
+            except Ended as ended:
+                found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+        return found
 
     def _turn(self, work: _Work, turns: int) -> Finding | None:
         """One more turn of a problem, of `turns` to come; the finding, if that decides."""

@@ -90,12 +90,9 @@ def _lines(
             yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
         served = dict.fromkeys(line for section in sections for line in served_lines(section))
         yield from ((cut(line, width), "yellow") for line in served)
-    several = cards.by_card(run.trials, sections)
-    if several is not None:
-        yield from (
-            (line, "") for line in aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))
-        )
-        yield from ((line, "") for line in wrap(several.sentence, width))
+    if several := cards.by_card(run.trials, sections):
+        lines = aligned(cards.table(several), cards.ALIGN, width, shrink=(4, 2))
+        yield from ((line, "") for line in [*lines, *wrap(cards.UNKNOWN, width)])
     more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
     for line in wrap(f"{tables.rows_of(run)}: {run.directory} ({more})", width):
         yield line, "dim"
@@ -128,7 +125,7 @@ def _problem(section: Section, width: int, top: int) -> Iterator[Line]:
 def _rows(section: Section, shown: Sequence[Row], width: int, *, marked: bool) -> Iterator[Line]:
     """The table of some rows, header first. marked: whether recorded ones have their mark."""
     names = [who(row) if marked else who(row).removesuffix("†") for row in shown]
-    numbers = [c for c in tables.columns_of(shown) if c.name in _COLUMNS]
+    numbers = [c for c in tables.columns_of(section, shown) if c.name in _COLUMNS]
     places = ["*" * bool(row["winner"]) + place_of(row) for row in shown]
     columns = [places, names, *(c.cells(shown) for c in numbers), _configs(section, shown)]
     lines = [["#", "kernel", *(c.header for c in numbers), "config"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnsweep.choose.columns import chosen_by, named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, in_order, timed
-from attnsweep.core.errors import AttnsweepError, KernelError, ProblemError, SpecError
+from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
@@ -173,14 +173,10 @@ def _of_problem(sections: Sequence[Section], text: str) -> Section:
 # -- the candidate that is meant --------------------------------------------------------------
 
 
-def _ours(section: Section) -> list[Row]:
-    return [row for row in section.rows if not row["baseline"]]
-
-
 def _words(given: Sequence[str], section: Section) -> dict[str, str]:
     """The given words as names and values."""
     wanted: dict[str, str] = {}
-    families = list(dict.fromkeys(row["kernel"] for row in _ours(section)))
+    families = list(dict.fromkeys(row["kernel"] for row in section.candidates))
     for word in " ".join(given).split():
         name, equals, value = word.partition("=")
         if equals and value:
@@ -197,7 +193,7 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
     values = word.split("/")
     families = {k: n for k, n in section.differing.items() if kernel in (None, k)}
     fitting = {k: names for k, names in families.items() if len(names) == len(values)}
-    for row in _ours(section):
+    for row in section.candidates:
         names = fitting.get(row["kernel"], [])
         said = chosen_by(row["trial"])
         if names and [said[name] for name in names if name in said] == values:
@@ -222,7 +218,7 @@ def _checked(
     section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Family | None
 ) -> None:
     """Raise SpecError if a name, or a value that neither run nor spec nor family has, is wanted."""
-    said = [chosen_by(row["trial"]) for row in _ours(section)]
+    said = [chosen_by(row["trial"]) for row in section.candidates]
     names = dict.fromkeys(name for facts in said for name in facts)
     for name, value in wanted.items():
         if name not in names:
@@ -275,7 +271,9 @@ def _explain(
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
 ) -> Explanation:
-    fitting = [row for row in _ours(section) if wanted.items() <= chosen_by(row["trial"]).items()]
+    fitting = [
+        row for row in section.candidates if wanted.items() <= chosen_by(row["trial"]).items()
+    ]
     if not wanted and section.winner is not None:
         fitting = [section.winner]
     row = fitting[0] if fitting else None
@@ -287,7 +285,7 @@ def _explain(
         family, config = row["kernel"], row["trial"].config
     ask = _Rules(kernels.get(family), section, config)
     rule = ask.removes(config) if row is None else None
-    mine = [r for r in _ours(section) if r["kernel"] == family]
+    mine = [r for r in section.candidates if r["kernel"] == family]
     trials = [r["trial"] for r in mine]
     best = next((r for r in mine if r["rank"]), None)
     axes = axes_of((spec.get(family) or {}).get("variants"))
@@ -313,7 +311,7 @@ def _explain(
 
 def _base(section: Section, kernel: str | None) -> Row:
     """The candidate whose parameters complete a config that no row has."""
-    rows = _ours(section)
+    rows = section.candidates
     if not rows:
         raise SpecError(f"the run has no candidate of {section.problem.label}")
     families = list(dict.fromkeys(row["kernel"] for row in rows))
@@ -365,7 +363,7 @@ class _Rules:
         try:
             today = of_today(self._kernel, config)
             name = self._kernel.refused_by(today, self._problem, self._arch)
-        except (KernelError, AttnsweepError):
+        except AttnsweepError:
             return None  # a rule that fails for a value that no spec named
         if name is None:
             return None
@@ -384,7 +382,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
 
     add("winner", section.winner)
     add("fastest baseline", section.best_baseline)
-    ranked = [r for r in _ours(section) if r["rank"]]
+    ranked = [r for r in section.candidates if r["rank"]]
     at = next((i for i, r in enumerate(ranked) if r is row), None)
     for other in [] if at is None else ranked[at + 1 : at + 1 + NEXT]:
         add("next", other)

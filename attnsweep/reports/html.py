@@ -8,23 +8,27 @@ GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from attnsweep import __version__
 from attnsweep.choose.columns import light_text, named
+from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.errors import ToolchainError
-from attnsweep.core.files import install_command
-from attnsweep.core.trial import Status
+from attnsweep.core.files import install_command, write_file
+from attnsweep.core.trial import OURS, Status
 from attnsweep.reports import gains
 from attnsweep.reports.html_data import data_of, own_settings, reason_of
 from attnsweep.reports.notes import notes
-from attnsweep.reports.plots import PlotLibrary
-from attnsweep.reports.tables import LEGEND, NONE, table
+from attnsweep.reports.tables import LEGEND, table
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
@@ -40,7 +44,7 @@ from attnsweep.reports.text import (
     sections_of,
     who,
 )
-from attnsweep.store.outputs import check_output, refuse_recorded, write_output
+from attnsweep.store.outputs import check_output, write_output
 from attnsweep.store.run import Run
 
 ASSETS = Path(__file__).parent / "assets"
@@ -61,26 +65,25 @@ def write(
     *,
     top: int = 10,
     target_us: float | None = None,
-    plots: PlotLibrary | None = None,
 ) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, fewer if there are many problems. target_us: reference time
-    for the ladder (default: each problem's fastest baseline known). plots: a library that was
-    started earlier, to save waiting for it. Raises ToolchainError if the packages of the `html`
-    extra are missing, StoreError if `path` cannot be written.
+    for the ladder (default: each problem's fastest baseline known). Raises ToolchainError if the
+    packages of the `html` extra are missing, StoreError if `path` cannot be written.
     """
-    refuse_recorded(path)
-    write_output(path, render(run, top=top, target_us=target_us, plots=plots))
+    check(path)
+    write_output(path, render(run, top=top, target_us=target_us))
     return path.stat().st_size
 
 
 def check(path: Path) -> None:
     """Raise what `write` would raise, before the work that the page is about.
 
-    ToolchainError without Jinja2, StoreError if `path` cannot be written.
+    ToolchainError without the `html` extra, StoreError if `path` cannot be written.
     """
     _jinja()
+    _library_at()
     check_output(path)
 
 
@@ -92,18 +95,48 @@ def _jinja() -> Any:
     return jinja2
 
 
-def render(
-    run: Run,
-    *,
-    top: int = 10,
-    target_us: float | None = None,
-    plots: PlotLibrary | None = None,
-) -> str:
+# vl-convert holds a whole JavaScript engine: 80 MB that stay out of this process.
+_BUNDLE = """
+import sys, vl_convert
+bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+sys.stdout.buffer.write(bundle.encode())
+"""
+
+
+def _library_at() -> Path:
+    """Where the library of plots is kept, by the version of what makes it."""
+    try:
+        version = metadata.version("vl-convert-python")
+    except metadata.PackageNotFoundError as error:
+        what = "an HTML page needs Vega-Lite, from vl-convert-python"
+        raise ToolchainError(what, hint=install_command("html")) from error
+    return default_cache_dir() / "page" / f"vega-{version}.js"
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`."""
+    kept = _library_at()
+    with suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
+    made = subprocess.run([sys.executable, "-c", _BUNDLE], capture_output=True, check=False)
+    if made.returncode:
+        last = made.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        what = f"vl-convert failed: {last[0] if last else 'no message'}"
+        raise ToolchainError(what, hint=install_command("html"))
+    text = made.stdout.decode().replace("</script", "<\\/script")
+    with suppress(OSError):  # a cache only saves time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_file(kept, text.encode())
+    return text
+
+
+def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
-    plots = plots or PlotLibrary()
     sections = sections_of(run)
-    rungs = _kernel_order(run)
+    # The families of the ladder in the spec's order, then others as they appear.
+    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == OURS)
+    rungs = [name for name in {**kernels_of(run.spec_text), **there} if name in there]
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -113,7 +146,8 @@ def render(
         undefined=jinja2.StrictUndefined,
     )
     one = templates.get_template("problem.html")
-    with ThreadPoolExecutor(1) as beside:  # zlib leaves the interpreter to the rest of this
+    with ThreadPoolExecutor(2) as beside:  # zlib leaves the interpreter to the rest of this
+        plots = beside.submit(_library)
         pack = zlib.compressobj(6, wbits=31)  # 9 takes four times as long for 8 % less
         data = _json(data_of(sections, run.spec_text, run.trials))
         packed = beside.submit(pack.compress, b'{"run":' + data)
@@ -132,7 +166,7 @@ def render(
         legend=LEGEND.replace(GLUE, " "),
         version=__version__,
         styles=(ASSETS / "page.css").read_text(),
-        plots=plots.text(),
+        plots=plots.result(),
         script=(ASSETS / "page.js").read_text(),
         inline=_INLINE,
         # A tenth of the size for 10,000 candidates, and no `<` to escape.
@@ -174,19 +208,12 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
     return facts + sorted(where.packages.items())
 
 
-def _kernel_order(run: Run) -> list[str]:
-    """The families in the spec's order, which is that of the ladder, then others as they appear."""
-    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == "attnsweep")
-    return [name for name in dict.fromkeys([*kernels_of(run.spec_text), *there]) if name in there]
-
-
 def _problem(
     section: Section, top: int, rungs: Sequence[str], target_us: float | None
 ) -> dict[str, Any]:
     label, *facts = heading(section)
     shown = section.shown(top)
     lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
-    lines = _needed(lines) if lines else []
     won, best = section.winner, section.best_baseline
     below = notes(section, shown, "the list below has all of them")
     said = [note for note, _, errors in below[1 if won else 0 :] if errors is None]
@@ -227,23 +254,6 @@ def _gains(sections: Sequence[Section], run: Run) -> dict[str, Any] | None:
     said = [_plain(line).strip() for line in gains.sentences(found)]
     sides = ["r" if side == "r" else "" for side in gains.ALIGN]
     return {"header": header, "rows": rows, "total": total, "said": said, "sides": sides}
-
-
-def _needed(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """A table's cells without columns that repeat another, or say only that there is nothing."""
-    header, *rows = lines
-    empty = {"spill B": {"0", NONE}}
-    repeated = {"% bound"} if "% light" in header else set()
-    times = [row[header.index("µs")] for row in rows]
-    kept = []
-    for column, name in enumerate(header):
-        cells = [row[column] for row in rows]
-        same = name in ("warm µs", "cold µs") and all(
-            a in (b, NONE) for a, b in zip(cells, times, strict=True)
-        )
-        if name not in repeated and not same and not {*cells} <= empty.get(name, set()):
-            kept.append(column)
-    return [[line[column] for column in kept] for line in lines]
 
 
 def _in_order(cells: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -127,27 +128,7 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
     found = effects(
         trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
     )
-    return {
-        "kernel": won["kernel"],
-        "parameters": [
-            {
-                "name": effect.name,
-                "share": short(effect.share),
-                "pairs": effect.pairs,
-                "values": [
-                    {
-                        "value": value_text(each.value),
-                        "ratio": short(each.ratio),
-                        "pairs": each.pairs,
-                        "faster": each.faster,
-                        "own": each.value == effect.reference,
-                    }
-                    for each in effect.values
-                ],
-            }
-            for effect in found
-        ],
-    }
+    return {"kernel": won["kernel"], "parameters": [asdict(effect) for effect in found]}
 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:

@@ -52,18 +52,13 @@ def _resolved(console: Console, form: Form) -> Form | None:
 
 
 @contextmanager
-def watch(
-    console: Console,
-    form: Form = Form.AUTO,
-    eta: Eta | None = None,
-    bars: Callable[[Progress, Eta], Observer] | None = None,
-) -> Iterator[Observer]:
+def watch(console: Console, form: Form = Form.AUTO, cards: int | None = None) -> Iterator[Observer]:
     """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
 
-    With --quiet it draws nothing, with --verbose also a line for each candidate. eta, bars: those
-    of several cards.
+    With --quiet it draws nothing, with --verbose also a line for each candidate. cards: of a sweep
+    on several, each of which has a bar or lines of its own, or its number in the events.
     """
-    eta = eta or Eta()
+    eta = Eta(cards or 1)
     match _resolved(console, form):
         case Form.JSON:
             events = _JsonLines(console, eta)
@@ -75,7 +70,7 @@ def watch(
             yield _PlainLines(console, eta)
         case Form.AUTO:
             with Progress(*_columns(), _Said(eta), console=console, transient=True) as progress:
-                yield (bars or _Bars)(progress, eta)
+                yield (_Bars if cards is None else _FleetBars)(progress, eta)
         case None:
             yield Observer()
 
@@ -275,13 +270,13 @@ class _Bars(_Watched):
 
     def __init__(self, progress: Progress, eta: Eta) -> None:
         super().__init__(progress.console, eta)
-        self._progress = progress
+        self.progress = progress
         self._whole = progress.add_task("sweep", total=None, said="", whole=True)
         self._bars: dict[str, TaskID] = {}
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
-        self._progress.update(self._whole, total=sum(candidates))
+        self.progress.update(self._whole, total=sum(candidates))
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
@@ -291,7 +286,7 @@ class _Bars(_Watched):
 
     def begin(self, candidates: int) -> None:
         for bar in self._bars.values():
-            self._progress.remove_task(bar)
+            self.progress.remove_task(bar)
         self._bars.clear()
         on = f" on {self.shorter}" if self.shorter else ""
         for name in ("compile", "check"):
@@ -299,8 +294,8 @@ class _Bars(_Watched):
 
     def _update(self, name: str, text: str, total: int, **changes: Any) -> None:
         if name not in self._bars:
-            self._bars[name] = self._progress.add_task(f"  {text}", total=total, said="")
-        self._progress.update(self._bars[name], total=total, **changes)
+            self._bars[name] = self.progress.add_task(f"  {text}", total=total, said="")
+        self.progress.update(self._bars[name], total=total, **changes)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         if phase == "search":
@@ -311,18 +306,59 @@ class _Bars(_Watched):
             self._update(phase, text, total, completed=done, said=baseline)
 
     def checked(self, *, first: bool) -> None:
-        self._progress.advance(self._bars["check"])
+        self.progress.advance(self._bars["check"])
         if first:
-            self._progress.advance(self._whole)
+            self.progress.advance(self._whole)
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         super().tried(trial, kept=kept)
-        self._progress.update(self._whole, said=self.summary)
+        self.progress.update(self._whole, said=self.summary)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         super().prepared(what, took_s, steps_s)
         if "baselines" in self._bars:
-            self._progress.update(self._bars["baselines"], advance=1, said="")
+            self.progress.update(self._bars["baselines"], advance=1, said="")
+
+
+class _FleetBars(_Bars):
+    """A bar for the whole sweep, and below it one for each card."""
+
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        super().planned(candidates, finals=finals)
+        said = f"sweep of {counted(len(candidates), 'problem')}"
+        self.progress.update(self._whole, description=said)
+
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        return _CardBar(self.progress, self._whole, self.eta, card)
+
+
+class _CardBar(_Watched):
+    """The bar of one card: its problem, and how far the phase is."""
+
+    def __init__(self, progress: Progress, whole: TaskID, eta: Eta, card: int) -> None:
+        super().__init__(progress.console, eta, card)
+        self.progress, self._whole, self._name = progress, whole, f"card {card}"
+        self._bar = progress.add_task(self._name, total=None, said="starting")
+
+    def begin(self, candidates: int) -> None:
+        self.show("search", 0, candidates)
+
+    def checked(self, *, first: bool) -> None:
+        self.progress.update(self._bar, completed=len(self.done), said=self.summary)
+        if first:
+            self.progress.advance(self._whole)
+
+    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
+        texts = {"search": "check", "baselines": f"prepare {baseline}", "finals": "time"}
+        label = self.shorter or (self.problem.label if self.problem else "")
+        text = f"{self._name} [bold]{label}[/] {texts.get(phase, phase)}"
+        self.progress.update(
+            self._bar, description=text, completed=done, total=total, said=self.summary
+        )
+
+    def resting(self, *, done: bool) -> None:
+        super().resting(done=done)
+        self.progress.update(self._bar, description=self._name, completed=0, total=1, said="waits")
 
 
 class _PlainLines(_Watched):

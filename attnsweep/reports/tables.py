@@ -83,11 +83,10 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         say("")
     if len(sections) > 1:
         say_table(summary(sections, intervals=width >= WIDE), "lrrrll", (5, 4, 0))
-    several = cards.by_card(run.trials, sections)
-    if several is not None:
+    if several := cards.by_card(run.trials, sections):
         say("")
-        say_table(several.rows(), cards.ALIGN, (4, 2))
-        for line in wrap(several.sentence, width):
+        say_table(cards.table(several), cards.ALIGN, (4, 2))
+        for line in wrap(cards.UNKNOWN, width):
             say(line)
     print_gains(gains.gains(sections, run.spec_text), width, say)
     if any(section.shown(top) for section in sections):
@@ -172,7 +171,7 @@ def json_parts(run: Run) -> dict[str, Any]:
         ),
         "warnings": list(run.warnings),
         **({} if found is None else {"gains": gains.to_json(found)}),
-        **({} if several is None else {"by_card": several.to_json()}),
+        **({"by_card": {"cards": [card.to_json() for card in several]}} if several else {}),
     }
 
 
@@ -261,9 +260,14 @@ _ORDER = [
 ]  # fmt: skip
 
 
-def columns_of(rows: Sequence[Row]) -> list[_Column]:
-    """The columns that have a value of these rows, in order of need."""
-    return [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
+def columns_of(section: Section, rows: Sequence[Row]) -> list[_Column]:
+    """The columns that say something of these rows, in order of need."""
+    present = {c.name for c in _BY_NEED if any(row[c.name] is not None for row in rows)}
+    present -= set() if any(row["spill_bytes"] for row in rows) else {"spill_bytes"}
+    present -= {"bound_share"} if "light" in present else set()  # the same at another clock
+    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
+    present -= {f"{min(kinds)}_us"} if len(kinds) == 1 else set()  # time_us shows this kind
+    return [column for column in _BY_NEED if column.name in present]
 
 
 def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
@@ -302,14 +306,7 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
 
 def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     """The table's lines, header first, no wider than `width`, and the legend of its configs."""
-    present = columns_of(rows)
-    if not any(row["spill_bytes"] for row in rows):
-        present = [column for column in present if column.name != "spill_bytes"]
-    if any(column.name == "light" for column in present):  # the same at another clock
-        present = [column for column in present if column.name != "bound_share"]
-    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
-    if len(kinds) == 1:  # time_us shows this kind already
-        present = [column for column in present if column.name != f"{min(kinds)}_us"]
+    present = columns_of(section, rows)
     number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
     ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
     kernels = ["kernel", *map(who, rows)]
@@ -392,9 +389,8 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
         out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
         out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
     trials = [row["trial"] for section in sections for row in section.rows]
-    several = cards.by_card(trials, sections)
-    if several is not None:
-        out += ["## Cards", "", *_pipes(several.rows(), cards.ALIGN), "", several.sentence, ""]
+    if several := cards.by_card(trials, sections):
+        out += ["## Cards", "", *_pipes(cards.table(several), cards.ALIGN), "", cards.UNKNOWN, ""]
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
@@ -421,7 +417,7 @@ def table(
 
     names: whether a config's cell names the parameters; otherwise the legend does.
     """
-    columns = sorted(columns_of(rows), key=lambda column: _ORDER.index(column.name))
+    columns = sorted(columns_of(section, rows), key=lambda column: _ORDER.index(column.name))
     numbers = [column.cells(rows) for column in columns]
     configs, legend = _configs(section, rows, names=names)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]

@@ -76,7 +76,9 @@ class Section:
         best = [row for row in self.ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
         shown = [row for row in self.ranked if row["baseline"] or id(row) in keep]
-        return shown + [row for row in self.baselines if _unranked_baseline(row)] if shown else []
+        timed = [row for row in self.baselines if row["time_us"]]
+        below = [row for row in timed if row["status"] == Status.NOISY or is_below(row)]
+        return shown + below if shown else []
 
     @functools.cached_property
     def best_of_families(self) -> list[Row]:
@@ -93,13 +95,12 @@ class Section:
         configs: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.candidates:
             configs.setdefault(row["kernel"], []).append(row["trial"].config)
-        return {kernel: _varied(those) for kernel, those in configs.items()}
-
-
-def _varied(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parameters in which these configs differ."""
-    names = dict.fromkeys(name for config in configs for name in config)
-    return [name for name in names if len({str(c[name]) for c in configs if name in c}) > 1]
+        varied: dict[str, list[str]] = {}
+        for kernel, those in configs.items():
+            names = dict.fromkeys(name for config in those for name in config)
+            values = {name: {str(c[name]) for c in those if name in c} for name in names}
+            varied[kernel] = [name for name in names if len(values[name]) > 1]
+        return varied
 
 
 def by_problem(
@@ -132,11 +133,6 @@ def kernels_of(spec_text: str | None) -> dict[str, Any]:
         }
     except (yaml.YAMLError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _unranked_baseline(row: Row) -> bool:
-    """Whether a baseline has a time, but is noisy or listed below the ranking."""
-    return bool(row["time_us"]) and (row["status"] == Status.NOISY or is_below(row))
 
 
 def is_below(row: Row) -> bool:
@@ -492,7 +488,9 @@ def sentence(section: Section) -> str:
         return f"No candidate is right and timed on {label}."
     ours, us = str(row["kernel"]), figure(row["time_us"], 3)
     unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
-    on, ratio = f" on {label}{_where(row)}", row["ratio_to_best_baseline"]
+    on, ratio = f" on {label}", row["ratio_to_best_baseline"]
+    if is_recorded(row):
+        on += f", recorded on {row['recorded_on'] or 'an unknown GPU'}"
     on += "".join(f"; {line}" for line in served_lines(section) if line.startswith(f"{ours} "))
     if best is None or ratio is None:
         return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
@@ -507,8 +505,8 @@ def sentence(section: Section) -> str:
         said = f"{baseline} was too noisy to compare with {ours} {times} in its fastest round)"
     elif noisy:
         said = (
-            f"{ours} is at least {_floored(ratio)} times as fast as {baseline}, which was noisy "
-            f"{times} in its fastest round)"
+            f"{ours} is at least {math.floor(100 * ratio) / 100:.2f} times as fast as {baseline}, "
+            f"which was noisy {times} in its fastest round)"
         )
     elif low is None or high is None:
         said = f"{ours} is about {ratio:.2f} times as fast as {baseline} {times}"
@@ -526,15 +524,6 @@ def sentence(section: Section) -> str:
         by = plus_minus(1 / ratio, 1 / high, 1 / low)
         said = f"{baseline} is {by} times as fast as {ours}, the best of ours {swapped})"
     return f"{said}{on}."
-
-
-def _where(row: Row) -> str:
-    """Where a recorded row was measured."""
-    return f", recorded on {row['recorded_on'] or 'an unknown GPU'}" if is_recorded(row) else ""
-
-
-def _floored(ratio: float) -> str:
-    return f"{math.floor(100 * ratio) / 100:.2f}"
 
 
 def plus_minus(ratio: float, low: float, high: float) -> str:

@@ -88,12 +88,16 @@ def table(
     ]
 
 
-def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Commands, each with its purpose next to it or below it; commands are never broken."""
-    longest = max(cell_len(command) for command, _ in rows)
-    if longest + 2 + max(cell_len(what) for _, what in rows) <= width:
-        return aligned(rows, "ll", width)
-    return [line for command, what in rows for line in (command, f"    {what}")]
+def what_works(hints: Sequence[str | None], rows: Sequence[tuple[str, str]], width: int) -> str:
+    """Hints, then the commands that work here, each with its purpose next to it or below it.
+
+    Commands are never broken.
+    """
+    longest, room = max(cell_len(command) for command, _ in rows), width - 4
+    lines = [line for command, what in rows for line in (command, f"    {what}")]
+    if longest + 2 + max(cell_len(what) for _, what in rows) <= room:
+        lines = aligned(rows, "ll", room)
+    return "\n  ".join([*filter(None, hints), "What works here:", *(f"  {line}" for line in lines)])
 
 
 # -- run --dry-run --------------------------------------------------------------------------

@@ -61,9 +61,6 @@ def write_output(path: Path, text: str) -> None:
         raise StoreError(f"cannot be written: {why}", where=str(path), hint=_WRITABLE) from error
 
 
-_SECTOR_BYTES = 32
-
-
 def read(directory: Path) -> list[dict[str, Any]]:
     """The counters that `write` stored in a run's directory; empty if none. Raises StoreError."""
     path = directory / FILE

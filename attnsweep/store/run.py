@@ -14,12 +14,10 @@ card, so a sweep in its directory starts without rows.
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import lzma
 import marshal
 import os
-import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,12 +33,10 @@ from attnsweep.core.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
 PACKED = "trials.jsonl.xz"
-_OLD_PACKED = "trials.jsonl.gz"  # the same file in runs of an older version
-ROWS = (TRIALS, PACKED, _OLD_PACKED)  # of a run with several, the first is read
+ROWS = (TRIALS, PACKED)  # of a run with both, the first is read
 SPEC = "spec.yaml"
 ENVIRONMENT = "environment.json"
 SPACES = "spaces.json"
-_OLD_SPACES = "planned.json"  # the same file in runs of an older version
 CUBINS = "cubins"
 LOCK = ".lock"
 _HINT_DAMAGED = "copy the run again, or restore the file from version control"
@@ -56,12 +52,10 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     StoreError if the file cannot be read.
     """
     try:
-        if path.suffix == ".gz" and not path.stat().st_size:
-            raise EOFError("empty")  # it was cut, although gzip reads it as an archive of nothing
-        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-        with openers.get(path.suffix, open)(path, "rb") as lines:
+        opened: Any = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rb") as lines:
             trials, warnings, _ = _parse_trials(lines, path)
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, lzma.LZMAError) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
     except OSError as error:
@@ -194,7 +188,7 @@ def open_run(path: Path) -> Run:
             where=str(path),
             hint=f"runs below it: {some}" if within else "give one that `attnsweep run` wrote",
         )
-    if not trials_path.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
+    if not trials_path.name.endswith((".jsonl", ".jsonl.xz")):
         beside = trials_of(trials_path.parent).is_file()
         raise StoreError(
             f"not a run: neither a directory nor a {TRIALS}",
@@ -217,9 +211,8 @@ def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run
         directory / ENVIRONMENT, Environment.model_validate_json, None
     )
     spec, odd_spec = _read(directory / SPEC, _text, None)
-    named = SPACES if (directory / SPACES).exists() else _OLD_SPACES
     none: list[dict[str, Any]] = []
-    spaces, odd_spaces = _read(directory / named, _spaces, none)
+    spaces, odd_spaces = _read(directory / SPACES, _spaces, none)
     warnings += [odd for odd in (odd_environment, odd_spec, odd_spaces) if odd]
     return Run(directory, trials, environment, spec, warnings, spaces)
 
@@ -337,7 +330,7 @@ def pack(directory: Path) -> int:
     data = lzma.compress(rows, preset=7 | lzma.PRESET_EXTREME)  # two thirds of gzip's bytes
     try:
         write_file(directory / PACKED, data, durable=True)
-        for name in (TRIALS, _OLD_PACKED, *DERIVED):
+        for name in (TRIALS, *DERIVED):
             (directory / name).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"cannot pack: {error.strerror}", where=str(directory)) from error

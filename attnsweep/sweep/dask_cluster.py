@@ -201,20 +201,12 @@ def fleet(client: Any, workers: Sequence[ClusterCard]) -> Fleet:
     )
 
 
-class _Away(Exception):
-    """The worker is not there; it may come back."""
+class _Lost(Exception):
+    """The child cannot go on. say: what is told of it beside why, if anything."""
 
-
-class _SchedulerLost(Exception):
-    """The workers may well be there."""
-
-
-class _CannotServe(Exception):
-    """The worker cannot run the child."""
-
-
-class _InUse(Exception):
-    """The worker serves another run."""
+    def __init__(self, why: str, say: str | None = None) -> None:
+        super().__init__(why)
+        self.say = say
 
 
 class ClusterChild:
@@ -233,7 +225,7 @@ class ClusterChild:
         self._name = uuid.uuid4().hex
         self._run = f"attnsweep-{run}-"
         self._out: SimpleQueue[Message] = SimpleQueue()
-        self._why = "its worker left the cluster"
+        self.why = "its worker left the cluster"
         self._over = threading.Event()
         self._begun = False
         self._roots: dict[str, Path] = {}
@@ -268,11 +260,6 @@ class ClusterChild:
             if self._task is not None:
                 self._task.release()
 
-    @property
-    def why(self) -> str:
-        """See Child."""
-        return self._why
-
     def _finish(self) -> None:
         if not self._over.is_set():
             self._over.set()
@@ -286,7 +273,7 @@ class ClusterChild:
         if message["say"] == "compile":
             message["source"] = str(self._local(message["source"]))
         if message["say"] == "over":
-            self._why = message["why"]
+            self.why = message["why"]
             self._finish()
         elif not self._over.is_set():
             self._deliver(message)
@@ -298,14 +285,12 @@ class ClusterChild:
         except Exception as error:  # Dask raises many kinds when the scheduler is gone
             if self._over.is_set():
                 return
-            self._why = str(error) or type(error).__name__
-            if isinstance(error, _InUse):
-                self._deliver({"say": "gone", "why": self._why})
-            elif isinstance(error, _Away):
-                self._deliver({"say": "away", "why": self._why})
-            elif not isinstance(error, _CannotServe):
-                self._why = f"the scheduler is lost: {self._why}"
-                self._deliver({"say": "away", "why": self._why, "blame": False})
+            self.why = str(error) or type(error).__name__
+            if not isinstance(error, _Lost):
+                self.why = f"the scheduler is lost: {self.why}"
+                self._deliver({"say": "away", "why": self.why, "blame": False})
+            elif error.say is not None:
+                self._deliver({"say": error.say, "why": self.why})
             self._finish()
 
     def _write(self) -> None:
@@ -332,15 +317,16 @@ class ClusterChild:
         )  # fmt: skip
         while not self._over.wait(_LOOK_S):
             if self._task.status in ("cancelled", "lost"):
-                raise _SchedulerLost("its client had to connect again")
+                raise ConnectionError("its client had to connect again")
             if at not in self._client.scheduler_info(n_workers=-1)["workers"]:
-                raise _Away("its worker left the cluster")
+                raise _Lost("its worker left the cluster", "away")
             if self._task.status == "error":
-                raise _CannotServe(f"{self._task.exception()!r}")
+                raise _Lost(f"{self._task.exception()!r}")
             if self._begun or not self._busy(at):
                 continue
             if time.monotonic() - began > _IN_USE_S:
-                raise _InUse("it works for another run; run the same command when that has ended")
+                why = "it works for another run; run the same command when that has ended"
+                raise _Lost(why, "gone")
             if not waiting:
                 waiting = True
                 why = "it works for another run, perhaps of a process that was killed"

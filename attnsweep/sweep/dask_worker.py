@@ -12,7 +12,7 @@ import hashlib
 import json
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -39,13 +39,11 @@ def topic_of(name: str) -> str:
 
 def texts_of(directory: Path) -> dict[str, str]:
     """The kernels and headers in a directory and below it, by their relative names."""
-    return dict(_texts(directory))
-
-
-def _texts(directory: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(directory.rglob("*")):
-        if path.suffix in (".py", ".cu", ".cuh") and "__pycache__" not in path.parts:
-            yield path.relative_to(directory).as_posix(), path.read_text(encoding="utf-8")
+    return {
+        path.relative_to(directory).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(directory.rglob("*"))
+        if path.suffix in (".py", ".cu", ".cuh") and "__pycache__" not in path.parts
+    }
 
 
 def digest_of(texts: dict[str, str]) -> str:

@@ -14,8 +14,7 @@ from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, cards_of
 from attnsweep.device.cards import InstalledCard
-from attnsweep.specs.load import SweepSpec
-from attnsweep.specs.plan import Shard, cost
+from attnsweep.specs.plan import cost
 from attnsweep.store.run import SPEC
 from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
@@ -28,8 +27,7 @@ from attnsweep.sweep.cards import (
     opening_of,
 )
 from attnsweep.sweep.messages import Message, StartChild
-from attnsweep.sweep.session import SweepSession
-from attnsweep.sweep.start import in_turns
+from attnsweep.sweep.session import SweepSession, in_turns
 
 Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
 """Lets others compile too while the context lasts, and says in notes what becomes of it."""
@@ -71,8 +69,10 @@ class Fleet:
         with ExitStack() as stack:
             stack.enter_context(all_held(self._cards, s.wait, s.observer))
             # Before the plan says which are the longest, so that the cards begin on them at once.
-            self.firsts = longest(s.spec, s.shard)
-            self._guesses = dict(zip(names, self.firsts, strict=False))
+            # Of a part of a spec only the plan says which it has.
+            problems = [entry.problem for entry in s.spec.problems] if s.shard is None else []
+            problems.sort(key=lambda problem: -problem.flops)
+            self._guesses = dict(zip(names, problems, strict=False))
             self.firsts = [*self._guesses.values()]
             self._engine = Engine(
                 self._cards,
@@ -80,7 +80,10 @@ class Fleet:
                 hello_of(s.spec, s.cache_dir, self._remote),
                 silence_s=self._silence_s or longest_silence_s(s.spec),
                 note=s.observer.note,
-                first={name: first_of(p, s.seed) for name, p in self._guesses.items()},
+                first={
+                    name: {"first": {"problem": problem.facts, "seed": s.seed}}
+                    for name, problem in self._guesses.items()
+                },
             )
             stack.enter_context(self._engine)
             if self._arrivals is not None:
@@ -121,19 +124,6 @@ class Fleet:
             finally:
                 engine.stop()  # stores what the children told meanwhile
                 s.observer.note(f"took {time.monotonic() - began:.0f} s on {len(job.on)} cards")
-
-
-def longest(spec: SweepSpec, shard: Shard | None) -> list[Problem]:
-    """The problems of a spec that take longest, as far as that can be said without a plan; of a
-    part of a spec none, because the plan says which it has.
-    """
-    problems = [entry.problem for entry in spec.problems] if shard is None else []
-    return sorted(problems, key=lambda problem: -problem.flops)
-
-
-def first_of(problem: Problem, seed: int) -> Message:
-    """What the first message says besides if a card will probably open this problem first."""
-    return {"first": {"problem": problem.facts, "seed": seed}}
 
 
 class _SweepJob(Job):

@@ -88,7 +88,7 @@ def _is_begun_elsewhere(item: PlannedProblem, share: Share) -> bool:
     if len(cards_of(rows)) > 1:
         return True
     candidates, kept = share.candidates(item), share.kept()
-    if has_shorter(item.problem) and scout.whole(candidates, rows, kept):
+    if has_shorter(item.problem) and scout.measured(candidates, rows, kept):
         return False
     while builds := candidates.ask():
         if not kept.whole(item.problem, builds):
@@ -135,7 +135,10 @@ class _ProblemSweep:
         candidates, stored = self._candidates, self._store.rows_of(self._problem)
         chooser = Scout(candidates, self._spec, self._gpu, self._kept)
         served = all(space.kernel.serves(chooser.problem) for space in candidates.spaces)
-        choose = served and has_shorter(self._problem) and not chooser.done(stored)
+        choose = served and has_shorter(self._problem)
+        if choose and (entrants := scout.measured(candidates, stored, self._kept)):
+            candidates.only(entrants)
+            choose = False
         before = 0 if choose else len(self._kept.rows(candidates.builds))
         self._observer.opening(self._problem, len(candidates.builds), before)
         if choose:

@@ -50,16 +50,6 @@ class Scout:
         self.problem = shorter(candidates.problem)
         """The shorter problem."""
 
-    def done(self, stored: Sequence[Trial]) -> bool:
-        """Whether an earlier run has measured all; the candidates then has what it measured.
-
-        stored: the rows of the long problem.
-        """
-        found = _measured(self._candidates, self.problem, stored, self._kept)
-        if found:
-            self._candidates.only(found)
-        return bool(found)
-
     def run(
         self,
         seed: int,
@@ -158,15 +148,13 @@ class Scout:
         return longer.row(**facts).with_(accuracy=row.accuracy, **self._kept.stamp(build))
 
 
-def whole(candidates: Candidates, stored: Sequence[Trial], kept: Kept) -> bool:
-    """Whether an earlier run has measured all of a long problem. stored: its rows."""
-    return bool(_measured(candidates, shorter(candidates.problem), stored, kept))
-
-
-def _measured(
-    candidates: Candidates, short: Problem, stored: Sequence[Trial], kept: Kept
+def measured(
+    candidates: Candidates, stored: Sequence[Trial], kept: Kept
 ) -> list[tuple[str, Config]]:
-    """The entrants of an earlier run, if their rounds still hold and so does their choice."""
+    """The entrants of a run that has measured all of a long problem, if that still holds.
+
+    stored: the problem's rows. Their rounds must hold, and so must the choice of the entrants.
+    """
     ours = [t for t in stored if t.provider == OURS]
     timed = [t for t in ours if t.time_us and t.time_us.rounds]
     builds = _builds_of(candidates, candidates.problem, timed)
@@ -175,7 +163,7 @@ def _measured(
     if {space.kernel.name for space in candidates.spaces} - {t.kernel for t in ours}:
         return []  # a family that was not tried
     now: dict[tuple[object, ...], set[object]] = {}
-    for problem in (candidates.problem, short):
+    for problem in (candidates.problem, shorter(candidates.problem)):
         for build in _builds_of(candidates, problem, ours):
             key = (candidates.problem, *build.key[1:])
             now.setdefault(key, set()).add(kept.fingerprint(build))

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from attnsweep.bench.worker import Worker
+from attnsweep.choose.energy import refuse_without_counter
+from attnsweep.choose.search import search_of
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.core.errors import CardLostError, SpecError
+from attnsweep.compile.candidate import Build, builds_of, workspace_limit
+from attnsweep.compile.cubin import compiler_for
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import AttnsweepError, CardLostError, SpecError
+from attnsweep.core.hardware import Arch
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, cards_of
+from attnsweep.device.cards import installed_arch
 from attnsweep.device.lock import held
 from attnsweep.reports import tables
 from attnsweep.reports.text import sections_of, sentence
 from attnsweep.specs.load import SweepSpec
-from attnsweep.specs.plan import Shard, candidate_counts, input_seed, plan_facts, run_name
+from attnsweep.specs.plan import (
+    PlannedProblem,
+    Shard,
+    arch_of,
+    candidate_counts,
+    input_seed,
+    plan,
+    plan_facts,
+    refuse_too_large,
+    run_name,
+)
 from attnsweep.store.run import Run
 from attnsweep.store.store import Store
 from attnsweep.sweep.kept import measured_elsewhere, of_these_cards, retire
 from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.replay import replay
-from attnsweep.sweep.start import start
+from attnsweep.verify.compare import judge_source
+
+# Candidates to compile while the GPU process starts, which takes 1.5 s.
+_EARLY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +161,7 @@ class SweepSession:
         """Sweep on these cards. See `run`."""
         spec, note = self.spec, self.observer.note
         with cards.opened(self), ExitStack() as at_end:
-            self.environment, self.planned, self.compiler = start(
-                spec, cards.describe, at_end, self.cache_dir, self.shard, cards.firsts
-            )
+            self._begin(cards, at_end)
             cards.hold(self.environment)
             self.observer.planned(candidate_counts(self.planned, spec.search.candidates))
             spaces = (space for item in self.planned for space in item.spaces)
@@ -170,6 +190,32 @@ class SweepSession:
             run = self.store.finish(tables.files)
             return SweepOutcome(run, interrupted, unmeasured, not left)
 
+    def _begin(self, cards: Cards, at_end: ExitStack) -> None:
+        """Describe the card and plan the sweep on it. at_end: closes the compiler."""
+        spec, shard = self.spec, self.shard
+
+        def plan_for(arch: Arch) -> None:
+            whole = plan(spec, arch)
+            self.planned = whole if shard is None else shard.take(whole)
+            self.compiler = compiler_for(spec, arch, self.cache_dir)
+            at_end.callback(self.compiler.close)
+
+        with ThreadPoolExecutor(1) as aside:
+            described, begun = aside.submit(cards.describe), None
+            # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
+            early = installed_arch()
+            if early is not None and spec.arch in (None, early.name):
+                with suppress(AttnsweepError):  # raised again below, unless there is no such card
+                    plan_for(early)
+                    begun = early
+                    _compile_early(spec, self.planned, self.compiler, cards.firsts)
+        self.environment = described.result()
+        arch = arch_of(spec, self.environment)
+        refuse_too_large((entry.problem for entry in spec.problems), self.environment)
+        refuse_without_counter(self.environment, spec.measure.rank_by)
+        if begun != arch:
+            plan_for(arch)
+
     @property
     def share(self) -> Share:
         """What a card of this process needs."""
@@ -193,6 +239,30 @@ class SweepSession:
         rows = self.store.rows_of(problem)
         if len(self._finished) < len(self.planned) and rows:
             self.observer.ranked(rows, self.environment)
+
+
+def _compile_early(
+    spec: SweepSpec,
+    planned: Sequence[PlannedProblem],
+    compiler: Compiler,
+    firsts: Sequence[Problem],
+) -> None:
+    """Begin to compile the first candidates, while the card starts."""
+    for dtype in {entry.problem.dtype for entry in spec.problems}:
+        compiler.submit(*judge_source(dtype))  # the GPU process needs it first
+    asked = []
+    for item in [item for item in planned if item.problem in firsts] or planned[:1]:
+        for space in item.spaces:
+            configs = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
+            asked.append(builds_of(space, configs, compiler, workspace_limit(spec)))
+    for build in in_turns(asked):
+        build.submit()
+
+
+def in_turns(groups: Iterable[Iterable[Build]]) -> Iterator[Build]:
+    """The first of every group, then the second of every group, and so on."""
+    for builds in itertools.zip_longest(*groups):
+        yield from filter(None, builds)
 
 
 class ThisCard:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from rich.text import Text
 
 from attnsweep import __version__
+from attnsweep.baselines.backend import Package
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.compile import cache
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
@@ -22,7 +21,7 @@ from attnsweep.core.files import install_command, why_pip_misses
 from attnsweep.device.cuda import driver_cuda
 from attnsweep.device.environment import driver_version
 from attnsweep.reports.terminal import aligned, counted
-from attnsweep.reports.views import suggestions, with_tails
+from attnsweep.reports.views import what_works, with_tails
 from attnsweep.tools.target import described
 
 _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
@@ -124,13 +123,10 @@ def without_gpu(
         (f"attnsweep compile {common}", "compile, prune, resources"),
         ("attnsweep doctor", "what is missing, and how to fix it"),
     ]
-    lines = [error.hint] if error.hint else []
-    fix = why_no_compiling()
-    if fix is not None:
+    if (fix := why_no_compiling()) is not None:
         del rows[2]
-        lines.append(f"To compile here, without a GPU: {fix}")
-    shown = suggestions(rows, width - 4)
-    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+        fix = f"To compile here, without a GPU: {fix}"
+    return what_works([error.hint, fix], rows, width)
 
 
 def _pip() -> Finding:
@@ -191,10 +187,7 @@ def _baseline(name: str) -> Finding:
 
 
 def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> Finding:
-    installed = []
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed.append(f"{name} {metadata.version(name)}")
+    installed = Package(names, fix).installed()
     if not installed:
         return Finding(label, False, "not installed", fix, needed)
     if label == "CuPy" and len(installed) > 1:

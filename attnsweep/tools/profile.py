@@ -39,11 +39,12 @@ from attnsweep.core.trial import Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family, values_in
 from attnsweep.specs.yaml_file import nearest
-from attnsweep.store.outputs import _SECTOR_BYTES, FILE, read
+from attnsweep.store.outputs import FILE, read
 from attnsweep.store.run import Run
 from attnsweep.verify import inputs
 
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
+_SECTOR_BYTES = 32
 _STALL = "smsp__average_warps_issue_stalled_"
 # Figure to ncu's metric and the factor to our unit. Names: Nsight Compute's metrics reference and
 # `ncu --query-metrics`; metrics that a chip lacks are left out.

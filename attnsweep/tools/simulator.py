@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -139,18 +139,13 @@ class Simulator:
         self.root = Path(self._place.name)
         self.kept = default_cache_dir() / "simt"
         self.kept.mkdir(parents=True, exist_ok=True)
-        self._pool, self._callers = ThreadPoolExecutor(jobs), ThreadPoolExecutor(jobs)
+        self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
         self._built: dict[str, Future[Path]] = {}
         self._runs = 0
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Future[Any]]:
-        """The function's result for each item; `jobs` at once, beside the builds they wait for."""
-        return [self._callers.submit(function, item) for item in items]
-
     def close(self) -> None:
         """Stops, and removes all files."""
-        self._callers.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
         self._place.cleanup()
 

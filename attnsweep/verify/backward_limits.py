@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -21,7 +21,7 @@ from attnsweep.verify.backward import (
     rows_of,
 )
 from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.measures import Measures, by_chance, measures, more_near_zero
+from attnsweep.verify.measures import Measures, by_chance, largest, measures, more_near_zero
 from attnsweep.verify.reference import tiles_of_rows
 
 # Multiples of the errors of the rounded maths, and the least limits: as those of a forward in
@@ -75,9 +75,7 @@ def each_draw(case: Case) -> Iterator[Same]:
             one = measures(out[name], exact[name], whole.dtype, least=least[name])
             rows_there = max(1, rows_of(whole, name))
             gain, _ = by_chance(out[name], exact[name], None, rows_there, least[name])
-            one = replace(one, gain=_BY_CHANCE * gain)
-            pairs = ((getattr(one, f.name), getattr(found[name], f.name)) for f in fields(one))
-            found[name] = Measures(*map(max, pairs))
+            found[name] = largest((replace(one, gain=_BY_CHANCE * gain), found[name]))
         yield dict(found)
 
 

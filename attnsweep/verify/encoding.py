@@ -55,11 +55,6 @@ class Windows:
         size = math.prod(self.shape[2:])
         return self.pool[begin : begin + size].reshape(self.shape[2:])
 
-    @staticmethod
-    def pool_size(shape: tuple[int, ...], step: int) -> int:
-        """Elements that all windows together cover."""
-        return math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
-
 
 Tensor = Bits | Windows
 
@@ -79,7 +74,12 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
     """
     single = np.ascontiguousarray(values, np.float32)
     if dtype.startswith("e4m3"):
-        return _to_e4m3(single)
+        # Rounding to so few bits asks of the lower half of a float32 only whether it is 0, so that
+        # one look-up does for ten passes over the numbers.
+        bits = single.view(np.uint32)
+        more = (bits & np.uint32(0xFFFF)) != 0
+        coded: Bits = _CODES[bits >> np.uint32(15) & ~np.uint32(1) | more]
+        return coded
     if dtype == "fp16":
         return single.astype(np.float16).view(np.uint16)
     bits = single.view(np.uint32)
@@ -102,17 +102,11 @@ def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _to_e4m3(single: npt.NDArray[np.float32]) -> Bits:
-    """Rounded to nearest even in 3 bits of mantissa, or to a multiple of 2^-9 below 2^-6."""
-    bits = single.view(np.uint32)
-    # Rounding to so few bits asks of the lower half of a float32 only whether it is 0, so that one
-    # look-up does for ten passes over the numbers.
-    coded: Bits = _CODES[bits >> np.uint32(15) & ~np.uint32(1) | ((bits & np.uint32(0xFFFF)) != 0)]
-    return coded
-
-
 def _e4m3_codes() -> Bits:
-    """The code of each upper half of a float32, first with a lower half of 0, then of more."""
+    """The code of each upper half of a float32, first with a lower half of 0, then of more.
+
+    Rounded to nearest even in 3 bits of mantissa, or to a multiple of 2^-9 below 2^-6.
+    """
     upper = np.arange(2**16, dtype=np.uint32) << np.uint32(16)
     bits = np.stack([upper, upper | np.uint32(1)], axis=-1).ravel()
     single = bits.view(np.float32)

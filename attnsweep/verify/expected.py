@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
-from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
+from attnsweep.core.ops import BACKWARD
 from attnsweep.verify import backward, encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.encoding import stored
@@ -110,8 +110,3 @@ class ExpectedCase:
         inputs = verify_inputs.make_inputs(case, seed)
         rows = reference.sampled_rows(case.problem, seed, flops=0)
         return cls(inputs, rows, reference.exact_rows(inputs, case.problem, rows, (1, -1)))
-
-
-def sign_bits(dtype: str) -> int:
-    """The sign bits of a word of four bytes."""
-    return {1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[dtype]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -127,7 +128,8 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
         shape = problem.shape_of(name)
         # Not whole rows, so that no row of a head is one of another.
         step = rows * shape[3] + 8 * (number + 1)
-        pool = np.empty(Windows.pool_size(shape, step), to_bits(np.empty(0), problem.dtype).dtype)
+        size = math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
+        pool = np.empty(size, to_bits(np.empty(0), problem.dtype).dtype)
 
         def one(begin: int, rng: np.random.Generator, into: Bits = pool) -> None:
             part = into[begin : begin + _PART]

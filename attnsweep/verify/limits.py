@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,6 +25,7 @@ from attnsweep.verify.measures import (
     apart,
     by_chance,
     fitted_scale,
+    largest,
     measures,
     more_near_zero,
 )
@@ -199,7 +200,9 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     ways = [EXACT, rounded, replace(rounded, from_first=True)]
     if hard and rounds_scores:
         ways.append(replace(rounded, in_log2=True))
-    if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
+    # `scale` is measured of small cases, and not as what rounding costs.
+    tilts = problem.scaled or (in_all <= _LIMIT_ROWS[1] and not rounds_scores)
+    if case.inputs == "normal" and tilts:
         ways.append(replace(EXACT, tilted=True))
     while rows_seen < wanted or seed < _draws(case):
         inputs = make_inputs(case, 1000 + seed, windows=windows)
@@ -214,15 +217,10 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
             # It counts only where few weights do that the largest is rounded too.
             row = one.row if hard or problem.scaled or out is outs[0] else 0.0
             found.append(replace(one, row=row, gain=gain, scale=scale))
-        found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
+        found = [largest(found)]
         yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
-
-
-def _takes_scale(problem: Problem, rows: int, rounds_scores: int) -> bool:
-    """Whether `scale` is measured, which it is of small cases, and not as what rounding costs."""
-    return problem.scaled or (rows <= _LIMIT_ROWS[1] and not rounds_scores)
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -55,6 +56,12 @@ class Measures:
         """
         pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
         return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
+
+
+def largest(every: Iterable[Measures]) -> Measures:
+    """The largest of each measure."""
+    each = [*every]
+    return Measures(*(max(getattr(one, f.name) for one in each) for f in fields(Measures)))
 
 
 def more_near_zero(times: Measures, head_dim: int) -> Measures:

@@ -12,7 +12,7 @@ from fake_gpu import FakeGpu
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Trial
 from attnsweep.regress import live
-from attnsweep.sweep import check_cards, session, start
+from attnsweep.sweep import check_cards, session
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import judge, target
 
@@ -49,7 +49,7 @@ def compiler_for(spec: Any, arch: Any, cache_dir: Path | None = None) -> FakeCom
 
 def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
     """Have commands compile nothing."""
-    for place in (start, live, check_cards, compile_tool):
+    for place in (session, live, check_cards, compile_tool):
         patch.setattr(place, "compiler_for", compiler_for)
     FakeCompiler.made.clear()
     FakeCompiler.errors.clear()
@@ -60,7 +60,7 @@ def use_gpu(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     """Have commands run on this GPU."""
     for place in (session, target, live, judge):
         patch.setattr(place, "Worker", gpu)
-    for place in (start, compile_tool):
+    for place in (session, compile_tool):
         patch.setattr(place, "installed_arch", lambda: gpu.installed)
 
 

@@ -304,7 +304,8 @@ STRIDES = {"bhsd": (32768, 4096, 64, 1), "bshd": (32768, 64, 512, 1)}  # q of PR
 def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, causal, square):
     cudnn = Cudnn()
     problem = Problem(2, 8, 2, 64, 64 if square else 128, 64, dtype, causal=causal)
-    forward, convert = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
+    way = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
+    forward, convert = way.forward, way.convert
     (graph,) = cudnn.graphs
     kind = "half" if dtype == "fp16" else "bf16"
     assert graph.types == (kind, "float", "float")
@@ -340,7 +341,7 @@ def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, c
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_cudnn_gets_v_and_o_of_their_own_head_dim(torch, layout):
     problem, cudnn = Problem.parse("(2,8/2,64x128,192/128) bf16 causal"), Cudnn()
-    forward, _ = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
+    forward = baselines_cudnn.build(torch, cudnn, problem, 77, layout).forward
     (graph,) = cudnn.graphs
     dims = {name: graph.tensors[name]["dim"] for name in "qkv"}
     assert dims == {"q": [2, 8, 64, 192], "k": [2, 2, 128, 192], "v": [2, 2, 128, 128]}
@@ -465,7 +466,7 @@ def test_a_cudnn_that_is_not_timed_is_a_reason(torch, monkeypatch, module, said)
 
 def test_a_handle_ends_with_its_call(torch):
     cudnn = Cudnn()
-    forward, _ = baselines_cudnn.build(torch, cudnn, PROBLEM, 77, "bhsd")
+    forward = baselines_cudnn.build(torch, cudnn, PROBLEM, 77, "bhsd").forward
     assert cudnn.destroyed == []
     del forward
     assert cudnn.destroyed == [cudnn.graphs[0].handle]

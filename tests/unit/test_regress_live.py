@@ -428,7 +428,7 @@ def without_launches(run):
     ("spoil", "why"),
     [
         (lambda run: shutil.rmtree(run / "cubins"), "lacks the winner's machine code"),
-        (without_launches, "recorded by an older version of attnsweep, which did not keep"),
+        (without_launches, "lacks the winner's launches"),
         (lambda run: (run / "environment.json").unlink(), "no environment.json"),
         (lambda run: edit(run / "trials.jsonl", '"ok"', '"noisy"'), "has no winner"),
         (lambda run: edit(run / "spec.yaml", "name: spec", "name: other"), "its spec is 'other'"),

@@ -17,7 +17,6 @@ from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports import html as page
-from attnsweep.reports import plots as library
 from attnsweep.reports.explain import explain
 from attnsweep.reports.html_data import best_so_far
 from attnsweep.reports.terminal import aligned, cut, wrap
@@ -217,9 +216,9 @@ def test_a_page_that_cannot_be_written_says_where(tmp_path):
 
 def test_without_the_extra_the_command_that_mends_it_is_told(monkeypatch):
     def absent(name):
-        raise library.metadata.PackageNotFoundError(name)
+        raise page.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(library.metadata, "version", absent)
+    monkeypatch.setattr(page.metadata, "version", absent)
     with pytest.raises(ToolchainError, match=r"pip install .*\[html\]'"):
         page.render(full_run())
 

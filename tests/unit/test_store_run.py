@@ -1,5 +1,4 @@
 import errno
-import gzip
 import json
 import lzma
 import os
@@ -429,7 +428,7 @@ def test_a_cubin_is_kept_under_its_name_and_nowhere_else(tmp_path: Path) -> None
     assert kept.read_bytes() == b"\x7fELF"
 
 
-# ---- reading recorded runs: what is missing, damaged, packed or of an older version ----
+# ---- reading recorded runs: what is missing, damaged or packed ----
 def test_open_run_says_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no such run"):
         open_run(tmp_path / "gone")
@@ -489,15 +488,6 @@ def test_a_plan_that_cannot_be_read_is_a_warning(tmp_path: Path, text: str) -> N
     assert "spaces.json: not" in run.warnings[0]
 
 
-def test_the_spaces_of_a_run_of_an_older_version_are_read(tmp_path: Path) -> None:
-    with Store.open(tmp_path) as store:
-        store.append(trial(1))
-    (tmp_path / "planned.json").write_text('[{"candidates": 3}]')
-    assert open_run(tmp_path).spaces == [{"candidates": 3}]
-    (tmp_path / "spaces.json").write_text('[{"candidates": 4}]')
-    assert open_run(tmp_path).spaces == [{"candidates": 4}]
-
-
 def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
     first, again = trial(32), trial(64)
     for name in ("one", "two"):
@@ -552,31 +542,11 @@ def test_a_damaged_archive_of_code_is_named(tmp_path, damage):
         read_code(tmp_path / "a.fwd.cubin.xz")
 
 
-def as_by_an_older_version(directory):
-    """Pack a run as versions before .xz did."""
-    rows = directory / "trials.jsonl"
-    (directory / "trials.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
-    rows.unlink()
-
-
-def test_a_run_that_an_older_version_packed_is_read_and_packed_anew(tmp_path):
-    with Store.open(tmp_path / "run") as store:
-        store.append(trial(32))
-    before = open_run(tmp_path / "run").trials
-    as_by_an_older_version(tmp_path / "run")
-    assert find_runs(tmp_path) == [tmp_path / "run"]
-    assert open_run(tmp_path / "run" / "trials.jsonl.gz").trials == before
-    pack(tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").glob("trials*")] == ["trials.jsonl.xz"]
-    assert open_run(tmp_path / "run").trials == before
-
-
 @pytest.mark.parametrize("damage", [b"", b"not packed", None], ids=["empty", "foreign", "cut"])
-@pytest.mark.parametrize("packing", [pack, as_by_an_older_version])
-def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage, packing):
+def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage):
     with Store.open(tmp_path) as store:
         store.append(trial(32))
-    packing(tmp_path)
+    pack(tmp_path)
     (path,) = tmp_path.glob("trials*")
     path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
     with pytest.raises(StoreError, match=re.escape(str(tmp_path))) as caught:

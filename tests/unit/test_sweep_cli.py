@@ -9,7 +9,7 @@ from fleets import TWO
 from rich.console import Console
 from samples import PROBLEM, candidate
 
-from attnsweep.reports import fleet_progress
+from attnsweep.reports import progress
 from attnsweep.reports.eta import Eta
 from attnsweep.reports.terminal import Form
 
@@ -85,7 +85,7 @@ def test_busy_cards_are_exit_code_3_with_all_of_them(attnsweep, cards, tmp_path)
     [
         (["--gpus", "2"], "'2' is no card"),
         (["--gpus", "0,0"], "names a card again"),
-        (["--gpus", "all", "--dry-run"], "--gpus needs a run, and --dry-run makes none"),
+        (["--gpus", "all", "--dry-run"], "--gpus does nothing with --dry-run"),
         (["--gpus", "all", "--shard", "3/3"], "part 3 of 3 is empty"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_with_its_reason(attnsweep, cards, words, why)
 def test_a_replay_is_refused(attnsweep, cards):
     done = attnsweep("run", "quickstart", "--gpus", "all")
     assert done.returncode == 2
-    assert "replays a recording" in done.stderr
+    assert "--gpus does nothing here: a replay" in done.stderr
 
 
 # -- progress ---------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
 def test_each_card_has_a_line(form):
     out = io.StringIO()
     console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
-    with fleet_progress.watch(console, 2, form) as observer:
+    with progress.watch(console, form, 2) as observer:
         observer.planned([3, 3])
         on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
         for each in on:

@@ -351,13 +351,12 @@ import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
 from fake_compiler import FakeCompiler
-from attnsweep.sweep import start
 from attnsweep.family.discover import discover
 from attnsweep.sweep import dask_worker as bridge, dask_cluster as cluster, session
 from attnsweep.sweep.fleet import Fleet
 from attnsweep.specs.load import load_spec
 bridge.ALIVE_S, bridge.SILENT_S = 0.3, 1.5
-start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+session.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
 place = Path({place!r})
 with cluster.connected({address!r}) as client:
     start_child = cluster.starter(client, [sys.executable, "-c", {script!r}])

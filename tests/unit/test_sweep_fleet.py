@@ -355,12 +355,11 @@ sys.path[:0] = {paths!r}
 from pathlib import Path
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
-from attnsweep.sweep import start
 from attnsweep.family.discover import discover
 from attnsweep.sweep import session
 from attnsweep.sweep.fleet import Fleet
 from attnsweep.specs.load import load_spec
-start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+session.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
 place = Path({place!r})
 cards = FakeCards(place, times={times!r}, trial_s=0.15, together=2)
 cards.on(0, fault="sleep", after=2)  # a child that works on would notice that nobody reads

@@ -195,8 +195,8 @@ def test_the_real_watcher_wakes_on_an_edit(tmp_path) -> None:
     [
         (["--watch", "--json"], "not one JSON document"),
         (["--watch", "--fresh"], "--fresh would drop them each time"),
-        (["--watch", "--dry-run"], "--dry-run makes none"),
-        (["--html", "x.html", "--dry-run"], "--html needs a run"),
+        (["--watch", "--dry-run"], "--watch do nothing with --dry-run"),
+        (["--html", "x.html", "--dry-run"], "--html do nothing with --dry-run"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(gpu, mine, options, said) -> None:

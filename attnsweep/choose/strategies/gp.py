@@ -220,7 +220,7 @@ class _Fit:
         place = _place(space.problem)
         near = sorted(
             (h for h in history if len(h.times_us) > 1),
-            key=lambda h: (_distance(_place(h.problem), place), h.run, h.problem.label),
+            key=lambda h: (math.dist(_place(h.problem), place), h.run, h.problem.label),
         )
         self._codes = _Codes(tuple(space.configs[0]))
         rows: list[Mapping[str, Value]] = []
@@ -311,10 +311,6 @@ def _place(problem: Problem) -> tuple[float, ...]:
         2.0 * problem.causal,
         {"fp16": 0.0, "bf16": 0.5, "fp32": 4.0}.get(problem.dtype, 2.0),  # FP8: twice as fast
     )
-
-
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    return math.dist(one, other)
 
 
 def _likeness(some: Floats, others: Floats) -> Floats:

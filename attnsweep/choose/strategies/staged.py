@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attnsweep.choose.strategies.simple import exhaustive
-from attnsweep.core.problem import Value
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config
 from attnsweep.family.space import Space
@@ -71,25 +70,3 @@ def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
 # Combinations of each variant that are timed as a whole. Stages in sequence take up to a tenth more
 # or less than alone (one leaves in L2 what the next reads), so the least sum may not win.
 COMBINED = 64
-
-
-def _descend(configs: Sequence[Config], choose: Callable[[str, Sequence[Value]], Value]) -> Config:
-    """One config, a parameter at a time: `choose` picks among the values that remain."""
-    for name in configs[0]:
-        values = tuple(dict.fromkeys(config[name] for config in configs))
-        if len(values) > 1:
-            value = choose(f"{name} of {values}", values)
-            configs = [config for config in configs if config[name] == value]
-    return configs[0]
-
-
-def _path(configs: Sequence[Config], config: Config) -> dict[str, Value]:
-    """The choices on the way to a config."""
-    chosen: dict[str, Value] = {}
-
-    def choose(name: str, values: Sequence[Value]) -> Value:
-        del values
-        return chosen.setdefault(name, config[name.split(" of ")[0]])
-
-    _descend(configs, choose)
-    return chosen

@@ -118,14 +118,15 @@ function baselines(box, problem) {
 function effects(box, problem) {
   const rows = (problem.effects?.parameters ?? []).filter((parameter) => parameter.values.some((value) => value.ratio !== null));
   if (!rows.length) { box.closest("figure").remove(); return null; }
+  const told = ({ value }) => String(typeof value === "boolean" ? Number(value) : value);
   const label = (row) => (row.share === null ? row.name : `${row.name}  ${Math.round(100 * row.share)} %`);
   // Names of variants are too long to stand beside each other: letters stand for them, which a line below tells.
-  const long = new Map(rows.filter((row) => row.values.some((value) => String(value.value).length > 8)).map((row) => [row.name, row.values.map((value) => String(value.value))]));
-  const said = (row, value) => (long.has(row.name) ? String.fromCharCode(97 + long.get(row.name).indexOf(String(value.value))) : String(value.value));
+  const long = new Map(rows.filter((row) => row.values.some((value) => told(value).length > 8)).map((row) => [row.name, row.values.map((value) => told(value))]));
+  const said = (row, value) => (long.has(row.name) ? String.fromCharCode(97 + long.get(row.name).indexOf(told(value))) : told(value));
   const values = rows.flatMap((row) => row.values.filter((value) => value.ratio !== null).map((value) => ({
-    ...value, who: label(row), name: row.name, full: String(value.value), said: said(row, value), of: `${value.faster} of ${value.pairs}`,
+    ...value, who: label(row), name: row.name, full: told(value), said: said(row, value), of: `${value.faster} of ${value.pairs}`,
   })));
-  const own = rows.flatMap((row) => row.values.filter((value) => value.own).slice(0, 1).map((value) => ({ who: label(row), ratio: 1, said: said(row, value) })));
+  const own = rows.flatMap((row) => row.values.filter((value) => value.value === row.reference).slice(0, 1).map((value) => ({ who: label(row), ratio: 1, said: said(row, value) })));
   const key = [...long].map(([name, names]) => `${name}: ${names.map((each, index) => `${String.fromCharCode(97 + index)} ${each}`).join(" · ")}`);
   box.after(...key.map((textContent) => Object.assign(document.createElement("p"), { className: "legend", textContent })));
   const all = [...values.map((value) => value.ratio), 1];
