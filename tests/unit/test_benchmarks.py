@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -542,3 +543,25 @@ def test_the_strict_judge_is_compared_with_the_other(module, monkeypatch, consta
         assert case["friendly"]["x_base"] == case["strict"]["x_base"] == pytest.approx(1.5)
         assert case["friendly"]["trusted_us"] is None
         assert case["strict"]["trusted_us"] == pytest.approx(1.01 * case["strict"]["time_us"])
+
+
+# ---- benchmarks/attacks.py ends with an error if an attack passes, or what is right does not ----
+
+
+@pytest.mark.parametrize("passes", [(), ("zeros",)])
+def test_an_attack_that_passes_is_named(passes, module, monkeypatch, constants, tmp_path):
+    attacks = module("attacks")
+    names = [f"attacks.kernels:{name}" for name in (*attacks.RIGHT, *attacks.ATTACKS)]
+    config = "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=4 KEY_GROUPS=1 NUM_STAGES=2 SWIZZLE=1 Q_IN_REGISTERS=1 BLOCK_ORDER=0"
+    card = FakeGpu(dict.fromkeys([config, *names], 200.0) | {"torch_flash": 300.0}, environment=H200)
+    for name in attacks.ATTACKS:
+        if name not in passes:
+            card.faults["replay", f"attacks.kernels:{name}"] = WorkerError(Status.WRONG, "a row is off")
+    use(monkeypatch, card)
+    constants(sys, argv=["attacks.py", str(file := tmp_path / "attacks.json")])
+    with pytest.raises(SystemExit, match="zeros") if passes else nullcontext():
+        attacks.main()
+    found = json.loads(file.read_text())
+    assert found["judged wrongly"] == [*passes]
+    assert {row["callable"] for row in found["rows"] if row["confirmed"]} == {*attacks.RIGHT, *passes}
+    assert len(found["rows"]) == len(attacks.RIGHT) + len(attacks.ATTACKS)
