@@ -558,7 +558,8 @@ def test_an_attack_that_passes_is_named(passes, module, monkeypatch, constants, 
         if name not in passes:
             card.faults["replay", f"attacks.kernels:{name}"] = WorkerError(Status.WRONG, "a row is off")
     use(monkeypatch, card)
-    constants(sys, argv=["attacks.py", str(file := tmp_path / "attacks.json")])
+    monkeypatch.setenv("PYTHONPATH", "")
+    constants(sys, argv=["attacks.py", str(file := tmp_path / "attacks.json")], path=[*sys.path])
     with pytest.raises(SystemExit, match="zeros") if passes else nullcontext():
         attacks.main()
     found = json.loads(file.read_text())
