@@ -25,12 +25,20 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import outline
-from attnsweep.serve.export_code import callable_of, config_of, gpu_of
+from attnsweep.serve.export_code import config_of, family_of, gpu_of
 from attnsweep.serve.held import asked_of, held_for
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import refused_by
-from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
+from attnsweep.serve.runtime.table import (
+    TABLE,
+    CompiledKernel,
+    GpuKey,
+    TunedGpu,
+    kind_of_code,
+    known,
+    read_table,
+)
 from attnsweep.store.run import open_run
 
 SDPA = "torch_"
@@ -81,14 +89,14 @@ def key_of(run: Path) -> GpuKey:
 
 def swept(run: Path) -> list[Swept]:
     """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
-    families = callable_of(discover())
+    families = discover()
     ours: dict[Problem, dict[str, float]] = {}
     theirs: dict[Problem, dict[str, float]] = {}
     for trial in open_run(run).trials:
-        if trial.status is not Status.OK or trial.time_us is None:
+        if trial.status is not Status.OK or trial.time_us is None or trial.problem.scaled:
             continue
         problem, time_us = trial.problem, trial.time_us.median
-        family = families[problem.op]
+        family = families[family_of(problem)]
         if trial.provider.startswith(SDPA):
             theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
@@ -142,11 +150,11 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
     time_us = sdpa_us if config is None else one.configs_us.get(config)
     known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
     made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
-    kind = (one.problem.head_dim, one.problem.variant, one.problem.dtype)
+    code = kind_of_code(one.problem)
     held = [
         one.configs_us[k.config]
         for k in made
-        if (k.head_dim, k.mask, k.dtype) == kind
+        if k.kind == code
         and k.config in one.configs_us
         and refused_by(k.declaration, k.values, one.problem, gpu.key.sm_count) is None
     ]

@@ -17,7 +17,7 @@ from attnsweep.core import cases  # noqa: E402
 from attnsweep.core.hardware import arch_named  # noqa: E402
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
-from attnsweep.serve import fp8 as made_of  # noqa: E402
+from attnsweep.serve.export_code import FP8_FAMILY  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 from attnsweep.verify import inputs as verify_inputs  # noqa: E402
@@ -26,7 +26,7 @@ from attnsweep.verify import limits, measures  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 NAME = "exported_fp8_for_tests"
-FAMILY = discover()[made_of.FAMILY]
+FAMILY = discover()[FP8_FAMILY]
 DEVICE = "cuda"
 
 

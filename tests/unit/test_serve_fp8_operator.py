@@ -50,7 +50,9 @@ def table(exported):
     known = made.fp8[H100]
     blocks = tuple(
         replace(
-            winner, problem=replace(winner.problem, dtype="e4m3_block"), kernel=replace(winner.kernel, scale_block=128)
+            winner,
+            problem=replace(winner.problem, dtype="e4m3_block"),
+            kernel=replace(winner.kernel, dtype="e4m3_block"),
         )
         for winner in known.winners
         if winner.problem.head_dim == 64
@@ -151,7 +153,7 @@ def test_masks_tails_and_grouped_heads(operator, driver, table, causal, seqlen, 
     known = table.fp8[H100]
     loaded = driver.modules[driver.launches[0]["function"][0]]
     kernels = [*(winner.kernel for winner in known.winners), *known.spare]
-    of_code = {(k.head_dim, k.mask) for k in kernels if table.code(k.code) == loaded}
+    of_code = {(k.head_dim, k.mask) for k in kernels if table.code(k.stages["fwd"]) == loaded}
     assert of_code == {(head_dim, "causal" if causal else "full")}
 
 
@@ -260,7 +262,7 @@ def test_a_damaged_cubin_is_an_error(operator, table, tmp_path, driver):
     operator.table = replace(table, directory=tmp_path)
     (tmp_path / CUBINS).mkdir()
     for winner in table.fp8[H100].winners:
-        (tmp_path / CUBINS / winner.kernel.code.file).write_bytes(b"x")
+        (tmp_path / CUBINS / winner.kernel.stages["fwd"].file).write_bytes(b"x")
     with pytest.raises(PackageError, match="SHA-256"):
         operator.attention(*quantised(), *scales_of("heads"))
     assert driver.modules == []

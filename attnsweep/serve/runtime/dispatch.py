@@ -24,7 +24,7 @@ from .cost_model import (
     tiling,
 )
 from .served import arch_of, beyond_limits
-from .table import CompiledKernel, TunedGpu, Winner
+from .table import CompiledKernel, TunedGpu, Winner, kind_of_code
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
@@ -198,13 +198,9 @@ def _kernels(
     """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
     kernels = [winner.kernel for winner in known]
     kernels += [kernel for winner in known for kernel, _ in winner.others]
-    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, problem)}
+    code = kind_of_code(problem)
+    made = {each.config: each for each in (*kernels, *gpu.twins) if each.kind == code}
     return sorted(made.items())
-
-
-def _made(kernel: CompiledKernel, problem: Problem) -> bool:
-    kind = (kernel.head_dim, kernel.dtype, kernel.mask)
-    return kind == (problem.head_dim, problem.dtype, problem.variant)
 
 
 def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:

@@ -14,9 +14,10 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 from attnsweep.family.launch import Launch
 
-from . import fp8_dispatch as fp8
 from . import served
+from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
+from .fp8_dispatch import choose
 from .plans import MOST_PLANS, Explanation
 from .table import GpuKey, PackageError, Table, TunedFp8Gpu
 from .torch_ops import define
@@ -35,7 +36,7 @@ class _Plan:
     launches: once the kernel is loaded.
     """
 
-    choice: fp8.Choice
+    choice: Choice
     problem: Problem
     calls: dict[str, Launch]
     tensors: dict[str, Tensor]
@@ -107,10 +108,9 @@ class Fp8Operator:
         ready, by = self._arguments(given, scale, enable_gqa)
         plan = self._plan(ready, bool(causal), by)
         _check_alignment(ready[:3])
-        gpu = self._known(plan.index)
-        return Explanation(
-            plan.choice.kernel.config, plan.choice.code, plan.choice.reason, 0.0, gpu.key.label
-        )
+        choice, gpu = plan.choice, self._known(plan.index)
+        config = choice.kernel.config if choice.kernel is not None else None
+        return Explanation(config, choice.code, choice.reason, 0.0, gpu.key.label)
 
     def counters(self) -> dict[str, int]:
         """Calls so far: `kernel_fp8`, absent before the first one."""
@@ -182,7 +182,7 @@ class Fp8Operator:
         if plan.index not in self._devices:
             cuda = self._cuda or cuda_driver()
             self._devices[plan.index] = Device(self.table, cuda, plan.index)
-        stages = {"fwd": plan.choice.kernel.code}
+        stages = plan.choice.kernel.stages if plan.choice.kernel is not None else {}
         names = ("q", "k", "v", "o", *_SCALES)
         return self._devices[plan.index].launches(plan.calls, stages, plan.tensors, names)
 
@@ -200,9 +200,10 @@ class Fp8Operator:
                 if tensor.numel() >= 2**31:
                     raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
             index = tensors[0].get_device()
-            choice = fp8.choose(self._known(index), problem)
-            if isinstance(choice, str):
-                raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
+            choice = choose(self._known(index), problem)
+            if choice.kernel is None:
+                why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
+                raise PackageError(why)
             calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
             plan = _Plan(choice, problem, calls, tensors_of(problem), index)
             if len(self._plans) >= MOST_PLANS:
@@ -297,17 +298,17 @@ def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> Any
             raise TypeError(f"{name} is {scale.dtype}: a scale is torch.float32")
         shape = tuple(scale.shape)
         if shape in ((), (1,)):
-            kinds.add(fp8.TENSOR)
+            kinds.add("e4m3_tensor")
         elif shape == of_heads:
-            kinds.add(fp8.HEADS)
+            kinds.add("e4m3")
         elif shape == of_blocks and name != "q_scale":
-            kinds.add(fp8.BLOCK)
+            kinds.add("e4m3_block")
         else:
             wanted = f"of one element or {of_heads}, (batch, heads_kv)"
             if name != "q_scale":
                 wanted += f", or {of_blocks}, one of each 128 keys"
             raise ValueError(f"{name} is {shape}, and takes float32 {wanted}")
-    return next(kind for kind in (fp8.BLOCK, fp8.HEADS, fp8.TENSOR) if kind in kinds)
+    return next(kind for kind in ("e4m3_block", "e4m3", "e4m3_tensor") if kind in kinds)
 
 
 def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
@@ -324,7 +325,7 @@ def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
 def _spread(scales: list[torch.Tensor], problem: Problem) -> tuple[torch.Tensor, ...]:
     """Scales as a kernel reads them; of those that lie so already nothing is copied."""
     wanted = [problem.shape_of(name) for name in _SCALES]
-    if problem.dtype == fp8.TENSOR:  # one launch for the three
+    if problem.dtype == "e4m3_tensor":  # one launch for the three
         return tuple(torch.stack([each.reshape(()).expand(wanted[0]) for each in scales]))
     made = []
     for scale, sizes in zip(scales, wanted, strict=True):
