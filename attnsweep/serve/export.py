@@ -6,10 +6,13 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import keyword
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,7 +31,6 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.family import Config, Family
-from attnsweep.serve import target
 from attnsweep.serve.export_code import (
     BACKWARD_FAMILY,
     FAMILY,
@@ -113,7 +115,7 @@ def export(
     ToolchainError or CompileError.
     """
     called = package_name(out, name)
-    target.check(out)
+    _check_target(out)
     selected = _selected(directories, families, slower)
     notes: list[str] = []
     in_all, done = len(selected.codes), itertools.count()
@@ -134,7 +136,7 @@ def export(
         if given is None:
             compiler.close()
     contents = _contents(called, table_text(table), files)
-    target.write(out, contents)
+    _write(out, contents)
     return Exported(
         out,
         called,
@@ -461,9 +463,7 @@ def _by_gpu(winners: Iterable[Chosen]) -> dict[GpuKey, list[Chosen]]:
 
 def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, bytes]:
     """Every file of the project by its path."""
-    project = _PROJECT.format(
-        mark=target.MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE
-    )
+    project = _PROJECT.format(mark=MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE)
     inside = {path: data.encode() for path, data in sources(name).items()}
     inside |= {TABLE: table.encode(), "py.typed": b""}
     inside |= {f"{CUBINS}/{file}": data for file, data in cubins.items()}
@@ -503,3 +503,67 @@ packages = ["{name}", "{name}.core", "{name}.family"]
 [tool.setuptools.package-data]
 {name} = ["{table}", "py.typed", "kernels/*.py", "{cubins}/*.cubin"]
 """
+
+
+# ---- the directory ----
+MARK = "# Written by attnsweep export."
+"""The first line of a project that an export may replace."""
+_PROJECT_FILE = "pyproject.toml"
+_HINT = "choose an empty or a new directory with --out"
+
+
+def _check_target(out: Path) -> None:
+    """Raise StoreError unless `out` can be written: absent, empty, or an earlier export.
+
+    An export takes minutes, so the system is asked to make a directory there, which is removed.
+    """
+    whole = out.resolve()
+    try:
+        if whole == Path.cwd() or whole in Path.cwd().parents:
+            raise StoreError("the working directory is in it", where=str(out), hint=_HINT)
+        if whole.exists():
+            _check_replaceable(whole, out)
+        missing = [path for path in (whole, *whole.parents) if not path.exists()]
+        probe = missing[-1] if missing[1:] else _aside(whole, "tmp")
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        hint = "choose another --out, in a directory that can be written"
+        what = f"cannot be written: {error.strerror}"
+        raise StoreError(what, where=str(out), hint=hint) from error
+
+
+def _check_replaceable(whole: Path, out: Path) -> None:
+    if not whole.is_dir():
+        raise StoreError("is not a directory", where=str(out), hint="choose another --out")
+    names = {path.name for path in whole.iterdir()}
+    project = whole / _PROJECT_FILE
+    earlier = project.name in names and project.read_bytes().startswith(MARK.encode())
+    if names and not earlier:
+        what = "there are files, and they are no earlier export"
+        raise StoreError(what, where=str(out), hint=_HINT)
+
+
+def _write(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Write all files next to `out`, then put them in its place. Raises StoreError."""
+    whole = out.resolve()
+    aside, old = _aside(whole, "tmp"), _aside(whole, "old")
+    try:
+        for path, data in contents.items():
+            (aside / path).parent.mkdir(parents=True, exist_ok=True)
+            (aside / path).write_bytes(data)
+        if whole.exists():
+            whole.rename(old)
+        aside.rename(whole)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if old.exists() and not whole.exists():
+                old.rename(whole)
+        raise StoreError(f"cannot be written: {error.strerror}", where=str(out)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(whole: Path, end: str) -> Path:
+    return whole.with_name(f".{whole.name}.{secrets.token_hex(4)}.{end}")

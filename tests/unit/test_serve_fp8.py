@@ -20,8 +20,8 @@ from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
 from attnsweep.serve.export_code import FP8_FAMILY
 from attnsweep.serve.held import spares
-from attnsweep.serve.runtime import fp8_dispatch as fp8
 from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.dispatch import choose_fp8
 from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
 from attnsweep.store import run as store_run
 
@@ -130,21 +130,21 @@ def refused(kernel, shape):
 
 def test_a_tuned_shape_gets_its_winner(known):
     for winner in known.winners:
-        choice = fp8.choose(known, winner.problem)
+        choice = choose_fp8(known, winner.problem)
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
         # Scales of heads go to the same machine code.
-        choice = fp8.choose(known, replace(winner.problem, dtype="e4m3"))
+        choice = choose_fp8(known, replace(winner.problem, dtype="e4m3"))
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
 
 
 def test_another_shape_gets_the_nearest_winner_that_may_run_there(known):
-    choice = fp8.choose(known, shape(4, 16, 3500, 128))
+    choice = choose_fp8(known, shape(4, 16, 3500, 128))
     assert choice.code == "near"
     assert "(4,16,4096,128) e4m3_tensor full" in choice.reason
     assert refused(choice.kernel, shape(4, 16, 3500, 128)) is None
     # The winners' blocks take turns, which needs more tiles than this shape has.
     few = shape(1, 16, 1024, 128)
-    choice = fp8.choose(known, few)
+    choice = choose_fp8(known, few)
     assert (choice.code, choice.kernel.values.PERSISTENT) == ("spare", 0)
 
 
@@ -164,7 +164,7 @@ def test_every_shape_of_a_tuned_kind_is_served(known, batch, heads_kv, group, le
     q, k = lengths
     sizes = (batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim)
     one = Problem(*sizes, "e4m3", causal=causal)
-    choice = fp8.choose(known, one)
+    choice = choose_fp8(known, one)
     assert choice.kernel is not None, choice.reason
     alike = [w.kernel for w in known.winners if w.kernel.head_dim == head_dim]
     broken = [refused(kernel, one) for kernel in alike if kernel.mask == one.mask.kind]
@@ -173,7 +173,7 @@ def test_every_shape_of_a_tuned_kind_is_served(known, batch, heads_kv, group, le
 
 def test_a_kind_that_was_not_tuned_has_no_kernel(known):
     for one in (shape(4, 16, 4096, 256), shape(4, 16, 4096, 128, "e4m3_block"), shape(4, 16, 4096, 96)):
-        choice, said = fp8.choose(known, one), fp8.choose(known, one).reason
+        choice, said = choose_fp8(known, one), choose_fp8(known, one).reason
         assert choice.kernel is None
         assert said.startswith(f"no FP8 shape with head_dim {one.head_dim}, full, scales of ")
         assert "head_dim 128, causal, scales of tensors or heads" in said

@@ -15,9 +15,8 @@ from attnsweep.core.problem import SCALE_BLOCK, Problem
 from attnsweep.family.launch import Launch
 
 from . import served
-from .dispatch import Choice
+from .dispatch import Choice, choose_fp8
 from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
-from .fp8_dispatch import choose
 from .plans import MOST_PLANS, Explanation
 from .table import GpuKey, PackageError, Table, TunedFp8Gpu
 from .torch_ops import define
@@ -200,7 +199,7 @@ class Fp8Operator:
                 if tensor.numel() >= 2**31:
                     raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
             index = tensors[0].get_device()
-            choice = choose(self._known(index), problem)
+            choice = choose_fp8(self._known(index), problem)
             if choice.kernel is None:
                 why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
                 raise PackageError(why)

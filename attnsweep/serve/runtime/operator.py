@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .arguments import Call, autocast, never, number, plain, records_gradients
-from .backward_operator import BackwardOperator
-from .call_cache import Seen, transformed
+from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
+from .call_cache import MaskList, MaskLists, Seen, transformed
 from .changed_scores import checked
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
@@ -21,10 +21,7 @@ from .gradients import (
     Gradient,
     with_gradient,
 )
-from .interval_gradients import IntervalGradient, key_ranges
 from .intervals import by_pytorch, scanned, understood
-from .mask_lists import MaskList, MaskLists
-from .model_masks import LazyMask
 from .packed import CuSeqlens
 from .planner import Planner
 from .plans import (
@@ -40,6 +37,7 @@ from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
 from .traced import Traced, default_scale
+from .transformers_hook import LazyMask
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -127,7 +125,7 @@ class Operator:
         """A call with a mask or limits, or None, which is counted, if no kernel serves it.
 
         keep: whether what a scan makes of its mask is used again while that is unchanged: see
-        mask_lists.
+        MaskLists.
         """
         query, key, value, mask, *_ = call
         dtype = getattr(mask, "dtype", None)

@@ -15,10 +15,10 @@ from . import transformers_hook
 from .about import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, open_package
+from .packed import VarlenOperator
 from .plans import Explanation
 from .sdpa_patch import InPlace, Routing, Switched, flash_allowed, pytorchs, sdpa
 from .table import PackageError
-from .varlen_operator import VarlenOperator
 
 # In attnsweep itself this file is a module of the package.
 _name = __name__.removesuffix(".serve.runtime.package")

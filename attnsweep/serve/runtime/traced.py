@@ -12,10 +12,10 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 from attnsweep.core.scores import Scores
 
-from . import gradients, interval_gradients
+from . import backward_operator, gradients
 from .arguments import Call, never, plain, records_gradients, sized, taken_for
+from .backward_operator import IntervalGradients, key_ranges
 from .gradients import like
-from .interval_gradients import IntervalGradients, key_ranges
 from .intervals import by_pytorch, forms
 from .planner import choice_of, why_unserved
 from .sdpa_patch import pytorchs, sdpa
@@ -38,8 +38,8 @@ class Traced:
         self.ops: Any = SimpleNamespace(**made)
         own = gradients.of_operator(operator, self.ops.backward)
         differentiate(library, "forward_lse", gradients.save_for_backward, own)
-        own = interval_gradients.of_operator(self.ops.backward_intervals)
-        saves = interval_gradients.save_for_backward
+        own = backward_operator.of_operator(self.ops.backward_intervals)
+        saves = backward_operator.save_for_backward
         differentiate(library, "forward_intervals_lse", saves, own)
 
     # ---- calls ----
