@@ -98,6 +98,7 @@ class SweepSpec:
         places = {"recording": self.recording, "kernel_dir": self.kernel_dir}
         base = None if relative_to is None else relative_to.resolve()
         usual = first_spaces(self.kernels)
+        required = {name: [*comparisons] for name, comparisons in self.require.items()}
         data = {
             "name": self.name,
             "device": self.device,
@@ -123,15 +124,11 @@ class SweepSpec:
                 section: Flow(getattr(self, section).model_dump())
                 for section in ("search", "measure", "limits")
             },
-            **({"require": _required(self.require)} if self.require else {}),
+            **({"require": Flow(required)} if required else {}),
             "check": Flow(self.check.model_dump()),
             **({"unserved": [Flow(dict(c)) for c in self.unserved]} if self.unserved else {}),
         }
         return dump(data)
-
-
-def _required(required: Requirements) -> Flow:
-    return Flow({name: [*comparisons] for name, comparisons in required.items()})
 
 
 def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:

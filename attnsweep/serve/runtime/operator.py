@@ -6,7 +6,6 @@ import logging
 import os
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,22 +16,11 @@ from .call_cache import MaskList, MaskLists, Seen, transformed
 from .changed_scores import checked
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
-from .gradients import (
-    Gradient,
-    with_gradient,
-)
+from .gradients import Gradient, with_gradient
 from .intervals import by_pytorch, scanned, understood
 from .packed import CuSeqlens
 from .planner import Planner
-from .plans import (
-    FORKED,
-    MOST_PLANS,
-    SUBCLASS,
-    TRANSFORMED,
-    UNALIGNED,
-    Explanation,
-    Plan,
-)
+from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
@@ -615,10 +603,3 @@ def _kind_of(mask: Any) -> Any:
 
 def _raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def open_package(directory: Path, namespace: str) -> Operator:
-    """The operator of a package's directory. Raises PackageError."""
-    from .table import read_table
-
-    return Operator(read_table(directory), namespace)
