@@ -8,7 +8,6 @@ stands in for; its times say what a choice costs.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +69,7 @@ class Judged:
     config: str | None
     regret: float | None
     gain: float | None
-    served: float | None
+    served: float
     expected_gain: float
     reason: str
 
@@ -212,41 +211,29 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
             where="the held-out runs",
             hint="sweep shapes that were not tuned, with baselines: [torch_flash, torch_cudnn]",
         )
-    regrets = [row.regret for row in known if row.regret is not None]
-    gains = [row.gain for row in known if row.gain is not None]
-    served = [row.served for row in known if row.served is not None]
-    errors = [abs(row.expected_gain / row.gain - 1) for row in known if row.config and row.gain]
+    kernels = [row for row in known if row.config is not None]
+    errors = [abs(row.expected_gain / row.gain - 1) for row in kernels if row.gain]
     codes = Counter(row.code for row in rows)
     return {
         "shapes": len(rows),
         "not_timed": len(rows) - len(known),
         "codes": dict(sorted(codes.items())),
         "to_sdpa": sum(row.config is None for row in rows),
-        "regret": _three(regrets),
-        "regret_of_the_best_held": _three(served),
-        "gain": _two(gains),
+        **_of(known),
+        "regret_of_the_best_held": _three([row.served for row in known]),
         "expected_gain_error": _three(errors or [0.0]),
-        "of_kernels": _of_kernels([row for row in known if row.config is not None]),
-        "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
+        "of_kernels": {"timed": len(kernels)} | (_of(kernels) if kernels else {}),
+        "slower_than_sdpa_by_3_percent": sum((row.gain or 0) < SLOWER for row in known),
     }
 
 
-def _of_kernels(rows: Sequence[Judged]) -> dict[str, Any]:
-    """The same of timed choices that are kernels; no regret and gain if there are none."""
-    if not rows:
-        return {"timed": 0}
-    regrets = [row.regret for row in rows if row.regret is not None]
-    gains = [row.gain for row in rows if row.gain is not None]
-    return {"timed": len(rows), "regret": _three(regrets), "gain": _two(gains)}
+def _of(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Regrets and gains of timed choices."""
+    gains = np.array([row.gain for row in rows])
+    two = {"median": round(float(np.median(gains)), 4), "least": round(float(gains.min()), 4)}
+    return {"regret": _three([row.regret for row in rows]), "gain": two}
 
 
-def _two(gains: Sequence[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)}
-
-
-def _three(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 4),
-        "p95": round(float(np.quantile(values, 0.95)), 4),
-        "worst": round(max(values), 4),
-    }
+def _three(values: Sequence[float | None]) -> dict[str, float]:
+    quantiles = zip(("median", "p95", "worst"), (0.5, 0.95, 1.0), strict=True)
+    return {name: round(float(np.quantile(np.array(values), at)), 4) for name, at in quantiles}
