@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnsweep.core.layouts import Packed
-from attnsweep.core.masks import Interval
-from attnsweep.core.scores import Scores
-
-from .arguments import DTYPES, PLAIN, Call, never, number, records_gradients
+from .arguments import DTYPES, Call, never, number, records_gradients
 from .changed_scores import checked, composed
 from .dispatch import Choice
 from .gradients import like
@@ -70,23 +66,6 @@ def understood(
         raise ValueError(f"packed tensors are (tokens, heads, head_dim), not {sizes}")
     left, right = sides(window)
     return left, 0 if causal else right
-
-
-def form(window: Window, cu_seqlens: CuSeqlens, scores: Scores) -> tuple[Any, ...]:
-    """Mask, layout and scores of a call's problem.
-
-    The device alone knows how long each sequence is: they count as equally long.
-    """
-    return Interval(*window), Packed(cu_seqlens.sequences, 100), scores
-
-
-def unserved(cu_seqlens: CuSeqlens, gradients: bool) -> Choice | None:
-    """Why no kernel serves a call with packed sequences, or None."""
-    if gradients:
-        return Choice(None, "packed", "packed sequences are given, and gradients are recorded")
-    if not all(type(each) in PLAIN for each in cu_seqlens):
-        return Choice(None, "subclass", "cu_seqlens are no plain tensors")
-    return None
 
 
 def by_pytorch(
