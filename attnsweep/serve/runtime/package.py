@@ -24,7 +24,7 @@ from .table import PackageError, read_table
 _name = __name__.removesuffix(".serve.runtime.package")
 _operator = Operator(read_table(Path(__file__).parent), _name)
 _varlen = VarlenOperator(_operator)
-_fp8 = Fp8Operator(_operator.table, _operator.library)
+_fp8 = Fp8Operator(_operator)
 # Looked up once: each is asked in every call.
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
 _is_grad_enabled, _counts, _SHORT = torch.is_grad_enabled, _operator.counts, SHORT.code
