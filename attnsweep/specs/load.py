@@ -257,7 +257,9 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
         for problem in entry.expand():
             names = entry.kernels or first_spaces(file.kernels)
             chosen.setdefault(problem, set()).update(names)
-            twice = _twice([n for n in file.kernels if n in chosen[problem]], file)
+            named = [n for n in file.kernels if n in chosen[problem]]
+            families = [file.kernels[name].family or name for name in named]
+            twice = next((family for family in families if families.count(family) > 1), None)
             if twice:
                 what = f"{problem.label} gets two spaces of {twice}"
                 hint = "name one of them under its `kernels`"
@@ -278,12 +280,6 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
         )
         for problem, names in chosen.items()
     )
-
-
-def _twice(names: Sequence[str], file: SpecFile) -> str | None:
-    """A family that has two of these spaces."""
-    families = [file.kernels[name].family or name for name in names]
-    return next((family for family in families if families.count(family) > 1), None)
 
 
 def first_spaces(kernels: Mapping[str, KernelSpec] | Mapping[str, Selection]) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def read_shapes(
         words.clear()
 
     for argument in arguments:
-        if _is_file(argument):
+        if argument.lower().endswith((".csv", ".tsv")):
             found += written()
             found += read_csv(Path(argument), dtype=dtype, causal=causal, padding=padding)
         else:
@@ -197,10 +197,6 @@ class _Shape:
             return Problem.of({**sizes, "dtype": own} | facts)
 
 
-def _is_file(argument: str) -> bool:
-    return argument.lower().endswith((".csv", ".tsv"))
-
-
 def _words(text: str) -> list[str]:
     """The words of a text; one space or none around a comma or an equals sign is the same.
 
@@ -243,10 +239,15 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
                     f"{' '.join(apart)!r}: the numbers of a shape stand together",
                     hint=f"write commas and no spaces: {','.join(apart[:4])}",
                 )
-            shapes.append(_positional(bare))
+            with _placed(repr(bare)):
+                shapes.append(_of_cells(bare.split(",")))
+            shapes[-1].words.append(bare)
             continue
         else:
-            raise _unknown(bare)
+            close = closest(bare, [*DTYPE_BYTES, *_MASK_WORDS])
+            guess = f"did you mean {close!r}? " if close else ""
+            hint = f"{guess}write {_EXAMPLES}, or a file .csv"
+            raise ProblemError(f"{bare!r} is no shape", hint=hint)
         for piece, (of, text) in zip(pieces, given, strict=True):
             if not shapes and of in _OF_SHAPE:
                 raise ProblemError(
@@ -269,13 +270,6 @@ def _bracketed(word: str) -> str:
     """`window:512:0` as it is written: `window(512,0)`."""
     name, colon, values = word.lower().partition(":")
     return f"{name}({values.replace(':', ',')})" if colon else name
-
-
-def _positional(word: str) -> _Shape:
-    with _placed(repr(word)):
-        shape = _of_cells(word.split(","))
-    shape.words.append(word)
-    return shape
 
 
 def _of_cells(cells: Sequence[str]) -> _Shape:
@@ -328,13 +322,6 @@ def _nearest(name: str) -> str:
     parts = ", ".join(f"{short} ({of})" for short, of in _KEYS.items())
     guess = f"did you mean {shown or close[0]!r}? " if close else ""
     return f"{guess}there are: {parts}, dtype, causal"
-
-
-def _unknown(word: str) -> ProblemError:
-    known = [*DTYPE_BYTES, *_MASK_WORDS]
-    close = closest(word, known)
-    guess = f"did you mean {close!r}? " if close else ""
-    return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
 
 
 def _sizes(texts: Mapping[str, str]) -> dict[str, int]:

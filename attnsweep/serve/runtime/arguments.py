@@ -62,13 +62,9 @@ def plain(query: Any, key: Any, value: Any) -> bool:
     return type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
 
 
-def never(attn_mask: Any, dropout_p: float) -> Choice | None:
+def dropped(dropout_p: float) -> Choice | None:
     """Why no kernel serves a call, whatever its tensors are."""
-    if attn_mask is not None:
-        return Choice(None, "mask", "attn_mask is given")
-    if dropout_p != 0.0:
-        return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
-    return None
+    return Choice(None, "dropout", f"dropout_p is {dropout_p:g}") if dropout_p != 0.0 else None
 
 
 def taken_for(

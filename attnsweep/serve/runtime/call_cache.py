@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .arguments import PLAIN as _PLAIN
 from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
 
 # What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype, device,
@@ -19,7 +20,6 @@ _is_grad_enabled, _modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_s
 _is_tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Kinds of calls of the same sizes that are told from each other: by strides and gradients, say.
 _MOST_ALIKE = 4
 # Sizes that are remembered. More are met only by calls whose sizes keep changing.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .arguments import Call, autocast, never, number, plain, records_gradients
+from .arguments import Call, autocast, dropped, number, plain, records_gradients
 from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
 from .call_cache import MaskList, MaskLists, Seen, transformed
 from .changed_scores import checked
@@ -290,7 +290,7 @@ class Operator:
             if out is not None:
                 return out
         elif dropout_p != 0.0:
-            choice = never(None, dropout_p)
+            choice = dropped(dropout_p)
         elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
             if not seen.calls:
                 choice = seen.choice
@@ -351,7 +351,7 @@ class Operator:
         out: torch.Tensor | None = None
         if _is_compiling():
             out = self.traced.masked(call)
-        elif choice := never(None, dropout_p):
+        elif choice := dropped(dropout_p):
             self.fell_back(choice)
         else:
             out = self.masked(call, keep)
@@ -378,7 +378,7 @@ class Operator:
         scale = number(scale)
         asked = (attn_mask, is_causal or causal, tuple(limits), softcap, sinks)
         mask, is_causal, diagonals, cap, sinks = understood(query, key, *asked)
-        choice = never(None, dropout_p)
+        choice = dropped(dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
         if choice is not None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import DTYPES, Call, never, number, records_gradients
+from .arguments import DTYPES, Call, dropped, number, records_gradients
 from .changed_scores import checked, composed
 from .dispatch import Choice
 from .gradients import like
@@ -148,7 +148,7 @@ class VarlenOperator:
                 how: Any = (*cu_seqlens, *window, by, *changes, *longest)
                 compiled: torch.Tensor = self._forward(query, key, value, *how)
                 return compiled
-        elif choice := never(None, dropout_p):
+        elif choice := dropped(dropout_p):
             self._operator.fell_back(choice)
         else:
             how = (cu_seqlens, window, scale, *changes, cache)
@@ -163,7 +163,7 @@ class VarlenOperator:
         query, key, value = self._operator.cast(*given[:3])
         cu_seqlens = CuSeqlens(*given[3:])
         window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
-        choice: Choice | None = never(None, dropout_p)
+        choice: Choice | None = dropped(dropout_p)
         if choice is None:
             how: Any = (cu_seqlens, False, scale, True, window, *changes)
             choice = self._operator.masked_plan(Call(*as_one(query, key, value), *how)).choice

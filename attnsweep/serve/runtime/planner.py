@@ -184,7 +184,8 @@ class Planner:
         if not made.keys() <= kernel.stages.keys():
             return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
         calls = {name: launch for name, launch in made.items() if not launch.once}
-        shared = served.of_masks(made)
+        once = (launch.args for launch in made.values() if launch.once)
+        shared = {arg for args in once for arg in args if isinstance(arg, str)}  # of a mask's scan
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)

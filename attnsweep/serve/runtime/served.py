@@ -155,9 +155,3 @@ def workspaces(declaration: Any, config: Config, problem: Problem) -> Mapping[st
         *rows_of(declaration, config, problem)
     )
     return {name: size // 4 for name, size in sizes.items() if name != "lse"}
-
-
-def of_masks(made: Mapping[str, Launch]) -> set[str]:
-    """Names of the buffers that the launches which scan a mask read and write."""
-    once = (launch.args for launch in made.values() if launch.once)
-    return {arg for args in once for arg in args if isinstance(arg, str)}

@@ -12,7 +12,7 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import backward_operator, gradients
-from .arguments import Call, never, plain, records_gradients, sized
+from .arguments import Call, plain, records_gradients, sized
 from .backward_operator import IntervalGradients, key_ranges
 from .gradients import like
 from .intervals import by_pytorch
@@ -52,7 +52,7 @@ class Traced:
             how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
             out = self.masked(Call(query, key, value, *how))
         elif (
-            not never(None, dropout_p)
+            not dropout_p
             and plain(*given)
             and not self._planner.unserved(*given, is_causal, scale, enable_gqa)
             and self._planner.is_known(query.device.index or 0)
