@@ -205,7 +205,7 @@ class BackwardOperator:
                 return self._run(plan, grad, saved, ranges)
         query, key, value, out, lse = saved
         try:
-            spaces = [query.new_empty(count, dtype=torch.float32) for count in plan.floats]
+            spaces = _spaces(query, plan.floats)
         except torch.OutOfMemoryError:  # PyTorch's own may do with less
             return None
         made = (_empty_like(query), _empty_like(key), _empty_like(value))
@@ -226,6 +226,10 @@ class BackwardOperator:
             operator.gave_up(plan, error)
             return None
         return made
+
+
+def _spaces(query: torch.Tensor, floats: tuple[int, ...]) -> list[torch.Tensor]:
+    return [query.new_empty(count, dtype=torch.float32) for count in floats]
 
 
 class IntervalGradients:
