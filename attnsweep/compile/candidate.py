@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from attnsweep.compile.cubin import check_arguments, resources, why_not, with_instructions
@@ -28,13 +27,10 @@ from attnsweep.specs.load import SweepSpec
 _LOG_LENGTH = 4000
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
+# The template without a body, whose launches show what launching costs.
+_EMPTY_SOURCE = "kernels/common/empty.cu"
 # Most bytes of workspace on short turns, beside those of the timed problem.
 _TURNS_BYTES = 2**28
-
-
-def empty_kernel() -> Path:
-    """The template without a body, whose launches show what launching costs."""
-    return shipped("kernels") / "common" / "empty.cu"
 
 
 @dataclass
@@ -77,18 +73,8 @@ class Build:
             )
             for name, launch in launches.items()
         )
-        return cls(
-            kernel,
-            config,
-            problem,
-            compiler.arch,
-            schedule,
-            launches,
-            keys,
-            compiler,
-            workspace_limit,
-            variant or {},
-        )
+        made = (compiler.arch, schedule, launches, keys, compiler, workspace_limit, variant or {})
+        return cls(kernel, config, problem, *made)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -100,7 +86,7 @@ class Build:
         for name, launch in self.launches.items():
             defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
             self.futures[name] = self.compiler.submit(self.kernel.source, defines)
-        self.futures[_EMPTY] = self.compiler.submit(empty_kernel(), {})
+        self.futures[_EMPTY] = self.compiler.submit(shipped(_EMPTY_SOURCE), {})
 
     @property
     def ready(self) -> bool:
@@ -165,7 +151,7 @@ class Build:
             schedule.streams,
             schedule.eager,
             chains=chains and not schedule.eager,
-            lse=schedule.whole and self.kernel.writes_lse(self.config),
+            lse=schedule.whole and bool(self.kernel.lse and self.config[self.kernel.lse]),
             turned=self.kernel.turned,
         )
 

@@ -107,16 +107,12 @@ def compiler_warnings(log: str) -> list[str]:
     return [f"{code}: {text.strip()}" for code, text in _WARNING.findall(log)]
 
 
-def blocks_per_sm(arch: Arch, registers: int, threads: int, smem_bytes: int) -> int:
-    """Resident blocks of one SM, as the driver's occupancy calculator counts them."""
-    return residency(arch, registers, threads, smem_bytes)[0]
-
-
 def residency(arch: Arch, registers: int, threads: int, smem_bytes: int) -> tuple[int, str]:
     """Resident blocks of one SM, and the resource that limits them, such as `shared memory`.
 
-    A warp takes registers in units of 256, and each of an SM's four sub-partitions has its own. A
-    block takes shared memory in units of 128 bytes, plus what the driver reserves for it.
+    As the driver's occupancy calculator counts them: a warp takes registers in units of 256, and
+    each of an SM's four sub-partitions has its own. A block takes shared memory in units of 128
+    bytes, plus what the driver reserves for it.
     """
     if threads > arch.max_threads_per_block or smem_bytes > arch.smem_per_block:
         return 0, "threads" if threads > arch.max_threads_per_block else "shared memory"

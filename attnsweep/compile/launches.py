@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem, Value
@@ -40,10 +40,6 @@ class LaunchPlan:
     """Whether a call writes the log-sum-exp of every row, float32, to the workspace `lse`."""
     turned: bool = False
     """Whether its tensors lie as (batch, seqlen, heads, head_dim): see Family.order."""
-
-    def chained_launch(self) -> Launch:
-        """The first launch as chained calls issue it; only if `chains`."""
-        return replace(self.stages[0].launch, programmatic=True)
 
 
 @dataclass(frozen=True, slots=True)

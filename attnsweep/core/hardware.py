@@ -42,8 +42,8 @@ class Arch:
         """Blocks per SM to plan for before compiling, at least 1.
 
         registers: registers that a thread needs to run without spills, as the declaration estimates
-        them. The compiled code must reach at least this many blocks, as build.cubin.blocks_per_sm
-        counts them.
+        them. The compiled code must reach at least this many blocks, as
+        compile.cubin.residency counts them.
         """
         # Each quarter of an SM allots registers to whole warps.
         warps = 4 * (self.registers_per_sm // 4 // (32 * min(registers, 255)))

@@ -65,13 +65,9 @@ class Padded:
         return int(self.side == "left"), self.least, self.seed
 
     @property
-    def _values(self) -> list[Any]:
-        return [self.side, self.least, *([self.seed] if self.seed else [])]
-
-    @property
     def label(self) -> str:
         """` padded(right,40)`; with the seed after it if it is not 0."""
-        return f" padded({','.join(map(str, self._values))})"
+        return f" padded({self.side},{self.least}{f',{self.seed}' if self.seed else ''})"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -85,10 +81,7 @@ class Padded:
     @classmethod
     def parse(cls, text: str) -> Padded:
         """The layout of a label, or of `right,40`. Raises ProblemError for any other text."""
-        match = _PADDED.fullmatch(text.strip())
-        if match is None or (text.strip()[:1] == "p") != text.strip().endswith(")"):
-            raise ProblemError(f"{text!r} is not a padding", hint=_HINT)
-        side, least, seed = match.groups()
+        side, least, seed = _read(_PADDED, text, "not a padding", _HINT)
         return cls(side, int(least), int(seed or 0))
 
 
@@ -140,10 +133,17 @@ class Packed:
     @classmethod
     def parse(cls, text: str) -> Packed:
         """The layout of a label, or of `8,40`. Raises ProblemError for any other text."""
-        match = _PACKED.fullmatch(text.strip())
-        if match is None or (text.strip()[:1] == "p") != text.strip().endswith(")"):
-            raise ProblemError(f"{text!r} is no packing", hint=_HOW_PACKED)
-        return cls(*(int(number) for number in match.groups() if number is not None))
+        numbers = _read(_PACKED, text, "no packing", _HOW_PACKED)
+        return cls(*(int(number) for number in numbers if number is not None))
+
+
+def _read(pattern: re.Pattern[str], text: str, none: str, hint: str) -> tuple[Any, ...]:
+    """The parts of a label, or of what is inside its brackets. Raises ProblemError."""
+    bare = text.strip()
+    match = pattern.fullmatch(bare)
+    if match is None or (bare[:1] == "p") != bare.endswith(")"):
+        raise ProblemError(f"{text!r} is {none}", hint=hint)
+    return match.groups()
 
 
 DENSE = Dense()

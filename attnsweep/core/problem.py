@@ -5,7 +5,7 @@ from __future__ import annotations
 import marshal
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -142,38 +142,8 @@ class Problem:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
             )
-        if isinstance(self.mask, Boolean) and self.layout != DENSE:
-            raise ProblemError(
-                f"{self.label}: a boolean mask has no padding beside it",
-                hint="boolean(padding,40) hides padding by itself",
-            )
-        if self.layout.kind == "packed":
-            if self.batch > 1:
-                raise ProblemError(
-                    f"{self.label}: packed sequences are a batch of 1",
-                    hint="write batch 1, and as seqlen the tokens of all sequences",
-                )
-            if self.mask.boolean or self.mask.top_left or self.scaled:
-                what = (
-                    "a boolean mask" if self.mask.boolean else "FP8" if self.scaled else "top_left"
-                )
-                raise ProblemError(f"{self.label}: packed sequences have no {what}")
-        if self.mask.boolean and self.layout != DENSE and not self.mask.of_item:
-            raise ProblemError(
-                f"{self.label}: a boolean mask that hides padding is of each item",
-                hint="write boolean: [item]",
-            )
-        if self.head_dim_v and self.scaled:
-            raise ProblemError(f"{self.label}: FP8 has no head_dim_v")
-        if self.scores.kinds and self.scaled:
-            raise ProblemError(f"{self.label}: FP8 has no {self.scores.kinds[0]}")
-        if self.scores.bias is not None and (self.mask != FULL or self.layout != DENSE):
-            raise ProblemError(
-                f"{self.label}: a bias has no mask beside it",
-                hint="minus infinity in a bias hides a key by itself",
-            )
-        if self.op == BACKWARD:
-            self._check_backward()
+        for what, hint in self._faults():
+            raise ProblemError(f"{self.label}: {what}", hint=hint)
         if (size := _all_bytes(self)) > MOST_MEMORY_BYTES:
             raise ProblemError(
                 f"{self.label}: its tensors need {size / 2**30:,.0f} GiB, and the "
@@ -181,18 +151,32 @@ class Problem:
                 hint="make batch, heads, seqlen or head_dim smaller",
             )
 
-    def _check_backward(self) -> None:
-        others = [self.mask.label] if self.mask.boolean else []
-        others += [self.layout.kind] if self.layout.kind == "packed" else []
-        others += self.scores.kinds
-        others += ["head_dim_v"] if self.head_dim_v else []
-        if DTYPE_BYTES[self.dtype] != 2:
-            others.append(self.dtype)
-        if others:
-            raise ProblemError(
-                f"{self.label}: a backward has no {others[0]}",
-                hint="a backward is of fp16 or bf16: full, causal, with a window, or padded",
-            )
+    def _faults(self) -> Iterator[tuple[str, str | None]]:
+        """What cannot be together, and what to write in its place."""
+        mask, layout, kinds = self.mask, self.layout, self.scores.kinds
+        if isinstance(mask, Boolean) and layout != DENSE:
+            hint = "boolean(padding,40) hides padding by itself"
+            yield "a boolean mask has no padding beside it", hint
+        if layout.kind == "packed":
+            if self.batch > 1:
+                hint = "write batch 1, and as seqlen the tokens of all sequences"
+                yield "packed sequences are a batch of 1", hint
+            if mask.boolean or mask.top_left or self.scaled:
+                what = "a boolean mask" if mask.boolean else "FP8" if self.scaled else "top_left"
+                yield f"packed sequences have no {what}", None
+        if mask.boolean and layout != DENSE and not mask.of_item:
+            yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
+        if self.scaled and (self.head_dim_v or kinds):
+            yield f"FP8 has no {'head_dim_v' if self.head_dim_v else kinds[0]}", None
+        if self.scores.bias is not None and (mask != FULL or layout != DENSE):
+            hint = "minus infinity in a bias hides a key by itself"
+            yield "a bias has no mask beside it", hint
+        if self.op == BACKWARD:
+            others = [mask.label] * mask.boolean + [layout.kind] * (layout.kind == "packed")
+            others += [*kinds, *["head_dim_v"] * bool(self.head_dim_v)]
+            others += [self.dtype] * (DTYPE_BYTES[self.dtype] != 2)
+            hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"
+            yield from ((f"a backward has no {other}", hint) for other in others)
 
     @property
     def causal(self) -> bool:

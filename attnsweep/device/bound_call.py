@@ -45,10 +45,10 @@ class BoundCall:
         ]
         self._chained: list[tuple[str, int, Callable[[], None]]] = []
         if launches.chains:
-            chained = [replace(launches.stages[0], launch=launches.chained_launch())]
-            self._chained = [
-                (stage.name, stage.stream, session.bind(stage, buffers[0])) for stage in chained
-            ] + self._copies[0][1:]
+            first = launches.stages[0]
+            early = replace(first, launch=replace(first.launch, programmatic=True))
+            bound = session.bind(early, buffers[0])
+            self._chained = [(first.name, first.stream, bound), *self._copies[0][1:]]
 
     def refresh(self, copies: int | None = None) -> None:
         """Issue the stages that all calls have in common; the others read the inputs themselves.

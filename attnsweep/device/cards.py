@@ -51,7 +51,7 @@ def installed() -> list[InstalledCard]:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         found = [
-            (_text(pynvml.nvmlDeviceGetUUID(card)), _text(pynvml.nvmlDeviceGetName(card)))
+            (text(pynvml.nvmlDeviceGetUUID(card)), text(pynvml.nvmlDeviceGetName(card)))
             for card in handles
         ]
     except pynvml.NVMLError as error:
@@ -88,7 +88,7 @@ def installed_arch() -> Arch | None:
     return None if arch is None else replace(arch, sm_count=cores // arch.fma_per_clock)
 
 
-def chosen(text: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:
+def chosen(asked: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:
     """The cards that `--gpus` names: `all`, numbers, or UUIDs or their beginnings, with commas.
 
     Raises SpecError for a name of no card or of several, a card named twice, or cards of several
@@ -98,11 +98,11 @@ def chosen(text: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:
     if not cards:
         limited = f" ({VISIBLE}={os.environ[VISIBLE]})" if VISIBLE in os.environ else ""
         raise NoGpuError(f"no card is visible here{limited}", where="--gpus")
-    if text.strip() == "all":
+    if asked.strip() == "all":
         found = list(cards)
     else:
         found = []
-        for word in map(str.strip, text.split(",")):
+        for word in map(str.strip, asked.split(",")):
             if word.upper().startswith("MIG"):
                 what = f"{word!r} is a part of a card, and only whole ones are timed"
                 raise SpecError(what, where="--gpus", hint=there)
@@ -132,5 +132,6 @@ def _fitting(word: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:
     return [card for card in cards if card.uuid.lower().startswith(wanted)]
 
 
-def _text(value: str | bytes) -> str:
+def text(value: str | bytes) -> str:
+    """What NVML says, in any of its bindings."""
     return value if isinstance(value, str) else value.decode()

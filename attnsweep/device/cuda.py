@@ -22,7 +22,7 @@ from attnsweep.core import files
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.hardware import CardFacts, arch_of
 from attnsweep.device.buffers import _cupy
-from attnsweep.device.cards import hashed
+from attnsweep.device.cards import hashed, text
 from attnsweep.device.cuda_graph import uncollected
 from attnsweep.family.family import Launch, TensorMap
 from attnsweep.family.launch import l2_bytes_at_once
@@ -342,9 +342,9 @@ class CudaSession:
         with contextlib.suppress(pynvml.NVMLError):
             pci = pynvml.nvmlDeviceGetPciInfo(card)
             found["sku"] = f"{pci.pciDeviceId:08x}:{pci.pciSubSystemId:08x}"
-            found["sku"] += f" {_text(pynvml.nvmlDeviceGetBoardPartNumber(card))}"
+            found["sku"] += f" {text(pynvml.nvmlDeviceGetBoardPartNumber(card))}"
         with contextlib.suppress(pynvml.NVMLError):
-            found["uuid"] = hashed(_text(pynvml.nvmlDeviceGetUUID(card)))
+            found["uuid"] = hashed(text(pynvml.nvmlDeviceGetUUID(card)))
         with contextlib.suppress(pynvml.NVMLError):
             found["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1e3
         return found
@@ -375,11 +375,7 @@ class CudaSession:
         container perhaps under another id, so one process is subtracted.
         """
         try:
-            import pynvml
-        except ImportError:
-            return {}
-        try:
-            _, card = self.nvml()
+            pynvml, card = self.nvml()
             reasons = int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(card))
             return {
                 "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
@@ -391,7 +387,7 @@ class CudaSession:
                     0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(card)) - 1
                 ),
             }
-        except pynvml.NVMLError:
+        except Exception:  # as above
             return {}
 
     def reset_l2(self) -> None:
@@ -452,16 +448,12 @@ def cuda_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode()
-
-
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _no_gpu(error: Exception) -> str:
-    text = str(error)
-    if "InsufficientDriver" in text:
-        return f"no NVIDIA driver, or one too old for this CuPy's CUDA ({text.split(':')[0]})"
-    return f"no CUDA GPU found ({text.split(':')[0]})"
+    said = str(error).split(":")[0]
+    if "InsufficientDriver" in str(error):
+        return f"no NVIDIA driver, or one too old for this CuPy's CUDA ({said})"
+    return f"no CUDA GPU found ({said})"

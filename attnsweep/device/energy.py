@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 # Steps before this are of a card whose power still rises. Some cards average it over 100 ms.
 SETTLE_S = 0.2
@@ -35,22 +35,9 @@ class Stretch:
     power_w: float
 
 
-class Load(Protocol):
-    """Calls that keep the card busy."""
-
-    def feed(self) -> None:
-        """Enqueue more, if little is left."""
-
-    def mark(self) -> None:
-        """Count and time the calls that are enqueued from now on."""
-
-    def time_us(self) -> float:
-        """Mean time of those calls; waits for them."""
-
-
 def stretch(
     counter: Callable[[], int],
-    load: Load,
+    load: Replays,
     *,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
@@ -92,7 +79,7 @@ def counter(session: Any) -> Callable[[], int] | None:
 
 
 class Replays:
-    """The Load of replays of one graph on a Session's stream."""
+    """Replays of one graph on a Session's stream, which keep the card busy."""
 
     def __init__(
         self, session: Any, replay: Callable[[], None], calls: int, call_us: float
@@ -107,7 +94,7 @@ class Replays:
         self._counted = 0
 
     def feed(self) -> None:
-        """See Load."""
+        """Enqueue more, if little is left."""
         while self._ends and self._ends[0].done:
             self._ends.popleft()
         while len(self._ends) < self._ahead:
@@ -117,11 +104,11 @@ class Replays:
             self._ends.append(self._session.record())
 
     def mark(self) -> None:
-        """See Load."""
+        """Count and time the calls that are enqueued from now on."""
         self._begin, self._counted = self._session.record(), 0
 
     def time_us(self) -> float:
-        """See Load."""
+        """Mean time of those calls; waits for them."""
         if not self._counted:  # a call that is longer than the stretch
             self._replay()
             self._counted = self._calls

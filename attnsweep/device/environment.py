@@ -7,6 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from attnsweep.device.cards import text
+
 # Packages whose versions a run records: they do the timing, or are baselines.
 PACKAGES = (
     *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
@@ -30,8 +32,7 @@ def driver_version() -> str | None:
         import pynvml
 
         pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return version if isinstance(version, str) else version.decode()
+        return text(pynvml.nvmlSystemGetDriverVersion())
     except Exception:  # ImportError, or any of NVML's own errors
         return None
 

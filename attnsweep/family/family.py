@@ -498,10 +498,6 @@ class Family:
             raise self._fault("no stage", fault, first.launch, config, problem)
         return launches
 
-    def writes_lse(self, config: Config) -> bool:
-        """Whether calls of this config write the log-sum-exp of every row."""
-        return bool(self.lse and config[self.lse])
-
     def is_deterministic(self, config: Config) -> bool:
         """Whether equal calls of this config give equal bits."""
         how = self.deterministic

@@ -63,13 +63,21 @@ def of_kernel(kernel: Any) -> Fault | None:
         return Fault(what, 'write a C identifier, as in Family("naive", ...)')
     if not isinstance(kernel.summary, str):
         return Fault(f"summary is text, not {kernel.summary!r}", 'write summary="one line"')
-    if not isinstance(kernel.min_arch, str) or kernel.min_arch not in _archs():
+    archs = {*ARCHS, *(name.rstrip("a") for name in ARCHS)}
+    if not isinstance(kernel.min_arch, str) or kernel.min_arch not in archs:
         what = f"min_arch is one of {', '.join(ARCHS)}, not {kernel.min_arch!r}"
         return Fault(what, 'write min_arch="sm_80", or "sm_90a" for that architecture alone')
-    names = kernel.dtypes
-    if not (isinstance(names, tuple) and names and all(_is_dtype(name) for name in names)):
-        known = ", ".join(DTYPE_BYTES)
-        return Fault(f"dtypes are a tuple of {known}, not {names!r}", 'write dtypes=("fp16",)')
+    for name, least, known in (
+        ("dtypes", 1, DTYPE_BYTES),
+        ("layouts", 0, LAYOUTS),
+        ("scores", 0, SCORES),
+        ("ops", 1, OPS),
+    ):
+        own = getattr(kernel, name)
+        some = isinstance(own, tuple) and len(own) >= least
+        if not some or not all(isinstance(each, str) and each in known for each in own):
+            what = f"{name} are a tuple of {', '.join(known)}, not {own!r}"
+            return Fault(what, f'write a tuple of one as {name}=("{next(iter(known))}",)')
     dims = kernel.head_dims
     for name, own in (("head_dims", dims), ("head_dims_v", kernel.head_dims_v)):
         if not isinstance(own, tuple | range) or not all(type(dim) is int for dim in own):
@@ -84,24 +92,15 @@ def of_kernel(kernel: Any) -> Fault | None:
     if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
         what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
         return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")
-    if not isinstance(kernel.layouts, tuple) or not {*kernel.layouts} <= {*LAYOUTS}:
-        what = f"layouts are a tuple of {', '.join(LAYOUTS)}, not {kernel.layouts!r}"
-        return Fault(what, 'write layouts=("dense", "padded")')
     needy = {"padded": kernel.layouts, "packed": kernel.layouts, "boolean": kernel.masks}
     for name, declared in needy.items():
         if name in declared and kernel.empty_rows is not True:
             field = "masks" if declared is kernel.masks else "layouts"
             what = f"{field} have {name}, but the family has no empty_rows"
             return Fault(what, "write 0 for queries that see no key, and empty_rows=True")
-    if not isinstance(kernel.scores, tuple) or not {*kernel.scores} <= {*SCORES}:
-        what = f"scores are a tuple of {', '.join(SCORES)}, not {kernel.scores!r}"
-        return Fault(what, 'write a tuple of one as ("softcap",)')
     if kernel.order not in ORDERS:
         what = f"order is one of {', '.join(ORDERS)}, not {kernel.order!r}"
         return Fault(what, 'write order="bshd" for tensors (batch, seqlen, heads, head_dim)')
-    if not isinstance(kernel.ops, tuple) or not kernel.ops or not {*kernel.ops} <= {*OPS}:
-        what = f"ops are a tuple of {', '.join(OPS)}, not {kernel.ops!r}"
-        return Fault(what, 'write a tuple of one as ("forward",)')
     if (fault := _of_options("compile_options", kernel.compile_options)) is not None:
         return fault
     dirs = kernel.include_dirs
@@ -136,14 +135,6 @@ def _of_options(name: str, options: object) -> Fault | None:
             fix = "write min_arch, include_dirs or Launch.defines instead"
             return Fault(f"{name}: attnsweep gives {one} itself", fix)
     return None
-
-
-def _archs() -> set[str]:
-    return {*ARCHS, *(name.rstrip("a") for name in ARCHS)}
-
-
-def _is_dtype(name: object) -> bool:
-    return isinstance(name, str) and name in DTYPE_BYTES
 
 
 def of_params(params: object, kind: type, constants: Collection[str], taken: type) -> Fault | None:
@@ -309,8 +300,7 @@ def of_launch(
     if not isinstance(launch.args, tuple):
         return Fault(f"has args {launch.args!r}: needs a tuple", "write a tuple of one as (x,)")
     for arg in launch.args:
-        fault = _of_argument(arg, buffers)
-        if fault is not None:
+        if (fault := _of_argument(arg, buffers)) is not None:
             return fault
     defines = launch.defines
     if not isinstance(defines, Mapping) or not all(isinstance(n, int) for n in defines.values()):

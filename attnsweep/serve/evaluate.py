@@ -8,7 +8,6 @@ stands in for; its times say what a choice costs.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +24,20 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import outline
-from attnsweep.serve.export_code import callable_of, config_of, gpu_of
+from attnsweep.serve.export_code import config_of, family_of, gpu_of
 from attnsweep.serve.held import asked_of, held_for
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import refused_by
-from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
+from attnsweep.serve.runtime.table import (
+    TABLE,
+    CompiledKernel,
+    GpuKey,
+    TunedGpu,
+    kind_of_code,
+    known,
+    read_table,
+)
 from attnsweep.store.run import open_run
 
 SDPA = "torch_"
@@ -62,7 +69,7 @@ class Judged:
     config: str | None
     regret: float | None
     gain: float | None
-    served: float | None
+    served: float
     expected_gain: float
     reason: str
 
@@ -81,14 +88,14 @@ def key_of(run: Path) -> GpuKey:
 
 def swept(run: Path) -> list[Swept]:
     """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
-    families = callable_of(discover())
+    families = discover()
     ours: dict[Problem, dict[str, float]] = {}
     theirs: dict[Problem, dict[str, float]] = {}
     for trial in open_run(run).trials:
-        if trial.status is not Status.OK or trial.time_us is None:
+        if trial.status is not Status.OK or trial.time_us is None or trial.problem.scaled:
             continue
         problem, time_us = trial.problem, trial.time_us.median
-        family = families[problem.op]
+        family = families[family_of(problem)]
         if trial.provider.startswith(SDPA):
             theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
@@ -142,11 +149,11 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
     time_us = sdpa_us if config is None else one.configs_us.get(config)
     known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
     made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
-    kind = (one.problem.head_dim, one.problem.variant, one.problem.dtype)
+    code = kind_of_code(one.problem)
     held = [
         one.configs_us[k.config]
         for k in made
-        if (k.head_dim, k.mask, k.dtype) == kind
+        if k.kind == code
         and k.config in one.configs_us
         and refused_by(k.declaration, k.values, one.problem, gpu.key.sm_count) is None
     ]
@@ -204,41 +211,29 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
             where="the held-out runs",
             hint="sweep shapes that were not tuned, with baselines: [torch_flash, torch_cudnn]",
         )
-    regrets = [row.regret for row in known if row.regret is not None]
-    gains = [row.gain for row in known if row.gain is not None]
-    served = [row.served for row in known if row.served is not None]
-    errors = [abs(row.expected_gain / row.gain - 1) for row in known if row.config and row.gain]
+    kernels = [row for row in known if row.config is not None]
+    errors = [abs(row.expected_gain / row.gain - 1) for row in kernels if row.gain]
     codes = Counter(row.code for row in rows)
     return {
         "shapes": len(rows),
         "not_timed": len(rows) - len(known),
         "codes": dict(sorted(codes.items())),
         "to_sdpa": sum(row.config is None for row in rows),
-        "regret": _three(regrets),
-        "regret_of_the_best_held": _three(served),
-        "gain": _two(gains),
+        **_of(known),
+        "regret_of_the_best_held": _three([row.served for row in known]),
         "expected_gain_error": _three(errors or [0.0]),
-        "of_kernels": _of_kernels([row for row in known if row.config is not None]),
-        "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
+        "of_kernels": {"timed": len(kernels)} | (_of(kernels) if kernels else {}),
+        "slower_than_sdpa_by_3_percent": sum((row.gain or 0) < SLOWER for row in known),
     }
 
 
-def _of_kernels(rows: Sequence[Judged]) -> dict[str, Any]:
-    """The same of timed choices that are kernels; no regret and gain if there are none."""
-    if not rows:
-        return {"timed": 0}
-    regrets = [row.regret for row in rows if row.regret is not None]
-    gains = [row.gain for row in rows if row.gain is not None]
-    return {"timed": len(rows), "regret": _three(regrets), "gain": _two(gains)}
+def _of(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Regrets and gains of timed choices."""
+    gains = np.array([row.gain for row in rows])
+    two = {"median": round(float(np.median(gains)), 4), "least": round(float(gains.min()), 4)}
+    return {"regret": _three([row.regret for row in rows]), "gain": two}
 
 
-def _two(gains: Sequence[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)}
-
-
-def _three(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 4),
-        "p95": round(float(np.quantile(values, 0.95)), 4),
-        "worst": round(max(values), 4),
-    }
+def _three(values: Sequence[float | None]) -> dict[str, float]:
+    quantiles = zip(("median", "p95", "worst"), (0.5, 0.95, 1.0), strict=True)
+    return {name: round(float(np.quantile(np.array(values), at)), 4) for name, at in quantiles}

@@ -6,10 +6,13 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import keyword
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,19 +27,18 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
-from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.family import Config, Family
-from attnsweep.serve import fp8, target
 from attnsweep.serve.export_code import (
     BACKWARD_FAMILY,
     FAMILY,
+    FP8_FAMILY,
     Families,
-    callable_of,
     compile_for_models,
     config_of,
+    family_of,
     gpu_of,
     gpu_row,
     kind_of_mask,
@@ -45,8 +47,8 @@ from attnsweep.serve.export_code import (
     time_of,
     why_not_today,
 )
-from attnsweep.serve.held import Chosen, Kind, kind_of, served, shared
-from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
+from attnsweep.serve.held import Chosen, Kind, kind_of, served, shared, spare_kernels
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, kind_of_code
 from attnsweep.store.run import Run, open_run
 
 _RUNTIME = Path(__file__).parent / "runtime"
@@ -113,11 +115,10 @@ def export(
     ToolchainError or CompileError.
     """
     called = package_name(out, name)
-    target.check(out)
-    own, of_fp8 = callable_of(families), families.get(fp8.FAMILY)
-    selected = _selected(directories, own, of_fp8, slower)
+    _check_target(out)
+    selected = _selected(directories, families, slower)
     notes: list[str] = []
-    in_all, done = len(selected.codes) + len(selected.fp8.codes), itertools.count()
+    in_all, done = len(selected.codes), itertools.count()
 
     def tell() -> None:
         if compiled is not None:
@@ -129,24 +130,20 @@ def export(
     compiler = given or Compiler(arch_named(min_arch))
     try:
         tell()
-        stages, files = _compiled(selected, own, compiler, notes, tell)
-        table = _table(selected, own, stages, guard or Guard()) | {"nvrtc": compiler.version}
-        if of_fp8 is not None and selected.fp8.winners:
-            numbers = selected.configs
-            in_fp8, more = fp8.compiled(selected.fp8, of_fp8, compiler, notes, numbers, tell)
-            table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | more
+        stages, files = _compiled(selected, families, compiler, notes, tell)
+        table = _table(selected, families, stages, guard or Guard()) | {"nvrtc": compiler.version}
     finally:
         if given is None:
             compiler.close()
     contents = _contents(called, table_text(table), files)
-    target.write(out, contents)
+    _write(out, contents)
     return Exported(
         out,
         called,
-        len(selected.winners) + len(selected.fp8.winners),
-        len(selected.codes) + len(selected.fp8.codes),
+        len(selected.winners) + len(selected.in_fp8),
+        len(selected.codes),
         sum(map(len, contents.values())),
-        tuple(key.label for key in sorted({*selected.names, *selected.fp8.names})),
+        tuple(key.label for key in sorted(_by_gpu(selected.winners + selected.in_fp8))),
         selected.left_out,
         notes,
     )
@@ -164,8 +161,8 @@ def outline(
     The stages of each kernel are empty, `nvrtc` is not there, and FP8 runs have no part in it.
     Raises StoreError.
     """
-    own = callable_of(families)
-    selected = _selected(directories, own, None, slower)
+    own = {name: family for name, family in families.items() if name != FP8_FAMILY}
+    selected = _selected(directories, own, slower)
     stages: list[Any] = [{}] * len(selected.codes)
     made = json.loads(table_text(_table(selected, own, stages, guard or Guard())))
     return dict(made)
@@ -175,36 +172,30 @@ def outline(
 class _Selected:
     """What a package takes of runs.
 
-    served: configs of a GPU by kind and label. names: of the GPUs. codes: config and a problem of
-    each machine code, by what tells it from others, in the table's order. fp8: the same of FP8
-    problems, and all else of the others.
+    winners: those in 16 bits. served: configs of a GPU by kind and label. names: of the GPUs.
+    codes: config and a problem of each machine code, by what tells it from others, in the table's
+    order. spare: keys of codes that serve where no winner in FP8 may run.
     """
 
     winners: list[Chosen]
+    in_fp8: list[Chosen]
     served: dict[GpuKey, dict[Kind, dict[str, Config]]]
-    names: dict[GpuKey, list[str]]
+    names: Mapping[GpuKey, set[str]]
     codes: dict[tuple[object, ...], tuple[Config, Problem]]
+    spare: list[tuple[object, ...]]
     left_out: list[str]
-    fp8: fp8.Selected
 
     @property
     def configs(self) -> dict[str, int]:
         """The number of each config, by its label."""
-        both = (*self.codes.values(), *self.fp8.codes.values())
-        return {label: n for n, label in enumerate(sorted({c.label for c, _ in both}))}
+        labels = sorted({config.label for config, _ in self.codes.values()})
+        return {label: number for number, label in enumerate(labels)}
 
 
-def _selected(
-    directories: Sequence[Path],
-    families: Families,
-    of_fp8: Family | None,
-    slower: float,
-) -> _Selected:
-    """of_fp8: the family of FP8 problems; None leaves them out."""
+def _selected(directories: Sequence[Path], families: Families, slower: float) -> _Selected:
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
     found: dict[tuple[object, ...], Chosen] = {}
-    in_fp8: list[fp8.Winner] = []
     for directory in directories:
         run = open_run(directory)
         key, environment = gpu_of(run)
@@ -214,19 +205,16 @@ def _selected(
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
             found[of] = replace(both[0], times_us=times_us)
-        scaled = any(trial.problem.scaled for trial in run.trials)
-        if scaled and of_fp8 is not None:
-            in_fp8 += fp8.winners(run, environment, key, of_fp8, left_out)
-        elif scaled:
-            left_out.append(f"{run.directory.name}: FP8 problems need the family {fp8.FAMILY}")
-    if not found and not in_fp8:
+    if not found:
         raise StoreError(
             "the runs have no winner that a package could hold",
             where=", ".join(map(str, directories)),
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
-    won = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.problem)))
-    winners = shared(won, families) if slower else won
+    every = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.problem)))
+    in_fp8 = [chosen for chosen in every if chosen.problem.scaled]
+    won = [chosen for chosen in every if not chosen.problem.scaled]
+    winners = shared(won) if slower else won
     held = served(winners, won, families)
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
@@ -237,10 +225,12 @@ def _selected(
     for config, problem in [*codes.values()]:  # the same code but for the type of the elements
         twin = replace(problem, dtype="bf16" if problem.dtype == "fp16" else "fp16")
         codes.setdefault(_code_key(config, twin), (config, twin))
-    known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
+    for chosen in in_fp8:
+        codes.setdefault(_code_key(chosen.config, chosen.problem), (chosen.config, chosen.problem))
+    spare = {_code_key(*each): each for each in spare_kernels(in_fp8, families)}
+    codes = spare | codes
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
-    chosen_fp8 = fp8.NOTHING if of_fp8 is None else fp8.select(in_fp8, names, of_fp8)
-    return _Selected(winners, held, known, in_order, left_out, chosen_fp8)
+    return _Selected(winners, in_fp8, held, names, in_order, sorted(spare, key=repr), left_out)
 
 
 def _table(
@@ -249,41 +239,47 @@ def _table(
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     configs = selected.configs
     numbers = {key: number for number, key in enumerate(selected.codes)}
-    held, won = selected.served, selected.winners
-    used = {problem.op for _, problem in selected.codes.values()} | {FORWARD}
-    return {
+    used = {family_of(problem) for _, problem in selected.codes.values()} | {FAMILY}
+    table = {
         "format": FORMAT,
         "attnsweep": __version__,
-        "source": source_digest(*(families[op] for op in families if op in used)),
+        "source": source_digest(*(families[name] for name in used)),
         "configs": list(configs),
         "kernels": [
-            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.variant}
+            dict(zip(("head_dim", "dtype", "mask"), kind_of_code(p), strict=True))
             | {"config": configs[config.label], "stages": stages[number]}
-            | ({} if p.op == FORWARD else {"family": families[p.op].name})
+            | ({} if family_of(p) == FAMILY else {"family": family_of(p)})
             for number, (config, p) in enumerate(selected.codes.values())
         ],
         "gpus": [
-            gpu_row(key, names)
+            gpu_row(key, selected.names[key])
             | {
                 "guard": asdict(guard),
-                "memory_bytes_per_us": min(c.memory_bytes_per_us for c in won if c.gpu == key),
-                "winners": [
-                    _row(chosen, held[key], numbers) for chosen in won if chosen.gpu == key
-                ],
+                "memory_bytes_per_us": min(c.memory_bytes_per_us for c in own),
+                "winners": [_row(c, numbers, selected.served[key]) for c in own],
                 "twins": _twins(selected, key, numbers),
             }
-            for key, names in selected.names.items()
+            for key, own in _by_gpu(selected.winners).items()
         ],
     }
+    in_fp8 = [
+        gpu_row(key, selected.names[key])
+        | {
+            "winners": [_row(chosen, numbers) for chosen in own],
+            "spare": [numbers[each] for each in selected.spare],
+        }
+        for key, own in _by_gpu(selected.in_fp8).items()
+    ]
+    return table | ({"fp8": in_fp8} if in_fp8 else {})
 
 
 def table_text(value: Any, of: str = "table") -> str:
     """A table as JSON, with a row on each line."""
-    if isinstance(value, dict) and of in ("table", "gpus", "archives", "fp8"):
+    if isinstance(value, dict) and of in ("table", "gpus", "fp8", "archives"):
         lines = [f"{json.dumps(key)}: {table_text(value[key], key)}" for key in sorted(value)]
         text = "{\n" + ",\n".join(lines) + "\n}"
-    elif isinstance(value, list) and of in ("configs", "kernels", "gpus", "winners"):
-        rows = (table_text(row, of if of == "gpus" else "row") for row in value)
+    elif isinstance(value, list) and of in ("configs", "kernels", "gpus", "fp8", "winners"):
+        rows = (table_text(row, of if of in ("gpus", "fp8") else "row") for row in value)
         text = "[\n" + ",\n".join(rows) + "\n]"
     else:
         return json.dumps(value, sort_keys=True)
@@ -300,14 +296,15 @@ def _chosen(
 ) -> list[Chosen]:
     """The best config of a problem's family, if it can be compared with PyTorch's attention.
 
-    slower: share by which its rivals take longer at most.
+    In FP8 it need not be, since PyTorch's attention cannot do that. A spec's measure.max_error
+    rules the ranking, as it does in a report. slower: share by which rivals take longer at most.
     """
-    ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
+    ranking = rank(run.trials, environment)
     arch = arch_on(environment)
     chosen = []
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
-        family = families.get(trials[0].problem.op)
+        family = families.get(family_of(trials[0].problem))
         if family is None:
             left_out.append(f"{problem} ({run.directory.name}): no family computes it here")
             continue
@@ -317,19 +314,23 @@ def _chosen(
         # (With FlexAttention's time of one shape beside that of another, 100 times as long, a call
         # between them was not served.)
         baselines = baselines or [t for t in trials if t.provider == "unfused"]
-        baseline = min(baselines, key=time_of, default=None)
+        scaled = trials[0].problem.scaled
+        baseline = None if scaled else min(baselines, key=time_of, default=None)
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=time_of, default=None)
         reason = _why_not(best, baseline, family, arch)
-        if reason is not None or best is None or baseline is None:
+        if reason is not None or best is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue
         timed = {config_of(t, family).label: t for t in own if _is_kept(t, family)}
         times_us = {label: time_of(trial) for label, trial in timed.items()}
         rate = environment.memory_bytes_per_second / 1e6
-        compared = (time_of(baseline), *_ratio(baseline, best))
+        compared, rivals = (0.0, 0.0, 0.0), list[Chosen]()
+        if baseline is not None:
+            compared = (time_of(baseline), *_ratio(baseline, best))
         winner = Chosen(best, config_of(best, family), key, *compared, times_us, rate)
-        rivals = _rivals(winner, timed.values(), baseline, slower, family) if slower else []
+        if baseline is not None and slower:
+            rivals = _rivals(winner, timed.values(), baseline, slower, family)
         allowed = [c for c in rivals if why_not_today(c.trial, family, arch) is None]
         chosen.append(replace(winner, rivals=allowed))
     return chosen
@@ -365,7 +366,7 @@ def _ratio(one: Trial, other: Trial) -> tuple[float, float]:
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None:
         return f"no correct candidate of {family}, the family that a package can call"
-    if baseline is None:
+    if baseline is None and not best.problem.scaled:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)
 
@@ -382,7 +383,8 @@ def _order(chosen: Chosen) -> tuple[float, str]:
 
 def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
     values = tuple(sorted((name, str(value)) for name, value in config.items() if name != "LSE"))
-    return (problem.head_dim, problem.dtype, kind_of_mask(problem), values)
+    head_dim, dtype, _ = kind_of_code(problem)
+    return (head_dim, dtype, kind_of_mask(problem), values)
 
 
 def _twins(
@@ -414,7 +416,7 @@ def _compiled(
     rows: list[dict[str, str]] = []
     files: dict[str, bytes] = {}
     asked = [
-        compile_for_models(families[problem.op], config, problem, compiler)
+        compile_for_models(families[family_of(problem)], config, problem, compiler)
         for config, problem in selected.codes.values()
     ]
     for each in asked:
@@ -429,32 +431,39 @@ def _compiled(
 
 def _row(
     chosen: Chosen,
-    held: Mapping[Kind, Mapping[str, Config]],
     numbers: Mapping[tuple[object, ...], int],
+    held: Mapping[Kind, Mapping[str, Config]] | None = None,
 ) -> dict[str, Any]:
-    """A row of the table. others: the package's other kernels that were timed on the shape."""
+    """A row of the table, in FP8 without what is compared with PyTorch's attention.
+
+    others: the package's other kernels that were timed on the shape, of those that are held.
+    """
     problem, own = chosen.problem, chosen.config
+    row: dict[str, Any] = {"problem": problem.label, "kernel": numbers[_code_key(own, problem)]}
+    row["time_us"] = round(time_of(chosen.trial), 4)
+    if held is None:
+        return row
     others = [
         [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
         for label, config in held[kind_of(problem)].items()
         if label in chosen.times_us and label != own.label
     ]
-    return {
-        "problem": problem.label,
-        "kernel": numbers[_code_key(own, problem)],
-        "time_us": round(time_of(chosen.trial), 4),
-        "sdpa_us": round(chosen.sdpa_us, 4),
-        "gain": round(chosen.gain, 4),
-        "gain_low": round(chosen.gain_low, 4),
-        "others": sorted(others),
-    }
+    compared = ("sdpa_us", "gain", "gain_low")
+    row |= {name: round(getattr(chosen, name), 4) for name in compared}
+    return row | {"others": sorted(others)}
+
+
+def _by_gpu(winners: Iterable[Chosen]) -> dict[GpuKey, list[Chosen]]:
+    """The winners of each GPU, which are in its order."""
+    found: dict[GpuKey, list[Chosen]] = {}
+    for chosen in winners:
+        found.setdefault(chosen.gpu, []).append(chosen)
+    return found
 
 
 def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, bytes]:
     """Every file of the project by its path."""
-    project = _PROJECT.format(
-        mark=target.MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE
-    )
+    project = _PROJECT.format(mark=MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE)
     inside = {path: data.encode() for path, data in sources(name).items()}
     inside |= {TABLE: table.encode(), "py.typed": b""}
     inside |= {f"{CUBINS}/{file}": data for file, data in cubins.items()}
@@ -467,7 +476,7 @@ def sources(name: str) -> dict[str, str]:
     paths = {"__init__.py": _RUNTIME / "package.py"}
     paths |= {module: _RUNTIME / module for module in MODULES}
     paths |= {path: _RUNTIME.parent.parent / path for path in _CARRIED}
-    for family in (FAMILY, BACKWARD_FAMILY, fp8.FAMILY):
+    for family in (FAMILY, BACKWARD_FAMILY, FP8_FAMILY):
         paths[f"kernels/{family}.py"] = shipped("kernels") / f"{family}.py"
     return {
         path: re.sub(r"^( *)from attnsweep\.", rf"\1from {name}.", file.read_text(), flags=re.M)
@@ -494,3 +503,67 @@ packages = ["{name}", "{name}.core", "{name}.family"]
 [tool.setuptools.package-data]
 {name} = ["{table}", "py.typed", "kernels/*.py", "{cubins}/*.cubin"]
 """
+
+
+# ---- the directory ----
+MARK = "# Written by attnsweep export."
+"""The first line of a project that an export may replace."""
+_PROJECT_FILE = "pyproject.toml"
+_HINT = "choose an empty or a new directory with --out"
+
+
+def _check_target(out: Path) -> None:
+    """Raise StoreError unless `out` can be written: absent, empty, or an earlier export.
+
+    An export takes minutes, so the system is asked to make a directory there, which is removed.
+    """
+    whole = out.resolve()
+    try:
+        if whole == Path.cwd() or whole in Path.cwd().parents:
+            raise StoreError("the working directory is in it", where=str(out), hint=_HINT)
+        if whole.exists():
+            _check_replaceable(whole, out)
+        missing = [path for path in (whole, *whole.parents) if not path.exists()]
+        probe = missing[-1] if missing[1:] else _aside(whole, "tmp")
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        hint = "choose another --out, in a directory that can be written"
+        what = f"cannot be written: {error.strerror}"
+        raise StoreError(what, where=str(out), hint=hint) from error
+
+
+def _check_replaceable(whole: Path, out: Path) -> None:
+    if not whole.is_dir():
+        raise StoreError("is not a directory", where=str(out), hint="choose another --out")
+    names = {path.name for path in whole.iterdir()}
+    project = whole / _PROJECT_FILE
+    earlier = project.name in names and project.read_bytes().startswith(MARK.encode())
+    if names and not earlier:
+        what = "there are files, and they are no earlier export"
+        raise StoreError(what, where=str(out), hint=_HINT)
+
+
+def _write(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Write all files next to `out`, then put them in its place. Raises StoreError."""
+    whole = out.resolve()
+    aside, old = _aside(whole, "tmp"), _aside(whole, "old")
+    try:
+        for path, data in contents.items():
+            (aside / path).parent.mkdir(parents=True, exist_ok=True)
+            (aside / path).write_bytes(data)
+        if whole.exists():
+            whole.rename(old)
+        aside.rename(whole)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if old.exists() and not whole.exists():
+                old.rename(whole)
+        raise StoreError(f"cannot be written: {error.strerror}", where=str(out)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(whole: Path, end: str) -> Path:
+    return whole.with_name(f".{whole.name}.{secrets.token_hex(4)}.{end}")

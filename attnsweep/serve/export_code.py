@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
-from attnsweep.core.ops import BACKWARD, FORWARD, Op
+from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
@@ -25,17 +25,20 @@ FAMILY = "flash_fwd_wgmma"
 """The family that a package can call: its template takes strides, and its launches are known."""
 BACKWARD_FAMILY = "flash_bwd_wgmma"
 """The same of gradients."""
-Families = Mapping[Op, Family]
-"""The families that a package can call, by what they compute."""
+FP8_FAMILY = "flash_fwd_fp8_wgmma"
+"""The same in FP8, of contiguous tensors."""
+Families = Mapping[str, Family]
+"""Families by name."""
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""
 
 
-def callable_of(families: Mapping[str, Family]) -> Families:
-    """Those of all families that a package can call."""
-    named = {FORWARD: FAMILY, BACKWARD: BACKWARD_FAMILY}
-    return {op: families[name] for op, name in named.items() if name in families}
+def family_of(problem: Problem) -> str:
+    """Name of the family that a package calls for a problem."""
+    if problem.scaled:
+        return FP8_FAMILY
+    return BACKWARD_FAMILY if problem.op == BACKWARD else FAMILY
 
 
 def order_of(problem: Problem) -> tuple[object, ...]:
@@ -118,19 +121,19 @@ class Compiling:
         files: dict[str, bytes] = {}
         stages: dict[str, str] = {}
         spills = 0
-        backward = self.problem.op == BACKWARD
         launches = served.launches(
-            served.DECLARED[BACKWARD_FAMILY if backward else FAMILY],
+            served.DECLARED[family_of(self.problem)],
             *(self.config, self.problem, self.problem.scale),
-            lse=backward or served.has_lse(self.problem.variant),
+            lse=self.problem.op == BACKWARD or _has_lse(self.problem),
             strides=contiguous(self.problem),
         )
         for name, future in self.futures.items():
             cubin = future.result()
             check_arguments(name, cubin, launches[name])
             spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
-            stages[name], file, data = named(cubin)
-            files[file] = data
+            data = cubin.path.read_bytes()
+            stages[name] = hashlib.sha256(data).hexdigest()
+            files[f"{stages[name][:16]}.cubin"] = data
         return stages, files, spills
 
 
@@ -148,16 +151,9 @@ def gpu_of(run: Run) -> tuple[GpuKey, Environment]:
     return GpuKey(capability, environment.sm_count, environment.l2_bytes), environment
 
 
-def gpu_row(key: GpuKey, names: Sequence[str]) -> dict[str, Any]:
+def gpu_row(key: GpuKey, names: Iterable[str]) -> dict[str, Any]:
     """What a table says of a GPU, before its winners."""
-    return key._asdict() | {"names": list(names)}
-
-
-def named(cubin: Cubin) -> tuple[str, str, bytes]:
-    """A cubin's SHA-256, its file's name in a package, and its bytes."""
-    data = cubin.path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    return digest, f"{digest[:16]}.cubin", data
+    return key._asdict() | {"names": sorted(names)}
 
 
 def compile_for_models(
@@ -166,15 +162,24 @@ def compile_for_models(
     problem: Problem,
     compiler: Compiler,
 ) -> Compiling:
-    """Start to compile a config for tensors with any strides. See Compiling.done."""
-    own, rows = served.rows_of(served.WGMMA, config, problem)
-    lse = int(served.has_lse(problem.variant))
+    """Start to compile a config for tensors with any strides, in FP8 contiguous ones.
+
+    See Compiling.done.
+    """
+    own, rows = served.rows_of(served.DECLARED[family.name], config, problem)
+    lse = int(_has_lse(problem))
     chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
+    strided = {} if problem.scaled else {"STRIDED": "1"}
     launches = family.launches(chosen, rows, compiler.arch)
     futures = {
         name: compiler.submit(
-            family.source, family.stages[name].defines(chosen, rows, launch) | {"STRIDED": "1"}
+            family.source, family.stages[name].defines(chosen, rows, launch) | strided
         )
         for name, launch in launches.items()
     }
     return Compiling(config, problem, futures)
+
+
+def _has_lse(problem: Problem) -> bool:
+    """Whether the code of a forward writes the log-sum-exp where a call wants it."""
+    return not problem.scaled and served.has_lse(problem.variant)

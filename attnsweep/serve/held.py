@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from attnsweep.core.hardware import arch_named
+from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.ops import Op
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.trial import Trial
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.export_code import Families, why_unpacked
+from attnsweep.serve.export_code import FP8_FAMILY, Families, family_of, why_unpacked
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
 from attnsweep.serve.runtime.served import DECLARED
-from attnsweep.serve.runtime.table import GpuKey
+from attnsweep.serve.runtime.table import GpuKey, kind_of_code
 
 # How many configs are looked at for a tuned shape and the shapes near it. The first number is of
 # every shape, the winner included. Where few shapes of a kind were tuned, they share the second,
@@ -43,9 +44,10 @@ Kind = tuple[int, str]
 class Chosen:
     """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
 
-    config: of `trial`. times_us: of each config of the family that was timed there, by its label.
-    memory_bytes_per_us: peak rate of the GPU's memory. slower: share by which the winner took less
-    time than `trial`, by the rounds of both. rivals: what may stand in the winner's place.
+    config: of `trial`. sdpa_us and gains are 0 in FP8, which PyTorch's attention cannot do.
+    times_us: of each config of the family that was timed there, by its label. memory_bytes_per_us:
+    peak rate of the GPU's memory. slower: share by which the winner took less time than `trial`, by
+    the rounds of both. rivals: what may stand in the winner's place.
     """
 
     trial: Trial
@@ -75,12 +77,12 @@ def asked_of(problem: Problem) -> tuple[int, str, bool]:
     return (*kind_of(problem), problem.seqlen_q < FEW_QUERIES)
 
 
-def cut_of(config: Config, problem: Problem, families: Families) -> Hashable:
+def cut_of(config: Config, problem: Problem) -> Hashable:
     """How a config cuts calls, which with its times is all that a prediction knows of it."""
-    return tiling_of(DECLARED[families[problem.op].name], config)
+    return tiling_of(DECLARED[family_of(problem)], config)
 
 
-def shared(winners: Sequence[Chosen], families: Families) -> list[Chosen]:
+def shared(winners: Sequence[Chosen]) -> list[Chosen]:
     """The winners, or rivals in their place, so that fewer kernels serve all shapes of a kind.
 
     A rival cuts calls as the winner does, so that other shapes lose nothing. Greedily: the kernel
@@ -88,15 +90,15 @@ def shared(winners: Sequence[Chosen], families: Families) -> list[Chosen]:
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for at, chosen in enumerate(winners):
-        cut = cut_of(chosen.config, chosen.problem, families)
+        cut = cut_of(chosen.config, chosen.problem)
         kinds[asked_of(chosen.problem), cut].append(at)
     out = list(winners)
     for places in kinds.values():
         may: dict[str, dict[int, Chosen]] = defaultdict(dict)
         for at in places:
-            cut = cut_of(winners[at].config, winners[at].problem, families)
+            cut = cut_of(winners[at].config, winners[at].problem)
             for each in (*winners[at].rivals, winners[at]):
-                if cut_of(each.config, each.problem, families) == cut:
+                if cut_of(each.config, each.problem) == cut:
                     may[each.config.label][at] = each
         kept, left = list[str](), set(places)
         while left:
@@ -138,11 +140,11 @@ def served(
         problem, kind = chosen.problem, kind_of(chosen.problem)
         pool = pools[chosen.gpu, problem.op]
         known = pool | here[kind]
-        own, family = chosen.config.label, families[problem.op]
+        own, family = chosen.config.label, families[family_of(problem)]
         # The shape's own was run: on a card of fewer SMs, rules may allow what they refuse here.
         fit = {label for label, c in known.items() if label == own or _runs(family, c, problem)}
         times_us = {label: us for label, us in chosen.times_us.items() if label in fit}
-        cuts = {label: cut_of(known[label], problem, families) for label in times_us}
+        cuts = {label: cut_of(known[label], problem) for label in times_us}
         count = shapes[chosen.gpu, asked_of(problem)]
         held = held_for(times_us, own, pool, count, problem.variant, cuts=cuts, here=here[kind])
         new = {label: known[label] for label in held}
@@ -183,3 +185,47 @@ def held_for(
         there = [(times_us[one], one) for one in here if cuts.get(one) == cuts[label]]
         held.setdefault(cuts[label], min(there, default=(us, label))[1])
     return list(held.values())
+
+
+# ---- FP8 ----
+def spare_kernels(
+    winners: Sequence[Chosen], families: Families
+) -> Iterator[tuple[Config, Problem]]:
+    """Kernels for shapes where the rules allow no FP8 winner of their kind to run."""
+    kinds: dict[object, Chosen] = {}
+    for chosen in winners:
+        kinds.setdefault(kind_of_code(chosen.problem), chosen)
+    for chosen in kinds.values():
+        family = families[FP8_FAMILY]
+        yield from spares(chosen.config, chosen.problem, family, arch_named(family.min_arch))
+
+
+def spares(
+    config: Config, problem: Problem, family: Family, arch: Arch
+) -> list[tuple[Config, Problem]]:
+    """Configs that the rules allow on nearly any shape, which round as `config` does if they can.
+
+    Each with a problem where they hold: without a mask one config; with one, a config for calls of
+    one block of queries, and one for longer ones. They have blocks of 64 queries, or where those
+    do not fit (head_dim 256) of 128, which no rule allows for 64 queries or fewer.
+    """
+    for warpgroups in (1, 2):
+        block_m = 64 * warpgroups
+        lengths = [(block_m - 63, 0)] + ([(block_m + 1, 1)] if problem.mask != FULL else [])
+        found = []
+        for seqlen, order in lengths:
+            small = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen)
+            small = replace(small, batch=1, heads=1, heads_kv=1)
+            fixed = {"WARPGROUPS": warpgroups, "BLOCKS_PER_SM": 2 // warpgroups, "ORDER": order}
+            fixed |= {"PINGPONG": 0, "PERSISTENT": 0, "PDL": 0, "NUM_STAGES": 2}
+            for interval, block_n, v_stages in product(
+                (config.INTERVAL, 64, 0), (96, 64), (config.V_STAGES, 1)
+            ):
+                tile = {"INTERVAL": interval, "BLOCK_N": block_n, "V_STAGES": v_stages}
+                made = Config({**config, **fixed, **tile})
+                if family.refused_by(made, small, arch) is None:
+                    found.append((made, small))
+                    break
+        if len(found) == len(lengths):
+            return found
+    return []

@@ -31,6 +31,8 @@ TOP = 50
 """Most problems of a spec that is made from a program."""
 _DTYPES: dict[str, Dtype] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_UNSERVED = 50
+# FlashAttention on the GPU, whose causal mask is aligned so.
+_BOTTOM_RIGHT = "_scaled_dot_product_flash_attention"
 _NOTES = TORCH, EVERY_CALL, COMPILED
 _UNSEEN = ": no process imported PyTorch, or only under python -I, -E or -S, which hide it from us"
 _MASKS = {
@@ -182,7 +184,8 @@ def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
     if found.unserved:
         out[0] += f"; {rest:,} have none:"
     for each in found.unserved:
-        out.append(f"  {_counted(each.calls)} {each.call}: {each.reason}")
+        often = f"{each.calls:,}" if each.calls else "?"
+        out.append(f"  {often} × {each.call}: {each.reason}")
     if recorded.torch:
         out.append(recorded.way)
     return out + [f"recording failed in a process: {error}" for error in recorded.errors]
@@ -296,7 +299,7 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         reason = "nothing to compute: a size is 0"
     elif q[1] % k[1]:
         reason = f"{q[1]} heads are no multiple of {k[1]}"
-    elif kind["causal"] and q[2] != k[2] and not _bottom_right(kind):
+    elif kind["causal"] and q[2] != k[2] and kind["op"] != _BOTTOM_RIGHT:
         reason = f"a causal mask that is aligned top-left, with seqlen {q[2]} and {k[2]}"
     elif kind["causal"] and q[2] > k[2]:
         reason = f"causal with seqlen_q {q[2]} > seqlen_k {k[2]}"
@@ -357,11 +360,6 @@ def _own_scale(kind: Mapping[str, Any]) -> tuple[int, bool]:
     return head_dim, not usual or own != head_dim
 
 
-def _bottom_right(kind: Mapping[str, Any]) -> bool:
-    """Whether the call's causal mask is aligned so: that of FlashAttention on the GPU is."""
-    return bool(kind["op"] == "_scaled_dot_product_flash_attention")
-
-
 def _notes(kind: Mapping[str, Any], problem: Problem) -> Iterator[str]:
     q, k = map(layout_of, (kind["q"], kind["k"]), kind["strides"])
     yield q if q == k else f"q {q}, k {k}"
@@ -415,10 +413,6 @@ def _unserved(others: Mapping[tuple[str, str], int]) -> tuple[UnservedCalls, ...
             for reason, calls in rest.items()
         ),
     )
-
-
-def _counted(calls: int) -> str:
-    return f"{calls:,} ×" if calls else "? ×"
 
 
 def cost_us(problem: Problem) -> float:

@@ -98,6 +98,7 @@ class SweepSpec:
         places = {"recording": self.recording, "kernel_dir": self.kernel_dir}
         base = None if relative_to is None else relative_to.resolve()
         usual = first_spaces(self.kernels)
+        required = {name: [*comparisons] for name, comparisons in self.require.items()}
         data = {
             "name": self.name,
             "device": self.device,
@@ -123,15 +124,11 @@ class SweepSpec:
                 section: Flow(getattr(self, section).model_dump())
                 for section in ("search", "measure", "limits")
             },
-            **({"require": _required(self.require)} if self.require else {}),
+            **({"require": Flow(required)} if required else {}),
             "check": Flow(self.check.model_dump()),
             **({"unserved": [Flow(dict(c)) for c in self.unserved]} if self.unserved else {}),
         }
         return dump(data)
-
-
-def _required(required: Requirements) -> Flow:
-    return Flow({name: [*comparisons] for name, comparisons in required.items()})
 
 
 def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:
@@ -260,7 +257,9 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
         for problem in entry.expand():
             names = entry.kernels or first_spaces(file.kernels)
             chosen.setdefault(problem, set()).update(names)
-            twice = _twice([n for n in file.kernels if n in chosen[problem]], file)
+            named = [n for n in file.kernels if n in chosen[problem]]
+            families = [file.kernels[name].family or name for name in named]
+            twice = next((family for family in families if families.count(family) > 1), None)
             if twice:
                 what = f"{problem.label} gets two spaces of {twice}"
                 hint = "name one of them under its `kernels`"
@@ -281,12 +280,6 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
         )
         for problem, names in chosen.items()
     )
-
-
-def _twice(names: Sequence[str], file: SpecFile) -> str | None:
-    """A family that has two of these spaces."""
-    families = [file.kernels[name].family or name for name in names]
-    return next((family for family in families if families.count(family) > 1), None)
 
 
 def first_spaces(kernels: Mapping[str, KernelSpec] | Mapping[str, Selection]) -> tuple[str, ...]:

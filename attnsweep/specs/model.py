@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
@@ -32,9 +31,7 @@ from pydantic import (
 from attnsweep.core.callables import CALL, CALLABLE, LABEL, Asked
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
-from attnsweep.core.layouts import of_facts
-from attnsweep.core.ops import OPS
-from attnsweep.core.problem import CAUSAL, FULL, Boolean, Dtype, Interval, Problem, Scores
+from attnsweep.core.problem import Dtype, Problem
 from attnsweep.specs.require import RequireSpec
 from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
 
@@ -478,49 +475,36 @@ class ProblemSpec(_Model):
                 if getattr(self, name) is None:
                     raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
             seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
-        axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
-        masks: list[Any] = [CAUSAL if causal else FULL for causal in self.causal]
-        if self.window is not None:
-            if masks != [FULL]:
-                raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
-            left, right = self.window
-            masks = [Interval(left, right)]
-        if self.top_left:
-            if FULL in masks:
-                raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
-            masks = [replace(mask, top_left=True) for mask in masks]
-        if self.boolean is not None:
-            masks = [
-                _boolean(mask, self.boolean, alone=not (self.padding or self.packed))
-                for mask in masks
-            ]
-        axes += [seqlens, self.head_dim, self.dtype, masks, [OPS[op] for op in self.op]]
-        axes += [self.head_dim_v or [None]]
+        if self.window is not None and self.causal != [False]:
+            raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
+        window = None if self.window == [None, None] else self.window
+        if self.top_left and window is None and False in self.causal:
+            raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
+        pattern = any(isinstance(value, int) for value in self.boolean or ())
+        if pattern and (window or True in self.causal or self.padding or self.packed):
+            raise wrong("a pattern of boolean beside another mask", "give boolean alone")
+        axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None], seqlens]
+        axes += [self.head_dim, self.dtype, self.causal, self.op, self.head_dim_v or [None]]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
+        own = {name: getattr(self, name) for name in _OF_ALL}
         try:
-            layout = of_facts({"padding": self.padding, "packed": self.packed})
-            given = {"softcap": self.softcap, "sinks": self.sinks, "bias": self.bias}
-            scores = Scores.of(given)
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask, layout, scores, op, of_v)
-                for b, heads, kv, (q, k), d, dtype, mask, op, of_v in itertools.product(*axes)
+                Problem.of(own | dict(zip(_OF_EACH, (b, h, kv or h, *lengths, *rest), strict=True)))
+                for b, h, kv, lengths, *rest in itertools.product(*axes)
             ]
         except ProblemError as error:
             raise wrong(error.what, error.hint) from error
 
 
-def _boolean(mask: Interval, values: list[str | int], *, alone: bool) -> Boolean | Interval:
-    """The mask as a boolean tensor, or the one that the values name in the place of none."""
-    try:
-        if not values or not any(isinstance(value, int) for value in values):
-            return mask.as_boolean(map(str, values))
-        if mask != FULL or not alone:
-            raise wrong("a pattern of boolean beside another mask", "give boolean alone")
-        return Boolean.of({"boolean": values})
-    except ProblemError as error:
-        raise wrong(error.what, error.hint) from error
+# Fields of a ProblemSpec that are facts of each of its problems as they are.
+_OF_ALL = ("window", "top_left", "padding", "packed", "boolean", "softcap", "sinks", "bias")
+# Facts of which an entry gives several values, in the order in which they vary, the last fastest.
+_OF_EACH = (
+    *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
+    *("dtype", "causal", "op", "head_dim_v"),
+)
 
 
 class SearchSpec(_Model):

@@ -65,7 +65,8 @@ def _parted(setting: str, source: str) -> tuple[Loc, str]:
             raise _unreadable(source)
         quoted, index, plain = match.groups()
         text = quoted or (plain or "").strip()
-        parts.append(int(index) if index else int(text) if _is_index(text, quoted) else text)
+        number = index or (text if plain and re.fullmatch("[0-9]{1,6}", text) else None)
+        parts.append(int(number) if number else text)
         at = match.end()
         rest = setting[at:].lstrip()
         if rest.startswith("="):
@@ -76,10 +77,6 @@ def _parted(setting: str, source: str) -> tuple[Loc, str]:
     if "" in parts:
         raise _unreadable(source)
     return tuple(parts), rest[1:].strip()
-
-
-def _is_index(text: str, quoted: str | None) -> bool:
-    return quoted is None and text.isascii() and text.isdigit() and len(text) <= 6
 
 
 def _unreadable(source: str) -> SpecError:

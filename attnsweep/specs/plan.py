@@ -34,7 +34,10 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
         spaces, refused = [], {}
         for name in entry.kernels:
             kernel = spec.families[spec.family_of(name)]
-            reason = kernel.refusal(entry.problem, arch) or _unproved(entry.problem)
+            reason = kernel.refusal(entry.problem, arch)
+            if reason is None and entry.problem.op == BACKWARD and is_long(entry.problem):
+                # NumPy computes the whole forward of a backward.
+                reason = "a backward of 2e13 FLOPs or more cannot be proved"
             if reason is not None:
                 refused[kernel.name] = reason
                 continue
@@ -67,13 +70,6 @@ def _blamed(spec: SweepSpec, entry: ProblemEntry, arch: Arch) -> tuple[str, list
                 left = f"{len(space.configs)} candidate{'s' * (len(space.configs) != 1)}"
                 return place, [f"with the family's own values of {parameter}, {left}"]
     return str(path), []
-
-
-def _unproved(problem: Problem) -> str | None:
-    """Why a problem cannot be proved, or None: NumPy computes the whole forward of a backward."""
-    if problem.op == BACKWARD and is_long(problem):
-        return "a backward of 2e13 FLOPs or more cannot be proved"
-    return None
 
 
 def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:

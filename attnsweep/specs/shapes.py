@@ -20,9 +20,9 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import of_label
@@ -30,7 +30,7 @@ from attnsweep.core.ops import OPS
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.specs.model import MAX_PROBLEMS
-from attnsweep.specs.yaml_file import MAX_ERRORS, closest
+from attnsweep.specs.yaml_file import MAX_ERRORS, closest, nearest
 
 _LARGEST = 2**31 - 1
 _KEYS = {
@@ -90,7 +90,7 @@ def read_shapes(
         words.clear()
 
     for argument in arguments:
-        if _is_file(argument):
+        if argument.lower().endswith((".csv", ".tsv")):
             found += written()
             found += read_csv(Path(argument), dtype=dtype, causal=causal, padding=padding)
         else:
@@ -106,10 +106,8 @@ def read_shapes(
 
 def read_dtype(text: str, where: str) -> str:
     """The name of a dtype in any case. where: its option. Raises ProblemError."""
-    try:
+    with _placed(where):
         return _dtype(text)
-    except _Wrong as error:
-        raise ProblemError(error.what, where=where, hint=error.hint) from error
 
 
 def read_csv(
@@ -137,10 +135,9 @@ def read_csv(
     for line, cells in rows[named:]:
         where = f"{path}:{line}"
         try:
-            shape = _of_row(columns, cells) if named else _of_cells(cells)
+            with _placed(where):
+                shape = _of_row(columns, cells) if named else _of_cells(cells)
             found += [each.problem(dtype, causal, padding, where) for each in shape.expanded(where)]
-        except _Wrong as error:
-            wrong.append(ProblemError(error.what, where=where, hint=error.hint))
         except ProblemError as error:
             wrong.append(error)
     if wrong:
@@ -153,12 +150,13 @@ def read_csv(
     return found
 
 
-class _Wrong(Exception):
-    """A shape that cannot be read; whoever knows where it stands makes a ProblemError of it."""
-
-    def __init__(self, what: str, hint: str | None = None) -> None:
-        self.what, self.hint = what, hint
-        super().__init__(what)
+@contextmanager
+def _placed(where: str) -> Iterator[None]:
+    """Say of an error inside where the shape that cannot be read stands."""
+    try:
+        yield
+    except ProblemError as error:
+        raise ProblemError(error.what, where=where, hint=error.hint) from error
 
 
 @dataclass
@@ -175,10 +173,8 @@ class _Shape:
     def expanded(self, where: str) -> list[_Shape]:
         """The shape with each value of its ranges. Raises ProblemError."""
         sizes = {of: text for of, text in self.fields.items() if of in _KEYS.values()}
-        try:
+        with _placed(where):
             ranges = {of: _range(of, text) for of, text in sizes.items() if ":" in text}
-        except _Wrong as error:
-            raise ProblemError(error.what, where=where, hint=error.hint) from error
         if (count := math.prod(map(len, ranges.values()))) > MAX_PROBLEMS:
             raise ProblemError(f"{count} shapes; a sweep may have {MAX_PROBLEMS}", where=where)
         return [
@@ -188,13 +184,10 @@ class _Shape:
 
     def problem(self, dtype: str, causal: bool, padding: str | None, where: str) -> Problem:
         """Its Problem. Raises ProblemError."""
-        try:
+        with _placed(where):
             sizes = _sizes({of: text for of, text in self.fields.items() if of in _KEYS.values()})
-            own: Any = _dtype(self.fields.get("dtype", dtype))
+            own = _dtype(self.fields.get("dtype", dtype))
             mask = _mask(self.fields["mask"]) if "mask" in self.fields else None
-        except _Wrong as error:
-            raise ProblemError(error.what, where=where, hint=error.hint) from error
-        try:
             facts = (mask or (CAUSAL if causal else FULL)).facts
             if (said := self.fields.get("padding", padding)) is not None:
                 facts |= of_label(_bracketed(said)).facts
@@ -202,12 +195,6 @@ class _Shape:
             facts |= Scores.parse(" ".join(words)).facts
             facts |= {"op": self.fields["op"].lower()} if "op" in self.fields else {}
             return Problem.of({**sizes, "dtype": own} | facts)
-        except ProblemError as error:
-            raise ProblemError(error.what, where=where, hint=error.hint) from error
-
-
-def _is_file(argument: str) -> bool:
-    return argument.lower().endswith((".csv", ".tsv"))
 
 
 def _words(text: str) -> list[str]:
@@ -252,10 +239,15 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
                     f"{' '.join(apart)!r}: the numbers of a shape stand together",
                     hint=f"write commas and no spaces: {','.join(apart[:4])}",
                 )
-            shapes.append(_positional(bare))
+            with _placed(repr(bare)):
+                shapes.append(_of_cells(bare.split(",")))
+            shapes[-1].words.append(bare)
             continue
         else:
-            raise _unknown(bare)
+            close = closest(bare, [*DTYPE_BYTES, *_MASK_WORDS])
+            guess = f"did you mean {close!r}? " if close else ""
+            hint = f"{guess}write {_EXAMPLES}, or a file .csv"
+            raise ProblemError(f"{bare!r} is no shape", hint=hint)
         for piece, (of, text) in zip(pieces, given, strict=True):
             if not shapes and of in _OF_SHAPE:
                 raise ProblemError(
@@ -280,15 +272,6 @@ def _bracketed(word: str) -> str:
     return f"{name}({values.replace(':', ',')})" if colon else name
 
 
-def _positional(word: str) -> _Shape:
-    try:
-        shape = _of_cells(word.split(","))
-    except _Wrong as error:
-        raise ProblemError(error.what, where=repr(word), hint=error.hint) from error
-    shape.words.append(word)
-    return shape
-
-
 def _of_cells(cells: Sequence[str]) -> _Shape:
     """The shape of four cells, with dtype and mask after them if they are there."""
     texts = [cell.strip() for cell in cells]
@@ -298,7 +281,7 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
         hint = f"batch, heads, seqlen, head_dim: {_EXAMPLES}"
         if len(texts) == 1 and re.fullmatch(r"\d+(x\d+){3}", texts[0]):
             hint = f"write commas: {texts[0].replace('x', ',')}"
-        raise _Wrong(f"a shape has four numbers, not {len(texts)}", hint)
+        raise ProblemError(f"a shape has four numbers, not {len(texts)}", hint=hint)
     batch, heads, seqlen, dims, *rest = texts
     query, _, kv = heads.partition("/")
     head_dim, _, of_v = dims.partition("/")
@@ -310,22 +293,13 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
     fields |= {"seqlen_q": rows, "seqlen_k": keys} if rows and keys else {"seqlen": seqlen}
     for text in rest:
         if text.lower() not in (*DTYPE_BYTES, *_MASKS):
-            raise _unknown_cell(text)
+            what = f"{text!r} is neither a dtype nor a mask"
+            raise ProblemError(what, hint=nearest(text, [*DTYPE_BYTES, *_MASK_WORDS]))
         of = "dtype" if text.lower() in DTYPE_BYTES else "mask"
         if of in fields:
-            raise _Wrong(f"{text!r} is the second {of} of one shape")
+            raise ProblemError(f"{text!r} is the second {of} of one shape")
         fields[of] = text
     return _Shape([], fields)
-
-
-def _unknown_cell(text: str) -> _Wrong:
-    """The error for a cell after the numbers that is neither a dtype nor a mask."""
-    known = [*DTYPE_BYTES, *_MASK_WORDS]
-    close = closest(text, known)
-    guess = f"did you mean {close!r}? " if close else ""
-    return _Wrong(
-        f"{text!r} is neither a dtype nor a mask", f"{guess}there are: {', '.join(known)}"
-    )
 
 
 def _named(piece: str) -> tuple[str, str]:
@@ -350,20 +324,13 @@ def _nearest(name: str) -> str:
     return f"{guess}there are: {parts}, dtype, causal"
 
 
-def _unknown(word: str) -> ProblemError:
-    known = [*DTYPE_BYTES, *_MASK_WORDS]
-    close = closest(word, known)
-    guess = f"did you mean {close!r}? " if close else ""
-    return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
-
-
 def _sizes(texts: Mapping[str, str]) -> dict[str, int]:
     """The sizes of a Problem from the fields that were given."""
     numbers = {of: _number(of, text) for of, text in texts.items()}
     seqlen = numbers.pop("seqlen", None)
     if seqlen is not None:
         if "seqlen_q" in numbers or "seqlen_k" in numbers:
-            raise _Wrong("S sets both Sq and Sk", "give S alone, or Sq and Sk")
+            raise ProblemError("S sets both Sq and Sk", hint="give S alone, or Sq and Sk")
         numbers |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
     needed = ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
     missing = [of for of in needed if of not in numbers]
@@ -375,7 +342,8 @@ def _sizes(texts: Mapping[str, str]) -> dict[str, int]:
         short = {of: name for name, of in _KEYS.items()}
         *first, last = [f"{short[of]} ({of})" for of in missing]
         lacks = f"{', '.join(first)} and {last}" if first else last
-        raise _Wrong(f"{lacks} {'is' if len(missing) == 1 else 'are'} missing", f"as {_EXAMPLES}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise ProblemError(f"{lacks} {verb} missing", hint=f"as {_EXAMPLES}")
     numbers.setdefault("heads_kv", numbers["heads"])
     return numbers
 
@@ -385,15 +353,16 @@ def _range(of: str, text: str) -> list[str]:
     match = re.fullmatch(r"([^:]+):([^:]+):(\*?)([^:*]+)", text)
     if match is None:
         hint = "write FIRST:LAST:STEP or FIRST:LAST:*FACTOR, as 1024:65536:*2"
-        raise _Wrong(f"{text!r} is no range of {of}", hint)
+        raise ProblemError(f"{text!r} is no range of {of}", hint=hint)
     first, last, step = (_number(of, match[part]) for part in (1, 2, 4))
     if first > last or (match[3] and step < 2):
         why = "its first is larger than its last" if first > last else "a factor is 2 or more"
-        raise _Wrong(f"{text!r} is no range of {of}: {why}")
+        raise ProblemError(f"{text!r} is no range of {of}: {why}")
     if not match[3]:
         values = range(first, last + 1, step)
         if len(values) > MAX_PROBLEMS:
-            raise _Wrong(f"{text!r} has {len(values)} values; a sweep may have {MAX_PROBLEMS}")
+            what = f"{text!r} has {len(values)} values; a sweep may have {MAX_PROBLEMS}"
+            raise ProblemError(what)
         return list(map(str, values))
     sizes = itertools.takewhile(lambda size: size <= last, (first * step**n for n in range(32)))
     return list(map(str, sizes))
@@ -405,17 +374,15 @@ def _number(of: str, text: str) -> int:
         grouped = text.replace("_", "").replace("'", "")
         hint = f"write {int(meant[1]) * 1024}" if meant else None
         hint = f"write {grouped}" if grouped.isdigit() and grouped.isascii() else hint
-        raise _Wrong(f"{of} must be a whole number, not {text!r}", hint)
+        raise ProblemError(f"{of} must be a whole number, not {text!r}", hint=hint)
     if len(text) > 10 or not 1 <= int(text) <= _LARGEST:
-        raise _Wrong(f"{of} must be 1 to {_LARGEST}, not {text[:20]}")
+        raise ProblemError(f"{of} must be 1 to {_LARGEST}, not {text[:20]}")
     return int(text)
 
 
 def _dtype(text: str) -> str:
     if text.lower() not in DTYPE_BYTES:
-        close = closest(text, DTYPE_BYTES)
-        guess = f"did you mean {close!r}? " if close else ""
-        raise _Wrong(f"unknown dtype {text!r}", f"{guess}there are: {', '.join(DTYPE_BYTES)}")
+        raise ProblemError(f"unknown dtype {text!r}", hint=nearest(text, DTYPE_BYTES))
     return text.lower()
 
 
@@ -426,9 +393,8 @@ def _mask(text: str) -> Interval | Boolean:
     try:
         return Boolean.parse(said)
     except ProblemError as error:
-        raise _Wrong(
-            f"mask cannot be {said!r}", "write causal, full, window(512,0) or boolean(blocks,30)"
-        ) from error
+        hint = "write causal, full, window(512,0) or boolean(blocks,30)"
+        raise ProblemError(f"mask cannot be {said!r}", hint=hint) from error
 
 
 # -- CSV ------------------------------------------------------------------------------------
@@ -465,6 +431,6 @@ def _columns(names: Sequence[str], where: str) -> list[str]:
 
 def _of_row(columns: Sequence[str], cells: Sequence[str]) -> _Shape:
     if len(cells) > len(columns):
-        raise _Wrong(f"{len(cells)} cells below {len(columns)} names of columns")
+        raise ProblemError(f"{len(cells)} cells below {len(columns)} names of columns")
     texts = dict(zip(columns, (cell.strip() for cell in cells), strict=False))
     return _Shape([], {of: text for of, text in texts.items() if text})

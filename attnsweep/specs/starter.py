@@ -318,8 +318,11 @@ def _source_of(
     """Name of the first shipped spec that has candidates of the family for a problem, or ''."""
     shape = _by_shape(problem, target)
     specs = [*([_shipped(shape)] if shape else []), *sources]
-    able = (s.name for s in specs if _has_any(s, families[family], [problem], target.arch))
-    return next(able, "")
+    for spec in specs:
+        space = spec.kernels.get(family)
+        if space and Space.build(families[family], problem, target.arch, space).configs:
+            return spec.name
+    return ""
 
 
 def _by_shape(problem: Problem, target: Target) -> str | None:
@@ -342,14 +345,6 @@ def _by_shape(problem: Problem, target: Target) -> str | None:
 def _on_every_problem(spec: SweepSpec) -> list[str]:
     """The families that a spec sweeps on each of its problems; others are there to compare."""
     return [name for name in spec.kernels if all(name in entry.kernels for entry in spec.problems)]
-
-
-def _has_any(spec: SweepSpec, kernel: Family, problems: Sequence[Problem], arch: Arch) -> bool:
-    """Whether a spec's space of a family has a candidate for any of these problems."""
-    space = spec.kernels.get(kernel.name)
-    return space is not None and any(
-        Space.build(kernel, problem, arch, space).configs for problem in problems
-    )
 
 
 def _block(family: str, name: str, source: str) -> list[str]:

@@ -17,8 +17,9 @@ from attnsweep.core import cases  # noqa: E402
 from attnsweep.core.hardware import arch_named  # noqa: E402
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
-from attnsweep.serve import fp8 as made_of  # noqa: E402
+from attnsweep.serve.export_code import FP8_FAMILY  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 from attnsweep.verify import inputs as verify_inputs  # noqa: E402
 from attnsweep.verify import limits, measures  # noqa: E402
@@ -26,7 +27,7 @@ from attnsweep.verify import limits, measures  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 NAME = "exported_fp8_for_tests"
-FAMILY = discover()[made_of.FAMILY]
+FAMILY = discover()[FP8_FAMILY]
 DEVICE = "cuda"
 
 
@@ -58,7 +59,7 @@ def table(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def operator(table):
-    return Fp8Operator(table, torch.library.Library("exported_fp8_every", "DEF"))
+    return Fp8Operator(Operator(table, "exported_fp8_every"))
 
 
 @cache
@@ -180,7 +181,7 @@ def test_winners_of_16_bits_are_not_needed(package):
 @pytest.mark.parametrize("dtype", recorded.FP8_DTYPES)
 def test_cuda_graphs_and_streams(table, dtype):
     """The first call is in a capture, and scales are read anew by each replay."""
-    fresh = Fp8Operator(table, torch.library.Library(f"exported_fp8_{dtype}", "DEF"))
+    fresh = Fp8Operator(Operator(table, f"exported_fp8_{dtype}"))
     given = [each.clone() for each in inputs(Problem(2, 8, 8, 1000, 1000, 128, dtype, causal=True))]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -153,7 +153,7 @@ def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
     operators = importlib.import_module(f"{name}.operator")
     made = operators.Operator(module._operator.table, f"{name}_cpu", driver, devices=("cpu",))
     made.planner.gpus[0] = next(iter(made.table.gpus.values()))
-    module._operator, varlen = made, importlib.import_module(f"{name}.varlen_operator")
+    module._operator, varlen = made, importlib.import_module(f"{name}.packed")
     module._varlen = varlen.VarlenOperator(made)
     assert Path(module.__file__).parent == directory
     return module

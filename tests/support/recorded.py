@@ -19,9 +19,20 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Trial
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
-from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.export import export
-from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, Table, TunedGpu, read_table
+from attnsweep.serve.export_code import FP8_FAMILY, compile_for_models, gpu_row
+from attnsweep.serve.held import spares
+from attnsweep.serve.runtime.table import (
+    CUBINS,
+    FORMAT,
+    TABLE,
+    GpuKey,
+    Guard,
+    Table,
+    TunedGpu,
+    kind_of_code,
+    read_table,
+)
 from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -70,9 +81,9 @@ def exported_for(
 
 def taken_for(raw: dict[str, Any], key: GpuKey) -> dict[str, Any]:
     """A table of one kind of GPU under the key of another."""
-    for part in (raw, raw.get("fp8", {"gpus": []})):
-        assert len(part["gpus"]) <= 1, "one key for several kinds"
-        for gpu in part["gpus"]:
+    for gpus in (raw["gpus"], raw.get("fp8", [])):
+        assert len(gpus) <= 1, "one key for several kinds"
+        for gpu in gpus:
             gpu |= key._asdict()
     return raw
 
@@ -136,21 +147,29 @@ def off(problem: Problem) -> Problem:
 
 def fp8_table(key: GpuKey, compiler: Compiler, place: Path, notes: list[str]) -> Table:
     """A package of every head_dim, mask and kind of scales for a GPU. notes: its spills."""
-    family = discover()[made_of.FAMILY]
-    selected = made_of.select(_of_every_kind(key, family), {key: {"this"}}, family)
-    labels = sorted({config.label for config, _ in selected.codes.values()})
-    configs = {label: number for number, label in enumerate(labels)}
-    kernels, files = made_of.compiled(selected, family, compiler, notes, configs)
+    family = discover()[FP8_FAMILY]
+    arch, won = arch_named(family.min_arch), _of_every_kind(family)
+    codes = dict.fromkeys(won)
+    for config, problem in won:
+        codes.update(dict.fromkeys(spares(config, problem, family, arch)))
     (place / CUBINS).mkdir()
-    for file, data in files.items():
-        (place / CUBINS / file).write_bytes(data)
-    raw = {"format": FORMAT, "attnsweep": "0", "configs": labels, "kernels": [], "gpus": []}
-    section = made_of.section(selected, family, kernels)
-    (place / TABLE).write_text(json.dumps(raw | {"fp8": section}))
+    labels = sorted({config.label for config, _ in codes})
+    kernels = []
+    for config, problem in codes:
+        stages, files, spills = compile_for_models(family, config, problem, compiler).done()
+        notes += [config.label] * (spills > 0)
+        for file, data in files.items():
+            (place / CUBINS / file).write_bytes(data)
+        kernel = dict(zip(("head_dim", "dtype", "mask"), kind_of_code(problem), strict=True))
+        kernels.append(kernel | {"config": labels.index(config.label), "stages": stages, "family": FP8_FAMILY})
+    winners = [{"problem": problem.label, "kernel": n, "time_us": 1.0} for n, (_, problem) in enumerate(won)]
+    of_gpu = gpu_row(key, ["this"]) | {"winners": winners, "spare": [*range(len(won), len(codes))]}
+    raw = {"format": FORMAT, "attnsweep": "0", "configs": labels, "kernels": kernels, "gpus": [], "fp8": [of_gpu]}
+    (place / TABLE).write_text(json.dumps(raw))
     return read_table(place)
 
 
-def _of_every_kind(key: GpuKey, family: Family) -> list[made_of.Winner]:
+def _of_every_kind(family: Family) -> list[tuple[Config, Problem]]:
     arch, winners = arch_named(family.min_arch), []
     for dtype in ("e4m3", "e4m3_block"):
         for head_dim in family.head_dims:
@@ -160,7 +179,7 @@ def _of_every_kind(key: GpuKey, family: Family) -> list[made_of.Winner]:
                     problem = Problem(2, 8, 8, seqlen, seqlen, head_dim, dtype, causal=causal)
                     own = Config({**config, "ORDER": int(causal)})
                     assert family.refused_by(own, problem, arch) is None, (own.label, problem.label)
-                    winners.append(made_of.Winner(key, problem, own, 1.0))
+                    winners.append((own, problem))
     return winners
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.compile.cubin import blocks_per_sm, residency
+from attnsweep.compile.cubin import residency
 from attnsweep.core.hardware import ARCHS
 
 
@@ -17,8 +17,8 @@ from attnsweep.core.hardware import ARCHS
 def test_a_plan_is_not_below_what_the_same_registers_reach(arch, warps, registers, smem_bytes):
     """Registers in whole units of 8: the plan then differs only by shared memory's granules."""
     planned = arch.planned_blocks(warps * 32, registers, smem_bytes)
-    reached = blocks_per_sm(arch, registers, warps * 32, smem_bytes)
-    rounded = blocks_per_sm(arch, registers, warps * 32, max(0, smem_bytes - 128))
+    reached, _ = residency(arch, registers, warps * 32, smem_bytes)
+    rounded, _ = residency(arch, registers, warps * 32, max(0, smem_bytes - 128))
     assert planned >= 1
     assert max(1, reached) <= planned <= max(1, rounded)
 

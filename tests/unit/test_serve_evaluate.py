@@ -16,7 +16,6 @@ from packages import PLAIN, gpu, shape, winner, with_config
 from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, open_run, plan
 from attnsweep.core.errors import StoreError
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.ops import FORWARD
 from attnsweep.family.family import Config
 from attnsweep.serve import evaluate, export, shipped
 from attnsweep.serve.export_code import FAMILY, config_of, gpu_of
@@ -73,7 +72,7 @@ def tuned():
     for place in (*RUNS, *RUNS_OF_H200):
         run = open_run(place)
         key, environment = gpu_of(run)
-        chosen += export._chosen(run, environment, key, {FORWARD: KERNEL}, [])
+        chosen += export._chosen(run, environment, key, {KERNEL.name: KERNEL}, [])
     return [each.trial for each in chosen]
 
 

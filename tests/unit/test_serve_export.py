@@ -510,19 +510,23 @@ SPOILED = [
 ]
 
 
+def kernel_in_fp8(raw):
+    return next(kernel for kernel in raw["kernels"] if kernel["dtype"] == "e4m3")
+
+
 SPOILED_FP8 = [
-    lambda raw: raw.update(kernels=None),
-    lambda raw: raw["kernels"][0].pop("scale_block"),
-    lambda raw: raw["kernels"][0].update(config=-1),
-    lambda raw: raw["kernels"][0].update(config="0"),
-    lambda raw: raw["kernels"][0].update(code="../../etc/passwd"),
-    lambda raw: raw["gpus"][0].pop("spare"),
-    lambda raw: raw["gpus"][0].update(spare=[-1]),
-    lambda raw: raw["gpus"][0].update(sm_count=0),
-    lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
-    lambda raw: raw["gpus"][0]["winners"][0].update(time_us=0.0),
-    lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,256) e4m3 full"),
-    lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,64) e4m3_block full"),
+    lambda raw: raw.update(fp8=None),
+    lambda raw: kernel_in_fp8(raw).pop("dtype"),
+    lambda raw: kernel_in_fp8(raw).update(dtype="fp16"),
+    lambda raw: kernel_in_fp8(raw).update(family="flash_fwd_wgmma"),
+    lambda raw: kernel_in_fp8(raw).update(stages={"fwd": "../../etc/passwd"}),
+    lambda raw: raw["fp8"][0].pop("spare"),
+    lambda raw: raw["fp8"][0].update(spare=[-1]),
+    lambda raw: raw["fp8"][0].update(sm_count=0),
+    lambda raw: raw["fp8"][0]["winners"][0].update(kernel=999),
+    lambda raw: raw["fp8"][0]["winners"][0].update(time_us=0.0),
+    lambda raw: raw["fp8"][0]["winners"][0].update(problem="(1,1,9,256) e4m3 full"),
+    lambda raw: raw["fp8"][0]["winners"][0].update(problem="(1,1,9,64) e4m3_block full"),
 ]
 
 
@@ -536,7 +540,7 @@ def table_of_both(tmp_path_factory):
 def test_a_damaged_table(table_of_both, tmp_path, part):
     for spoil in SPOILED_FP8 if part else SPOILED:
         raw = json.loads(table_of_both)
-        spoil(raw[part] if part else raw)
+        spoil(raw)
         (tmp_path / TABLE).write_text(json.dumps(raw))
         with pytest.raises(PackageError, match="damaged"):
             pytest.fail(f"{read_table(tmp_path)} of {getsource(spoil)}")

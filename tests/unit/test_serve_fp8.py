@@ -18,14 +18,15 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
-from attnsweep.serve import fp8 as made_of
-from attnsweep.serve.runtime import fp8_dispatch as fp8
+from attnsweep.serve.export_code import FP8_FAMILY
+from attnsweep.serve.held import spares
 from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.dispatch import choose_fp8
 from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
 from attnsweep.store import run as store_run
 
 FAMILIES = discover()
-FAMILY = FAMILIES[made_of.FAMILY]
+FAMILY = FAMILIES[FP8_FAMILY]
 ARCH = ARCHS["sm_90a"]
 RESULTS = Path(__file__).parent.parent.parent / "results"
 FP8_RUN, H100_RUN = RESULTS / "h100-80gb-hbm3/fp8_h100", RESULTS / "h100-80gb-hbm3/h100"
@@ -67,8 +68,8 @@ def test_the_run_of_fp8_problems_is_exported(exported, known):
     assert "BLOCK_N=96 WARPGROUPS=3" in one.kernel.config
     assert one.kernel.values.PERSISTENT == 132
     for kernel in (*(w.kernel for w in known.winners), *known.spare):
-        assert made.code(kernel.code)
-        assert kernel.code.function == "flash_fwd_fp8_wgmma"
+        assert made.code(kernel.stages["fwd"])
+        assert kernel.stages["fwd"].function == "flash_fwd_fp8_wgmma"
 
 
 def test_the_ranking_rules_which_candidate_wins(tmp_path):
@@ -80,7 +81,7 @@ def test_the_ranking_rules_which_candidate_wins(tmp_path):
     errors = {
         (t.problem, t.time_us.median): t.accuracy.timed_err
         for t in few
-        if t.kernel == made_of.FAMILY and t.time_us and t.accuracy
+        if t.kernel == FP8_FAMILY and t.time_us and t.accuracy
     }
     assert made.winners
     for w in made.winners:
@@ -105,7 +106,7 @@ def test_runs_without_fp8_have_the_table_that_they_had(tmp_path):
 
 def test_what_cannot_be_exported_is_said(tmp_path):
     run = store_run.open_run(FP8_RUN)
-    baselines = [t for t in run.trials if t.kernel != made_of.FAMILY]
+    baselines = [t for t in run.trials if t.kernel != FP8_FAMILY]
     with pytest.raises(StoreError, match="no correct candidate of flash_fwd_fp8_wgmma"):
         export(tmp_path, [changed(run, tmp_path / "baselines", baselines)])
     cut = [t.with_(schedule={**t.schedule, "chunks": 2}) for t in run.trials]
@@ -115,7 +116,7 @@ def test_what_cannot_be_exported_is_said(tmp_path):
 
 def test_a_damaged_cubin_is_found(exported, known, tmp_path):
     made = read_table(exported.directory / exported.name)
-    code = known.winners[0].kernel.code
+    code = known.winners[0].kernel.stages["fwd"]
     (tmp_path / CUBINS).mkdir()
     (tmp_path / CUBINS / code.file).write_bytes(made.code(code) + b"x")
     with pytest.raises(PackageError, match="SHA-256"):
@@ -129,21 +130,21 @@ def refused(kernel, shape):
 
 def test_a_tuned_shape_gets_its_winner(known):
     for winner in known.winners:
-        choice = fp8.choose(known, winner.problem)
+        choice = choose_fp8(known, winner.problem)
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
         # Scales of heads go to the same machine code.
-        choice = fp8.choose(known, replace(winner.problem, dtype="e4m3"))
+        choice = choose_fp8(known, replace(winner.problem, dtype="e4m3"))
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
 
 
 def test_another_shape_gets_the_nearest_winner_that_may_run_there(known):
-    choice = fp8.choose(known, shape(4, 16, 3500, 128))
+    choice = choose_fp8(known, shape(4, 16, 3500, 128))
     assert choice.code == "near"
     assert "(4,16,4096,128) e4m3_tensor full" in choice.reason
     assert refused(choice.kernel, shape(4, 16, 3500, 128)) is None
     # The winners' blocks take turns, which needs more tiles than this shape has.
     few = shape(1, 16, 1024, 128)
-    choice = fp8.choose(known, few)
+    choice = choose_fp8(known, few)
     assert (choice.code, choice.kernel.values.PERSISTENT) == ("spare", 0)
 
 
@@ -163,8 +164,8 @@ def test_every_shape_of_a_tuned_kind_is_served(known, batch, heads_kv, group, le
     q, k = lengths
     sizes = (batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim)
     one = Problem(*sizes, "e4m3", causal=causal)
-    choice = fp8.choose(known, one)
-    assert not isinstance(choice, str), choice
+    choice = choose_fp8(known, one)
+    assert choice.kernel is not None, choice.reason
     alike = [w.kernel for w in known.winners if w.kernel.head_dim == head_dim]
     broken = [refused(kernel, one) for kernel in alike if kernel.mask == one.mask.kind]
     assert (choice.code == "spare") == all(broken)
@@ -172,7 +173,8 @@ def test_every_shape_of_a_tuned_kind_is_served(known, batch, heads_kv, group, le
 
 def test_a_kind_that_was_not_tuned_has_no_kernel(known):
     for one in (shape(4, 16, 4096, 256), shape(4, 16, 4096, 128, "e4m3_block"), shape(4, 16, 4096, 96)):
-        said = fp8.choose(known, one)
+        choice, said = choose_fp8(known, one), choose_fp8(known, one).reason
+        assert choice.kernel is None
         assert said.startswith(f"no FP8 shape with head_dim {one.head_dim}, full, scales of ")
         assert "head_dim 128, causal, scales of tensors or heads" in said
 
@@ -184,7 +186,7 @@ def test_a_kind_that_was_not_tuned_has_no_kernel(known):
 def test_spare_kernels_round_as_the_winner_and_serve_all_lengths(dtype, head_dim, causal):
     problem = Problem(4, 16, 16, 4096, 4096, head_dim, dtype, causal=causal)
     for config in Space.build(FAMILY, problem, ARCH).configs[::97]:
-        found = made_of.spares(config, problem, FAMILY, ARCH)
+        found = spares(config, problem, FAMILY, ARCH)
         shortest = [1, 2, 63, 64] if head_dim < 256 else []  # no config of the family serves them
         for seqlen in (*shortest, 65, 100, 127, 128, 129, 5000):
             of = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen, batch=2)

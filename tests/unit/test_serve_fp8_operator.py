@@ -23,6 +23,7 @@ from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve import export  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS, PackageError, read_table  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,7 +51,9 @@ def table(exported):
     known = made.fp8[H100]
     blocks = tuple(
         replace(
-            winner, problem=replace(winner.problem, dtype="e4m3_block"), kernel=replace(winner.kernel, scale_block=128)
+            winner,
+            problem=replace(winner.problem, dtype="e4m3_block"),
+            kernel=replace(winner.kernel, dtype="e4m3_block"),
         )
         for winner in known.winners
         if winner.problem.head_dim == 64
@@ -60,11 +63,13 @@ def table(exported):
 
 @pytest.fixture
 def operator(table, driver):
-    library = torch.library.Library(f"fp8_{next(NUMBERS)}", "DEF")
-    made = Fp8Operator(table, library, driver, devices=("cpu",))
+    return fp8_operator(table, driver)
+
+
+def fp8_operator(table, driver, devices=("cpu",)):
+    made = Fp8Operator(Operator(table, f"fp8_{next(NUMBERS)}", driver, devices))
     made._gpus[0] = table.fp8[H100]
-    yield made
-    library._destroy()
+    return made
 
 
 def quantised(heads=4, seqlen=200, heads_kv=None, seqlen_k=None, batch=2, head_dim=64):
@@ -151,7 +156,7 @@ def test_masks_tails_and_grouped_heads(operator, driver, table, causal, seqlen, 
     known = table.fp8[H100]
     loaded = driver.modules[driver.launches[0]["function"][0]]
     kernels = [*(winner.kernel for winner in known.winners), *known.spare]
-    of_code = {(k.head_dim, k.mask) for k in kernels if table.code(k.code) == loaded}
+    of_code = {(k.head_dim, k.mask) for k in kernels if table.code(k.stages["fwd"]) == loaded}
     assert of_code == {(head_dim, "causal" if causal else "full")}
 
 
@@ -241,8 +246,7 @@ def test_another_gpu_and_another_device(operator, table, driver):
     operator._gpus[0] = None
     with pytest.raises(PackageError, match="not tuned in FP8; the package knows sm_90, 132 SMs"):
         operator.attention(*tensors, *scales)
-    library = torch.library.Library(f"fp8_{next(NUMBERS)}", "DEF")
-    of_gpus = Fp8Operator(table, library, driver)
+    of_gpus = fp8_operator(table, driver, ("cuda",))
     with pytest.raises(ValueError, match="query is on cpu"):
         of_gpus.attention(*tensors, *scales)
 
@@ -256,11 +260,11 @@ def test_what_the_driver_refuses_is_an_error(operator, driver):
     assert operator.counters() == {"kernel_fp8": 1}
 
 
-def test_a_damaged_cubin_is_an_error(operator, table, tmp_path, driver):
-    operator.table = replace(table, directory=tmp_path)
+def test_a_damaged_cubin_is_an_error(table, tmp_path, driver):
+    operator = fp8_operator(replace(table, directory=tmp_path), driver)
     (tmp_path / CUBINS).mkdir()
     for winner in table.fp8[H100].winners:
-        (tmp_path / CUBINS / winner.kernel.code.file).write_bytes(b"x")
+        (tmp_path / CUBINS / winner.kernel.stages["fwd"].file).write_bytes(b"x")
     with pytest.raises(PackageError, match="SHA-256"):
         operator.attention(*quantised(), *scales_of("heads"))
     assert driver.modules == []
@@ -292,11 +296,8 @@ def test_threads(operator, driver):
 
 def test_the_operator_keeps_its_library(table, driver):
     """Without it PyTorch frees the operator, and a call ends the process."""
-    name = f"fp8_{next(NUMBERS)}"
-    made = Fp8Operator(table, torch.library.Library(name, "DEF"), driver, devices=("cpu",))
+    made = fp8_operator(table, driver)
     gc.collect()
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"{name}::forward_fp8", "CPU")
-    made._gpus[0] = table.fp8[H100]
     made.attention(*quantised(), *scales_of("heads"))
 
 
@@ -343,11 +344,11 @@ def test_a_package_as_a_program_imports_it(exported):
     tensors, scales = quantised(), scales_of("heads")
     with pytest.raises(ValueError, match="query is on cpu"):
         tuned.attention_fp8(*tensors, *scales)
-    driver = FakeDriver(Fp8Kernel())
-    library = torch.library.Library(f"fp8_{next(NUMBERS)}", "DEF")
-    operators = importlib.import_module(f"{exported.name}.fp8_operator")
-    made = operators.Fp8Operator(tuned._fp8.table, library, driver, devices=("cpu",))
-    made._gpus[0] = next(iter(made.table.fp8.values()))
+    fp8, operators = (importlib.import_module(f"{exported.name}.{name}") for name in ("fp8_operator", "operator"))
+    table = tuned._operator.table
+    own = operators.Operator(table, f"fp8_{next(NUMBERS)}", FakeDriver(Fp8Kernel()), devices=("cpu",))
+    made = fp8.Fp8Operator(own)
+    made._gpus[0] = next(iter(table.fp8.values()))
     tuned._fp8 = made
     assert close(tuned.attention_fp8(*tensors, *scales), tensors, scales)
     assert tuned.explain_fp8(*tensors, *scales).code == "near"

@@ -15,7 +15,7 @@ from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
-from attnsweep.serve.runtime import backward_operator, interval_gradients  # noqa: E402
+from attnsweep.serve.runtime import backward_operator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, HEADS_KV, ROWS = 2, 4, 2, 128
@@ -301,7 +301,7 @@ def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(operato
     def attention(q, k, v):
         return operator.attention(q, k, v, enable_gqa=True, **limits)
 
-    monkeypatch.setattr(interval_gradients, "log_sum_exp", None)
+    monkeypatch.setattr(backward_operator, "log_sum_exp", None)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (96, 128, 160):
         given = tensors(BATCH, HEADS, rows, HEADS_KV)

@@ -13,10 +13,9 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.space import Space
 from attnsweep.serve import export_code
-from attnsweep.serve import fp8 as made_of
 from attnsweep.serve.runtime import served
 
-FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, made_of.FAMILY))
+FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, export_code.FP8_FAMILY))
 FAMILIES = {"16 bits": FAMILY, "fp8": FP8}
 ARCH = ARCHS["sm_90a"]
 FIRST = {param.name: param.values[0] for param in FAMILY.params}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 from operators import close, compiled, exact, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
-from attnsweep.serve.runtime import mask_lists  # noqa: E402
+from attnsweep.serve.runtime import call_cache  # noqa: E402
 from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -236,10 +236,10 @@ def test_a_mask_at_the_address_of_one_that_is_gone(operator):
 
 def test_what_stands_under_the_number_of_another_mask_is_not_its():
     """Numbers of objects are used again: here at once, as no weak reference would have noticed."""
-    lists, plan = mask_lists.MaskLists(lambda _: 0), object()
+    lists, plan = call_cache.MaskLists(lambda _: 0), object()
     mask = random_mask(2, 2)
     alike = mask.view(2, 2)  # with its memory and version
-    made = mask_lists.MaskList((1,), ())
+    made = call_cache.MaskList((1,), ())
     lists.keep((mask,), plan, 0, made)
     assert lists.find((mask,), plan, 0) is made
     lists._kept[id(alike), id(plan)] = lists._kept[id(mask), id(plan)]
@@ -339,10 +339,10 @@ def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator, driver, go
 
 def test_many_masks_that_live_are_not_all_kept(operator):
     given = tensors(BATCH, HEADS, ROWS)
-    alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(mask_lists._MOST + 3)]
+    alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(call_cache._MOST_LISTS + 3)]
     for mask in alive:
         operator.attention(*given, mask)
-    assert len(operator._masks._kept) == mask_lists._MOST
+    assert len(operator._masks._kept) == call_cache._MOST_LISTS
     assert same(operator, given, alive[0])
 
 

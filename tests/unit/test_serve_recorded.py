@@ -12,7 +12,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.serve import export, shipped
 from attnsweep.serve.runtime import dispatch
-from attnsweep.serve.runtime import fp8_dispatch as fp8
+from attnsweep.serve.runtime.dispatch import choose_fp8
 from attnsweep.serve.runtime.served import WGMMA
 from attnsweep.serve.runtime.table import TABLE, GpuKey, read_table
 from attnsweep.serve.runtime.table import known as known_to
@@ -128,9 +128,9 @@ def test_every_winner_in_fp8_serves_its_shape_and_half_a_tile_off_it(card, tmp_p
     assert len(winners) == 12
     for winner in winners:
         of = winner.problem
-        assert fp8.choose(made.fp8[card], of).code == "tuned"
+        assert choose_fp8(made.fp8[card], of).code == "tuned"
         beside = recorded.off(of)
-        assert fp8.choose(made.fp8[card], beside).code in ("near", "spare")
+        assert choose_fp8(made.fp8[card], beside).code in ("near", "spare")
 
 
 def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
@@ -145,6 +145,6 @@ def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
         if not (causal and sizes[3] != sizes[4])
     ]
     for problem in asked:
-        choice = fp8.choose(made.fp8[card], problem)
+        choice = choose_fp8(made.fp8[card], problem)
         refused = problem.head_dim == 256 and problem.seqlen_q <= 64
-        assert isinstance(choice, str) == refused, (problem.label, choice)
+        assert (choice.kernel is None) == refused, (problem.label, choice)

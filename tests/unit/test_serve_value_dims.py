@@ -17,7 +17,7 @@ from attnsweep.core.masks import Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
 from attnsweep.serve.runtime import gradients  # noqa: E402
-from attnsweep.serve.runtime.varlen_operator import VarlenOperator  # noqa: E402
+from attnsweep.serve.runtime.packed import VarlenOperator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,7 +18,7 @@ from packages import imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
-from attnsweep.serve.runtime.varlen_operator import VarlenOperator  # noqa: E402
+from attnsweep.serve.runtime.packed import VarlenOperator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS, HEADS = 256, 4

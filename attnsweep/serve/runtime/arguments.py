@@ -62,44 +62,15 @@ def plain(query: Any, key: Any, value: Any) -> bool:
     return type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
 
 
-def never(attn_mask: Any, dropout_p: float) -> Choice | None:
+def dropped(dropout_p: float) -> Choice | None:
     """Why no kernel serves a call, whatever its tensors are."""
-    if attn_mask is not None:
-        return Choice(None, "mask", "attn_mask is given")
-    if dropout_p != 0.0:
-        return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
-    return None
-
-
-def unserved_mask(
-    mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool, gradients: bool
-) -> Choice | None:
-    """Why no kernel serves a call with this mask, or None.
-
-    query, key: of four dimensions. gradients: whether the call records them.
-    """
-    if type(mask) not in PLAIN or mask.is_nested or mask.layout is not torch.strided:
-        return Choice(None, "mask", "attn_mask is no plain tensor")
-    if mask.dtype not in (torch.bool, query.dtype):
-        what = f"attn_mask is {mask.dtype}, neither torch.bool nor {query.dtype}"
-        return Choice(None, "mask", what)
-    if mask.device != query.device:
-        return Choice(None, "device", "attn_mask is on another device")
-    if is_causal:
-        return Choice(None, "mask", "attn_mask and is_causal are given")
-    if gradients:
-        return Choice(None, "mask", "attn_mask is given, and gradients are recorded")
-    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if not 2 <= mask.dim() <= 4 or any(n not in (1, m) for n, m in zip(sizes, whole, strict=True)):
-        return Choice(None, "mask", f"attn_mask is {tuple(mask.shape)}, and scores are {whole}")
-    return None
+    return Choice(None, "dropout", f"dropout_p is {dropout_p:g}") if dropout_p != 0.0 else None
 
 
 def taken_for(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scores: Scores = PLAIN_SCORES
 ) -> tuple[Interval, Layout, Scores]:
-    """Mask, layout and scores of the problem of a call whose mask `unserved_mask` lets pass.
+    """Mask, layout and scores of the problem of a call whose mask `planner.why_unserved` lets pass.
 
     What a mask hides is known on the device alone, so it counts as if it hid nothing: others take
     less time. A float mask is a bias. One query's counts as each item's own, as shapes of few

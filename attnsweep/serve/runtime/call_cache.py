@@ -1,13 +1,16 @@
-"""Kinds of calls that were met before, which PyTorch tells from others by one question."""
+"""What was met before: kinds of calls, by one question of PyTorch's, and lists of masks."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from .arguments import PLAIN as _PLAIN
 from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
 
 # What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype, device,
@@ -17,7 +20,6 @@ _is_grad_enabled, _modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_s
 _is_tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Kinds of calls of the same sizes that are told from each other: by strides and gradients, say.
 _MOST_ALIKE = 4
 # Sizes that are remembered. More are met only by calls whose sizes keep changing.
@@ -116,3 +118,79 @@ class Seen:
         if len(self._kinds) >= _MOST:
             self._kinds.clear()
         self._kinds[what] = ((plan, alike, grad), *kinds[: _MOST_ALIKE - 1])
+
+
+Masks = tuple[torch.Tensor, ...]
+# A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten.
+_MOST_LISTS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskList:
+    """addresses: of what a call reads. memory: keeps it alive."""
+
+    addresses: tuple[int, ...]
+    memory: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    # A weak reference to each, where it was, and how often PyTorch knew that it was written to.
+    masks: tuple[tuple[Callable[[], Any], int, int], ...]
+    plan: Any  # kept, so that no other has its number
+    stream: int
+    capture: int
+    made: MaskList
+
+
+class MaskLists:
+    """The lists of masks that are alive, by mask and by plan: what a kernel needs of one.
+
+    A mask is met again if the very tensor is alive, at its address, and PyTorch's version counter
+    says that nobody has written to it: autograd's own criterion. It misses writes through `.data`,
+    DLPack, raw kernels and replays of CUDA graphs that fill a mask from outside: `cache=False` of a
+    call is for those. While a CUDA graph is captured, only what the same capture has scanned is met
+    again: a replay must scan what it is given then. The list of a mask that follows from sizes
+    alone has no tensor to be met by: its plan stands for it.
+
+    capture_of: the number of the CUDA graph that a stream is capturing, 0 if none, None if unknown.
+    """
+
+    def __init__(self, capture_of: Callable[[int], int | None]) -> None:
+        self._capture_of = capture_of
+        self._kept: dict[tuple[int, ...], _Kept] = {}
+
+    def find(self, masks: Masks, plan: Any, stream: int) -> MaskList | None:
+        """The list of an unchanged mask that `keep` got in this stream, or None.
+
+        masks: the tensors that say it: a mask, lengths, or where sequences begin. None of them: the
+        plan alone says it.
+        """
+        kept = self._kept.get((*map(id, masks), id(plan)))
+        if kept is None or kept.stream != stream or kept.capture != self._capture_of(stream):
+            return None
+        # In a model every layer asks so; as a generator in `any` it took twice as long.
+        for mask, (own, address, version) in zip(masks, kept.masks, strict=True):
+            if own() is not mask or mask.data_ptr() != address or mask._version != version:
+                return None
+        return kept.made
+
+    def keep(self, masks: Masks, plan: Any, stream: int, made: MaskList) -> None:
+        """Remember what was made of a mask in a stream, if a change of it would show."""
+        capture = self._capture_of(stream)
+        inference = any(mask.is_inference() for mask in masks)  # it has no version
+        if inference or capture is None:  # or nothing would show
+            return
+        what = (*map(id, masks), id(plan))
+
+        def gone(_: Any, what: tuple[int, ...] = what) -> None:
+            self._kept.pop(what, None)
+
+        while len(self._kept) >= _MOST_LISTS:
+            self._kept.pop(next(iter(self._kept)), None)
+        own = tuple((weakref.ref(m, gone), m.data_ptr(), m._version) for m in masks)
+        self._kept[what] = _Kept(own, plan, stream, capture, made)
+
+    def forget(self) -> None:
+        """Scan each mask anew from now on."""
+        self._kept.clear()

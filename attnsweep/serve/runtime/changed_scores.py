@@ -9,14 +9,10 @@ import torch
 from torch.nn.functional import dropout
 
 from .arguments import number
-from .dispatch import Choice
 
 _MOST_SCORES = 2**27
 """Scores of a step of `composed`, in float32: 512 MiB."""
 _TO_FLOAT32 = "dtype" in torch.ops.aten.bmm.overloads()  # since PyTorch 2.8
-_CAPS = (1e-3, 1e6)
-"""The softcaps that kernels take: with others, float32 does not hold what they compute on the way.
-"""
 
 
 def checked(
@@ -50,17 +46,6 @@ def checked(
         sizes = f"{tuple(sinks.shape)}, and query {tuple(query.shape)}"
         raise ValueError(f"sinks is {sizes}: it has one number for each head of query")
     return float(cap), sinks.float().contiguous()
-
-
-def unserved_scores(softcap: float, sunk: bool, gradients: bool) -> Choice | None:
-    """Why no kernel serves a call with these, or None. sunk: whether it has sinks."""
-    if gradients and (softcap or sunk):
-        return Choice(None, "scores", "softcap or sinks are given, and gradients are recorded")
-    if softcap and not _CAPS[0] <= softcap <= _CAPS[1]:
-        return Choice(
-            None, "scores", f"softcap is {softcap:g}, beyond {_CAPS[0]:g} to {_CAPS[1]:g}"
-        )
-    return None
 
 
 def composed(

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnsweep.core.boolean import Boolean
 from attnsweep.core.ops import BACKWARD
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from .cost_model import (
     FEW_QUERIES,
@@ -21,10 +21,11 @@ from .cost_model import (
     learn,
     memory_us,
     nearness,
+    octaves,
     tiling,
 )
-from .served import arch_of, beyond_limits
-from .table import CompiledKernel, TunedGpu, Winner
+from .served import FP8, arch_of, beyond_limits, refused_by
+from .table import CompiledKernel, TunedFp8Gpu, TunedGpu, Winner, kind_of_code
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
@@ -198,13 +199,9 @@ def _kernels(
     """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
     kernels = [winner.kernel for winner in known]
     kernels += [kernel for winner in known for kernel, _ in winner.others]
-    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, problem)}
+    code = kind_of_code(problem)
+    made = {each.config: each for each in (*kernels, *gpu.twins) if each.kind == code}
     return sorted(made.items())
-
-
-def _made(kernel: CompiledKernel, problem: Problem) -> bool:
-    kind = (kernel.head_dim, kernel.dtype, kernel.mask)
-    return kind == (problem.head_dim, problem.dtype, problem.variant)
 
 
 def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
@@ -252,3 +249,48 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     if gain < least:
         return Choice(None, "not_faster", f"{why}: we gain too little to be sure", gain)
     return Choice(kernel, "near", why, gain, theirs.time_us)
+
+
+def choose_fp8(gpu: TunedFp8Gpu, problem: Problem) -> Choice:
+    """The kernel for a shape, or why there is none.
+
+    A tuned shape gets its winner. Any other gets the winner of the nearest shape of its head_dim,
+    mask and kind of scales that the family's rules allow to run there, and if there is none, a
+    spare kernel. Scales of heads and of tensors are of one kind: their machine code is the same.
+    """
+    code = kind_of_code(problem)
+    known = [winner for winner in gpu.winners if winner.kernel.kind == code]
+    if not known:
+        tuned = "; ".join(sorted({_named(*winner.kernel.kind) for winner in gpu.winners}))
+        why = f"no FP8 shape with {_named(*code)} was tuned; the package has {tuned}"
+        return Choice(None, "not_tuned", why)
+    near = sorted(
+        (
+            octaves(problem, winner.problem, gpu.key.sm_count),
+            winner.problem.dtype != problem.dtype,
+            number,
+        )
+        for number, winner in enumerate(known)
+    )
+    for _, _, number in near:
+        winner = known[number]
+        if replace(winner.problem, dtype=problem.dtype) == problem:
+            return Choice(winner.kernel, "tuned", f"this shape was tuned, {winner.time_us:.4g} µs")
+
+    def may_run(kernel: CompiledKernel) -> bool:
+        return refused_by(FP8, kernel.values, problem, gpu.key.sm_count) is None
+
+    for far, _, number in near:
+        label, kernel = known[number].problem.label, known[number].kernel
+        if may_run(kernel):
+            why = f"won {label}, the nearest whose kernel may run ({far:.1f} octaves)"
+            return Choice(kernel, "near", why)
+    for kernel in gpu.spare:
+        if kernel.kind == code and may_run(kernel):
+            return Choice(kernel, "spare", "no winner may run here; this kernel was not timed")
+    return Choice(None, "far", f"no FP8 kernel of the package may run {problem.label}")
+
+
+def _named(head_dim: int, dtype: str, mask: str) -> str:
+    by = f"each {SCALE_BLOCK} keys" if dtype == "e4m3_block" else "tensors or heads"
+    return f"head_dim {head_dim}, {mask}, scales of {by}"

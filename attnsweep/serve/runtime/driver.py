@@ -42,18 +42,22 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
+_Map = tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]
+"""Of a tensor map: its offset, its buffer's name and place among a call's addresses, and what the
+driver is told before and after the address."""
+
+
 class Form(NamedTuple):
     """A launch but for addresses and stream. offsets: of each parameter in `constants`.
 
-    maps: offset, the buffer's name and place among a call's addresses, and what the driver is told
-    before and after the address. pointers: offset and place.
+    pointers: offset and place.
     """
 
     launch: Launch
     function: Any
     constants: bytes
     offsets: list[int]
-    maps: list[tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]]
+    maps: list[_Map]
     pointers: list[tuple[int, int]]
 
 
@@ -67,7 +71,7 @@ class Ready:
     """
 
     launches: list[tuple[Any, Any, int]]
-    maps: list[tuple[Any, tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]]]
+    maps: list[tuple[Any, _Map]]
     words: list[tuple[Any, int]]
     addresses: tuple[int, ...]
     stream: int
@@ -195,14 +199,10 @@ class Device:
         return made
 
     def _form(
-        self,
-        launch: Launch,
-        code: Code,
-        tensors: Mapping[str, Tensor],
-        places: Mapping[str, int],
+        self, launch: Launch, code: Code, tensors: Mapping[str, Tensor], places: Mapping[str, int]
     ) -> Form:
         offsets: list[int] = []
-        maps: list[tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]] = []
+        maps: list[_Map] = []
         pointers: list[tuple[int, int]] = []
         # Maps first: they are aligned, and everything after them to 8 bytes.
         count = sum(isinstance(arg, TensorMap) for arg in launch.args)

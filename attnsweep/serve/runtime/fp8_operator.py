@@ -12,13 +12,12 @@ import torch
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
-from attnsweep.family.launch import Launch
 
-from . import fp8_dispatch as fp8
 from . import served
-from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
-from .plans import MOST_PLANS, Explanation
-from .table import GpuKey, PackageError, Table, TunedFp8Gpu
+from .dispatch import choose_fp8
+from .driver import DriverError, Tensor
+from .plans import MOST_PLANS, Explanation, Plan
+from .table import GpuKey, PackageError, TunedFp8Gpu
 from .torch_ops import define
 
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
@@ -29,43 +28,29 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
-    """All of a call that does not depend on addresses. index: the device's, -1 for the CPU's.
+class _Plan(Plan):
+    """Of a call in FP8, which has a problem, and a kernel."""
 
-    launches: once the kernel is loaded.
-    """
-
-    choice: fp8.Choice
-    problem: Problem
-    calls: dict[str, Launch]
-    tensors: dict[str, Tensor]
-    index: int
-    launches: BoundLaunches | None = None
+    problem: Any = None
 
 
 class Fp8Operator:
-    """The operator `forward_fp8` of one table, and the function that calls it.
+    """The operator `forward_fp8` of a package, if its table has FP8 kernels, and what calls it.
 
-    library: the package's, which gets the operator if the table has FP8 kernels. cuda: the driver's
-    binding (default: cuda.bindings.driver). devices: the device types that are served. Tests give
-    others.
+    operator: whose library, devices and streams these are.
     """
 
-    def __init__(
-        self, table: Table, library: Any, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
-    ) -> None:
-        self.table = table
-        self._library = library  # the operator goes with it
-        self._cuda, self._types = cuda, devices
+    def __init__(self, operator: Any) -> None:
+        self._operator, self._table = operator, operator.table
         self._calls = 0
         self._plans: dict[Any, _Plan] = {}
         self._gpus: dict[int, TunedFp8Gpu | None] = {}
-        self._devices: dict[int, Device] = {}
         self._forward: Any = None
-        if table.fp8:
+        if self._table.fp8:
             # Also where nothing is served, so that it is said why.
-            every = sorted({*devices, "cpu"})
-            self._forward = define(library, every, "forward_fp8", self._impl, self._fake)
+            every = sorted({*operator.device_types, "cpu"})
+            made = (operator.library, every, "forward_fp8", self._impl, self._fake)
+            self._forward = define(*made)
 
     # ---- one call ----
     def attention(
@@ -107,10 +92,9 @@ class Fp8Operator:
         ready, by = self._arguments(given, scale, enable_gqa)
         plan = self._plan(ready, bool(causal), by)
         _check_alignment(ready[:3])
-        gpu = self._known(plan.index)
-        return Explanation(
-            plan.choice.kernel.config, plan.choice.code, plan.choice.reason, 0.0, gpu.key.label
-        )
+        choice, gpu = plan.choice, self._known(plan.index)
+        config = choice.kernel.config if choice.kernel is not None else None
+        return Explanation(config, choice.code, choice.reason, 0.0, gpu.key.label)
 
     def counters(self) -> dict[str, int]:
         """Calls so far: `kernel_fp8`, absent before the first one."""
@@ -154,37 +138,25 @@ class Fp8Operator:
 
     def _impl(self, *given: Any) -> torch.Tensor:
         *tensors, causal, scale = given
-        plan = self._plan(tuple(tensors), causal, scale)
-        if plan.index >= 0 and plan.index != torch.cuda.current_device():
-            with torch.cuda.device(plan.index):
-                return self._run(plan, tensors)
-        return self._run(plan, tensors)
+        return self._run(self._plan(tuple(tensors), causal, scale), tensors)
 
     def _run(self, plan: _Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
+        operator, index = self._operator, plan.index
+        if index >= 0 and index != operator.current_device():
+            with torch.cuda.device(index):
+                return self._run(plan, tensors)
         query, key, value = tensors[:3]
         _check_alignment((query, key, value))
         scales = _spread(tensors[3:], plan.problem)
         out = query.new_empty(query.shape, dtype=torch.bfloat16)
-        stream = 0
-        if plan.index >= 0:
-            stream = int(torch.cuda.current_stream(plan.index).cuda_stream)
         addresses = tuple(each.data_ptr() for each in (query, key, value, out, *scales))
         try:
-            if plan.launches is None:
-                plan.launches = self._prepared(plan)
-            plan.launches.issue(addresses, stream)
+            launches = plan.launches or operator.prepared(plan, index)
+            launches.issue(addresses, operator.stream(index))
         except DriverError as error:
             raise PackageError(f"{plan.problem.label}: {error}") from error
         self._calls += 1
         return out
-
-    def _prepared(self, plan: _Plan) -> BoundLaunches:
-        if plan.index not in self._devices:
-            cuda = self._cuda or cuda_driver()
-            self._devices[plan.index] = Device(self.table, cuda, plan.index)
-        stages = {"fwd": plan.choice.kernel.code}
-        names = ("q", "k", "v", "o", *_SCALES)
-        return self._devices[plan.index].launches(plan.calls, stages, plan.tensors, names)
 
     def _plan(self, tensors: tuple[Any, ...], causal: bool, scale: float) -> _Plan:
         """The plan of a call, from the cache if its shapes and strides were met before."""
@@ -200,11 +172,14 @@ class Fp8Operator:
                 if tensor.numel() >= 2**31:
                     raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
             index = tensors[0].get_device()
-            choice = fp8.choose(self._known(index), problem)
-            if isinstance(choice, str):
-                raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
+            choice = choose_fp8(self._known(index), problem)
+            if choice.kernel is None:
+                why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
+                raise PackageError(why)
             calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
-            plan = _Plan(choice, problem, calls, tensors_of(problem), index)
+            names = ("q", "k", "v", "o", *_SCALES)
+            made = (choice, calls, choice.kernel.stages, tensors_of(problem), index)
+            plan = _Plan(*made, names=names, problem=problem)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[what] = plan
@@ -215,10 +190,10 @@ class Fp8Operator:
         index = max(index, 0)
         if index not in self._gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))
-            self._gpus[index] = self.table.fp8.get(key)
+            self._gpus[index] = self._table.fp8.get(key)
         gpu = self._gpus[index]
         if gpu is None:
-            known = "; ".join(key.label for key in self.table.fp8)
+            known = "; ".join(key.label for key in self._table.fp8)
             raise PackageError(
                 f"this GPU was not tuned in FP8; the package knows {known}. To tune it: "
                 "attnsweep run SPEC, then attnsweep export"
@@ -229,7 +204,10 @@ class Fp8Operator:
         """Sizes and dtype of a call, as a compiler knows them too. Raises TypeError, ValueError."""
         query, key, value, *scales = tensors
         for name, tensor in zip((*_NAMES, *_SCALES), tensors, strict=True):
-            if tensor.device != query.device or tensor.device.type not in self._types:
+            if (
+                tensor.device != query.device
+                or tensor.device.type not in self._operator.device_types
+            ):
                 raise ValueError(f"{name} is on {tensor.device}: FP8 kernels run on one GPU")
         for name, tensor in zip(_NAMES, tensors, strict=False):
             if tensor.dtype != torch.float8_e4m3fn:
@@ -297,17 +275,17 @@ def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> Any
             raise TypeError(f"{name} is {scale.dtype}: a scale is torch.float32")
         shape = tuple(scale.shape)
         if shape in ((), (1,)):
-            kinds.add(fp8.TENSOR)
+            kinds.add("e4m3_tensor")
         elif shape == of_heads:
-            kinds.add(fp8.HEADS)
+            kinds.add("e4m3")
         elif shape == of_blocks and name != "q_scale":
-            kinds.add(fp8.BLOCK)
+            kinds.add("e4m3_block")
         else:
             wanted = f"of one element or {of_heads}, (batch, heads_kv)"
             if name != "q_scale":
                 wanted += f", or {of_blocks}, one of each 128 keys"
             raise ValueError(f"{name} is {shape}, and takes float32 {wanted}")
-    return next(kind for kind in (fp8.BLOCK, fp8.HEADS, fp8.TENSOR) if kind in kinds)
+    return next(kind for kind in ("e4m3_block", "e4m3", "e4m3_tensor") if kind in kinds)
 
 
 def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
@@ -324,7 +302,7 @@ def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
 def _spread(scales: list[torch.Tensor], problem: Problem) -> tuple[torch.Tensor, ...]:
     """Scales as a kernel reads them; of those that lie so already nothing is copied."""
     wanted = [problem.shape_of(name) for name in _SCALES]
-    if problem.dtype == fp8.TENSOR:  # one launch for the three
+    if problem.dtype == "e4m3_tensor":  # one launch for the three
         return tuple(torch.stack([each.reshape(()).expand(wanted[0]) for each in scales]))
     made = []
     for scale, sizes in zip(scales, wanted, strict=True):

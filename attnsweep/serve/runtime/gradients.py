@@ -120,12 +120,6 @@ def _first(number: Any) -> int:
     return number if isinstance(number, int) else int(number.node.hint)
 
 
-def _asked(plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """The backward of the backend that PyTorch would call, with its arguments."""
-    by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)
-    return _cudnn_gradients if by_cudnn else _flash_gradients, plan.causal, plan.scale
-
-
 class Gradient(torch.autograd.Function):  # type: ignore[misc]
     """`forward_lse` and its gradient, for calls that no compiler or dispatch mode looks at.
 
@@ -145,7 +139,9 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         settings = [setting() for setting in _SETTINGS]
         by = plan.by_pytorch
         if by is None or by[0] != settings:
-            by = plan.by_pytorch = (settings, *_asked(plan, query, key, value))
+            by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)
+            gradients = _cudnn_gradients if by_cudnn else _flash_gradients
+            by = plan.by_pytorch = (settings, gradients, plan.causal, plan.scale)
         ctx.by, ctx.own = by, operator.backward
         made = operator.run(plan, query, key, value)
         out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)

@@ -13,9 +13,8 @@ from attnsweep.core.masks import Interval
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
-from .arguments import PLAIN, Call
+from .arguments import Call
 from .changed_scores import checked, composed
-from .dispatch import Choice
 from .sdpa_patch import sdpa
 
 _UNKNOWN = Padded("right", 100)
@@ -42,19 +41,6 @@ def forms(
             if padded or mask.kind == "window" or not mask.empty_rows(seqlen_q, seqlen_k):
                 found.append((mask, layout, scores))
     return [*found[:1], (Interval(boolean=True, of_item=padded), DENSE, scores)]
-
-
-def unserved_intervals(lengths: Any, gradients: bool) -> Choice | None:
-    """Why no kernel serves a call with these arguments, or None.
-
-    gradients: whether the call records them.
-    """
-    if gradients:
-        why = "window, causal_offset or key_lengths are given, and gradients are recorded"
-        return Choice(None, "mask", why)
-    if lengths is not None and type(lengths) not in PLAIN:
-        return Choice(None, "subclass", "key_lengths is no plain tensor")
-    return None
 
 
 def dense(

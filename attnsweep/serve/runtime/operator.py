@@ -6,40 +6,26 @@ import logging
 import os
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .arguments import Call, autocast, never, number, plain, records_gradients
-from .backward_operator import BackwardOperator
-from .call_cache import Seen, transformed
+from .arguments import Call, autocast, dropped, number, plain, records_gradients
+from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
+from .call_cache import MaskList, MaskLists, Seen, transformed
 from .changed_scores import checked
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
-from .gradients import (
-    Gradient,
-    with_gradient,
-)
-from .interval_gradients import IntervalGradient, key_ranges
+from .gradients import Gradient, with_gradient
 from .intervals import by_pytorch, scanned, understood
-from .mask_lists import MaskList, MaskLists
-from .model_masks import LazyMask
 from .packed import CuSeqlens
 from .planner import Planner
-from .plans import (
-    FORKED,
-    MOST_PLANS,
-    SUBCLASS,
-    TRANSFORMED,
-    UNALIGNED,
-    Explanation,
-    Plan,
-)
+from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
 from .traced import Traced, default_scale
+from .transformers_hook import LazyMask
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -127,7 +113,7 @@ class Operator:
         """A call with a mask or limits, or None, which is counted, if no kernel serves it.
 
         keep: whether what a scan makes of its mask is used again while that is unchanged: see
-        mask_lists.
+        MaskLists.
         """
         query, key, value, mask, *_ = call
         dtype = getattr(mask, "dtype", None)
@@ -304,7 +290,7 @@ class Operator:
             if out is not None:
                 return out
         elif dropout_p != 0.0:
-            choice = never(None, dropout_p)
+            choice = dropped(dropout_p)
         elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
             if not seen.calls:
                 choice = seen.choice
@@ -365,7 +351,7 @@ class Operator:
         out: torch.Tensor | None = None
         if _is_compiling():
             out = self.traced.masked(call)
-        elif choice := never(None, dropout_p):
+        elif choice := dropped(dropout_p):
             self.fell_back(choice)
         else:
             out = self.masked(call, keep)
@@ -392,7 +378,7 @@ class Operator:
         scale = number(scale)
         asked = (attn_mask, is_causal or causal, tuple(limits), softcap, sinks)
         mask, is_causal, diagonals, cap, sinks = understood(query, key, *asked)
-        choice = never(None, dropout_p)
+        choice = dropped(dropout_p)
         if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
         if choice is not None:
@@ -617,10 +603,3 @@ def _kind_of(mask: Any) -> Any:
 
 def _raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def open_package(directory: Path, namespace: str) -> Operator:
-    """The operator of a package's directory. Raises PackageError."""
-    from .table import read_table
-
-    return Operator(read_table(directory), namespace)

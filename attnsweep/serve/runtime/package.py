@@ -14,17 +14,17 @@ import torch
 from . import transformers_hook
 from .about import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
-from .operator import SHORT, open_package
+from .operator import SHORT, Operator
+from .packed import VarlenOperator
 from .plans import Explanation
 from .sdpa_patch import InPlace, Routing, Switched, flash_allowed, pytorchs, sdpa
-from .table import PackageError
-from .varlen_operator import VarlenOperator
+from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.
 _name = __name__.removesuffix(".serve.runtime.package")
-_operator = open_package(Path(__file__).parent, _name)
+_operator = Operator(read_table(Path(__file__).parent), _name)
 _varlen = VarlenOperator(_operator)
-_fp8 = Fp8Operator(_operator.table, _operator.library)
+_fp8 = Fp8Operator(_operator)
 # Looked up once: each is asked in every call.
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
 _is_grad_enabled, _counts, _SHORT = torch.is_grad_enabled, _operator.counts, SHORT.code

@@ -1,4 +1,4 @@
-"""Packed sequences: `attention_varlen`'s arguments, and what PyTorch computes of them."""
+"""Packed sequences: `attention_varlen`, its arguments, and what PyTorch computes of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnsweep.core.layouts import Packed
-from attnsweep.core.masks import Interval
-from attnsweep.core.scores import Scores
-
-from .arguments import DTYPES, PLAIN
-from .changed_scores import composed
+from .arguments import DTYPES, Call, dropped, number, records_gradients
+from .changed_scores import checked, composed
 from .dispatch import Choice
+from .gradients import like
 from .intervals import sides
+from .plans import Explanation
 from .sdpa_patch import sdpa
+from .torch_ops import define
 
 Window = tuple[int | None, int | None]
 """(left, right): the keys before and after a query's own; None: all on that side."""
@@ -67,23 +66,6 @@ def understood(
         raise ValueError(f"packed tensors are (tokens, heads, head_dim), not {sizes}")
     left, right = sides(window)
     return left, 0 if causal else right
-
-
-def form(window: Window, cu_seqlens: CuSeqlens, scores: Scores) -> tuple[Any, ...]:
-    """Mask, layout and scores of a call's problem.
-
-    The device alone knows how long each sequence is: they count as equally long.
-    """
-    return Interval(*window), Packed(cu_seqlens.sequences, 100), scores
-
-
-def unserved(cu_seqlens: CuSeqlens, gradients: bool) -> Choice | None:
-    """Why no kernel serves a call with packed sequences, or None."""
-    if gradients:
-        return Choice(None, "packed", "packed sequences are given, and gradients are recorded")
-    if not all(type(each) in PLAIN for each in cu_seqlens):
-        return Choice(None, "subclass", "cu_seqlens are no plain tensors")
-    return None
 
 
 def by_pytorch(
@@ -142,3 +124,94 @@ def dense(tokens_q: int, tokens_k: int, cu_seqlens: CuSeqlens, window: Window) -
     after = keys - (rows + of_k[own + 1] - of_q[own + 1])[:, None]  # of a query's own key
     mask = mask if left is None else mask & (after >= -left)
     return mask if right is None else mask & (after <= right)
+
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class VarlenOperator:
+    """`attention` and `explain` of packed sequences over the plans of an operator."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        where = (operator.library, operator.device_types)
+        self._forward = define(*where, "forward_varlen", self._impl_forward)
+
+    def attention(self, *given: Any, dropout_p: float, cache: bool, **options: Any) -> torch.Tensor:
+        """As the package's `attention_varlen` has it. options: as of `_understood`."""
+        query, key, value = self._operator.cast(*given[:3])
+        cu_seqlens, longest = CuSeqlens(*given[3:5]), given[5:]
+        window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
+        if _is_compiling():
+            if dropout_p == 0.0 and self._traces(query, key, value, scale, changes[1]):
+                by = scale if scale is not None else query.shape[2] ** -0.5
+                how: Any = (*cu_seqlens, *window, by, *changes, *longest)
+                compiled: torch.Tensor = self._forward(query, key, value, *how)
+                return compiled
+        elif choice := dropped(dropout_p):
+            self._operator.fell_back(choice)
+        else:
+            how = (cu_seqlens, window, scale, *changes, cache)
+            out = self._served(query, key, value, *how)
+            if out is not None:
+                return out
+        how = (cu_seqlens, longest, window, dropout_p, scale, *changes)
+        return by_pytorch(query, key, value, *how)
+
+    def explain(self, *given: Any, dropout_p: float, **options: Any) -> Explanation:
+        """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+        query, key, value = self._operator.cast(*given[:3])
+        cu_seqlens = CuSeqlens(*given[3:])
+        window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
+        choice: Choice | None = dropped(dropout_p)
+        if choice is None:
+            how: Any = (cu_seqlens, False, scale, True, window, *changes)
+            choice = self._operator.masked_plan(Call(*as_one(query, key, value), *how)).choice
+        said: Explanation = self._operator.explained(choice, query)
+        return said
+
+    @staticmethod
+    def _understood(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seqlens: CuSeqlens,
+        *,
+        causal: bool,
+        window: Any,
+        scale: Any,
+        softcap: Any,
+        sinks: Any,
+    ) -> tuple[Window, float | None, float, torch.Tensor | None]:
+        """Window, scale, softcap and sinks. Raises TypeError or ValueError."""
+        sides = understood(query, key, value, cu_seqlens, causal, window)
+        cap, of_heads = checked(softcap, sinks, query.transpose(0, 1)[None], None, False)
+        return sides, scale if scale is None else number(scale), cap, of_heads
+
+    def _traces(self, query: Any, key: Any, value: Any, scale: Any, sinks: Any) -> bool:
+        """Whether a kernel may serve a compiler's call."""
+        given, planner = as_one(query, key, value), self._operator.planner
+        if records_gradients(Call(*given, sinks=sinks)):
+            return False
+        if planner.unserved(*given, False, scale, True):
+            return False
+        return bool(planner.is_known(query.device.index or 0))
+
+    def _served(self, query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor | None:
+        cu_seqlens, window, scale, *changes, keep = how
+        call = Call(*as_one(query, key, value), cu_seqlens, False, scale, True, window, *changes)
+        out = self._operator.masked(call, keep)
+        return None if out is None else out.squeeze(0).transpose(0, 1)
+
+    def _impl_forward(
+        self, query: Any, key: Any, value: Any, of_q: Any, of_k: Any, *rest: Any
+    ) -> torch.Tensor:
+        """A compiler's call, which may use the memory of cu_seqlens for others: no list stays."""
+        left, right, scale, softcap, sinks, *longest = rest
+        cu_seqlens, changes = CuSeqlens(of_q, of_k), (softcap, sinks)
+        how: Any = (cu_seqlens, (left, right), scale, *changes, False)
+        out = self._served(query, key, value, *how)
+        if out is None:
+            how = (cu_seqlens, tuple(longest), (left, right), 0.0, scale, *changes)
+            out = by_pytorch(query, key, value, *how)
+        return like(out, query, value)

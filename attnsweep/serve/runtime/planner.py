@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.layouts import Packed
+from attnsweep.core.masks import Interval
 from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import CAUSAL, FULL, Problem
 from attnsweep.core.scores import Scores
@@ -16,6 +18,7 @@ from attnsweep.core.scores import Scores
 from . import served
 from .arguments import (
     DTYPES,
+    PLAIN,
     Call,
     bias_of,
     laid_out,
@@ -24,15 +27,11 @@ from .arguments import (
     problem_of,
     records_gradients,
     taken_for,
-    unserved_mask,
 )
-from .changed_scores import unserved_scores
 from .dispatch import Choice, choose
 from .driver import Tensor, rows_of_group, unmapped
-from .intervals import forms, unserved_intervals
+from .intervals import forms
 from .packed import CuSeqlens
-from .packed import form as packed_form
-from .packed import unserved as unserved_packed
 from .plans import Plan
 from .sdpa_patch import asked_once
 from .served import WGMMA
@@ -44,6 +43,8 @@ _NUMBERS = (int, float, torch.SymFloat)
 # A kernel gets it as a 32-bit number, times the logarithm of e; gradients also get its inverse,
 # times log-sum-exps.
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e38
+# The softcaps that kernels take: with others, float32 does not hold what they compute on the way.
+_CAPS = (1e-3, 1e6)
 
 
 class Planner:
@@ -114,7 +115,7 @@ class Planner:
 
     def made(self, call: Call, lse: bool) -> Plan:
         """The plan of a call. lse: whether it must have the log-sum-exp."""
-        query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, _ = call
+        query, key, value, mask, is_causal, scale, enable_gqa, limits, *_ = call
         masked = mask is not None or limits is not None
         causal = is_causal and not masked
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
@@ -134,21 +135,12 @@ class Planner:
         }
         if unserved := unmappable(tensors):
             return Plan(unserved)
-        found: list[Any] = [(CAUSAL if causal else FULL,)]
-        packed, scores = isinstance(mask, CuSeqlens), Scores(softcap, sinks is not None)
-        biased = mask is not None and not packed and mask.is_floating_point()
-        if packed:
-            found = [packed_form(limits or (None, None), mask, scores)]
-        elif limits is not None:
-            found = forms(limits, query.shape[2], key.shape[2], mask is not None, scores)
-        elif mask is not None:
-            found = [taken_for(mask, query, key, scores)]
-        if biased:
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             tensors["bias"] = bias_of(mask, query, key)
             fault = unmapped(tensors["bias"])
             if fault is not None:
                 return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
-        choice, problem = choice_of(gpu, query, key, value, found, lse)
+        choice, problem = choice_of(gpu, query, key, value, forms_of(call), lse)
         if choice.kernel is None or problem is None:
             return Plan(choice)
         plan = self._launched(call, lse, out, choice, problem, tensors)
@@ -192,7 +184,8 @@ class Planner:
         if not made.keys() <= kernel.stages.keys():
             return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
         calls = {name: launch for name, launch in made.items() if not launch.once}
-        shared = served.of_masks(made)
+        once = (launch.args for launch in made.values() if launch.once)
+        shared = {arg for args in once for arg in args if isinstance(arg, str)}  # of a mask's scan
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
@@ -235,16 +228,57 @@ def unmappable(tensors: Mapping[str, Tensor]) -> Choice | None:
 def why_unserved(call: Call, gradients: bool) -> Choice | None:
     """Why no kernel serves a call with a mask or limits, or None.
 
-    gradients: whether it records them.
+    Its tensors have four dimensions. gradients: whether it records them.
     """
-    changed = unserved_scores(call.softcap, call.sinks is not None, gradients)
-    if changed is not None:
-        return changed
-    if isinstance(call.mask, CuSeqlens):
-        return unserved_packed(call.mask, gradients)
-    if call.limits is not None:
-        return unserved_intervals(call.mask, gradients)
-    return unserved_mask(call.mask, call.query, call.key, call.is_causal, gradients)
+    mask, packed = call.mask, isinstance(call.mask, CuSeqlens)
+    if gradients and (call.softcap or call.sinks is not None):
+        return Choice(None, "scores", "softcap or sinks are given, and gradients are recorded")
+    low, high = _CAPS
+    if call.softcap and not low <= call.softcap <= high:
+        return Choice(None, "scores", f"softcap is {call.softcap:g}, beyond {low:g} to {high:g}")
+    if packed or call.limits is not None:
+        code, given = "mask", "window, causal_offset or key_lengths"
+        code, given = ("packed", "packed sequences") if packed else (code, given)
+        if gradients:
+            return Choice(None, code, f"{given} are given, and gradients are recorded")
+        tensors = mask if packed else () if mask is None else (mask,)
+        if not all(type(each) in PLAIN for each in tensors):
+            said = "cu_seqlens are no plain tensors" if packed else "key_lengths is no plain tensor"
+            return Choice(None, "subclass", said)
+        return None
+    what, query = None, call.query
+    whole = (*query.shape[:3], call.key.shape[2])
+    if type(mask) not in PLAIN or mask.is_nested or mask.layout is not torch.strided:
+        what = "attn_mask is no plain tensor"
+    elif mask.dtype not in (torch.bool, query.dtype):
+        what = f"attn_mask is {mask.dtype}, neither torch.bool nor {query.dtype}"
+    elif mask.device != query.device:
+        return Choice(None, "device", "attn_mask is on another device")
+    elif call.is_causal:
+        what = "attn_mask and is_causal are given"
+    elif gradients:
+        what = "attn_mask is given, and gradients are recorded"
+    elif not 2 <= mask.dim() <= 4 or any(
+        own not in (1, size) for own, size in zip((*mask.shape,)[::-1], whole[::-1], strict=False)
+    ):
+        what = f"attn_mask is {tuple(mask.shape)}, and scores are {whole}"
+    return None if what is None else Choice(None, "mask", what)
+
+
+def forms_of(call: Call) -> list[tuple[Any, ...]]:
+    """What a kernel may take a call for that these let pass: masks, layouts and scores.
+
+    The device alone knows how long packed sequences are: they count as equally long.
+    """
+    mask, limits, query, key = call.mask, call.limits, call.query, call.key
+    scores = Scores(call.softcap, call.sinks is not None)
+    if isinstance(mask, CuSeqlens):
+        return [(Interval(*(limits or (None, None))), Packed(mask.sequences, 100), scores)]
+    if limits is not None:
+        return [*forms(limits, query.shape[2], key.shape[2], mask is not None, scores)]
+    if mask is not None:
+        return [taken_for(mask, query, key, scores)]
+    return [(CAUSAL if call.is_causal else FULL,)]
 
 
 def choice_of(

@@ -30,8 +30,8 @@ def _declared(name: str) -> Any:
 WGMMA = _declared("flash_fwd_wgmma")
 WGMMA_BACKWARD = _declared("flash_bwd_wgmma")
 FP8 = _declared("flash_fwd_fp8_wgmma")
-DECLARED: Mapping[str, Any] = {each.kernel.name: each for each in (WGMMA, WGMMA_BACKWARD)}
-"""The declarations of kernels of 16 bits, by the family's name."""
+DECLARED: Mapping[str, Any] = {each.kernel.name: each for each in (WGMMA, WGMMA_BACKWARD, FP8)}
+"""The declarations by the family's name."""
 _CONTIGUOUS: Mapping[str, tuple[int, ...]] = {}
 _ARCH = ARCHS[WGMMA.kernel.min_arch]
 
@@ -155,9 +155,3 @@ def workspaces(declaration: Any, config: Config, problem: Problem) -> Mapping[st
         *rows_of(declaration, config, problem)
     )
     return {name: size // 4 for name, size in sizes.items() if name != "lse"}
-
-
-def of_masks(made: Mapping[str, Launch]) -> set[str]:
-    """Names of the buffers that the launches which scan a mask read and write."""
-    once = (launch.args for launch in made.values() if launch.once)
-    return {arg for args in once for arg in args if isinstance(arg, str)}

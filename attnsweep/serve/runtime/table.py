@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .served import DECLARED, FP8, WGMMA, config_of
+from .served import DECLARED, WGMMA, config_of
 
 _T = TypeVar("_T")
 FORMAT = 6
@@ -43,8 +43,6 @@ _NONSENSE = (
     RecursionError,
 )
 _TYPES: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
-# Fields of a row that may be 0.
-_OPTIONAL = {"scale_block"}
 
 
 class PackageError(Exception):
@@ -92,8 +90,8 @@ class Code:
 class CompiledKernel:
     """One compiled config of a family.
 
-    mask: its kind, see `Problem.variant`. config: its label. stages: stage name to its code.
-    values: the config itself.
+    dtype, mask: as of `kind_of_code`. config: its label. stages: stage name to its code. values:
+    the config itself.
     """
 
     head_dim: int
@@ -112,19 +110,39 @@ class CompiledKernel:
         """The module of its family."""
         return DECLARED[self.family]
 
+    @property
+    def kind(self) -> tuple[int, str, str]:
+        """What tells it from code of other problems: see `kind_of_code`."""
+        return self.head_dim, self.dtype, self.mask
+
+
+def kind_of_code(problem: Problem) -> tuple[int, str, str]:
+    """head_dim, dtype and kind of mask of the code of a problem: see `Problem.variant`.
+
+    In FP8, code for scales of heads also serves scales of tensors.
+    """
+    dtype = "e4m3" if problem.dtype == "e4m3_tensor" else problem.dtype
+    return problem.head_dim, dtype, problem.variant
+
 
 @dataclass(frozen=True, slots=True)
-class Winner:
-    """The kernel that won a shape, and how it compares with PyTorch's own attention there.
+class Timed:
+    """The kernel that won a problem, and its time there in microseconds."""
+
+    problem: Problem
+    kernel: CompiledKernel
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Winner(Timed):
+    """The same, and how it compares with PyTorch's own attention there.
 
     gain: time of scaled_dot_product_attention over the kernel's, medians. gain_low: the lower end
     of its 95 % interval where the run has one, otherwise the gain. others: the package's other
     kernels that the run timed on the shape, with their times in microseconds.
     """
 
-    problem: Problem
-    kernel: CompiledKernel
-    time_us: float
     sdpa_us: float
     gain: float
     gain_low: float
@@ -196,34 +214,6 @@ def known(gpus: Mapping[GpuKey, TunedGpu], key: GpuKey) -> TunedGpu | None:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledFp8Kernel:
-    """One compiled config of flash_fwd_fp8_wgmma.
-
-    mask: its kind. scale_block: keys that share a scale of k and of v; 0 if all keys of a head do.
-    config: its label. values: the config itself.
-    """
-
-    head_dim: int
-    mask: str
-    scale_block: int
-    config: str
-    code: Code
-    values: Config = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "values", config_of(FP8, self.config))
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Winner:
-    """The kernel that won a problem in FP8, of dtype e4m3, e4m3_tensor or e4m3_block."""
-
-    problem: Problem
-    kernel: CompiledFp8Kernel
-    time_us: float
-
-
-@dataclass(frozen=True, slots=True)
 class TunedFp8Gpu:
     """What is known in FP8 of one kind of GPU. names: of the cards that were measured.
 
@@ -232,8 +222,8 @@ class TunedFp8Gpu:
 
     key: GpuKey
     names: tuple[str, ...]
-    winners: tuple[Fp8Winner, ...]
-    spare: tuple[CompiledFp8Kernel, ...] = ()
+    winners: tuple[Timed, ...]
+    spare: tuple[CompiledKernel, ...] = ()
 
 
 class Packed(NamedTuple):
@@ -325,12 +315,13 @@ def read_table(directory: Path) -> Table:
         kernels = [_kernel(each, configs) for each in raw["kernels"]]
         gpus = [_gpu(each, kernels) for each in raw["gpus"]]
         archives = _archives(raw.get("archives", {}))
-        fp8 = _fp8(raw["fp8"], configs) if "fp8" in raw else {}
+        fp8 = [_fp8_gpu(each, kernels) for each in raw.get("fp8", ())]
         by = str(raw["attnsweep"])
     except (*_NONSENSE, ProblemError) as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     digest = hashlib.sha256(data).hexdigest()
-    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives, fp8)
+    own, of_fp8 = {gpu.key: gpu for gpu in gpus}, {gpu.key: gpu for gpu in fp8}
+    return Table(directory, by, digest, own, archives, of_fp8)
 
 
 def _archives(raw: Mapping[str, Any]) -> dict[str, Packed]:
@@ -351,8 +342,9 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, Packed]:
 def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
     stages, family = raw["stages"], raw.get("family", WGMMA.kernel.name)
     op = "backward" if raw["mask"].endswith(" backward") else "forward"
-    if op not in DECLARED[family].kernel.ops:
-        raise ValueError(f"{family} has no {op}")
+    declared = DECLARED[family].kernel
+    if op not in declared.ops or raw["dtype"] not in declared.dtypes:
+        raise ValueError(f"{family} has no {op} of {raw['dtype']}")
     codes = {name: _code(family, name, digest) for name, digest in stages.items()}
     config = _numbered(configs, raw["config"])
     return _sound(CompiledKernel(**{**raw, "config": config, "stages": codes}))
@@ -371,27 +363,23 @@ def _is_name(file: str) -> bool:
 
 
 @functools.cache
-def _declared(kind: type) -> tuple[tuple[str, type, int], ...]:
-    """Name, type and least value of a row's fields that are numbers or text."""
-    declared = []
-    for name, written in kind.__annotations__.items():
-        of = _TYPES.get(str(getattr(written, "__forward_arg__", written)))  # of a NamedTuple
-        if of is not None:
-            declared.append((name, of, 0 if name in _OPTIONAL else 1))
-    return tuple(declared)
+def _declared(kind: Any) -> tuple[tuple[str, type], ...]:
+    """Name and type of a row's fields that are numbers or text."""
+    written = ((each.name, str(each.type)) for each in fields(kind))
+    return tuple((name, _TYPES[of]) for name, of in written if of in _TYPES)
 
 
 def _sound(made: _T) -> _T:
     """A row whose fields have their declared types, and numbers that can be calculated with."""
-    row: type = type(made)
-    for name, kind, least in _declared(row):
+    row: Any = type(made)
+    for name, kind in _declared(row):
         value: Any = getattr(made, name)
         found: type = type(value)
         if kind is float:
             positive = isinstance(made, Guard) or value > 0
             right = found in (int, float) and math.isfinite(value) and positive
         else:
-            right = found is kind and (kind is not int or least <= value < 2**31)
+            right = found is kind and (kind is not int or 1 <= value < 2**31)
         if not right:
             raise ValueError(f"{name} is {value!r}")
     return made
@@ -411,16 +399,20 @@ def _key(raw: Mapping[str, Any]) -> GpuKey:
     return key
 
 
+def _won(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> tuple[Any, ...]:
+    """A winner's problem and its kernel, and its other facts."""
+    facts = dict(raw)
+    problem = Problem.parse(facts.pop("problem"))
+    kernel = _numbered(kernels, facts.pop("kernel"))
+    if kernel.kind != kind_of_code(problem):
+        raise ValueError(f"a kernel of other code serves {problem.label}")
+    return problem, kernel, facts
+
+
 def _gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedGpu:
-    key = _key(raw)
     winners = []
     for each in raw["winners"]:
-        facts = dict(each)
-        problem = Problem.parse(facts.pop("problem"))
-        kernel = _numbered(kernels, facts.pop("kernel"))
-        kind = (problem.head_dim, problem.dtype, problem.variant)
-        if (kernel.head_dim, kernel.dtype, kernel.mask) != kind:
-            raise ValueError(f"a kernel of other code serves {problem.label}")
+        problem, kernel, facts = _won(each, kernels)
         others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))
         if not all(0 < us < math.inf for _, us in others):
             raise ValueError(f"times on {problem.label}: {others}")
@@ -430,29 +422,11 @@ def _gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedGpu:
     if not 0 < rate < math.inf:
         raise ValueError(f"memory_bytes_per_us is {rate}")
     names, guard = tuple(raw["names"]), _sound(Guard(**raw["guard"]))
-    return TunedGpu(key, names, guard, tuple(winners), rate, twins)
+    return TunedGpu(_key(raw), names, guard, tuple(winners), rate, twins)
 
 
-def _fp8(raw: Mapping[str, Any], configs: Sequence[str]) -> dict[GpuKey, TunedFp8Gpu]:
-    kernels = [_fp8_kernel(each, configs) for each in raw["kernels"]]
-    gpus = [_fp8_gpu(each, kernels) for each in raw["gpus"]]
-    return {gpu.key: gpu for gpu in gpus}
-
-
-def _fp8_kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledFp8Kernel:
-    code = _code(FP8.kernel.name, "fwd", raw["code"])
-    return _sound(
-        CompiledFp8Kernel(**{**raw, "config": _numbered(configs, raw["config"]), "code": code})
-    )
-
-
-def _fp8_gpu(raw: Mapping[str, Any], kernels: list[CompiledFp8Kernel]) -> TunedFp8Gpu:
-    winners = []
-    for each in raw["winners"]:
-        problem, kernel = Problem.parse(each["problem"]), _numbered(kernels, each["kernel"])
-        kind = (problem.head_dim, problem.kind, problem.dtype == "e4m3_block")
-        if (kernel.head_dim, kernel.mask, kernel.scale_block > 0) != kind:
-            raise ValueError(f"a kernel of other code serves {problem.label}")
-        winners.append(_sound(Fp8Winner(problem, kernel, each["time_us"])))
+def _fp8_gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedFp8Gpu:
+    won = [_won(each, kernels) for each in raw["winners"]]
+    winners = tuple(_sound(Timed(problem, kernel, **facts)) for problem, kernel, facts in won)
     spare = tuple(_numbered(kernels, number) for number in raw["spare"])
-    return TunedFp8Gpu(_key(raw), tuple(raw["names"]), tuple(winners), spare)
+    return TunedFp8Gpu(_key(raw), tuple(raw["names"]), winners, spare)

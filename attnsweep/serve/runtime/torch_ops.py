@@ -9,32 +9,23 @@ import torch
 
 from .arguments import output_of
 
-_GIVEN = "Tensor query, Tensor key, Tensor value, bool causal, float scale"
+_QKV = "Tensor query, Tensor key, Tensor value"
+_SAVED = f"Tensor grad, {_QKV}, Tensor out, Tensor lse"
+_LIMITS = "Tensor? key_range, SymInt? low, SymInt? high, float scale"
+_GIVEN = f"({_QKV}, bool causal, float scale)"
 _MASKED = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool diagonals, SymInt? low, "
-    "SymInt? high, float scale, float softcap, Tensor? sinks, bool repeats"
-)
-_BACKWARD = (
-    "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
-    "float scale, bool cudnn"
-)
-_GIVEN_INTERVALS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? key_range, SymInt? low, SymInt? high, "
-    "float scale"
-)
-_BACKWARD_INTERVALS = (
-    "Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    "Tensor? key_range, SymInt? low, SymInt? high, float scale"
+    f"({_QKV}, Tensor? mask, bool diagonals, SymInt? low, SymInt? high, float scale, "
+    "float softcap, Tensor? sinks, bool repeats)"
 )
 OPERATORS = {
-    "attention": f"({_GIVEN}) -> Tensor",
-    "attention_masked": f"({_MASKED}) -> Tensor",
-    "forward": f"({_GIVEN}) -> Tensor",
-    "forward_lse": f"({_GIVEN}) -> (Tensor, Tensor)",
-    "forward_masked": f"({_MASKED}) -> Tensor",
-    "forward_intervals_lse": f"({_GIVEN_INTERVALS}) -> (Tensor, Tensor)",
-    "backward": f"({_BACKWARD}) -> (Tensor, Tensor, Tensor)",
-    "backward_intervals": f"({_BACKWARD_INTERVALS}) -> (Tensor, Tensor, Tensor)",
+    "attention": f"{_GIVEN} -> Tensor",
+    "attention_masked": f"{_MASKED} -> Tensor",
+    "forward": f"{_GIVEN} -> Tensor",
+    "forward_lse": f"{_GIVEN} -> (Tensor, Tensor)",
+    "forward_masked": f"{_MASKED} -> Tensor",
+    "forward_intervals_lse": f"({_QKV}, {_LIMITS}) -> (Tensor, Tensor)",
+    "backward": f"({_SAVED}, bool causal, float scale, bool cudnn) -> (Tensor, Tensor, Tensor)",
+    "backward_intervals": f"({_SAVED}, {_LIMITS}) -> (Tensor, Tensor, Tensor)",
 }
 """The operators and their schemas.
 
@@ -45,13 +36,13 @@ seqlen_q), contiguous.
 """
 _OTHERS = {
     "forward_varlen": (
-        "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-        "SymInt? left, SymInt? right, float scale, float softcap, Tensor? sinks, "
-        "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> Tensor"
+        f"({_QKV}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? left, SymInt? right, "
+        "float scale, float softcap, Tensor? sinks, SymInt? max_seqlen_q, SymInt? max_seqlen_k)"
+        " -> Tensor"
     ),
     "forward_fp8": (
-        "(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
-        "bool causal, float scale) -> Tensor"
+        f"({_QKV}, Tensor q_scale, Tensor k_scale, Tensor v_scale, bool causal, float scale)"
+        " -> Tensor"
     ),
 }
 

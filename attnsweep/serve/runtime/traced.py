@@ -10,14 +10,13 @@ import torch
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
-from attnsweep.core.scores import Scores
 
-from . import gradients, interval_gradients
-from .arguments import Call, never, plain, records_gradients, sized, taken_for
+from . import backward_operator, gradients
+from .arguments import Call, plain, records_gradients, sized
+from .backward_operator import IntervalGradients, key_ranges
 from .gradients import like
-from .interval_gradients import IntervalGradients, key_ranges
-from .intervals import by_pytorch, forms
-from .planner import choice_of, why_unserved
+from .intervals import by_pytorch
+from .planner import choice_of, forms_of, why_unserved
 from .sdpa_patch import pytorchs, sdpa
 from .torch_ops import OPERATORS, define, differentiate, library_of
 
@@ -38,8 +37,8 @@ class Traced:
         self.ops: Any = SimpleNamespace(**made)
         own = gradients.of_operator(operator, self.ops.backward)
         differentiate(library, "forward_lse", gradients.save_for_backward, own)
-        own = interval_gradients.of_operator(self.ops.backward_intervals)
-        saves = interval_gradients.save_for_backward
+        own = backward_operator.of_operator(self.ops.backward_intervals)
+        saves = backward_operator.save_for_backward
         differentiate(library, "forward_intervals_lse", saves, own)
 
     # ---- calls ----
@@ -53,7 +52,7 @@ class Traced:
             how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
             out = self.masked(Call(query, key, value, *how))
         elif (
-            not never(None, dropout_p)
+            not dropout_p
             and plain(*given)
             and not self._planner.unserved(*given, is_causal, scale, enable_gqa)
             and self._planner.is_known(query.device.index or 0)
@@ -130,8 +129,8 @@ class Traced:
         """As `attention`, with a mask or diagonals and lengths, and changed scores."""
         diagonals, low, high, scale, softcap, sinks, _ = how
         gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
-        scores, padded = Scores(softcap, sinks is not None), mask is not None
-        if records_gradients(Call(query, key, value, mask, sinks=sinks)):
+        call, padded = _call(query, key, value, mask, *how), mask is not None
+        if records_gradients(call):
             plain_scores = diagonals and not softcap and sinks is None
             if plain_scores and self._intervals.may_serve(query, key, value, limits, padded):
                 ranges = key_ranges(query, key, mask) if padded else None
@@ -139,12 +138,8 @@ class Traced:
             return _masked_by_pytorch(query, key, value, mask, *how)
         known = all(n is None or type(n) is int for n in limits) and sized(query, key, value)
         if gpu is not None and known:
-            found: list[Any] = (
-                forms(limits, query.shape[2], key.shape[2], padded, scores)
-                if diagonals
-                else [taken_for(mask, query, key, scores)]
-            )
-            if choice_of(gpu, query, key, value, found)[0].kernel is None:
+            choice, _ = choice_of(gpu, query, key, value, forms_of(call))
+            if choice.kernel is None:
                 return _masked_by_pytorch(query, key, value, mask, *how)
         return self.ops.forward_masked(query, key, value, mask, *how)
 
