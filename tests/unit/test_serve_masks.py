@@ -183,17 +183,6 @@ def same(operator, given, mask):
     return close(operator.attention(*given, mask), exact(*given, mask))
 
 
-def test_a_mask_that_stays_is_scanned_once(operator, kernel):
-    given = tensors(BATCH, HEADS, ROWS)
-    mask = random_mask(BATCH, 1, ROWS, ROWS)
-    assert all(same(operator, given, mask) for _ in range(3))
-    assert kernel.scans == 1
-    other = random_mask(BATCH, 1, ROWS, ROWS, seed=1)
-    assert same(operator, given, other)
-    assert same(operator, given, mask)
-    assert kernel.scans == 2
-
-
 CHANGES = {
     "in place": lambda m: m.logical_not_(),
     "one element": lambda m: m.__setitem__((0, 0, 3, 3), ~m[0, 0, 3, 3]),
@@ -254,25 +243,6 @@ def test_under_inference_mode_nothing_is_kept(operator, kernel):
             assert same(operator, given, mask)
             mask.logical_not_()
     assert kernel.scans == 2
-
-
-def test_each_stream_scans_for_itself(operator, kernel):
-    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
-    for stream in (1, 2, 1):
-        operator.stream = lambda _, stream=stream: stream
-        assert same(operator, given, mask)
-    assert kernel.scans == 3
-
-
-def test_a_capture_scans_what_it_replays(operator, kernel):
-    """Twice in a capture one scan; none from before it, of another one, or where none is known."""
-    given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
-    scans = []
-    for capture in (0, 7, 7, 8, 0, None, None):
-        operator._masks._capture_of = lambda _, n=capture: n
-        assert same(operator, given, mask)
-        scans.append(kernel.scans)
-    assert scans == [1, 2, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("write", ["data", "memory"])

@@ -121,15 +121,6 @@ def test_lists_are_kept_until_either_tensor_changes(operator, kernel):
     assert len(operator._masks._kept) == 2
 
 
-def test_packings_that_take_turns(operator, kernel):
-    tensors = packed()
-    both = [begins(0, 100, 101, 256), begins(0, 7, 99, 256)]
-    for _ in range(3):
-        for each in both:
-            assert close(varlen(operator, *tensors, each, causal=True), exact(*tensors, each, causal=True))
-    assert kernel.scans == 2
-
-
 def test_strides(operator):
     """q, k and v in one tensor, as models have them."""
     both = torch.randn(TOKENS, 3, HEADS, 64).bfloat16()
