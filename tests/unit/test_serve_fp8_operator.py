@@ -279,7 +279,7 @@ def test_addresses_that_keep_changing(operator, driver, remember):
     remember(of_a_kind=2)
     given = [([t.clone() for t in quantised()], [s * n for s in scales_of("heads")]) for n in (1, 2, 3)]
     for n in (0, 1, 2, 0, 2, 1, 1):
-        close(operator.attention(*given[n][0], *given[n][1]), *given[n])
+        assert close(operator.attention(*given[n][0], *given[n][1]), *given[n])
     assert driver.replaced
 
 
