@@ -217,7 +217,6 @@ def memory_of(number, shape):
 
 
 def test_addresses_that_keep_changing(always):
-    """More than the package remembers, on two streams: launches are moved, not made anew."""
     other = torch.cuda.Stream()
     views = list(memory_of(300, recorded.PLAIN))
     for n, view in enumerate(views):

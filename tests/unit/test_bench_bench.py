@@ -325,7 +325,6 @@ def test_what_preparing_inputs_takes_of_the_device_is_counted(bench):
 
 
 def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then(bench):
-    """It was lost once: the comparison set the sum to what it was before plus its own time."""
     times = iter([0.0, 50e6])
     bench._proof._session.record = lambda: next(times)
     bench._proof._compare = lambda *args: None

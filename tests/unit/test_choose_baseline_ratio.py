@@ -108,7 +108,6 @@ WILD = [12.0, 30.0, 13.0, 29.0, 12.5, 31.0]
 
 
 def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
-    """The slowest baseline left once became the base: 3.97x, with the three fast ones noisy."""
     rows = [
         ours([10.0] * 6),
         baseline("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
@@ -187,7 +186,6 @@ def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_baseline_that_is_n
 def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
     accuracy: Accuracy | None, said: str
 ) -> None:
-    """Such a baseline had rank 1 of a problem in bf16, above our winner."""
     fp8 = baseline("flash_attn_3_fp8", [5.0] * 6, accuracy=accuracy)
     rows = [fp8, ours([10.0] * 6), baseline("flash_attn_3", [11.0] * 6)]
     ranking = rank(rows, None)

@@ -132,7 +132,6 @@ def spread(count, step=0.01):
 
 
 def test_the_far_and_slow_take_part_in_the_first_rounds_alone():
-    """All four are finalists; only who may win is timed on."""
     done = sweep([30.0, 30.4, 40.0, 90.0], finalists=4)
     taken = [len(done.rows[number].time_us.rounds) for number in range(4)]
     assert taken[3] == 5
@@ -170,7 +169,6 @@ def test_the_race_leaves_few_and_the_best_among_them():
 
 
 def test_long_calls_are_raced_too_in_rounds_of_one_call():
-    """With first times 5 % off, the best was in the tie set 51 to 65 % of the time."""
     medians = [5000.0 * (1 + 0.004 * n) for n in range(20)]
     done = sweep(medians, seed=3, noise=0.01, first_noise=0.05)
     raced = [row for row in done.rows.values() if row.race]

@@ -439,7 +439,6 @@ def test_no_bound_is_claimed_for_another_gpu() -> None:
 
 
 def test_none_wins_where_all_that_were_timed_in_rounds_were_noisy() -> None:
-    """A disturbed card once crowned a candidate of the search (H100, (2,20,1503,128) bf16)."""
     noisy = [trial(f"k{n}", timed(noisy_rounds(7.0, n)), status=Status.NOISY) for n in (1, 2)]
     searched = trial("k3", once(8.0))
     assert [t.config["ID"] for t in winners(rank([searched], None))] == [3]

@@ -279,7 +279,6 @@ def test_models_of_which_no_greedy_token_was_compared_are_told_too(used, tmp_pat
 
 
 def test_the_rule_is_judged_on_the_recorded_run_of_each_card(used, tmp_path):
-    """With one recorded run in the place of the held-out one."""
     for name in ("flash_training", "batched"):
         shutil.copytree(ROOT / used.CARD / name, tmp_path / "one" / name)
     shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "one/held_out")

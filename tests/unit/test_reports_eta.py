@@ -24,7 +24,6 @@ def problem(eta: Eta, clock: Clock, took_s: float, measures: bool = True) -> Non
 
 
 def test_nothing_is_said_before_two_problems_are_over(clock) -> None:
-    """A run of 95 s began with "at least 20 min left": three candidates after a slow opening."""
     eta = Eta(1, clock)
     assert eta.left is None
     eta.planned([54, 81, 54, 54])
@@ -77,7 +76,6 @@ def compile_more(eta: Eta, clock: Clock, numbers: range, each_s: float) -> None:
 
 
 def test_it_follows_a_machine_that_gets_six_times_slower(clock) -> None:
-    """An ETA of the mean of all events said 5 minutes for what took 31."""
     eta = compiling(clock, 280)
     compile_more(eta, clock, range(100), 0.6)
     assert eta.left is None

@@ -50,7 +50,6 @@ def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
 
 
 def test_a_tuned_shape_is_not_predicted():
-    """Even if another kernel were predicted to be faster there."""
     best = timed(shape(), 10.0, others=((SMALL, 30.0),))
     luck = timed(shape(seqlen=512), 1.0, kernel=SMALL)
     assert choose(gpu(best, luck), shape()).kernel is best.kernel
@@ -66,7 +65,6 @@ def test_the_kernel_that_is_predicted_fastest_serves():
 
 
 def test_near_shapes_count_most():
-    """A kernel that is fast where it was timed far away is not taken for that."""
     near = timed(shape(8, 16, 1024), 100.0, 150.0, others=((SMALL, 130.0),))
     far = timed(shape(1, 4, 256), 10.0, 15.0, kernel=SMALL, others=((PLAIN, 12.0),))
     assert choose(gpu(near, far), shape(8, 16, 1100)).kernel.config == PLAIN.config
@@ -375,7 +373,6 @@ def test_a_kernel_that_was_fast_on_few_documents_is_not_taken_for_every_mask():
 
 
 def test_lengths_that_nobody_knows_count_as_whole():
-    """Timed with half of the keys, and asked with an unknown share of them."""
     half, unknown = (replace(shape(8, 16), layout=Padded("right", n)) for n in (0, 100))
     known = [(half, 2 + 50.0)]
     expected = 2 + 50 * 2 * (1 + 1 / 256)  # lengths from 0 to 256 of 8 items: 127.5 on average

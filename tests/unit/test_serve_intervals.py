@@ -360,7 +360,6 @@ SIDE = st.one_of(st.none(), st.integers(-1, 400))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_arguments_at_random(operator, data):
-    """Sizes, layout, window, offset, lengths and what no kernel serves, against float64."""
     rows, keys = data.draw(st.sampled_from([*SIZES, (1, 192), (70, 300), (300, 70)]))
     tensors_ = given_of(rows, keys, layout=data.draw(st.sampled_from(["bhsd", "bshd", "packed"])))
     limits = {

@@ -116,7 +116,6 @@ def test_queries_without_a_key_are_zeros(operator):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_masks_at_random(operator, data):
-    """Sizes, form, layout and content drawn at random, against float64."""
     heads_kv = data.draw(st.sampled_from([HEADS, 2]))
     sizes = [data.draw(st.sampled_from([1, n])) for n in (BATCH, HEADS, ROWS, ROWS)]
     mask = random_mask(*sizes, seed=data.draw(st.integers(0, 99)))
@@ -247,7 +246,6 @@ def test_under_inference_mode_nothing_is_kept(operator, kernel):
 
 @pytest.mark.parametrize("write", ["data", "memory"])
 def test_without_the_cache_a_mask_is_scanned_anew(operator, kernel, write):
-    """Written to where PyTorch sees nothing."""
     given, mask = tensors(BATCH, HEADS, ROWS), random_mask(BATCH, 1, ROWS, ROWS)
     assert same(operator, given, mask)
     version = mask._version

@@ -288,7 +288,6 @@ def all_ended(cards):
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeypatch, rows):
-    """Rows that children told meanwhile met a store that was closed: "Bad file descriptor"."""
     write, left = os.write, [None] * rows
 
     def fill(fd, data):
