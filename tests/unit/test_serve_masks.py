@@ -1,7 +1,6 @@
 """Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
 import functools
-import gc
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from operators import close, compiled, exact, make, tensors  # noqa: E402
+from operators import alive, close, compiled, exact, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import mask_lists  # noqa: E402
@@ -211,27 +210,25 @@ def test_a_view_sees_what_is_written_to_the_whole(operator):
 
 
 def test_a_mask_at_the_address_of_one_that_is_gone(operator):
-    given = tensors(BATCH, HEADS, ROWS)
+    given, there = tensors(BATCH, HEADS, ROWS), []
     memory = torch.empty(BATCH, 1, ROWS, ROWS, dtype=torch.bool)
     for seed in range(6):  # views of the same memory: new objects, at one address, of one version
         memory.data.copy_(random_mask(BATCH, 1, ROWS, ROWS, seed=seed))
         mask = memory.view(BATCH, 1, ROWS, ROWS)
         assert same(operator, given, mask)
         del mask
-        gc.collect()
-    assert not operator._masks._kept
+        there.append(alive())
+    assert there[1:] == there[:-1], "what was made of a mask goes with it"
 
 
-def test_what_stands_under_the_number_of_another_mask_is_not_its():
+def test_what_stands_under_the_number_of_another_mask_is_not_its(monkeypatch):
     """Numbers of objects are used again: here at once, as no weak reference would have noticed."""
-    lists, plan = mask_lists.MaskLists(lambda _: 0), object()
-    mask = random_mask(2, 2)
-    alike = mask.view(2, 2)  # with its memory and version
+    monkeypatch.setattr(mask_lists, "id", lambda each: 7, raising=False)
+    lists, mask = mask_lists.MaskLists(lambda _: 0), random_mask(2, 2)
     made = mask_lists.MaskList((1,), ())
-    lists.keep((mask,), plan, 0, made)
-    assert lists.find((mask,), plan, 0) is made
-    lists._kept[id(alike), id(plan)] = lists._kept[id(mask), id(plan)]
-    assert lists.find((alike,), plan, 0) is None
+    lists.keep((mask,), lists, 0, made)
+    assert lists.find((mask,), lists, 0) is made
+    assert lists.find((mask.view(2, 2),), lists, 0) is None  # with its memory and version
 
 
 def test_under_inference_mode_nothing_is_kept(operator, kernel):
@@ -305,13 +302,15 @@ def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator, driver, go
     assert driver.launches == []
 
 
-def test_many_masks_that_live_are_not_all_kept(operator):
-    given = tensors(BATCH, HEADS, ROWS)
-    alive = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(mask_lists._MOST + 3)]
-    for mask in alive:
-        operator.attention(*given, mask)
-    assert len(operator._masks._kept) == mask_lists._MOST
-    assert same(operator, given, alive[0])
+def test_many_masks_that_live_are_not_all_kept(operator, constants):
+    constants(mask_lists, _MOST=4)
+    given, there = tensors(BATCH, HEADS, ROWS), []
+    masks = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(7)]
+    for mask in masks:
+        assert same(operator, given, mask)
+        there.append(alive())
+    assert there[2] < there[3] == there[6]
+    assert same(operator, given, masks[0])
 
 
 # ---- compiled code ----
@@ -338,7 +337,7 @@ def test_compiled_code_takes_another_mask_in_each_call(tmp_path, driver, kernel,
             assert close(call(*given, each), exact(*given, each))
     assert [graph.code.count(".attention_masked.") for graph in graphs] == [1]
     assert operator.counters() == {"kernel": 6}
-    assert not operator._masks._kept
+    assert kernel.scans == (6 if kind is torch.bool else 0)
 
 
 def test_masks_that_compiled_code_makes_itself(operator):
