@@ -23,19 +23,6 @@ def problem(eta: Eta, clock: Clock, took_s: float, measures: bool = True) -> Non
     clock.now += took_s
 
 
-def test_nothing_is_said_before_two_problems_are_over(clock) -> None:
-    eta = Eta(1, clock)
-    assert eta.left is None
-    eta.planned([54, 81, 54, 54])
-    problem(eta, clock, 40.0)  # the first one also imports
-    assert eta.left is None
-    problem(eta, clock, 10.0)
-    assert eta.left is None
-    eta.opening(0, measures=True)
-    assert eta.left is not None
-    assert eta.left.seconds == 20.0
-
-
 def test_it_is_counted_down_while_a_problem_goes_on(clock) -> None:
     eta = Eta(1, clock)
     eta.planned([10] * 5)
