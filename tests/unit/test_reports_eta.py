@@ -1,16 +1,9 @@
 """The time left, of runs on a clock that the test turns."""
 
 import pytest
+from arrivals import Clock
 
 from attnsweep.reports.eta import Eta, Left
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
