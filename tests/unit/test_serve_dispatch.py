@@ -48,12 +48,6 @@ def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
     assert (refused.kernel, refused.code) == (None, "not_faster")
 
 
-def test_a_tuned_shape_is_not_predicted():
-    best = timed(shape(), 10.0, others=((SMALL, 30.0),))
-    luck = timed(shape(seqlen=512), 1.0, kernel=SMALL)
-    assert choose(gpu(best, luck), shape()).kernel is best.kernel
-
-
 def test_the_kernel_that_is_predicted_fastest_serves():
     """Where 133 tiles of 128 queries are two waves, and 265 of 64 are little more than one."""
     full = shape(1, 132, 128, seqlen_k=4096)
@@ -61,13 +55,6 @@ def test_the_kernel_that_is_predicted_fastest_serves():
     assert choose(known, shape(1, 131, 128, seqlen_k=4096)).kernel.config == PLAIN.config
     beyond = choose(known, shape(1, 133, 128, seqlen_k=4096))
     assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
-
-
-def test_near_shapes_count_most():
-    near = timed(shape(8, 16, 1024), 100.0, 150.0, others=((SMALL, 130.0),))
-    far = timed(shape(1, 4, 256), 10.0, 15.0, kernel=SMALL, others=((PLAIN, 12.0),))
-    assert choose(gpu(near, far), shape(8, 16, 1100)).kernel.config == PLAIN.config
-    assert choose(gpu(near, far), shape(1, 4, 300)).kernel.config == SMALL.config
 
 
 def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
@@ -136,29 +123,6 @@ def test_nothing_is_believed_beyond_the_reach():
     assert "(4,16,1024,64) bf16 full (9.0 octaves)" in far.reason
 
 
-def test_tiles_beyond_those_that_keep_all_sms_busy_are_no_farther():
-    known = gpu(timed(shape(64, 32, 512), 100.0, 900.0), guard=Guard(reach=1.0))
-    assert choose(known, shape(512, 32, 512)).code == "near"
-
-
-def test_few_tiles_of_many_keys_need_a_larger_gain():
-    """PyTorch's own attention may divide the keys among the SMs that they leave idle."""
-    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 62.0))
-    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "not_faster"
-    assert choose(known, shape(4, 8, 500, seqlen_k=3000)).code == "near"
-    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 70.0))
-    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "near"
-
-
-def test_what_is_predicted_to_be_slower_goes_to_pytorch():
-    """A gain at one shape is none where one query more makes two waves of one, and three of two."""
-    big = with_config(PLAIN, WARPGROUPS=4)
-    known = gpu(timed(shape(1, 132, 256, seqlen_k=4096), 100.0, 104.0, kernel=big))
-    found = choose(known, shape(1, 132, 257, seqlen_k=4096))
-    assert (found.kernel, found.code) == (None, "not_faster")
-    assert found.gain < 1
-
-
 def test_a_reason_says_what_is_predicted_and_from_what():
     known = gpu(timed(shape(4, 16, 1024), 100.0, 150.0), timed(shape(4, 16, 2048), 400.0, 600.0))
     reason = choose(known, shape(4, 16, 1024, heads_kv=4)).reason
@@ -182,7 +146,6 @@ def test_the_order_of_the_table_does_not_matter():
 
 # ---- the prediction ----
 PLAINLY = tiling(PLAIN)
-EXTRA = PLAINLY.block_keys / 64
 
 
 def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
@@ -212,18 +175,6 @@ def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
     fewer = shape(1, heads, seqlen, seqlen_k=seqlen, causal=causal)
     more = replace(fewer, seqlen_k=seqlen + 64)
     assert 0 < work(made, fewer, SMS) <= work(made, more, SMS)
-
-
-def test_a_time_at_the_same_sizes_is_predicted_as_measured():
-    for made in (PLAINLY, SDPA):
-        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), CARD)
-        assert found.time_us == pytest.approx(123.0)
-        assert (found.octaves, found.shapes) == (0.0, 1)
-    assert predict(PLAINLY, [], shape(), CARD) is None
-    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), CARD)
-    assert tiny.time_us > 0, "less than a launch was thought to take"
-    far = predict(PLAINLY, [(shape(), 5.0)], shape(16, 64, 1 << 17, seqlen_k=1 << 20), CARD)
-    assert 0 < far.time_us < float("inf"), "no weight may vanish"
 
 
 def test_a_time_that_memory_took_says_least_of_computing():
@@ -293,13 +244,6 @@ def test_a_wrong_time_spoils_no_other_shape():
     assert predict(PLAINLY, doubtful, asked, CARD).time_us > 2 * known
 
 
-def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():
-    near = timed(shape(4, 16, 1024), 100.0, 150.0)
-    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=with_config(PLAIN, PINGPONG=1))
-    chosen = choose(gpu(near, far, guard=FREE), shape(4, 16, 1100))
-    assert chosen.kernel.config == PLAIN.config
-
-
 def test_what_is_worked_out_once_does_not_grow():
     known = gpu(timed(shape()))
     for n in range(1, 300):
@@ -323,22 +267,6 @@ def test_few_queries_are_served_by_no_shape_of_64_or_more(queries):
     assert choose(few, shape(1, 32, 64, seqlen_k=32768)).kernel is None
 
 
-def test_few_tiles_of_one_query_need_a_larger_gain():
-    """PyTorch's own attention packs grouped heads, and divides the keys among idle SMs."""
-    ours = with_config(PLAIN, WARPGROUPS=1, PACK_GQA=1)
-
-    def code(asked, gain):
-        known = gpu(timed(replace(asked, seqlen_k=4096), 50.0, 50.0 * gain, ours))
-        return choose(known, asked).code
-
-    for queries, gain, expected in (
-        *((1, 1.2, "not_faster"), (1, 1.5, "near")),
-        *((2, 1.2, "near"), (2, 0.9, "not_faster")),  # 256 tiles
-    ):
-        asked = shape(8, 32, queries, heads_kv=4, seqlen_k=4100, head_dim=128)
-        assert code(asked, gain) == expected
-
-
 # ---- gradients ----
 def backward(of, gain=1.2, time_us=900.0):
     own = winner(replace(of, op=BACKWARD), PLAIN_BACKWARD, gain)
@@ -354,15 +282,6 @@ def test_a_backward_says_nothing_of_a_forward_nor_the_reverse():
     assert choose(made, BIG).kernel.family == "flash_fwd_wgmma"
     assert choose(gpu(winner(BIG)), replace(BIG, op=BACKWARD)).code == "not_tuned"
     assert choose(gpu(backward(BIG)), BIG).code == "not_tuned"
-
-
-@pytest.mark.parametrize("changes", [{"batch": 4}, {"heads": 32, "heads_kv": 32}])
-def test_twice_the_heads_take_twice_as_long(changes):
-    other = replace(BIG, op=BACKWARD, **changes)
-    choice = choose(gpu(backward(BIG)), other)
-    assert choice.code == "near"
-    assert 2 * 900 * 1.2 * 0.9 < choice.sdpa_us < 2 * 900 * 1.2 * 1.1
-    assert 1.1 < choice.gain < 1.3
 
 
 def test_queries_of_a_group_are_work_of_its_keys():
