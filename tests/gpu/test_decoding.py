@@ -57,14 +57,10 @@ def tensors(shape, layout="rows_first", slack=0):
     return q, k, v
 
 
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
 def check(got, given):
     exact = F.scaled_dot_product_attention(*(t.double() for t in given), enable_gqa=True)
     theirs = F.scaled_dot_product_attention(*given, enable_gqa=True)
-    assert error(got, exact) <= 1.5 * error(theirs, exact) + 1e-5
+    assert on_card.error(got, exact) <= 1.5 * on_card.error(theirs, exact) + 1e-5
 
 
 def served(operator, given):
@@ -208,7 +204,7 @@ def test_gradients(always):
     theirs = gradients(F.scaled_dot_product_attention, given)
     exact = gradients(F.scaled_dot_product_attention, [t.double() for t in given])
     for got, other, right in zip(ours, theirs, exact, strict=True):
-        assert error(got, right) <= 1.5 * error(other, right) + 1e-4
+        assert on_card.error(got, right) <= 1.5 * on_card.error(other, right) + 1e-4
 
 
 def test_a_graph_decodes_again(always):

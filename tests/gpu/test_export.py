@@ -61,10 +61,6 @@ def tensors(shape, layout):
     return [t.contiguous() for t in made] if layout == "heads_first" else made
 
 
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
 def check(operator, given, *, causal=False, scale=None):
     q, k, v = given
     grouped = q.shape[1] != k.shape[1]
@@ -76,7 +72,7 @@ def check(operator, given, *, causal=False, scale=None):
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
     theirs = F.scaled_dot_product_attention(q, k, v, **options)
     assert got.stride() == torch.empty_like(q).stride()
-    assert error(got, exact) <= 1.5 * error(theirs, exact) + 1e-5, str(explained)
+    assert on_card.error(got, exact) <= 1.5 * on_card.error(theirs, exact) + 1e-5, str(explained)
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
@@ -123,7 +119,7 @@ def test_gradients(always, shape, layout, backend):
         flash = F.scaled_dot_product_attention(*leaves, **options)
     theirs = torch.autograd.grad(flash, leaves, direction)
     for mine, other, right in zip(got, theirs, exact, strict=True):
-        assert error(mine, right) <= 1.5 * error(other, right) + 1e-4
+        assert on_card.error(mine, right) <= 1.5 * on_card.error(other, right) + 1e-4
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
@@ -142,7 +138,7 @@ def test_compiled_gradients(always, backend):
     doubles = [t.detach().double().requires_grad_() for t in given]
     exact = torch.autograd.grad(F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double())
     for mine, right in zip(got, exact, strict=True):
-        assert error(mine, right) <= 1e-2
+        assert on_card.error(mine, right) <= 1e-2
 
 
 def test_cuda_graphs_and_streams(always):
@@ -159,7 +155,7 @@ def test_cuda_graphs_and_streams(always):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, always.attention(q, k, v))
-    assert error(out, eager.flip(2).double()) < 2e-3
+    assert on_card.error(out, eager.flip(2).double()) < 2e-3
 
 
 def test_a_new_thread(always):
@@ -208,7 +204,7 @@ def test_compiled_as_one_graph(always):
             block.zero_grad()
             each(x).float().square().sum().backward()
             gradients.append(block.qkv.weight.grad.clone())
-    assert error(gradients[0], gradients[1].double()) < 1e-2
+    assert on_card.error(gradients[0], gradients[1].double()) < 1e-2
 
 
 def memory_of(number, shape):
@@ -221,7 +217,6 @@ def memory_of(number, shape):
 
 
 def test_addresses_that_keep_changing(always):
-    """More than the package remembers, on two streams: launches are moved, not made anew."""
     other = torch.cuda.Stream()
     views = list(memory_of(300, recorded.PLAIN))
     for n, view in enumerate(views):

@@ -94,10 +94,6 @@ def tensors(shape, layout):
     return [torch.randn(batch, n, seqlen, shape.head_dim, device="cuda").bfloat16() for n in each]
 
 
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
 def check(got, given, direction, options):
     """Near float64, as PyTorch's own are: dS of an already rounded P errs by a quarter more."""
     doubles = [t.detach().double().requires_grad_() for t in given]
@@ -106,7 +102,7 @@ def check(got, given, direction, options):
     exact = torch.autograd.grad(sdpa(*doubles, **options), doubles, direction.double())
     theirs = torch.autograd.grad(sdpa(*leaves, **options), leaves, direction)
     for mine, other, right in zip(got, theirs, exact, strict=True):
-        assert error(mine, right) <= 1.3 * error(other, right) + 1e-4
+        assert on_card.error(mine, right) <= 1.3 * on_card.error(other, right) + 1e-4
 
 
 def options_of(shape):
@@ -174,7 +170,7 @@ def check_intervals(got, given, direction, limits):
     out = (torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)).masked_fill(empty, 0)
     exact = torch.autograd.grad(out, leaves, direction.double())
     for mine, right in zip(got, exact, strict=True):
-        assert error(mine, right) <= 8e-3  # of bf16: P, dS and O are rounded
+        assert on_card.error(mine, right) <= 8e-3  # of bf16: P, dS and O are rounded
     unseen = ~mask.any(2)[:, 0, :, None]
     for mine in got[1:]:
         assert not mine.masked_select(unseen[:, None].expand_as(mine)).any()

@@ -6,7 +6,7 @@ import recorded
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from on_card import served_since  # noqa: E402
+from on_card import error, served_since  # noqa: E402
 
 import attnsweep  # noqa: E402
 
@@ -25,10 +25,6 @@ def tensors(shape=recorded.SHIPPED[-1]):
     size = (shape.batch, shape.seqlen_q, shape.heads, shape.head_dim)
     made = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     return [t.transpose(1, 2) for t in made]
-
-
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 def check(got, given, **options):

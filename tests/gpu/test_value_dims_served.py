@@ -84,14 +84,10 @@ def options_of(shape):
     return {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.heads_kv}
 
 
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
 def check(got, given, shape):
     doubles = [t.detach().double() for t in given]
     exact = F.scaled_dot_product_attention(*doubles, **options_of(shape))
-    assert error(got, exact) <= MOST[shape.dtype][0]
+    assert on_card.error(got, exact) <= MOST[shape.dtype][0]
 
 
 def check_gradients(got, given, direction, shape):
@@ -99,7 +95,7 @@ def check_gradients(got, given, direction, shape):
     out = F.scaled_dot_product_attention(*doubles, **options_of(shape))
     exact = torch.autograd.grad(out, doubles, direction.double())
     for mine, right in zip(got, exact, strict=True):
-        assert error(mine, right) <= MOST[shape.dtype][1]
+        assert on_card.error(mine, right) <= MOST[shape.dtype][1]
 
 
 def strides_of(shape, layout):

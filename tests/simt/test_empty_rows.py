@@ -75,7 +75,6 @@ def test_a_row_without_a_key_is_zero_and_the_others_are_right(simulator, which):
 @pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("which", CASES)
 def test_a_tile_of_queries_without_a_key(simulator, which):
-    """Once it saw keys before the first one, or waited for them for ever."""
     family, words, _, dtype = CASES[which]
     config = config_of(FAMILIES[family], f"{words} LSE=1 BLOCK_N=64")
     case = Case(Problem(1, 4, 2, 300, 100, 64, dtype, causal=True))

@@ -158,7 +158,6 @@ def test_log_sum_exps_of_small_cases_are_compared(odd):
 
 
 def test_small_cases_take_four_launches_more_however_many_they_are(device):
-    """Each took 12 of its own."""
     odd, launched = Bench(device, ODD), device.launched
     launched.clear()
     odd.prove(attend)

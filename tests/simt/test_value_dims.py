@@ -76,7 +76,6 @@ def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, relaunched, dim
 @pytest.mark.parametrize("words", [PLAIN, f"{PLAIN} SPLITS=2", f"{PLAIN} PERSISTENT=1"])
 @pytest.mark.parametrize("dims", ["192/128", "128/192"])
 def test_code_of_the_columns_of_q_alone_is_wrong(simulator, relaunched, words, dims):
-    """As before it had those of v: with D in the place of D_v in every stage."""
     case = Case(Problem.parse(f"(2,4/2,97x161,{dims}) bf16 full"))
     assert not is_wrong(simulator, words, case)
     for stage in ("fwd", "combine"):

@@ -38,6 +38,11 @@ def near(out: Any, want: Any) -> bool:
     return bool((error <= 1e-2 * norm).all())
 
 
+def error(got: Any, exact: Any) -> float:
+    """The relative error of the whole: of norms."""
+    return float((got.double() - exact).norm() / exact.norm())
+
+
 def captured(step: Callable[[], Any]) -> tuple[Any, Any]:
     """A CUDA graph of a step that ran before, and what its replays write to."""
     aside = torch.cuda.Stream()

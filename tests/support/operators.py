@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 def close(got: Any, expected: Any) -> bool:
     """Within what bf16 rounds."""
     return bool(torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2))
+
+
+def alive() -> int:
+    """How many tensors there are, whoever holds them."""
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
 
 def shifted(tensor: Any) -> Any:

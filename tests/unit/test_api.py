@@ -288,7 +288,6 @@ def test_a_wrong_call_says_what_and_where(gpu, how, said):
 
 
 def test_a_script_without_a_guard_of_main_runs_once(tmp_path):
-    """The process that has the GPU does not run it again."""
     script = tmp_path / "script.py"
     script.write_text('import attnsweep\nprint("once")\nattnsweep.tune("1,2,64,64")\n')
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

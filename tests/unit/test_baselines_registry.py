@@ -166,7 +166,6 @@ def test_converted_inputs_are_converted_again_where_they_are(torch):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dtype):
-    """Through the host, an output of 64 MiB took 50 ms of each baseline."""
     copies = [tuple(copy.values()) for copy in inputs()]
     way = Way(lambda q, k, v: q * q, finish=lambda out, q, k, v: out / 2)
     baseline = BoundBaseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
@@ -508,7 +507,6 @@ def triton(monkeypatch):
 
 
 def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, triton):
-    """It was tuned once for a key without batch and heads, from ten configs, with a cold L2."""
     problem = Problem(3, 8, 2, 100, 128, 96, "bf16", causal=True)
     ways = BACKENDS["triton_flash"].ways(torch, problem, Session([0.0]))
     assert len(ways) == len(triton.CONFIGS) >= 24

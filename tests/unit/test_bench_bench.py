@@ -86,16 +86,18 @@ def test_outputs_of_cold_copies_are_compared_too(bench):
         bench._sample(PROVEN.call, lambda: None, 4, PROVEN, cold=True)
 
 
-def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkeypatch):
+@pytest.fixture
+def prepared(bench, monkeypatch):
+    """The mixes of inputs on which baselines were prepared."""
+    mixes = []
+    call = SimpleNamespace(rounds_scores=0, issued=None, gives_lse=False, kept=None, keep=lambda *_: None)
+    monkeypatch.setattr(baselines_prepare, "prepare", lambda *_: mixes.append(bench._proof.timed.mix) or call)
+    return mixes
+
+
+def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, prepared):
     """Some convert them, once."""
-    timed, prepared = bench._proof.timed, []
-
-    def prepare(name, problem, copies, session, triton):
-        prepared.append(timed.mix)
-        own = {"gives_lse": False, "kept": None, "keep": lambda *_: None}
-        return SimpleNamespace(rounds_scores=0, issued=None, **own)
-
-    monkeypatch.setattr(baselines_prepare, "prepare", prepare)
+    timed = bench._proof.timed
     bench._proof.of_baseline = lambda *call, **how: (None, None)
     bench._dtype = np.uint16
     timed.draw()
@@ -104,10 +106,8 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
 
 
 @pytest.mark.parametrize(("share", "asked"), [(0.9, 1), (1.1, 0)])
-def test_a_callable_to_be_shown_gets_hard_inputs_unless_it_is_over_a_limit(bench, monkeypatch, share, asked):
+def test_a_callable_to_be_shown_gets_hard_inputs_unless_it_is_over_a_limit(bench, prepared, share, asked):
     """Otherwise one that is wrong on them alone were confirmed as a baseline."""
-    call = SimpleNamespace(rounds_scores=0, issued=None, gives_lse=False, kept=None, keep=lambda *_: None)
-    monkeypatch.setattr(baselines_prepare, "prepare", lambda *_: call)
     found, made = Accuracy(rel_err=0.001, limit=0.002, shares={"row": share}), []
     bench._proof.of_baseline = lambda *_, **how: (found, PROVEN)
     bench._proof.hard = made.append
@@ -325,7 +325,6 @@ def test_what_preparing_inputs_takes_of_the_device_is_counted(bench):
 
 
 def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then(bench):
-    """It was lost once: the comparison set the sum to what it was before plus its own time."""
     times = iter([0.0, 50e6])
     bench._proof._session.record = lambda: next(times)
     bench._proof._compare = lambda *args: None

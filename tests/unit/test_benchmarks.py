@@ -101,7 +101,6 @@ def test_a_replay_counts_trials_until_the_rounds_were_within_1_percent(module):
 
 
 def test_every_space_of_the_picture_was_replayed(module):
-    """A run that is renamed, or recorded anew with another spec, must not vanish from it."""
     search = module("search")
     rows = json.loads((search.RESULTS / "search_replay.json").read_text())["spaces"]
     assert {(row["run"], row["problem"]) for row in rows if "curve" in row} == set(search.CURVES)

@@ -4,24 +4,18 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-from samples import PROBLEM, candidate, full_run, once, timed
+from samples import candidate, full_run, once, timed
 
 from attnsweep.choose.baseline_ratio import common_rounds
 from attnsweep.choose.drift import at_pace
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.core.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
 from attnsweep.reports import tables
-from attnsweep.reports.tables import to_csv, to_json, to_markdown
+from attnsweep.reports.tables import to_csv, to_markdown
 from attnsweep.reports.text import by_problem
-from attnsweep.specs.model import OWN_BF16
-from attnsweep.store.run import open_run
-
-RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
 
 
 def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
@@ -108,7 +102,6 @@ WILD = [12.0, 30.0, 13.0, 29.0, 12.5, 31.0]
 
 
 def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
-    """The slowest baseline left once became the base: 3.97x, with the three fast ones noisy."""
     rows = [
         ours([10.0] * 6),
         baseline("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
@@ -187,7 +180,6 @@ def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_baseline_that_is_n
 def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
     accuracy: Accuracy | None, said: str
 ) -> None:
-    """Such a baseline had rank 1 of a problem in bf16, above our winner."""
     fp8 = baseline("flash_attn_3_fp8", [5.0] * 6, accuracy=accuracy)
     rows = [fp8, ours([10.0] * 6), baseline("flash_attn_3", [11.0] * 6)]
     ranking = rank(rows, None)
@@ -211,33 +203,6 @@ def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_b
     assert (last["provider"], last["rank"], last["ratio_of"]) == ("flash_attn_3_fp8", "", "")
     assert last["detail"] == below["detail"]
     assert best(ours([10.0] * 6), fp8)["best_baseline"] is None
-
-
-def test_a_baseline_in_a_finer_format_is_not_ranked_either() -> None:
-    fp8 = replace(PROBLEM, dtype="e4m3_tensor")
-    rows = [
-        trial.with_(problem=fp8)
-        for trial in (ours([10.0] * 6), baseline(OWN_BF16, [9.0] * 6), baseline("cudnn", [11.0] * 6))
-    ]
-    ranking = rank(rows, None)
-    assert ranking["provider"].tolist() == [OURS, "cudnn", OWN_BF16]
-    assert ranking["rank"].isna().tolist() == [False, False, True]
-    assert ranking["detail"].tolist()[-1] == "it does not compute in e4m3_tensor"
-    text = " ".join(printed(rows, 100).split())
-    assert f"– {OWN_BF16} other format" in text
-
-
-def test_no_baseline_of_a_recorded_run_computes_in_another_format_and_has_a_rank() -> None:
-    """In `report --json` of the run of the H100, FlashAttention-3 in FP8 led two problems."""
-    seen = 0
-    for problem in to_json(open_run(RECORDED))["problems"]:
-        rows = problem["ranking"]
-        ranked = [row for row in rows if row["rank"] is not None]
-        assert rows[: len(ranked)] == ranked
-        below = [row for row in rows if row["provider"] == "flash_attn_3_fp8"]
-        seen += len(below)
-        assert all(row["rank"] is None and "compute in" in row["detail"] for row in below)
-    assert seen
 
 
 # -- tables ---------------------------------------------------------------------------------

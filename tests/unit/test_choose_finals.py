@@ -132,7 +132,6 @@ def spread(count, step=0.01):
 
 
 def test_the_far_and_slow_take_part_in_the_first_rounds_alone():
-    """All four are finalists; only who may win is timed on."""
     done = sweep([30.0, 30.4, 40.0, 90.0], finalists=4)
     taken = [len(done.rows[number].time_us.rounds) for number in range(4)]
     assert taken[3] == 5
@@ -170,7 +169,6 @@ def test_the_race_leaves_few_and_the_best_among_them():
 
 
 def test_long_calls_are_raced_too_in_rounds_of_one_call():
-    """With first times 5 % off, the best was in the tie set 51 to 65 % of the time."""
     medians = [5000.0 * (1 + 0.004 * n) for n in range(20)]
     done = sweep(medians, seed=3, noise=0.01, first_noise=0.05)
     raced = [row for row in done.rows.values() if row.race]
@@ -210,12 +208,6 @@ def test_who_fails_in_the_race_costs_its_own_row():
     assert 2 in done.finals
     assert not {0, 1} & set(done.finals)
     assert any("k 5 was not freed" in note for note in done.notes)
-
-
-def test_who_fails_in_the_finals_leaves_them():
-    done = sweep(spread(20), faults=[("replay", "k 0")])
-    assert done.rows[0].status is Status.TIMEOUT
-    assert len([row for row in done.rows.values() if row.time_us.rounds]) == 3
 
 
 def test_nothing_of_an_earlier_race_is_believed():
@@ -264,29 +256,6 @@ class Confirming(Card):
     def confirm(self, name, longest_us):
         self.longest_us[name] = longest_us
         return super().confirm(name, longest_us)
-
-
-def test_every_finalist_is_confirmed_after_the_rounds_and_the_winner_for_longest():
-    card = Confirming({"k 0": 30.0, "k 1": 30.3, "k 2": 40.0}, 0, noise=0.0)
-    store = Rows()
-    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(3)])
-    assert card.longest_us == {"k 0": 200_000.0, "k 1": 2_000.0, "k 2": 2_000.0}
-    methods = [method for method, _ in card.calls]
-    assert "replay" not in methods[methods.index("confirm") :]
-    assert [row.accuracy.calls for row in store.rows.values()] == [100] * 3
-
-
-def test_a_finalist_that_errs_when_it_is_confirmed_is_wrong_and_the_next_one_wins():
-    """A race in one call of a thousand shows here, after it has won the rounds."""
-    card = Card({"k 0": 30.0, "k 1": 31.0}, 0)
-    card.faults = {("confirm", "k 0"): WorkerError(Status.WRONG, "a race")}
-    store = Rows()
-    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(2)])
-    rows = {row.config["A"]: row for row in store.rows.values()}
-    assert (rows[0].status, rows[0].detail) == (Status.WRONG, "while timing: a race")
-    ranking = rank(list(rows.values()), None)
-    (winner,) = ranking.loc[ranking["winner"], "trial"]
-    assert winner.config["A"] == 1
 
 
 def test_the_best_is_in_the_finals_as_often_as_it_says():

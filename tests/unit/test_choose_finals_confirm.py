@@ -42,6 +42,8 @@ def pair(name):
 def confirmed(wrong=""):
     card = Card(wrong)
     rows = select([pair(name) for name in US], SPEC, card)
+    methods = [method for method, _ in card.calls]
+    assert "replay" not in methods[methods.index("confirm") :], "after the rounds"
     assert {t.config["A"] for t in rows if t.status is Status.WRONG} <= set(wrong)
     return card.asked, {t.config["A"]: t for t in rows}
 

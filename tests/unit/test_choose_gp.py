@@ -242,7 +242,6 @@ def trials_to_a_good_one(space, rows, history):
 
 
 def test_on_a_recorded_run_whose_best_is_far_from_its_neighbours_a_fifth_is_enough():
-    """One switch turned off makes it a third slower; 29 of 74 were needed once."""
     label = "(1,4,16,8192) fp32 full"
     (found,) = (
         (space, rows)

@@ -202,22 +202,6 @@ def test_bounds_of_a_stage_come_from_measured_rates():
     assert [round(pv[name], 1) for name in ("matrix", "L2", "tiled")] == [2.0, 3.2, 6.1]
 
 
-def test_what_a_wmma_config_must_do():
-    theirs, banks = (counts.wmma(sheet("e")[name]) for name in ("theirs", "banks"))
-    assert (theirs["conflicts"], banks["conflicts"]) == ("8-way", "none")
-    # A warp: 4 × 36 fragment rows, 8 ways; 80 + 16 for scores; 128 for the output; K and V 128.
-    assert theirs["shared"] * 1980 == 8 * (4 * (4 * 36 * 8 + 96 + 128) + 128)
-    assert (theirs["blocks"], theirs["sms"], theirs["tiles"]) == (64, 64, 8)
-
-
-def test_the_least_plausible_share_is_clopper_and_pearsons():
-    assert counts.at_least(26, 27) == pytest.approx(0.836, abs=0.001)  # not 26 / 27 = 0.963
-    assert counts.at_least(20, 20) == pytest.approx(0.05 ** (1 / 20), abs=1e-6)
-    assert counts.at_least(940, 940) == pytest.approx(1 - 0.0032, abs=1e-4)
-    assert counts.at_least(0, 5) == pytest.approx(0, abs=1e-9)
-    assert counts.bounded(26, 27) == " (at least 84 %)"
-
-
 @pytest.mark.parametrize(
     ("run", "protocol"),
     [("mma_h200", 1), ("three_kernel", 2), ("three_kernel_long", 2), ("wmma_pipeline", 3),

@@ -105,7 +105,6 @@ def test_a_directory_that_may_not_be_read_is_not_called_empty(attnsweep, tmp_pat
 
 @pytest.mark.parametrize("command", ["accept RUN PATH", "export RUN --out PATH"])
 def test_a_link_to_itself_is_a_message(attnsweep, tmp_path, command):
-    """pathlib made a RuntimeError of it, which is no fault of ours."""
     (tmp_path / "loop").symlink_to("loop")
     done = attnsweep(*words(command, "loop"), width=1000)
     assert done.returncode == 2
@@ -129,7 +128,6 @@ def test_merge_does_not_leave_out_machine_code_that_may_not_be_read(attnsweep, t
 
 @pytest.mark.parametrize("command", ["list --kernels mine", "run quickstart --kernels mine"])
 def test_a_directory_without_families_is_said(attnsweep, tmp_path, command):
-    """`list` showed those that come with attnsweep, as if mine/ had none to add."""
     (tmp_path / "mine" / "deeper").mkdir(parents=True)
     (tmp_path / "mine" / "_shared.py").touch()
     done = attnsweep(*command.split())
@@ -226,7 +224,6 @@ def shell(command, **options):
     ("asked", "code"), [(f"check --recorded {OTHER} {RUN} <&- >&- 2>&-", 4), ("report nowhere 2>&-", 2)]
 )
 def test_a_closed_stream_changes_no_exit_code(asked, code):
-    """No stdout was an AttributeError, and exit code 1, before the first command was read."""
     assert shell(f"attnsweep {asked}").returncode == code
 
 

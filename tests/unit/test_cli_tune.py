@@ -342,7 +342,6 @@ class TestInit:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("command", ["tune 1,128,1638400,128 --dry-run", "init --problem 1,128,1638400,128"])
 def test_a_shape_that_this_card_does_not_hold_is_refused(attnsweep, tmp_path, command):
-    """A dry run planned it, and the run then refused it."""
     done = attnsweep(*command.split(), width=1000)
     assert (done.returncode, done.stdout) == (3, "")
     said = "(1,128,1638400,128) fp16 full: its tensors need 200.0 GiB, NVIDIA Test 1 has 150.0"

@@ -39,22 +39,6 @@ def test_a_long_problem_has_a_shorter_one(label, short):
     assert not is_long(shorter(problem))
 
 
-@pytest.mark.parametrize(
-    "label", ["(1,32,16384,128) bf16 causal", "(1,16,4096,128) fp16 full", "(8,32,8192,64) fp16 full"]
-)
-def test_an_ordinary_problem_has_none(label):
-    problem = Problem.parse(label)
-    assert not is_long(problem)
-    assert not has_shorter(problem)
-
-
-def test_a_long_problem_of_few_queries_has_none():
-    problem = Problem.parse("(1,128,4096x1048576,128) bf16 full")
-    assert is_long(problem)
-    assert shorter(problem) == problem
-    assert not has_shorter(problem)
-
-
 @st.composite
 def problems(draw):
     seqlen_q = draw(st.integers(1, 2**20))

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -276,35 +275,6 @@ def test_models_of_which_no_greedy_token_was_compared_are_told_too(used, tmp_pat
     failed = {"prefill": {"1024": PREFILL}, "greedy": {"failed": "OutOfMemoryError: no"}}
     path.write_text(json.dumps(RECORDED | {"models": {"llama": failed}}))
     assert "| Llama | 1024 | 20.0 → 16.0 ms" in used.models(path)
-
-
-def test_the_rule_is_judged_on_the_recorded_run_of_each_card(used, tmp_path):
-    """With one recorded run in the place of the held-out one."""
-    for name in ("flash_training", "batched"):
-        shutil.copytree(ROOT / used.CARD / name, tmp_path / "one" / name)
-    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "one/held_out")
-    cards = {"one": ["one/flash_training", "one/batched"], "another": ["another/batched"]}
-    *_, row = used.judged(tmp_path, cards).splitlines()
-    assert row.startswith("| one | ")
-    assert row.count("%") == 4
-    assert "another" not in row
-
-
-def test_training_steps(used, tmp_path):
-    times = {"step": 2069.1, "forward": 476.3, "backward": 1543.0}
-    both = {"pytorch": times, "package": {**times, "step": 1998.4, "forward": 373.4}}
-    made = RECORDED["environment"]
-    modes = {"eager": {**both, "ratio": [1.034, 0.972, 1.067]}}
-    modes["compiled"] = {**both, "ratio": [0.966, 0.9, 1.2]}
-    row = {"shape": "(2,16,4096,128) causal", "code": "near", **modes}
-    path = tmp_path / "training.json"
-    path.write_text(json.dumps({"environment": made, "torch": "2.11.0", "rounds": 31, "rows": [row]}))
-    _, _, line, _, origin = used.training(path).splitlines()
-    assert line == (
-        "| (2,16,4096,128) causal | `near` | 2069 → 1998 | 1.03 (0.97–1.07) | "
-        "2069 → 1998 | 0.97 (0.90–1.20) | 476 → 373 | 1543 → 1543 |"
-    )
-    assert origin == "NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22; 31 rounds."
 
 
 def test_the_page_sums_up_the_training_steps(used):

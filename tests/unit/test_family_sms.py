@@ -192,7 +192,6 @@ def test_a_sweep_measures_the_number_of_its_card_and_resumes(go, early):
 
 
 def test_rows_of_the_number_are_those_of_sms(go):
-    """A run begun with `[0, 132]` goes on with `[0, sms]`, and measures nothing again."""
     before, gpu = go(132, value=132)
     assert len(gpu.names("trial")) == 2
     after, gpu = go(132)

@@ -47,7 +47,6 @@ def busiest(problem: Problem, config: Config, together: int) -> float:
     ],
 )
 def test_causal_turns_are_even(shape, warpgroups, blocks_per_sm):
-    """With heads_together a divisor of the heads, as it was, 18 to 59 % too much here."""
     batch, heads, seqlen, head_dim = shape
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal=True)
     values = {param.name: param.values[0] for param in FAMILY.params} | {

@@ -396,7 +396,6 @@ def test_what_is_no_boolean_mask(values, says):
 
 
 def test_limits_know_the_rows_of_a_drawn_mask_that_see_the_fewest_keys():
-    """A right kernel was called wrong on one of these: its rounding averages over 128 keys."""
     problem = Problem.parse("(1,1,1024,64) bf16 boolean(blocks,25)")
     seen_keys = drawn.tensor(problem)[0, 0].sum(axis=1)
     rows = some_rows(Case(problem), 0, 64)

@@ -93,7 +93,6 @@ def verdicts(data):
 
 
 def test_nine_problems_that_are_close_end_within_two_minutes(check, card):
-    """They took more than 288 s when each had eight processes of its own."""
     card.ratios = (CLOSE,) * 80
     code, data = check()
     assert (code, data["budget_s"]) == (4, 120)

@@ -353,7 +353,6 @@ def test_every_recorded_run_equals_itself(recorded):
 
 
 def test_damage_ends_in_4_and_the_report_calls_it_so(main, tmp_path, attnsweep):
-    """A winner without a median, and the runner-up in its place: once a pass, once a regression."""
     damaged = tmp_path / "damaged"
     shutil.copytree(RECORDED, damaged)
     best = next(iter(winners(rank(open_run(RECORDED).trials, None))))

@@ -159,7 +159,6 @@ def outcomes(ratio, offset, trials, noise=0.002):
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("offset", [0.0, 0.0025, 0.005])
 def test_a_slowdown_of_the_threshold_seldom_passes_whatever_processes_add(offset):
-    """At 0.5 % in each process a third of them passed when one process was believed."""
     verdicts, _ = outcomes(1.02, offset, 300)
     assert verdicts["pass"] <= 1  # 0 or 1 of 300: at most 1.9 % with 95 % confidence
     assert verdicts["improvement"] == 0

@@ -1,16 +1,9 @@
 """The time left, of runs on a clock that the test turns."""
 
 import pytest
+from arrivals import Clock
 
 from attnsweep.reports.eta import Eta, Left
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -21,20 +14,6 @@ def clock() -> Clock:
 def problem(eta: Eta, clock: Clock, took_s: float, measures: bool = True) -> None:
     eta.opening(0, measures=measures)
     clock.now += took_s
-
-
-def test_nothing_is_said_before_two_problems_are_over(clock) -> None:
-    """A run of 95 s began with "at least 20 min left": three candidates after a slow opening."""
-    eta = Eta(1, clock)
-    assert eta.left is None
-    eta.planned([54, 81, 54, 54])
-    problem(eta, clock, 40.0)  # the first one also imports
-    assert eta.left is None
-    problem(eta, clock, 10.0)
-    assert eta.left is None
-    eta.opening(0, measures=True)
-    assert eta.left is not None
-    assert eta.left.seconds == 20.0
 
 
 def test_it_is_counted_down_while_a_problem_goes_on(clock) -> None:
@@ -77,7 +56,6 @@ def compile_more(eta: Eta, clock: Clock, numbers: range, each_s: float) -> None:
 
 
 def test_it_follows_a_machine_that_gets_six_times_slower(clock) -> None:
-    """An ETA of the mean of all events said 5 minutes for what took 31."""
     eta = compiling(clock, 280)
     compile_more(eta, clock, range(100), 0.6)
     assert eta.left is None

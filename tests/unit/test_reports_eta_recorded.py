@@ -82,7 +82,6 @@ def test_twenty_runs_are_replayed() -> None:
 
 @pytest.mark.parametrize("first", [1.0, 3.0], ids=["finals as recorded", "first finals slow"])
 def test_what_is_said_is_within_a_factor_of_two_and_said_in_time(first) -> None:
-    """The first one of a run that took 88 s was 1,072 s: each candidate paid for the opening."""
     runs = [shown(arrived(*of, seconds, first)) for of, seconds in RUNS]
     firsts, each = hold(runs)
     assert firsts >= 0.9
@@ -91,7 +90,6 @@ def test_what_is_said_is_within_a_factor_of_two_and_said_in_time(first) -> None:
 
 
 def test_a_search_alone_is_estimated_after_a_half() -> None:
-    """As compiling is: it has no finals."""
     runs = [shown(arrived(*of, seconds), finals=False) for of, seconds in RUNS]
     firsts, each = hold(runs)
     assert firsts >= 0.9

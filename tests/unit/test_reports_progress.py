@@ -102,7 +102,6 @@ def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
 
 
 def test_json_tells_the_last_candidate_within_a_second_of_another(clock) -> None:
-    """A quick problem was never seen to be done: 1 of 86, and then the next one."""
     out = io.StringIO()
     with progress.watch(Console(file=out), Form.JSON) as observer:
         observer.opening(PROBLEM, 3, 0)
@@ -178,7 +177,6 @@ def preparing(form: Form, console: Console) -> None:
 
 
 def test_json_tells_each_baseline_that_is_prepared_and_how_long_it_took(clock):
-    """Twelve seconds passed in silence; lines of a phase come once a second at most."""
     out = io.StringIO()
     preparing(Form.JSON, Console(file=out))
     events = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -216,7 +214,6 @@ def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
 
 
 def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, talk):
-    """`export` in a log was silent for a minute."""
     bar = counted(Form.AUTO, clock, on_terminal=True)
     assert "compile" in bar
     assert "3/3" in bar

@@ -125,12 +125,10 @@ def test_it_is_packed_and_its_tables_can_be_written(run, directory):
 
 @pytest.mark.parametrize(("name", "before"), RENAMED.items())
 def test_a_renamed_run_is_there_until_it_is_recorded_anew(name, before):
-    """An entry of results/renamed.json whose run is gone must go too."""
     assert any(run.name == before for run in RUNS)
 
 
 def test_what_earlier_json_names_is_recorded():
-    """An entry whose run is gone must go too."""
     named = {*EARLIER["candidates"], *EARLIER["problems"], *EARLIER["contradicted"]}
     assert named <= {f"{run.parent.name}/{run.name}" for run in RUNS}
 

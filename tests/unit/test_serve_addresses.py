@@ -104,7 +104,6 @@ def test_all_kinds_of_calls_share_one_limit(operator, driver, remember):
 
 
 def test_addresses_that_keep_changing(operator, driver, remember):
-    """Whether launches are made, moved or remembered, a call reads and writes its own tensors."""
     remember(of_a_kind=4)
     given = [[t * (n + 1) / 9 for t in tensors()] for n in range(9)]
     for n in (*range(9), 8, 7, 0, 0, 3, 8):

@@ -1,6 +1,5 @@
 """Which kernel of a package a shape gets, and how its time is predicted."""
 
-import heapq
 import random
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from attnsweep.core.boolean import Boolean
 from attnsweep.core.masks import FULL
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, Interval, Padded
-from attnsweep.serve.runtime.cost_model import ALONE, SDPA, learn, memory_us, nearness, octaves, tiling, work
+from attnsweep.serve.runtime.cost_model import ALONE, SDPA, learn, memory_us, nearness, tiling, work
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard
 
@@ -49,13 +48,6 @@ def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
     assert (refused.kernel, refused.code) == (None, "not_faster")
 
 
-def test_a_tuned_shape_is_not_predicted():
-    """Even if another kernel were predicted to be faster there."""
-    best = timed(shape(), 10.0, others=((SMALL, 30.0),))
-    luck = timed(shape(seqlen=512), 1.0, kernel=SMALL)
-    assert choose(gpu(best, luck), shape()).kernel is best.kernel
-
-
 def test_the_kernel_that_is_predicted_fastest_serves():
     """Where 133 tiles of 128 queries are two waves, and 265 of 64 are little more than one."""
     full = shape(1, 132, 128, seqlen_k=4096)
@@ -63,14 +55,6 @@ def test_the_kernel_that_is_predicted_fastest_serves():
     assert choose(known, shape(1, 131, 128, seqlen_k=4096)).kernel.config == PLAIN.config
     beyond = choose(known, shape(1, 133, 128, seqlen_k=4096))
     assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
-
-
-def test_near_shapes_count_most():
-    """A kernel that is fast where it was timed far away is not taken for that."""
-    near = timed(shape(8, 16, 1024), 100.0, 150.0, others=((SMALL, 130.0),))
-    far = timed(shape(1, 4, 256), 10.0, 15.0, kernel=SMALL, others=((PLAIN, 12.0),))
-    assert choose(gpu(near, far), shape(8, 16, 1100)).kernel.config == PLAIN.config
-    assert choose(gpu(near, far), shape(1, 4, 300)).kernel.config == SMALL.config
 
 
 def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
@@ -139,37 +123,6 @@ def test_nothing_is_believed_beyond_the_reach():
     assert "(4,16,1024,64) bf16 full (9.0 octaves)" in far.reason
 
 
-def test_tiles_beyond_those_that_keep_all_sms_busy_are_no_farther():
-    known = gpu(timed(shape(64, 32, 512), 100.0, 900.0), guard=Guard(reach=1.0))
-    assert choose(known, shape(512, 32, 512)).code == "near"
-
-
-def test_few_tiles_of_many_keys_need_a_larger_gain():
-    """PyTorch's own attention may divide the keys among the SMs that they leave idle."""
-    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 62.0))
-    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "not_faster"
-    assert choose(known, shape(4, 8, 500, seqlen_k=3000)).code == "near"
-    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 70.0))
-    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "near"
-
-
-def test_a_faster_memory_makes_the_same_shape_faster():
-    """Bound by the bytes, at a share of the card's peak rate."""
-    many, more = shape(64, 64, 128), shape(256, 64, 128)
-    fast = CARD._replace(memory_bytes_per_us=2 * CARD.memory_bytes_per_us)
-    slow_us, fast_us = (predict(PLAINLY, [(many, 50.0)], more, card).time_us for card in (CARD, fast))
-    assert fast_us < 0.8 * slow_us
-
-
-def test_what_is_predicted_to_be_slower_goes_to_pytorch():
-    """A gain at one shape is none where one query more makes two waves of one, and three of two."""
-    big = with_config(PLAIN, WARPGROUPS=4)
-    known = gpu(timed(shape(1, 132, 256, seqlen_k=4096), 100.0, 104.0, kernel=big))
-    found = choose(known, shape(1, 132, 257, seqlen_k=4096))
-    assert (found.kernel, found.code) == (None, "not_faster")
-    assert found.gain < 1
-
-
 def test_a_reason_says_what_is_predicted_and_from_what():
     known = gpu(timed(shape(4, 16, 1024), 100.0, 150.0), timed(shape(4, 16, 2048), 400.0, 600.0))
     reason = choose(known, shape(4, 16, 1024, heads_kv=4)).reason
@@ -193,52 +146,6 @@ def test_the_order_of_the_table_does_not_matter():
 
 # ---- the prediction ----
 PLAINLY = tiling(PLAIN)
-EXTRA = PLAINLY.block_keys / 64
-
-
-def test_work_counts_waves_of_blocks():
-    one = work(PLAINLY, shape(1, 1, 128, seqlen_k=640), SMS)
-    assert one == 10 + EXTRA
-    assert work(PLAINLY, shape(1, 132, 128, seqlen_k=640), SMS) == one
-    assert work(PLAINLY, shape(1, 133, 128, seqlen_k=640), SMS) == 2 * one
-    assert work(PLAINLY, shape(1, 133, 129, seqlen_k=640), SMS) == 3 * one, "266 blocks"
-    assert work(PLAINLY, shape(1, 1, 128, seqlen_k=641), SMS) == one + 1
-
-
-def test_a_block_that_is_alone_on_an_sm_is_faster_but_not_twice_as_fast():
-    two = tiling(SMALL)
-    alone = work(two, shape(1, 132, 64, seqlen_k=640), SMS)
-    both = work(two, shape(1, 264, 64, seqlen_k=640), SMS)
-    extra = two.block_keys / 64
-    assert extra < EXTRA, "the other block hides some of it"
-    assert alone == pytest.approx((10 + extra) / ALONE)
-    assert both == pytest.approx(2 * (10 + extra))
-    assert both < 2 * alone
-
-
-def test_blocks_that_share_keys_have_less_work_each():
-    whole, half = (replace(PLAINLY, shares=n, splits=n) for n in (1, 2))
-    long = shape(1, 8, 128, seqlen_k=6400)
-    assert work(whole, long, SMS) == 100 + EXTRA
-    assert work(half, long, SMS) == 50 + EXTRA
-
-
-def dealt(costs, servers):
-    """When the last of some servers ends, each taking the next item once it is free."""
-    free = [0.0] * servers
-    for cost in costs:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
-
-
-@pytest.mark.parametrize(("heads", "seqlen"), [(16, 1024), (16, 4096), (64, 2048), (12, 777)])
-def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
-    ordered = replace(PLAINLY, tail=0.1, ordered=True)
-    asked = shape(1, heads, seqlen, causal=True)
-    tiles = -(-seqlen // 128)
-    costs = [EXTRA + -(-min(seqlen, 128 * n) // 64) for n in range(tiles, 0, -1)]
-    true = dealt([cost for cost in costs for _ in range(heads)], SMS)
-    assert work(ordered, asked, SMS) == pytest.approx(true, rel=0.15)
 
 
 def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
@@ -270,62 +177,12 @@ def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
     assert 0 < work(made, fewer, SMS) <= work(made, more, SMS)
 
 
-def test_a_time_at_the_same_sizes_is_predicted_as_measured():
-    for made in (PLAINLY, SDPA):
-        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), CARD)
-        assert found.time_us == pytest.approx(123.0)
-        assert (found.octaves, found.shapes) == (0.0, 1)
-    assert predict(PLAINLY, [], shape(), CARD) is None
-    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), CARD)
-    assert tiny.time_us > 0, "less than a launch was thought to take"
-    far = predict(PLAINLY, [(shape(), 5.0)], shape(16, 64, 1 << 17, seqlen_k=1 << 20), CARD)
-    assert 0 < far.time_us < float("inf"), "no weight may vanish"
-
-
-def test_inputs_beyond_the_l2_take_longer():
-    """As much work in as many blocks, but 16 times the keys and values to read."""
-    alone, grouped = (shape(64, 32, 128, heads_kv=n, seqlen_k=128) for n in (32, 2))
-    known = [(shape(8, 32, 128, seqlen_k=128), 10.0)]
-    slow, fast = (predict(PLAINLY, known, each, CARD).time_us for each in (alone, grouped))
-    assert work(PLAINLY, alone, SMS) == work(PLAINLY, grouped, SMS)
-    assert slow > 1.02 * fast
-    small = shape(1, 32, 128, seqlen_k=128)
-    both = [small, replace(small, heads_kv=2)]
-    assert len({predict(PLAINLY, known, each, CARD).time_us for each in both}) == 1
-
-
-def test_idle_sms_are_no_distance():
-    assert octaves(shape(1, 1, 64), shape(1, 32, 64), SMS) == 0
-    assert octaves(shape(1, 264, 64), shape(1, 528, 64), SMS) == 1
-    assert octaves(shape(1, 264, 64), shape(1, 264, 64, seqlen_k=256), SMS) == 2
-    assert octaves(shape(1, 1, 1, seqlen_k=64), shape(1, 1, 64), SMS) == 6, "few queries are unlike"
-
-
-def test_memory_bounds_what_computes_little():
-    """Twice the bytes beyond the L2 take twice the time, although a unit of work is free."""
-    some, more = shape(64, 32, 256), shape(128, 32, 256)
-    known = [(some, memory_us(PLAINLY, some, CARD) + PLAINLY.start_us)]
-    found = predict(PLAINLY, known, more, CARD).time_us
-    assert found == pytest.approx(memory_us(PLAINLY, more, CARD), rel=0.1)
-    assert memory_us(PLAINLY, shape(), CARD) == 0
-
-
 def test_a_time_that_memory_took_says_least_of_computing():
     bound, free = shape(64, 32, 256), shape(1, 32, 4096)
     units = learn(PLAINLY, numbered([(bound, memory_us(PLAINLY, bound, CARD)), (free, 900.0)]), CARD).units
     of_bound, of_free = (trust for _, _, trust in units)
     assert of_bound < 0.1
     assert of_free > 0.99
-
-
-def test_a_second_launch_takes_time():
-    split = tiling(SPLIT)
-    joined_in_clusters = tiling(with_config(SPLIT, SPLIT_CLUSTER=1))
-    assert split.start_us == 2 * joined_in_clusters.start_us
-    known = [(shape(1, 8, 64, seqlen_k=8192), 20.0)]
-    short = shape(1, 8, 64, seqlen_k=256)
-    slow, fast = (predict(each, known, short, CARD).time_us for each in (split, joined_in_clusters))
-    assert slow > fast + 1.0
 
 
 def test_longest_blocks_of_all_heads_first_share_sms_with_short_ones():
@@ -374,16 +231,6 @@ def test_a_kernel_that_was_fast_on_few_documents_is_not_taken_for_every_mask():
     assert choose(gpu(documents), asked).kernel.config == SMALL.config  # nothing else is known
 
 
-def test_lengths_that_nobody_knows_count_as_whole():
-    """Timed with half of the keys, and asked with an unknown share of them."""
-    half, unknown = (replace(shape(8, 16), layout=Padded("right", n)) for n in (0, 100))
-    known = [(half, 2 + 50.0)]
-    expected = 2 + 50 * 2 * (1 + 1 / 256)  # lengths from 0 to 256 of 8 items: 127.5 on average
-    assert predict(PLAINLY, known, unknown, CARD).time_us == pytest.approx(expected, rel=0.03)
-    none = replace(shape(1), layout=Padded("right", 0))  # and if there is no key at all
-    assert predict(PLAINLY, [(none, 9.0)], none, CARD).time_us == pytest.approx(9.0)
-
-
 def test_a_wrong_time_spoils_no_other_shape():
     """A busy host may hold up the calls of one shape of a sweep."""
     shapes = [shape(2, 16, 256 * n) for n in (1, 2, 3, 4, 6)]
@@ -395,22 +242,6 @@ def test_a_wrong_time_spoils_no_other_shape():
         assert predict(PLAINLY, wrong, asked, CARD).time_us == pytest.approx(known, rel=0.25)
     doubtful = [(right[0][0], 4 * right[0][1]), right[1]]  # of two, nobody knows which
     assert predict(PLAINLY, doubtful, asked, CARD).time_us > 2 * known
-
-
-def test_pytorch_divides_the_keys_of_few_blocks():
-    few, many = shape(1, 4, 128, seqlen_k=8192), shape(64, 4, 128, seqlen_k=8192)
-    undivided = replace(SDPA, divides=False)
-    assert work(SDPA, few, SMS) < 0.5 * work(undivided, few, SMS)
-    assert work(SDPA, many, SMS) == work(undivided, many, SMS)
-    square = [(shape(1, 16, n), n / 10) for n in (1024, 2048)]
-    assert predict(SDPA, square, few, CARD).time_us < predict(undivided, square, few, CARD).time_us
-
-
-def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():
-    near = timed(shape(4, 16, 1024), 100.0, 150.0)
-    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=with_config(PLAIN, PINGPONG=1))
-    chosen = choose(gpu(near, far, guard=FREE), shape(4, 16, 1100))
-    assert chosen.kernel.config == PLAIN.config
 
 
 def test_what_is_worked_out_once_does_not_grow():
@@ -436,46 +267,6 @@ def test_few_queries_are_served_by_no_shape_of_64_or_more(queries):
     assert choose(few, shape(1, 32, 64, seqlen_k=32768)).kernel is None
 
 
-def test_pytorchs_own_attention_packs_the_heads_of_a_group():
-    """(1,32/8,1x32768,128): 37 units of work for 8 heads of 4 rows, not 130 for 32 heads."""
-    sms = H100.sm_count
-    grouped = shape(1, 32, 1, heads_kv=8, seqlen_k=32768, head_dim=128)
-    assert work(SDPA, grouped, sms) == work(SDPA, shape(1, 8, 4, seqlen_k=32768, head_dim=128), sms)
-    alone = shape(1, 32, 1, seqlen_k=32768, head_dim=128)
-    assert work(SDPA, grouped, sms) < work(SDPA, alone, sms) / 3
-    for queries in (2, 64):  # only one query: with 4, cuDNN's took 4 times as long on an H100
-        many = shape(1, 32, queries, heads_kv=8, seqlen_k=32768, head_dim=128)
-        apart = replace(many, heads_kv=32)
-        assert work(SDPA, many, sms) == work(SDPA, apart, sms)
-    ours = tiling(PLAIN)
-    assert work(ours, grouped, sms) == work(ours, alone, sms), "without PACK_GQA"
-
-
-@pytest.mark.parametrize("queries", [1, 4, 63])
-def test_a_kernel_packs_the_heads_of_a_group_of_few_queries(queries):
-    ours = tiling(with_config(PLAIN, WARPGROUPS=1, PACK_GQA=1))
-    grouped = shape(64, 32, queries, heads_kv=8, seqlen_k=4096)
-    assert work(ours, grouped, SMS) == work(ours, shape(64, 8, 4 * queries, seqlen_k=4096), SMS)
-    many = shape(64, 32, 64, heads_kv=8, seqlen_k=4096)
-    assert work(ours, many, SMS) == work(ours, replace(many, heads_kv=32), SMS)
-
-
-def test_few_tiles_of_one_query_need_a_larger_gain():
-    """PyTorch's own attention packs grouped heads, and divides the keys among idle SMs."""
-    ours = with_config(PLAIN, WARPGROUPS=1, PACK_GQA=1)
-
-    def code(asked, gain):
-        known = gpu(timed(replace(asked, seqlen_k=4096), 50.0, 50.0 * gain, ours))
-        return choose(known, asked).code
-
-    for queries, gain, expected in (
-        *((1, 1.2, "not_faster"), (1, 1.5, "near")),
-        *((2, 1.2, "near"), (2, 0.9, "not_faster")),  # 256 tiles
-    ):
-        asked = shape(8, 32, queries, heads_kv=4, seqlen_k=4100, head_dim=128)
-        assert code(asked, gain) == expected
-
-
 # ---- gradients ----
 def backward(of, gain=1.2, time_us=900.0):
     own = winner(replace(of, op=BACKWARD), PLAIN_BACKWARD, gain)
@@ -491,15 +282,6 @@ def test_a_backward_says_nothing_of_a_forward_nor_the_reverse():
     assert choose(made, BIG).kernel.family == "flash_fwd_wgmma"
     assert choose(gpu(winner(BIG)), replace(BIG, op=BACKWARD)).code == "not_tuned"
     assert choose(gpu(backward(BIG)), BIG).code == "not_tuned"
-
-
-@pytest.mark.parametrize("changes", [{"batch": 4}, {"heads": 32, "heads_kv": 32}])
-def test_twice_the_heads_take_twice_as_long(changes):
-    other = replace(BIG, op=BACKWARD, **changes)
-    choice = choose(gpu(backward(BIG)), other)
-    assert choice.code == "near"
-    assert 2 * 900 * 1.2 * 0.9 < choice.sdpa_us < 2 * 900 * 1.2 * 1.1
-    assert 1.1 < choice.gain < 1.3
 
 
 def test_queries_of_a_group_are_work_of_its_keys():

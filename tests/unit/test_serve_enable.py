@@ -157,7 +157,6 @@ def test_an_error_in_a_statement_ends_it(package):
 
 
 def test_statements_of_threads_overlap(package):
-    """The first to end does not end the other's."""
     entered, may_end = threading.Event(), threading.Event()
 
     def other():

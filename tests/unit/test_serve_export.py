@@ -412,7 +412,6 @@ def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     ],
 )
 def test_an_export_looks_at_its_target_first(attnsweep, tmp_path, monkeypatch, out, why):
-    """It compiled for a minute, and then said that it could not write. Here no run is even read."""
     (tmp_path / "here" / "closed").mkdir(parents=True)
     (tmp_path / "here" / "closed" / "kept").touch()
     (tmp_path / "here" / "full").mkdir()

@@ -133,7 +133,6 @@ def test_scales_that_lie_as_the_kernel_reads_them_are_not_copied(operator, drive
 
 
 def test_scales_are_read_in_every_call(operator):
-    """Nothing of a call keeps the values that a tensor of scales had before."""
     tensors, scales = quantised(), scales_of("tensors")
     operator.attention(*tensors, *scales)
     for scale in scales:
@@ -279,11 +278,10 @@ def test_launches_are_remembered_and_never_grow_without_end(operator, driver, re
 
 
 def test_addresses_that_keep_changing(operator, driver, remember):
-    """Scales as well as tensors: each call reads and writes its own."""
     remember(of_a_kind=2)
     given = [([t.clone() for t in quantised()], [s * n for s in scales_of("heads")]) for n in (1, 2, 3)]
     for n in (0, 1, 2, 0, 2, 1, 1):
-        close(operator.attention(*given[n][0], *given[n][1]), *given[n])
+        assert close(operator.attention(*given[n][0], *given[n][1]), *given[n])
     assert driver.replaced
 
 

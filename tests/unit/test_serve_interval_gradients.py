@@ -133,7 +133,6 @@ def test_the_other_dtype_needs_code_of_its_own(operator):
 
 
 def test_other_lengths_of_a_tuned_shape_are_served(operator):
-    """What won with some lengths serves all: the host does not know them."""
     given = given_of()
     for lengths in ([1, 2], [128, 128], [77, 3]):
         limits = {"key_lengths": torch.tensor(lengths)}

@@ -88,8 +88,12 @@ class Own(torch.Tensor):
     """A subclass, as DTensor is one."""
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("code", REFUSED)
-def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code):
+def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code, known):
+    """Also if an ordinary call of such tensors is found again by one question."""
+    for _ in range(3 * known):
+        operator.attention(*tensors())
     arguments, options = REFUSED[code](*tensors())
     explained = operator.explain(*arguments, **options)
     assert (explained.kernel, explained.code) == (None, code)
@@ -99,8 +103,8 @@ def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code):
             got = operator.attention(*arguments, **options)
     torch.manual_seed(1)
     assert torch.equal(got, F.scaled_dot_product_attention(*arguments, **options))
-    assert driver.launches == []
-    assert operator.counters() == {code: 3}
+    assert len(driver.launches) == 3 * known
+    assert operator.counters() == {code: 3} | ({"kernel": 3} if known else {})
     assert len(caplog.records) == 1, "said once"
 
 
@@ -138,22 +142,23 @@ def test_changed_calls_with_v_that_was_not_tuned_are_pytorchs(operator, driver, 
     assert len(driver.launches) <= 1, "of v with q's head_dim"
 
 
-def test_pytorchs_errors_stay(operator):
-    q, k, v = tensors(heads_kv=2)
-    with pytest.raises(RuntimeError):
-        operator.attention(q, k, v)  # without enable_gqa
-    with pytest.raises(RuntimeError):
-        operator.attention(q, q, q.float())
-
-
-def test_what_is_no_tensor_is_pytorchs_error(operator):
+@pytest.mark.parametrize("known", [False, True])
+def test_pytorchs_errors_stay(operator, known):
     q, k, v = tensors()
+    for _ in range(3 * known):
+        operator.attention(q, k, v)
     for wrong in (q.float().numpy(), None, [1.0]):
         assert operator.explain(wrong, k, v).code == "subclass"
         with pytest.raises(TypeError):
             operator.attention(wrong, k, v)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError):
             operator.attention(wrong, k, v)
+    for scale in ("0.3", torch.ones(2)):
+        with pytest.raises((TypeError, RuntimeError)):
+            operator.attention(q, k, v, scale=scale)
+    for keys, values in ((k[:, :2], v[:, :2]), (k, v.float())):  # the former without enable_gqa
+        with pytest.raises(RuntimeError):
+            operator.attention(q, keys, values)
 
 
 @pytest.mark.parametrize("dimension", ["batch", "heads", "queries", "keys"])

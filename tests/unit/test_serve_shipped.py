@@ -55,7 +55,6 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 
 
 def test_they_are_small():
-    """Which is why cubins are shipped and nothing is compiled on first use."""
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
     assert size < 1300 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
@@ -65,7 +64,6 @@ def test_they_are_small():
 
 
 def test_a_call_unpacks_a_small_share_of_them():
-    """Unpacking all of them took 60 of the 79 ms of a first call."""
     made = read_table(PLACE)
     bytes_of = {path.name: len(unpacked(path)) for path in (PLACE / CUBINS).iterdir()}
     for number, (_, stage) in enumerate(stages_of(made)):
@@ -327,7 +325,6 @@ assert torch.allclose(compiled(q), attnsweep.attention(q, q, q))
 
 
 def test_a_kernel_of_the_shipped_package_is_launched(tmp_path):
-    """With a fake driver, on a shape that the recorded runs tuned."""
     torch = pytest.importorskip("torch")
     from attending import Kernel
     from fake_driver import FakeDriver

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packages import H100, PLAIN, gpu, shape, winner, with_config
+from packages import H100, PLAIN, gpu, shape, winner
 
 from attnsweep import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
@@ -89,22 +89,6 @@ def test_a_gpu_without_rows_is_served_by_those_of_another():
     assert "predicted" in beside.reason
 
 
-def test_rows_that_say_nothing_are_stood_in_for():
-    """None near enough, and none of the head_dim or the mask."""
-    for own in (shape(64, 16, 8192, seqlen_k=1 << 20), shape(head_dim=128), shape(causal=True)):
-        known_there = on_h200(winner(own), of=[winner(ASKED, gain=1.3)])
-        assert choose(replace(known_there, stand_in=None), ASKED).code in ("far", "not_tuned")
-        assert choose(known_there, ASKED).code == "stand_in"
-
-
-def test_own_rows_win():
-    better = [winner(ASKED, with_config(PLAIN, PINGPONG=1), gain=9.0)]
-    for own in (winner(ASKED, gain=1.05), winner(replace(ASKED, seqlen_k=500), gain=1.2)):
-        found = choose(on_h200(own, of=better), ASKED)
-        assert found.code in ("tuned", "near")
-        assert found.kernel.config == PLAIN.config
-
-
 def test_where_pytorch_is_as_fast_on_this_gpu_nothing_overrides_that():
     """Measured at the shape, in the other dtype of it, or predicted from near."""
     better = [winner(each, gain=9.0) for each in (ASKED, replace(ASKED, dtype="fp16"))]
@@ -127,12 +111,6 @@ def test_a_gain_must_be_larger_than_on_the_gpu_itself(gain, serves):
         assert (found.code, found.gain) == ("not_tuned", gain)
         assert found.reason.startswith("this GPU was not tuned; by the runs of NVIDIA H100")
         assert found.reason.endswith("too little for another GPU's")
-
-
-def test_a_winner_that_may_be_slower_stands_in_for_nothing():
-    found = choose(on_h200(of=[winner(ASKED, gain=1.3, low=0.99)]), ASKED)
-    assert (found.kernel, found.code) == (None, "not_tuned")
-    assert "PyTorch's own attention is as fast" in found.reason
 
 
 def test_a_guard_that_asks_for_more_counts_at_tuned_shapes_too():

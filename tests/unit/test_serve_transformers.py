@@ -392,7 +392,6 @@ def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
 
 
 def test_generated_tokens_are_the_same(package, driver):
-    """Prefill by kernels; single queries are PyTorch's."""
     model = built(qwen3).float().to(torch.bfloat16)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens(), **options)

@@ -16,7 +16,6 @@ from attnsweep.core.layouts import Packed  # noqa: E402
 from attnsweep.core.masks import Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
-from attnsweep.serve.runtime import gradients  # noqa: E402
 from attnsweep.serve.runtime.packed import VarlenOperator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -264,9 +263,8 @@ def test_gradients(tmp_path, driver, pytorchs, dims, layout, of_q):
         assert [each.shape for each in got] == [each.shape for each in given]
 
 
-def test_cudnn_takes_both_head_dims(tmp_path, driver, monkeypatch):
+def test_cudnn_takes_both_head_dims(tmp_path, driver):
     """Where PyTorch would call it, nothing is made longer for it."""
-    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: 3)
     made, seen = operator_of(tmp_path, driver), []
 
     def cudnn(grad, q, k, v, out, lse, *_, scale=None):
@@ -275,6 +273,7 @@ def test_cudnn_takes_both_head_dims(tmp_path, driver, monkeypatch):
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn, "CPU")
+    library.impl("_fused_sdp_choice", lambda *_, **how: 3, "CPU")
     try:
         leaves = [t.requires_grad_() for t in call()]
         got = torch.autograd.grad(made.attention(*leaves).sum(), leaves)

@@ -219,7 +219,6 @@ HUGE = "(99999,128,131072,128) fp16 full: its tensors need 1,599,984 GiB, and th
     ],
 )
 def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(attnsweep, tmp_path, monkeypatch, command, where):
-    """Dry runs planned it, and some blamed a line of a kernel's declaration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "huge.csv").write_text("1,1,1024,64\n99999,128,131072,128\n")
     (tmp_path / "huge.yaml").write_text(
@@ -233,7 +232,6 @@ def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(attnsweep, tmp_
 
 
 def test_a_shape_that_the_largest_card_holds_is_planned(attnsweep):
-    """Its scores would take 20 PB, which three_kernel_wgmma.py was blamed for."""
     done = attnsweep("run", "h100", "--dry-run", "--problem", "1,1,100000000,128", width=1000)
     assert done.returncode == 0, done.stderr
     Problem(1, 1, 1, 2**29, 2**29, 64)

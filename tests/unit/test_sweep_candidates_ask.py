@@ -103,7 +103,6 @@ def test_progress_comes_at_the_start_now_and_then_and_at_the_end(queue_of, clock
 
 
 def test_progress_counts_the_candidates_of_all_batches(queue_of, lookahead):
-    """A search that learns asks for a few at a time."""
     lookahead(2)
     queue, seen = queue_of(), []
     while queue.ask():

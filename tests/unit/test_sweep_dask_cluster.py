@@ -305,7 +305,6 @@ def test_no_scheduler_is_an_error(constants):
     ],
 )
 def test_what_is_no_address_is_refused_at_once(address, why):
-    """A Client took 20 s to say so and to end, or told of it in a traceback."""
     with pytest.raises(SpecError, match=why) as caught, dask_cluster.connected(address):
         pass
     assert caught.value.where == "--scheduler"

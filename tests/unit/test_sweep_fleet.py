@@ -137,12 +137,28 @@ def test_a_card_that_fails_again_and_again_is_left_out(go, cards):
     assert left_out == [False] * (len(died) - 1) + [True]
 
 
-def test_a_card_that_is_off_is_left_out_at_once(go, cards):
-    cards.on(1, at_start="off")
+LEFT_OUT = {
+    "off": ({1: {"at_start": "off"}}, "no CUDA GPU found"),
+    "without memory": ({0: {"too_large": LABELS}}, "cannot open the problem: OutOfMemoryError"),
+    # It is free again at once, and would take one small problem after the other.
+    "failing": (
+        {0: {"fault": "fails"}, 1: {"trial_s": 0.1}},
+        "its candidates all failed, the last one with: uncorrectable ECC error",
+    ),
+    "another": ({1: {"environment": {"uuid": "0123"}}}, "its process sees another card"),
+}
+
+
+@pytest.mark.parametrize("how", LEFT_OUT)
+def test_a_card_that_can_do_nothing_leaves_all_to_the_other(go, cards, how):
+    facts, said = LEFT_OUT[how]
+    for number, each in facts.items():
+        cards.on(number, **each)
     outcome, heard = go()
     assert is_whole(outcome)
-    assert cards.started == {0: 1, 1: 1}
-    assert [note for note in heard.notes if "no CUDA GPU found" in note]
+    assert cards_of(outcome.run.trials) == [cards.cards[1 - min(facts)].hashed]
+    assert [note for note in heard.notes if note.startswith(str(cards.cards[min(facts)])) and said in note]
+    assert cards.started == {0: 1, 1: 1} or how != "off"
 
 
 def test_all_cards_lost_ends_with_what_is_there_and_the_same_command_resumes(go, cards):
@@ -186,14 +202,6 @@ def test_a_problem_that_no_card_has_memory_for_is_rows_as_on_one_card(go, cards)
     assert (len(rows), outcome.unmeasured, outcome.exit_code) == (3, (), 1)
 
 
-def test_a_card_without_memory_loses_its_problem_to_one_that_has_it(go, cards):
-    cards.on(0, too_large=LABELS)
-    outcome, heard = go()
-    assert is_whole(outcome)
-    assert cards_of(outcome.run.trials) == [cards.cards[1].hashed]
-    assert heard.notes[0].startswith(f"{cards.cards[0]}: cannot open the problem: OutOfMemoryError")
-
-
 def test_a_card_on_which_everything_fails_is_suspected(go, cards):
     values = [32 * number for number in range(1, 17)]
     cards.facts["all"]["times"] = {f"THREADS={value}": 10.0 + value for value in values}
@@ -202,17 +210,6 @@ def test_a_card_on_which_everything_fails_is_suspected(go, cards):
     assert outcome.exit_code == 0
     assert cards_of(outcome.run.trials) == [cards.cards[1].hashed]
     assert [n for n in heard.notes if "the first 12 candidates all failed" in n]
-
-
-def test_a_card_on_which_every_candidate_of_a_small_problem_fails_is_suspected(go, cards):
-    """It is free again at once, and would take one problem after the other."""
-    cards.on(0, fault="fails")
-    cards.on(1, trial_s=0.1)
-    outcome, heard = go()
-    assert is_whole(outcome)
-    assert cards_of(outcome.run.trials) == [cards.cards[1].hashed]
-    why = "its candidates all failed, the last one with: uncorrectable ECC error"
-    assert [n for n in heard.notes if why in n]
 
 
 def test_a_problem_whose_candidates_all_fail_on_every_card_is_rows(go, cards):
@@ -232,14 +229,6 @@ def test_a_card_unlike_the_others_is_left_out_by_name(go, cards, name):
     outcome, heard = go()
     assert len(cards_of(outcome.run.trials)) == 1
     assert [n for n in heard.notes if f"another {name} than the others" in n and "left out" in n]
-
-
-def test_a_process_that_sees_another_card_is_left_out(go, cards):
-    cards.on(1, environment={"uuid": "0123"})
-    outcome, heard = go()
-    assert is_whole(outcome)
-    assert cards_of(outcome.run.trials) == [cards.cards[0].hashed]
-    assert [n for n in heard.notes if "its process sees another card" in n]
 
 
 NONSENSE = [
@@ -288,7 +277,6 @@ def all_ended(cards):
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeypatch, rows):
-    """Rows that children told meanwhile met a store that was closed: "Bad file descriptor"."""
     write, left = os.write, [None] * rows
 
     def fill(fd, data):

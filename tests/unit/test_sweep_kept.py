@@ -284,7 +284,6 @@ LOST = CardLostError("no CUDA GPU found (cudaErrorNoDevice)")
 
 
 def test_a_card_that_is_lost_keeps_its_rows_and_its_tables(go):
-    """The run said "Nothing was measured", and no table was written."""
     outcome, _, notes = go("a", {("open", "(1,2,512,64) fp16 full"): LOST})
     assert (outcome.exit_code, outcome.no_card) == (3, True)
     assert outcome.unmeasured == ("(1,2,512,64) fp16 full",)

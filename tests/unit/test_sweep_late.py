@@ -159,7 +159,6 @@ def test_a_late_card_that_does_not_belong_is_left_out_once(go, cards, unlike, wh
 
 
 def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path):
-    """Whoever else gets it begins it anew."""
     cards.on(1, fault="off", after=2, once=True)
     swept(tmp_path, cards, SPEC.replace(", 512, 1024, 2048", ""), on=[1])
     assert measured(cards) == {LABELS[0]: 2}

@@ -414,7 +414,6 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
 
 
 def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, constants):
-    """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
     constants(time_limit, LIMIT_S=0.2)
     gpu.installed = arch_on(TEST_GPU)
     kernels = deepcopy(discover())
@@ -488,7 +487,6 @@ def test_a_replay_can_ask_for_another_accuracy(go, tmp_path, accuracies):
 
 
 def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):
-    """What limits of rounded scores come from took 6 s of a run, beside imports."""
     kernels = discover()
     kernels["naive"] = copy.copy(kernels["naive"])
     object.__setattr__(kernels["naive"], "rounds_scores", 2)

@@ -133,7 +133,6 @@ def test_fewer_candidates_are_tried_where_calls_take_longer(go, gpu):
 
 
 def test_a_fast_baseline_in_another_format_ends_nobodys_rounds(go, gpu):
-    """FlashAttention-3 in FP8 took two thirds of the best's time; candidates then had one round."""
     gpu.times |= {"flash_attn_3_fp8": 1700.0, "triton_flash": 3300.0}
     outcome = go(SPEC.replace("[torch_flash]", "[torch_flash, flash_attn_3_fp8, triton_flash]"))
     rounds = {t.provider: len(t.time_us.rounds) for t in outcome.run.trials if t.time_us}

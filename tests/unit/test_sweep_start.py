@@ -34,7 +34,6 @@ def seeds(cards):
 
 
 def test_what_is_computed_ahead_for_the_next_problem_is_of_its_seed(go, cards):
-    """A child that drew a seed for each problem computed 1.3 s of each anew on two H100s."""
     go()
     assert len(cards.calls("opened")) == 4
     assert len(seeds(cards)) == 1
@@ -44,7 +43,6 @@ def test_what_is_computed_ahead_for_the_next_problem_is_of_its_seed(go, cards):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_card_knows_as_it_starts_what_it_opens_first(go, cards, late):
-    """It waited 4.6 to 6.6 s for NumPy on H100s, which began when the problem was opened."""
     cards.on(late, start_s=0.3)
     cards.on(1 - late, trial_s=0.2)  # so that it does not take all while the other one starts
     go()
@@ -75,7 +73,6 @@ child.main(opened)
 
 
 def test_a_child_starts_its_gpu_process_before_it_imports_what_a_sweep_needs():
-    """That is a second, which a GPU process that starts later does not give back."""
     with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -49,7 +49,6 @@ def test_a_requirement_that_prunes_every_candidate_ends_in_1_and_says_so(compile
 
 
 def test_one_problem_without_candidates_is_enough(compiled):
-    """The other one still has a family; the code is 1 for what does not compile, and says which."""
     said = "burns.cu(3): error: no"
     FakeCompiler.errors["burns.cu"] = CompileError(said, log=said)
     code, _, err = compiled(f"<= {REGISTERS}")

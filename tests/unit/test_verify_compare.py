@@ -142,8 +142,6 @@ def test_a_log_sum_exp_over_its_limit_is_refused(wrong, fixture):
 
 
 def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixture, monkeypatch):
-    """In FP8 that took 1.5 s of a problem."""
-
     def limit(case):
         raise AssertionError("computed")
 

@@ -187,7 +187,6 @@ def test_keys_that_half_of_the_queries_must_not_see_are_far_above_others(dtype, 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_the_second_key_of_one_hot_does_not_matter(head_dim, causal):
-    """However its score is rounded: a right kernel that stores scores was over its limit."""
     problem = Problem(1, 2, 1, 65, 131, head_dim, "bf16", causal=causal)
     for seed in range(10):
         made = verify_inputs.make_inputs(Case(problem, "one_hot"), seed)
@@ -288,7 +287,6 @@ def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
 @pytest.mark.parametrize("label", ["2,6/2,129,516 fp32 full", "16,8,512,64 fp16 full", "1,2,512,64 e4m3 causal"])
 @pytest.mark.parametrize("rounds_scores", [0, 1])
 def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, rounds_scores):
-    """In fp32, products of TF32 with 516 columns were cut alike, and refused for 64 rows."""
     limits = verify_limits.limits(Case(Problem.parse(label), "normal"), rounds_scores)
     assert limits.gain <= min(limits.tile_gain, limits.row_gain)
 
