@@ -293,7 +293,7 @@ def two_buffers(q, k, v):
 
 def idles_once(q, k, v):
     """In each warm graph one call, which is not the last, launches nothing."""
-    calls = MEMORY.setdefault("calls", [])
+    calls = MEMORY.setdefault("calls of a graph", [])
     if not torch.cuda.is_current_stream_capturing():
         calls.clear()
     calls.append(q.data_ptr())

@@ -124,7 +124,7 @@ def test_gradients(always, shape, layout, backend):
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
 def test_compiled_gradients(always, backend):
-    """By the backward that PyTorch's own attention has in compiled code."""
+    """By PyTorch's flash backward, or by the operator, which calls cuDNN's with strides that it knows."""
     shape = recorded.GRADIENTS[0]
     given = tensors(shape, "rows_first")
     options = {"is_causal": shape.causal, "enable_gqa": shape.heads_kv != shape.heads}
@@ -134,7 +134,11 @@ def test_compiled_gradients(always, backend):
         with by_kernels(always, 1):
             ours, got = traced(lambda *of: always.attention(*of, **options), given, direction)
     backward = re.compile(r"_scaled_dot_product_\w+_backward")
-    assert backward.findall(ours[-1]) == backward.findall(theirs[-1]) != []
+    assert backward.findall(theirs[-1]) != []
+    if backend == "FLASH_ATTENTION":
+        assert backward.findall(ours[-1]) == backward.findall(theirs[-1])
+    else:
+        assert f"{always.namespace}.backward" in ours[-1]
     doubles = [t.detach().double().requires_grad_() for t in given]
     exact = torch.autograd.grad(F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double())
     for mine, right in zip(got, exact, strict=True):
