@@ -544,12 +544,12 @@ def test_the_strict_judge_is_compared_with_the_other(module, monkeypatch, consta
         assert case["strict"]["trusted_us"] == pytest.approx(1.01 * case["strict"]["time_us"])
 
 
-# ---- benchmarks/attacks.py ends with an error if an attack passes, or what is right does not ----
+# ---- benchmarks/judged_attacks.py ends with an error if an attack passes, or what is right does not ----
 
 
 @pytest.mark.parametrize("passes", [(), ("zeros",)])
 def test_an_attack_that_passes_is_named(passes, module, monkeypatch, constants, tmp_path):
-    attacks = module("attacks")
+    attacks = module("judged_attacks")
     names = [f"attacks.kernels:{name}" for name in (*attacks.RIGHT, *attacks.ATTACKS)]
     config = "BLOCK_M=64 BLOCK_N=64 NUM_WARPS=4 KEY_GROUPS=1 NUM_STAGES=2 SWIZZLE=1 Q_IN_REGISTERS=1 BLOCK_ORDER=0"
     card = FakeGpu(dict.fromkeys([config, *names], 200.0) | {"torch_flash": 300.0}, environment=H200)
@@ -558,7 +558,7 @@ def test_an_attack_that_passes_is_named(passes, module, monkeypatch, constants, 
             card.faults["replay", f"attacks.kernels:{name}"] = WorkerError(Status.WRONG, "a row is off")
     use(monkeypatch, card)
     monkeypatch.setenv("PYTHONPATH", "")
-    constants(sys, argv=["attacks.py", str(file := tmp_path / "attacks.json")], path=[*sys.path])
+    constants(sys, argv=["judged_attacks.py", str(file := tmp_path / "attacks.json")], path=[*sys.path])
     with pytest.raises(SystemExit, match="zeros") if passes else nullcontext():
         attacks.main()
     found = json.loads(file.read_text())

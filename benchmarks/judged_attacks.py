@@ -1,6 +1,6 @@
 """Judge the attacks of tests/attacks that run on a card: the judge may confirm none of them.
 
-Usage: python benchmarks/attacks.py [FILE.json]. Needs a GPU and PyTorch. Each attack is a candidate
+Usage: python benchmarks/judged_attacks.py [FILE.json]. Needs a GPU and PyTorch. Each attack is a candidate
 of one small problem, as in `attnsweep run`; so are callables that are right, which must be
 confirmed. For each the file has the status of its row, which of `ok` and `noisy` means confirmed,
 and the reason. What reads its inputs on the host, or would write beside them by their address,
