@@ -12,8 +12,9 @@ a float mask. In `compiled` each way but `eager` is compiled as one graph, and g
 each call; `graphs` counts what was compiled of ours. Times are medians of the device's,
 microseconds a call, of calls that the host enqueues before the first begins; `ratio` is the median
 of the rounds' PyTorch over ours, `changing_ratio` over those that scan. `host_us`: from call to
-return, of ours; `host_sdpa_us`, `host_changing_us` and so on those of the others. A loop of single
-calls takes the longer of device and host.
+return, of ours; `host_sdpa_us`, `host_changing_us` and so on those of the others, and
+`host_ours_unmasked_us` of ours without a mask. A loop of single calls takes the longer of device
+and host.
 """
 
 from __future__ import annotations
@@ -249,6 +250,8 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     explained = attnsweep.explain_attention(q, k, v, mask, **options)
     grouped = F.scaled_dot_product_attention(q, *whole, mask).float()
     off = (ways["ours"]().float() - grouped).norm() / grouped.norm()
+    own = host_us(lambda: attnsweep.attention(q, k, v, **options))
+    found["host_ours_unmasked_us"] = round(own, 1)
     label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
     facts = {"call": label, "code": explained.code}
     return facts | found | {"off": float(off)}
