@@ -284,6 +284,22 @@ def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
         assert limits.row < 1e-3
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_row_that_hangs_on_one_weight_may_be_off_by_what_rounding_it_costs(dtype):
+    """Its reference is another key's score, as in a kernel that keeps the first tile's largest."""
+    limits = verify_limits.limits(Case(Problem.parse(f"64,32/8,1x4096,128 {dtype}"), "normal"), 0)
+    half = verify_limits.HALF_ULP[dtype]
+    weights = np.full((1, 4096), 1e-6)
+    weights[0, 7] = 1 + 0.99 * half  # rounded to 1
+    values = np.random.default_rng(0).standard_normal((4096, 128))
+    rounded = encoding.from_bits(encoding.to_bits(weights, dtype), dtype).astype(np.float64)
+    exact, out = (w @ values / weights.sum() for w in (weights, rounded))
+    row = measures.measures(out[None, None], exact[None, None], dtype)
+    assert row.row_gain > 0.9 * half
+    assert row.row_gain < limits.row_gain < 1.05 * half
+    assert row.row < limits.row
+
+
 @pytest.mark.parametrize("label", ["2,6/2,129,516 fp32 full", "16,8,512,64 fp16 full", "1,2,512,64 e4m3 causal"])
 @pytest.mark.parametrize("rounds_scores", [0, 1])
 def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, rounds_scores):
