@@ -177,9 +177,10 @@ def masked(place: Path = ROOT / CARD) -> dict[str, Any]:
 
 def masks(found: Mapping[str, Any]) -> str:
     """Microseconds of a call, and milliseconds of a model's forward, by PyTorch and with ours."""
-    lines = ["| call, bf16 | PyTorch, µs | attnsweep, µs | × |", "|---|---:|---:|---:|"]
+    lines = ["| call, bf16 | PyTorch, µs | attnsweep, µs | × | host, µs |", "|---|" + "---:|" * 4]
     lines += [
-        f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} |"
+        f"| {row['call']} | {row['sdpa_us']:.0f} | {row['ours_us']:.0f} | {row['ratio']:.1f} | "
+        f"{row['host_sdpa_us']:.0f} → {row['host_us']:.0f} |"
         for row in (*found["calls"], *found["arguments"])
     ]
     lines += [

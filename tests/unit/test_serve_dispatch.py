@@ -185,6 +185,15 @@ def test_a_time_that_memory_took_says_least_of_computing():
     assert of_free > 0.99
 
 
+def test_a_second_launch_takes_time():
+    """Of kernels that were as fast on many keys, on few that which joins parts in a cluster is faster."""
+    split = with_config(SPLIT, WARPGROUPS=1)
+    many, few = (shape(1, 4, 128, seqlen_k=n) for n in (8192, 512))
+    each = (split, with_config(split, SPLIT_CLUSTER=1))
+    slow, fast = (choose(gpu(timed(many, 20.0, 400.0, kernel)), few) for kernel in each)
+    assert slow.sdpa_us / slow.gain > fast.sdpa_us / fast.gain + 1.0
+
+
 def test_longest_blocks_of_all_heads_first_share_sms_with_short_ones():
     """12 heads of 13 blocks: 24 SMs hold two."""
     asked = shape(2, 6, 777, head_dim=128, causal=True)

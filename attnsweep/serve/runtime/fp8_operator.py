@@ -177,6 +177,9 @@ class Fp8Operator:
                 why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
                 raise PackageError(why)
             calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
+            if not calls.keys() <= choice.kernel.stages.keys():
+                why = f"{problem.label}: the kernel has no code of a stage; export again"
+                raise PackageError(why)
             names = ("q", "k", "v", "o", *_SCALES)
             made = (choice, calls, choice.kernel.stages, tensors_of(problem), index)
             plan = _Plan(*made, names=names, problem=problem)
