@@ -23,6 +23,8 @@ from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.reference_pool import ReferencePool
+from attnsweep.verify.verifier import Verifier
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -65,6 +67,22 @@ def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_smal
 
     with pytest.raises(WrongResult, match=r"a race.*1 of \d+ repeated"):
         bench.repeat(last_element_is_wrong_once)
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
+def test_limits_of_rounded_scores_are_asked_of_the_process_beside_once(dtype, asked, device, no_small_cases):
+    said = []
+
+    class Pool(ReferencePool):
+        def rounding(self, problem, often):
+            said.append(often)
+            return super().rounding(problem, often)
+
+    proof = Verifier(problem := replace(PROBLEM, dtype=dtype), 3, device, pool=Pool())
+    call = Call(attend, LaunchPlan(problem, (), {}), proof.timed.buffers)
+    for rounds_scores in (0, 2) * 2:
+        proof.of_baseline(call, lambda *_: 0, rounds_scores)
+    assert said == asked
 
 
 # -- answers that were kept -----------------------------------------------------------------------
