@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -147,7 +147,8 @@ class Bench:
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
         self._launched = 0
-        self._judged: Counter[TimedCall] = Counter()
+        # Calls of replays that were judged; a call that no entry has is freed with its memory.
+        self._judged = WeakKeyDictionary[TimedCall, int]()
 
     def card(self) -> str | None:
         """The card's UUID, hashed, if NVML tells it."""
@@ -348,7 +349,8 @@ class Bench:
                 time_us = self.session.time_us(replay, look) / calls
             if proven is not None:
                 try:
-                    self._judged[call] += self._proof.end(proven, copies, looked=not cold)
+                    judged = self._proof.end(proven, copies, looked=not cold)
+                    self._judged[call] = self._judged.get(call, 0) + judged
                 except WrongResult:
                     if cold:  # it may have written to inputs of copies, which others have too
                         self._proof.mend(copies)

@@ -64,14 +64,12 @@ _LINE = 1 << 16
 # Strangers' processes that start before they are asked: each has a context on the card.
 _AHEAD = 2
 _AS_GIVEN = "in chains o is drawn too, and lse stays: both must be taken as they are given"
-_CARD = "attnsweep.bench.called:Card"
 # What a called process is told of its surroundings: no secrets of the user's shell.
 _KEPT = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "CONDA"),
     *("CC", "CXX", "CUDA", "NVIDIA", "TRITON", "TORCH", "ATTNSWEEP"),
 )
 _PLACES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-_clock = time.perf_counter
 
 
 class JudgeError(Exception):
@@ -81,6 +79,8 @@ class JudgeError(Exception):
 class Side:
     """A process that calls callables; what it answers is a claim."""
 
+    card = "attnsweep.bench.called:Card"
+    """What answers there: see called.main."""
     _popen: Callable[..., Any] = subprocess.Popen
 
     def __init__(self, scratch: Path | None) -> None:
@@ -93,20 +93,21 @@ class Side:
         # Files of this directory must not stand for modules of ours: it comes when one is imported.
         start = "import sys; sys.path = [*filter(None, sys.path)]; "
         start += "from attnsweep.bench.called import main; main()"
-        self._process = self._popen(
-            [sys.executable, "-c", start, str(os.getpid()), _CARD],
+        self.process = self._popen(
+            [sys.executable, "-c", start, str(os.getpid()), self.card],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=env,
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        """Of a stranger, or one of the judge's."""
+        self._end = weakref.finalize(self, _end, self.process)
         self._number = 0
 
     def ask(self, do: str, **facts: Any) -> Any:
         """Have it do something. Raises Unavailable if it cannot, or answers nonsense."""
         self._number += 1
-        asked, pipes = {"number": self._number, "do": do, **facts}, self._process
+        asked, pipes = {"number": self._number, "do": do, **facts}, self.process
         with suppress(OSError):  # it has ended, which reading tells
             pipes.stdin.write(json.dumps(asked).encode() + b"\n")
             pipes.stdin.flush()
@@ -143,7 +144,7 @@ class Side:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, what: signal.Signals) -> None:
-        own = self._process.pid
+        own = self.process.pid
         for pid in (own, *process.started_by(own)) if self._strange else ():
             with suppress(OSError):
                 os.kill(pid, what)
@@ -200,6 +201,8 @@ class StrictBench(Bench):
     """A Bench whose callables and libraries are called elsewhere, in chains; it has no others."""
 
     _transport, _buffer, _started = CudaIpc, Buffer, Side
+    clock = staticmethod(time.perf_counter)
+    """The judge's, in seconds."""
 
     def __init__(self, *args: Any, strict: str, **options: Any) -> None:
         """strict: a directory for what called processes write, which the caller removes."""
@@ -305,10 +308,10 @@ class StrictBench(Bench):
         contents = np.zeros(self._slots, np.uint64)
         contents[0] = first
         with side.awake():
-            begin = _clock()
+            begin = self.clock()
             self._arena["contents"].upload(contents)
             claim = side.run(name, calls)
-            took_us = (_clock() - begin) * 1e6
+            took_us = (self.clock() - begin) * 1e6
         return claim, took_us, first
 
     def _call_nothing(self, calls: int) -> tuple[float, float]:
@@ -369,7 +372,7 @@ class StrictBench(Bench):
 
         They are taken in random order, for _CASES_S: it may compile and tune for each.
         """
-        end, called = _clock() + _CASES_S, 0
+        end, called = self.clock() + _CASES_S, 0
         for fixture in secrets.SystemRandom().sample(self._proof.small, len(self._proof.small)):
             arena, spans = self._shared(fixture, 1)
             facts = {"problem": fixture.case.problem.label, "handle": arena.handle}
@@ -382,7 +385,7 @@ class StrictBench(Bench):
             self.session.settle()
             self._proof.of_small(fixture, entry.rounds_scores)
             called += 1
-            if called >= _LEAST_CASES and _clock() > end:
+            if called >= _LEAST_CASES and self.clock() > end:
                 break
 
     def _begin_chains(self, name: str, entry: _Entry) -> None:

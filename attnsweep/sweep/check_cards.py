@@ -79,7 +79,7 @@ def check(
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
         options = {"slower": slower, "other_driver": other_driver}
-        job = _Checks(spec, baseline, here, place / SPEC, options, budget, observer, tell)
+        job = Checks(spec, baseline, here, place / SPEC, options, budget, observer, tell)
         for card in cards:
             job.meet(card, card.hashed)
         observer.planned([1] * len(job.problems), finals=False)
@@ -89,7 +89,7 @@ def check(
     return comparison(spec, baseline, here, job.findings, slower, budget)
 
 
-class _Checks(Job):
+class Checks(Job):
     """The problems of a check, and the finding of each."""
 
     def __init__(

@@ -155,7 +155,7 @@ class Simulator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _made(self, what: object, build: Callable[[Path], None], suffix: str) -> Future[Path]:
+    def kept_file(self, what: object, build: Callable[[Path], None], suffix: str) -> Future[Path]:
         """The file that `build` writes, which `what` and the toolchain determine."""
         digest = hashlib.sha256(repr((what, _toolchain())).encode()).hexdigest()[:24]
         made = self.kept / f"{digest}{suffix}"
@@ -179,11 +179,11 @@ class Simulator:
         # g++ takes longer to optimize it for the sanitizer than it then runs.
         flags += ["-O0", "-fsanitize=address"] if asan else ["-O3"]
         runtime = sorted(HERE.glob("*.cpp"))
-        return self._made(
-            ("runner", flags), lambda to: _compile_as_one(runtime, to, [*flags, "-ldl"]), ""
+        return self.kept_file(
+            ("runner", flags), lambda to: compile_as_one(runtime, to, [*flags, "-ldl"]), ""
         )
 
-    def _stage(
+    def stage(
         self,
         kernel: Family,
         texts: Mapping[str, str],
@@ -191,7 +191,7 @@ class Simulator:
         defines: Mapping[str, str],
         asan: bool,
     ) -> Future[Path]:
-        """A stage as a library for the runner."""
+        """A stage as a library for the runner. texts: of its sources by name. asan: sanitized."""
         translated = {name: translate(text, name) for name, text in texts.items()}
 
         def build(to: Path) -> None:
@@ -206,7 +206,7 @@ class Simulator:
                 f'extern "C" const char* simt_stage_signature()'
                 f" {{ return simt::signature(&{function}); }}\n"
             )
-            _compile(
+            compile_cpp(
                 [
                     *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
                     *(("-g1", "-O0", *SANITIZE) if asan else ()),
@@ -216,7 +216,7 @@ class Simulator:
                 ]
             )
 
-        return self._made((translated, function, dict(defines), asan), build, ".so")
+        return self.kept_file((translated, function, dict(defines), asan), build, ".so")
 
     def build(
         self,
@@ -241,7 +241,7 @@ class Simulator:
         return {
             name: (
                 launch,
-                self._stage(
+                self.stage(
                     kernel,
                     (changed or {}).get(name, texts),
                     launch.function,
@@ -413,7 +413,8 @@ def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: in
     return "\n".join(lines) + "\n"
 
 
-def _compile(arguments: Sequence[str]) -> None:
+def compile_cpp(arguments: Sequence[str]) -> None:
+    """Run g++. Raises BuildError with what it says."""
     if COMPILER is None:
         raise BuildError("g++ is not installed")
     done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True)
@@ -421,11 +422,11 @@ def _compile(arguments: Sequence[str]) -> None:
         raise BuildError(f"g++ refuses it:\n{done.stderr[:6000]}")
 
 
-def _compile_as_one(files: Sequence[Path], to: Path, flags: Sequence[str]) -> None:
+def compile_as_one(files: Sequence[Path], to: Path, flags: Sequence[str]) -> None:
     """Several files in one: what they all include is parsed once, which takes half of the time."""
     whole = to.with_suffix(".cpp")
     whole.write_text("".join(f'#include "{path}"\n' for path in files))
-    _compile([str(whole), *flags, "-o", str(to)])
+    compile_cpp([str(whole), *flags, "-o", str(to)])
 
 
 def _run(program: tuple[Path, Path], request: Path, timeout_s: float) -> None:

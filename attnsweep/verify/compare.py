@@ -46,7 +46,8 @@ def judge_source(dtype: str) -> tuple[Path, dict[str, str]]:
 
 
 @cache
-def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
+def judge_cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
+    """Where the judge of a format is compiled for an architecture."""
     compiler = Compiler(arch_named(arch), cache_dir, threads=1)
     try:
         return str(compiler.compile(*judge_source(dtype)).path)
@@ -119,7 +120,7 @@ class Comparer:
     def __init__(self, session: CudaSession, dtype: str, cache_dir: Path | None = None) -> None:
         self.dtype = dtype
         self._session, self._cache_dir = session, cache_dir
-        self._path = _cubin(session.gpu.arch, dtype, cache_dir)
+        self._path = judge_cubin(session.gpu.arch, dtype, cache_dir)
         self._tiles: Buffer | None = None
         self._found = Buffer(self.SLOTS * 8 * len(_FOUND))
         self._plain = Buffer(8)

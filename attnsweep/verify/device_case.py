@@ -86,7 +86,7 @@ class Errors:
 
 
 @dataclass
-class _Side:
+class Side:
     """What is expected of the inputs as they were made, or negated: outputs by name."""
 
     expected: dict[str, Buffer]
@@ -154,7 +154,8 @@ class DeviceCase:
         self._mix = Buffer(8)
         session.settle()
         self.tilted: Buffer | None = None
-        self._sides: list[_Side] = []
+        self.sides: list[Side] = []
+        """What is right on the inputs as they were made, and on their opposite."""
         self.floor = dict.fromkeys(self.outputs, 0.0)
         with session.stream:
             self._mix.fill(0)
@@ -164,7 +165,7 @@ class DeviceCase:
                 judge.reference(self.buffers, problem, self.tilted, Buffer(8 * rows), TILT)
             for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
                 self.go_to(mix)
-                self._sides.append(self._side())
+                self.sides.append(self._side())
             self.go_to(PLAIN)
             self.compare(0)
             self.look_at_inputs(0)
@@ -174,9 +175,9 @@ class DeviceCase:
             least = known.least.get(name, 0.0)
             self.floor[name] = measures.floor(norm, self.rows_of(name), least)
         if known.gradients is not None:
-            for side, sign in zip(self._sides, (1, -1), strict=False):
+            for side, sign in zip(self.sides, (1, -1), strict=False):
                 self._prove_gradients(side, known, sign)
-        for side, (exact, lse) in zip(self._sides, known.sides, strict=not self._backward):
+        for side, (exact, lse) in zip(self.sides, known.sides, strict=not self._backward):
             self._prove(side, known.rows, exact, lse)
         self.format_err: float | None = None
         self._drawn = self._unrounded(known)
@@ -193,15 +194,15 @@ class DeviceCase:
     def _of_float64(self, output: str) -> Buffer:
         return Buffer(8 * math.prod(self.case.problem.shape_of(output)))
 
-    def _side(self) -> _Side:
+    def _side(self) -> Side:
         """The expected outputs on the present inputs."""
         problem, expected = self.case.problem, {n: self._of_float64(n) for n in self.outputs}
         if self._backward:
             self.judge.gradients(self.buffers, problem, expected)
-            return _Side(expected, None)
+            return Side(expected, None)
         lse = Buffer(8 * self.rows)
         self.judge.reference(self.buffers, problem, expected["o"], lse, sample=self.sample)
-        return _Side(expected, lse)
+        return Side(expected, lse)
 
     @property
     def judged_rows(self) -> int:
@@ -231,11 +232,11 @@ class DeviceCase:
         with self._session.stream:
             judge = self.judge.of_dtype("fp32")
             judge.reference(inputs, problem, made, lse, sample=self.sample)
-            plain, floor = self._sides[PLAIN].expected["o"].pointer, self.floor["o"]
+            plain, floor = self.sides[PLAIN].expected["o"].pointer, self.floor["o"]
             one = Compared(plain, problem, [made], None, None, floor, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
-        self._prove(_Side({"o": made}, lse), known.rows, *known.exact)
+        self._prove(Side({"o": made}, lse), known.rows, *known.exact)
         return made
 
     def compare_format(self, slot: int) -> bool:
@@ -251,7 +252,7 @@ class DeviceCase:
         self.judge.compare(drawn, slot)
         return True
 
-    def _prove(self, side: _Side, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
+    def _prove(self, side: Side, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
         shape, of_rows = problem.shape_of("o"), self.judge.rows
@@ -261,7 +262,7 @@ class DeviceCase:
         wrong_lse = measures.apart(lse, exact_lse).max()
         self._must_be(max(error, float(wrong_lse) / 1e3))  # of scores up to a thousand
 
-    def _prove_gradients(self, side: _Side, known: ExpectedCase, sign: int) -> None:
+    def _prove_gradients(self, side: Side, known: ExpectedCase, sign: int) -> None:
         """The same of gradients. sign: of those that are known."""
         assert known.gradients is not None
         for name, exact in known.gradients.items():
@@ -307,7 +308,7 @@ class DeviceCase:
         inputs = enumerate(self.case.problem.inputs)
         return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 
-    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> _Side:
+    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> Side:
         """Compare every element of outputs with float64 of the inputs as they are now.
 
         Findings go to slots from this one on. Returns what is in use until then.
@@ -405,10 +406,10 @@ class DeviceCase:
 
     def compared(self, buffers: Mapping[str, Buffer] | None = None) -> list[Compared]:
         """The outputs on the present inputs, its own or of a copy, to be compared."""
-        at, mix = buffers or self.buffers, self._mix if len(self._sides) > 1 else None
+        at, mix = buffers or self.buffers, self._mix if len(self.sides) > 1 else None
         made = []
         for name in self.outputs:
-            expected = [side.expected[name] for side in self._sides]
+            expected = [side.expected[name] for side in self.sides]
             how = (mix, self.tilted, self.floor[name], self.sample, name)
             made.append(Compared(at[name].pointer, self.case.problem, expected, *how))
         return made
@@ -433,7 +434,7 @@ class DeviceCase:
                 f"the workspace 'lse' has {written.nbytes} bytes, and {self.rows} rows of float32 "
                 f"need {4 * self.rows} ({self.case.label})"
             )
-        expected = self._sides[self.mix].lse
+        expected = self.sides[self.mix].lse
         assert expected is not None
         self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
 

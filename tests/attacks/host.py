@@ -19,7 +19,7 @@ from attacks.card import FACTS, Buffer, fakes_of
 from attnsweep.baselines.prepare import BoundBaseline
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-NO_CHAIN = "ATTACKS_HAVE_NO_CHAIN"
+NO_CHAIN = "ATTNSWEEP_ATTACKS_HAVE_NO_CHAIN"
 """In the environment: all calls of a chain have the inputs as they were made."""
 
 

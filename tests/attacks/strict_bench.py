@@ -45,35 +45,33 @@ class HostBench(strict.StrictBench):
     """Its memory is the host's; `sides` are those of bench before."""
 
     sides: dict[Any, Kept]
+    alone: list[strict.Side] | None = None
     place: str
 
     def _transport(self) -> host.HostShared:
         if not hasattr(self, "shared"):
             self.shared = host.HostShared(self.place)
-            strict._clock = lambda: self.shared.clock[0] / 1e6
         return self.shared
+
+    def clock(self) -> float:
+        return self.shared.clock[0] / 1e6
 
     def _buffer(self, nbytes: int) -> Buffer:
         return Buffer(nbytes)
 
     def _started(self, scratch: Path | None) -> strict.Side:
+        if self.alone is not None and scratch is not None:
+            self.alone.append(strict.Side(scratch))
+            return self.alone[-1]
         key = scratch is None, os.environ.get(host.NO_CHAIN)
         found = self.sides.get(key)
-        if found is None or found._process.poll() is not None:
+        if found is None or found.process.poll() is not None:
             found = self.sides[key] = Kept(scratch)
         return found
 
 
 class AloneBench(HostBench):
     """Each callable has a process of its own, as it has on a card."""
-
-    alone: list[strict.Side]
-
-    def _started(self, scratch: Path | None) -> strict.Side:
-        if scratch is None:
-            return super()._started(scratch)
-        self.alone.append(strict.Side(scratch))
-        return self.alone[-1]
 
 
 def strict_bench(
@@ -89,9 +87,7 @@ def strict_bench(
 ) -> HostBench:
     """alone: gets processes of one callable. small: the cases beside the problem."""
     patch.setattr(strict.Side, "_popen", nursery.popen)
-    patch.setattr(strict, "_clock", None)
     patch.setattr(strict, "_MOST", 4)  # calls of a chain: each is simulated
-    patch.setattr(strict, "_KEPT", (*strict._KEPT, "ATTACKS"))
     patch.setattr(kind, "sides", sides, raising=False)
     patch.setattr(AloneBench, "alone", alone, raising=False)
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)

@@ -288,10 +288,9 @@ def test_what_is_right_is_confirmed_where_calls_are_long(monkeypatch, request):
 
 
 def cold_us(bench):
-    """Of a call on a copy of its own, in a replay that follows an untimed one."""
+    """Of a call on a copy of its own, in a replay of few that follows an untimed one."""
     bench.add_baseline(name := "attacks.kernels:by_content")
-    call = bench._entries[name].call
-    return bench._sample(call, call.capture(4, rotate=True), 4, None, cold=True)
+    return bench.race(name, 1.0, "cold")[0]
 
 
 def test_what_the_untimed_replay_computed_saves_nothing(bench):

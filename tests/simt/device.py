@@ -30,7 +30,7 @@ from attnsweep.verify import device_case as fixture_module
 from attnsweep.verify import verifier as proof_module
 from attnsweep.verify.compare import Comparer
 
-from .harness import FLAGS, HERE, SimtError, Simulator, _compile, _compile_as_one, translate
+from .harness import FLAGS, HERE, SimtError, Simulator, compile_as_one, compile_cpp, translate
 
 OWN = HERE / "device"
 KERNEL = re.compile(r"__global__ void __launch_bounds__\(256(?:, 2)?\)\s+(\w+)\(")
@@ -127,17 +127,18 @@ class Device:
         """A judge whose kernels run here, with buffers as those of `take_place`."""
         return Comparer(cast(Any, self), dtype)
 
+    def library(self, dtype: str) -> str:
+        """The judge's kernels, compiled for the host."""
+        source, (define,) = judge_module.judge_source(dtype)
+        return str(_stage(self._simulator, source, define))
+
     def take_place(self, monkeypatch: pytest.MonkeyPatch, buffer: type = HostBuffer) -> None:
         """Let verify/compare.py and what uses it have host buffers, and the library for a cubin.
 
         buffer: of a bench and its cases.
         """
 
-        def library(arch: str, dtype: str, cache_dir: object) -> str:
-            source, (define,) = judge_module.judge_source(dtype)
-            return str(_stage(self._simulator, source, define))
-
-        monkeypatch.setattr(judge_module, "_cubin", library)
+        monkeypatch.setattr(judge_module, "judge_cubin", lambda arch, dtype, cache_dir: self.library(dtype))
         own = (judge_module, calls_module, proof_module)
         for module in (fixture_module, measure, *own):
             monkeypatch.setattr(module, "Buffer", HostBuffer if module in own else buffer)
@@ -225,7 +226,7 @@ def _runtime(simulator: Simulator) -> ctypes.CDLL:
     sources = [HERE / name for name in ("threads.cpp", "copies.cpp", "reads.cpp", "wgmma.cpp")]
     sources.append(OWN / "launch.cpp")
     flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-D_exit=simt_exit"]
-    made = simulator._made(("device", flags), lambda to: _compile_as_one(sources, to, flags), ".so")
+    made = simulator.kept_file(("device", flags), lambda to: compile_as_one(sources, to, flags), ".so")
     return ctypes.CDLL(str(made.result()), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -248,6 +249,6 @@ def _stage(simulator: Simulator, source: Path, define: str) -> Path:
             (to.parent / name).write_text(text)
         (to.parent / "wrapper.cpp").write_text(wrapper)
         flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-D{define}=1", "-I", str(HERE)]
-        _compile([*flags, "-I", str(to.parent), str(to.parent / "wrapper.cpp"), "-o", str(to)])
+        compile_cpp([*flags, "-I", str(to.parent), str(to.parent / "wrapper.cpp"), "-o", str(to)])
 
-    return simulator._made((wrapper, texts, define, STAGE_FLAGS), build, ".so").result()
+    return simulator.kept_file((wrapper, texts, define, STAGE_FLAGS), build, ".so").result()

@@ -110,4 +110,5 @@ class Bench:
             return Call(write, launches, copies[0])
 
         candidate = Candidate("k", {}, timed, (), 0, turns=turns, **facts)
-        return self.proof.repeat(self.proof.of_turns(candidate, bind, {}), calls, 1e3)
+        self.turns = self.proof.of_turns(candidate, bind, {})
+        return self.proof.repeat(self.turns, calls, 1e3)

@@ -156,7 +156,7 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
     for schedule in (0, 1, 2):
         device.schedule = schedule
         fixture = DeviceCase(case, 1, device, device.judge("bf16"))
-        results.append(fixture._sides[0].expected["o"].of(np.uint64).copy())
+        results.append(fixture.sides[0].expected["o"].of(np.uint64).copy())
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
 
@@ -170,7 +170,7 @@ WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", causal=True)  # tiles 0 to 6, of w
 def sampled(device):
     """A fixture of which a sample is judged, and its expected output in bf16."""
     whole = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"))
-    right = encoding.to_bits(whole._sides[0].expected["o"].of(np.float64), "bf16")
+    right = encoding.to_bits(whole.sides[0].expected["o"].of(np.float64), "bf16")
     fixture = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
     return fixture, right.reshape(WIDE.shape_of("o")), whole
 
@@ -183,8 +183,8 @@ def test_a_sample_has_both_ends_and_every_so_many_tiles(device):
     assert ALL.moved(rows, WIDE).tolist() == rows.tolist()
     assert SPARSE.moved(rows, WIDE).tolist() == [0, 63, 64, 127, 258, 300, 399]
     fixture, _, whole = sampled(device)
-    expected = fixture._sides[0].expected["o"].of(np.float64).reshape(WIDE.shape_of("o"))
-    right = whole._sides[0].expected["o"].of(np.float64).reshape(expected.shape)
+    expected = fixture.sides[0].expected["o"].of(np.float64).reshape(WIDE.shape_of("o"))
+    right = whole.sides[0].expected["o"].of(np.float64).reshape(expected.shape)
     same = (expected == right).all(axis=(0, 1, 3))
     assert np.unique(np.arange(400)[same] // 64).tolist() == [0, 1, 4, 6]
     assert same.sum() == 3 * 64 + 400 - 6 * 64

@@ -23,6 +23,8 @@ from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.reference_pool import ReferencePool
+from attnsweep.verify.verifier import Verifier
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -49,7 +51,6 @@ def opened(simulator):
 @pytest.fixture
 def bench(opened, device, no_small_cases):
     opened.proof.timed.go_to(PLAIN)
-    opened.proof._poisons = False
     return opened
 
 
@@ -65,6 +66,22 @@ def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_smal
 
     with pytest.raises(WrongResult, match=r"a race.*1 of \d+ repeated"):
         bench.repeat(last_element_is_wrong_once)
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
+def test_limits_of_rounded_scores_are_asked_of_the_process_beside_once(dtype, asked, device, no_small_cases):
+    said = []
+
+    class Pool(ReferencePool):
+        def rounding(self, problem, often):
+            said.append(often)
+            return super().rounding(problem, often)
+
+    proof = Verifier(problem := replace(PROBLEM, dtype=dtype), 3, device, pool=Pool())
+    call = Call(attend, LaunchPlan(problem, (), {}), proof.timed.buffers)
+    for rounds_scores in (0, 2) * 2:
+        proof.of_baseline(call, lambda *_: 0, rounds_scores)
+    assert said == asked
 
 
 # -- answers that were kept -----------------------------------------------------------------------
@@ -107,14 +124,14 @@ def test_a_call_that_finds_its_output_written_must_write_it_still(bench):
 
     _, proven = bench.prove(write)
 
-    def replay():
-        bench.proof.begin()
-        bench.call.enqueue()
-        bench.proof.end(proven)
+    def replay_twice():
+        for _ in range(2):  # once with a poisoned output
+            bench.proof.begin()
+            bench.call.enqueue()
+            bench.proof.end(proven)
 
-    replay()
     with pytest.raises(WrongResult, match=r"relative error .* drawn anew"):
-        replay()
+        replay_twice()
 
 
 # -- hard inputs at the timed size ----------------------------------------------------------------
@@ -161,7 +178,7 @@ def test_an_output_is_poisoned_before_every_other_replay(bench):
         bench.proof.outputs["o"].fill(0)
         bench.proof.begin()
         poisoned.append(bool((bench.proof.outputs["o"].main == 0xFF).all()))
-    assert poisoned == [True, False, True, False]
+    assert poisoned in ([True, False] * 2, [False, True] * 2)
 
 
 def test_every_call_one_by_one_has_a_poisoned_output(bench):
@@ -270,9 +287,9 @@ def wrong_from(first, change):
 
 def test_calls_that_are_right_in_short_turns_pass(bench):
     assert bench.repeat_turns(attend, SHORT) >= 12
-    made = bench.proof._turns
+    made = bench.turns.fixture
     assert bench.repeat_turns(attend, SHORT, deterministic=False) >= 12
-    assert bench.proof._turns is made  # made once
+    assert bench.turns.fixture is made  # made once
     assert bench.repeat(attend) >= 12  # the timed problem is as it was
     without = Candidate("k", {}, None, (), 0)
     assert bench.proof.of_turns(without, None, {}) is None
@@ -395,7 +412,7 @@ def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
 
 
 def test_no_two_looks_share_a_slot(bench, monkeypatch):
-    judge, slots = bench.proof._judge, []
+    judge, slots = bench.proof.timed.judge, []
     looks = [(judge, "count_outside"), (judge, "compare_lse"), (bench.proof.timed, "look_at_inputs")]
     for owner, name in looks:
 

@@ -25,7 +25,7 @@ ODD = Problem(1, 2, 1, 5, 7, 3, "fp16")  # a head has half a word
 
 
 def fixture_of(bench, case):
-    return next(each for each in bench.proof._small.fixtures if each.case == case)
+    return next(each for each in bench.proof.small if each.case == case)
 
 
 def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few):
@@ -117,7 +117,7 @@ def test_damage_in_a_small_case_is_refused_and_the_next_call_is_not(name, place,
 @pytest.mark.parametrize("victim", [0, -1])
 def test_a_small_case_that_writes_to_another_is_refused(victim, odd):
     """Whether its own call comes before or after."""
-    fixtures = odd.proof._small.fixtures
+    fixtures = odd.proof.small
     damaged, by = fixtures[victim], fixtures[len(fixtures) // 2]
 
     def write(problem, buffers, number):
@@ -133,7 +133,7 @@ def test_a_small_case_that_writes_to_another_is_refused(victim, odd):
 def test_an_output_of_a_small_case_that_is_not_written_is_refused(odd):
     """Also where the call before wrote it: outputs are renewed."""
     odd.prove(attend, small=True)
-    lazy = odd.proof._small.fixtures[1]
+    lazy = odd.proof.small[1]
 
     def write(problem, buffers, number):
         if buffers["o"] is not lazy.buffers["o"]:
@@ -146,7 +146,7 @@ def test_an_output_of_a_small_case_that_is_not_written_is_refused(odd):
 def test_log_sum_exps_of_small_cases_are_compared(odd):
     how = {"small": True, "lse": True, "workspaces": {"lse": 4096}}
     odd.prove(attend_with_lse, **how)
-    wrong = odd.proof._small.fixtures[-1]
+    wrong = odd.proof.small[-1]
 
     def write(problem, buffers, number):
         attend_with_lse(problem, buffers)

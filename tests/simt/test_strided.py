@@ -118,7 +118,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     stages = {}
     for name, made in launches.items():
         defines = family.stages[name].defines(code, rows_of_heads, declared[name]) | {"STRIDED": "1"}
-        stage = simulator._stage(family, texts, made.function, defines, False)
+        stage = simulator.stage(family, texts, made.function, defines, False)
         stages[name] = replace(made, defines=declared[name].defines), stage
     given, out = {name: memory[name] for name in inputs}, {name: memory[name].nbytes for name in problem.outputs}
     for schedule in (0, 1):

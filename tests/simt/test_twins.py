@@ -13,7 +13,7 @@ import pytest
 from attnsweep.family.discover import discover
 from attnsweep.verify.encoding import from_bits, to_bits
 
-from .harness import COMPILER, FLAGS, HERE, _compile
+from .harness import COMPILER, FLAGS, HERE, compile_cpp
 
 KERNELS = discover()["naive"].source.parent
 HEADERS = sorted((KERNELS / "common/ptx").iterdir())
@@ -94,7 +94,7 @@ def test_e4m3_is_rounded_as_numpy_rounds_it(tmp_path):
         "        fwrite(&y, 4, 1, stdout);\n    }\n}\n"
     )
     program = tmp_path / "round"
-    _compile([*FLAGS, "-O1", "-I", str(HERE), str(tmp_path / "round.cpp"), "-o", str(program)])
+    compile_cpp([*FLAGS, "-O1", "-I", str(HERE), str(tmp_path / "round.cpp"), "-o", str(program)])
     done = subprocess.run([program], input=x.tobytes(), capture_output=True, check=True)
     assert np.array_equal(np.frombuffer(done.stdout, np.uint8), to_bits(x, "e4m3"))
 

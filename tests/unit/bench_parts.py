@@ -1,30 +1,40 @@
-"""A Bench without a GPU: its buffers, its session, what it runs, and how that is proved."""
+"""A card that no machine has, for a Bench: what a test says of it, and what was done on it."""
 
-from collections import Counter
+import itertools
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import ClassVar
+from weakref import WeakSet
 
 import numpy as np
 
-from attnsweep.bench.bench import Bench
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
-from attnsweep.verify.calls import Proven
+from attnsweep.verify.calls import Calls, Proven
 from attnsweep.verify.verifier import Verifier
 
 PROBLEM = Problem(1, 1, 1, 64, 64, 64)
+LONG = Problem(1, 32, 32, 131072, 131072, 128)
+SHORT_TURNS = cases.short_turns(PROBLEM, 2).problem
+
+
+def right(look, mix):
+    """What a right call writes: another output for each mix of inputs."""
+    return 100 + mix
 
 
 class FakeBuffer:
+    """Memory of the last card; that of a workspace has a size of its own."""
+
+    memory: ClassVar = WeakSet()
     copied: ClassVar = []
-    """A word for each copy; a test clears it."""
 
     def __init__(self, nbytes, guard=0):
         self.nbytes = nbytes
+        self.memory.add(self)
 
     def poison(self):
         pass
@@ -40,21 +50,47 @@ class FakeBuffer:
 
 
 class FakeSession:
+    """The card. A test says what a call takes and writes: `call_us`, and by `write`.
+
+    memory: buffers that somebody holds. issued, captured and replayed: the number of eager calls,
+    the calls of each graph (rotated: and whether they are on copies), and for each replay the size
+    of its workspace. proved, hard: plans that were proved, and what hard inputs were for.
+    """
+
     stream = nullcontext()
+    gpu = SimpleNamespace(l2_bytes=32, memory_bytes_per_second=1e9)
+    call_us = issue_us = 1.0
+
+    def __init__(self):
+        FakeBuffer.memory, FakeBuffer.copied = self.memory, self.copied = WeakSet(), []
+        self.issued, self.captured, self.rotated, self.replayed = 0, [], [], []
+        self.proved, self.hard = [], []
+        self.accuracy = Accuracy(rel_err=0.0, limit=1.0)
+        self.clock_us, self.slots = 0.0, {}
+        self.write(right)
+
+    def write(self, outputs):
+        """outputs: gets the number of the look at them from now on, and the mix of inputs."""
+        self.outputs, self.looks = outputs, itertools.count()
+
+    def replay(self, plan, calls):
+        self.replayed.append(plan.workspaces["scores"])
+        self.clock_us += calls * self.call_us
+
+    def time_us(self, work, then=None):
+        began = self.clock_us
+        work()
+        if then is not None:
+            then()
+        return self.clock_us - began
+
+    def spans_us(self, works):
+        return [self.time_us(work) for work in works]
 
     def release(self):
         pass
 
-    def synchronize(self):
-        pass
-
-    settle = synchronize
-
-    def time_us(self, work, then=None):
-        work()
-        if then is not None:
-            then()
-        return 10.0
+    settle = synchronize = release
 
     def record(self):
         return 0.0
@@ -70,10 +106,11 @@ class FakePipeline:
     stage_names, once_names = ("fwd",), ()
 
     def __init__(self, session, plan, copies):
-        self.copies = copies
+        self.session, self.plan, self.copies = session, plan, copies
 
-    def enqueue(self):
-        pass
+    def enqueue(self, copy=0, stage=None, *, turned=True):
+        self.session.issued += 1
+        self.session.clock_us += self.session.issue_us
 
     def refresh(self, copies=None):
         pass
@@ -81,37 +118,36 @@ class FakePipeline:
     def turn(self, copy=0, *, back=False, every=True):
         pass
 
-    def capture(self, calls, *, after=None, **how):
-        return lambda: [after(number) for number in range(calls)] if after else None
+    def capture(self, calls, *, rotate=False, stage=None, after=None):
+        self.session.captured.append(calls)
+        self.session.rotated.append(rotate)
+
+        def replay():
+            self.session.replay(self.plan, calls)
+            for number in range(calls if after else 0):
+                after(number)
+
+        return replay
 
 
-class FakeJudge:
-    """Sees the outputs that a test says: their digests, by the number of the look and the mix."""
+class FakeBaseline(FakePipeline):
+    """A callable's calls."""
 
-    def __init__(self, outputs):
-        self.outputs, self.slots, self.looks = outputs, {}, 0
+    stage_names, rounds_scores, issued, gives_lse, kept = (), 0, None, False, None
 
-    def clear(self):
-        self.slots = {}
-
-    def digest(self, buffer, slot, *, poison=False):
-        fixture = TURNS.fixture if buffer is TURNS.fixture.buffers["o"] else PROVEN.fixture
-        self.slots[slot] = self.outputs(self.looks, fixture.mix)
-        self.looks += 1
-
-    def counts(self, slots):
-        return np.array([self.slots.get(number, 0) for number in range(slots)], np.uint64)
+    def keep(self, nbytes, session):
+        pass
 
 
+@dataclass
 class FakeFixture:
     """One problem with one head of keys, whose inputs are plain or opposite."""
 
-    outputs = ("o",)
+    case: cases.Case
+    buffers: dict[str, FakeBuffer] = field(default_factory=lambda: {name: FakeBuffer(8) for name in "qkvo"})
+    mix: int = 0
+    outputs: ClassVar = ("o",)
     redraws, content = False, 0
-
-    def __init__(self, problem):
-        self.buffers, self.mix = {name: FakeBuffer(8) for name in "qkvo"}, 0
-        self.case = cases.Case(problem)
 
     def draw(self):
         self.mix = 1 - self.mix
@@ -128,70 +164,64 @@ class FakeFixture:
     look_at_inputs = renew_inputs = poison = draw_ahead
 
 
+class FakeJudge:
+    """Sees the outputs that a test says."""
+
+    def __init__(self, session, *fixtures):
+        self.session, self.fixtures, self.slots = session, fixtures, {}
+
+    def clear(self):
+        self.slots = {}
+
+    def digest(self, buffer, slot, *, poison=False):
+        timed, turns = self.fixtures
+        of = turns if buffer is turns.buffers["o"] else timed
+        self.slots[slot] = self.session.outputs(next(self.session.looks), of.mix)
+
+    def counts(self, slots):
+        return np.array([self.slots.get(number, 0) for number in range(slots)], np.uint64)
+
+
 class FakeProof(Verifier):
-    """A Verifier whose Comparer sees these digests, and which finds whatever is bound right.
+    """A Verifier that finds whatever is bound right, and then judges what its calls write."""
 
-    outputs: gets the number of the look, and the mix.
-    """
+    def __init__(self, problem=PROBLEM, seed=0, session=None, *_):
+        self.card = session = session or FakeSession()
+        timed, turns = (FakeFixture(cases.Case(each)) for each in (problem, SHORT_TURNS))
+        Calls.__init__(self, timed, session, FakeJudge(session, timed, turns), {})
+        session.timed, self.short = timed, turns
 
-    def __init__(self, outputs):
-        self._session, self._seed, self._poisons = FakeSession(), 0, False
-        self._preparation = None
-        self.timed, self.timed.mix = PROVEN.fixture, 0
-        self._judge = FakeJudge(outputs)
+    def proven(self, call=None):
+        digests = np.array([[100], [101]], np.uint64)
+        call = call or FakePipeline(self.card, LaunchPlan(PROBLEM, (), {"scores": 0}), [])
+        return Proven(self.timed, call, True, 0, digests)
 
     def of_candidate(self, candidate, call, bind, workspaces, *, small):
-        for launches in candidate.checks:
-            bind(launches, [])
-        return Accuracy(rel_err=0.0, limit=1.0), replace(PROVEN, call=call)
+        self.card.proved.append(candidate.timed)
+        return self.card.accuracy, self.proven(call)
+
+    def of_baseline(self, call, *_, **how):
+        return self.card.accuracy, self.proven(call)
+
+    def hard(self, rounds_scores):
+        self.card.hard.append(rounds_scores)
 
     def prepare_hard(self, rounds_scores):
         """It has what on_hard needs."""
 
     def on_hard(self, proven, replay):
+        self.card.hard.append("judged")
         replay()
         return 1
 
     def of_turns(self, candidate, bind, workspaces):
         if candidate.turns is None:
             return None
-        return replace(TURNS, call=bind(candidate.turns, [TURNS.fixture.buffers]))
-
-
-PROVEN = Proven(*(FakeFixture(PROBLEM), FakePipeline(None, None, []), True, 0), np.array([[100], [101]], np.uint64))
-TURNS = replace(PROVEN, fixture=FakeFixture(cases.short_turns(PROBLEM, 2).problem))
-
-
-class FakeBench(Bench):
-    """A bench of PROBLEM whose candidates are right, and whose calls take 1 µs."""
-
-    def __init__(self):
-        self.session, self.problem = FakeSession(), PROBLEM
-        self._workspaces, self._entries, self._cold_copies = {}, {}, []
-        self._right, self._launch_times, self._launched = {}, {}, 0
-        self._judged = Counter()
-        self._owned = SimpleNamespace(triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None))
-        self._proof = FakeProof(lambda look, side: 100 + side)
-
-    def _screen(self, call, stage=None, proven=None):
-        return 1.0
+        call = bind(candidate.turns, [self.short.buffers])
+        return replace(self.proven(call), fixture=self.short)
 
 
 def candidate(nbytes, turns=None):
-    plan = LaunchPlan(PROBLEM, (), {"scores": nbytes})
-    return Candidate("k", {}, plan, (), 0, turns=turns)
-
-
-class Replay:
-    """Says who was replayed; its call takes what the clock says."""
-
-    def __init__(self, name, played):
-        self.name, self.played = name, played
-
-    def __call__(self):
-        self.played.append(self.name)
-
-
-def in_turns(nbytes=7):
-    problem = TURNS.fixture.case.problem
-    return candidate(64, LaunchPlan(problem, (), {"scores": nbytes}))
+    """nbytes: of its workspace, by which it is told from others. turns: the same on short turns."""
+    turns = turns and LaunchPlan(SHORT_TURNS, (), {"scores": turns})
+    return Candidate("k", {}, LaunchPlan(PROBLEM, (), {"scores": nbytes}), (), 0, turns=turns)

@@ -17,7 +17,6 @@ from samples import TEST_GPU
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.baselines.backend import Package
-from attnsweep.bench import bench as measure
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.files import shipped
 from attnsweep.device.lock import LOCK_VARIABLE
@@ -294,13 +293,3 @@ def cards(monkeypatch, tmp_path, nursery):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     use_fake_compiler(monkeypatch)
     return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """A bench without a GPU, whose candidates' outputs are right."""
-    from bench_parts import FakeBench, FakeBuffer, FakePipeline
-
-    for name, fake in (("Buffer", FakeBuffer), ("BoundCall", FakePipeline)):
-        monkeypatch.setattr(measure, name, fake)
-    return FakeBench()

@@ -24,6 +24,14 @@ SUPPORT = Path(__file__).parent.parent / "support"
 linux = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 
 
+def side_of(card, scratch):
+    class Side(strict.Side):
+        pass
+
+    Side.card = f"called_cards:{card}"
+    return Side(scratch)
+
+
 @pytest.fixture
 def called(monkeypatch, tmp_path):
     paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
@@ -31,8 +39,7 @@ def called(monkeypatch, tmp_path):
     sides = []
 
     def side(card, scratch=tmp_path):
-        monkeypatch.setattr(strict, "_CARD", f"called_cards:{card}")
-        sides.append(strict.Side(scratch))
+        sides.append(side_of(card, scratch))
         return sides[-1]
 
     yield side
@@ -134,11 +141,10 @@ class Hanging:
         raise Unconfirmed(name)
 
     def __init__(self, problem, card):
-        strict._CARD = f"called_cards:{card}"
-        self.side = strict.Side(None)
+        self.side = side_of(card, None)
 
     def add_baseline(self, name):
-        return self.side._process.pid, self.side.ask("open") if name else None
+        return self.side.process.pid, self.side.ask("open") if name else None
 
     def card(self):
         return None

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,7 +27,7 @@ def nvrtc_that_cannot_be_loaded():
 
 
 @pytest.mark.parametrize("bindings", [None, nvrtc_that_cannot_be_loaded()])
-@pytest.mark.parametrize("folder", [files._PACKAGE.parent, files._PACKAGE])
+@pytest.mark.parametrize("folder", [Path(files.__file__).parents[2], Path(files.__file__).parents[1]])
 def test_the_hint_for_a_missing_compiler_suits_a_clone(monkeypatch, bindings, folder):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.chdir(folder)

@@ -2,7 +2,6 @@
 
 import contextlib
 import lzma
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import TEST_GPU
 
-from attnsweep.baselines import prepare
-from attnsweep.bench.bench import Bench
 from attnsweep.compile.launches import CompiledStage, LaunchPlan
 from attnsweep.core.problem import Problem
 from attnsweep.device import cuda
@@ -257,46 +254,39 @@ def test_a_row_names_the_whole_machine():
     assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
 
 
-def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches():
-    """A trial binds a dozen launches of the same code."""
-    loaded = []
+class Loading(cuda.CudaSession):
+    """Keeps what is loaded: the path of each module, and its bytes where it has some."""
 
-    def module(path):
-        loaded.append(path)
+    def __init__(self):
+        self.loaded = {}
+        self._cupy, self._functions = SimpleNamespace(RawModule=self.module), {}
+
+    def module(self, path):
+        self.loaded[path] = Path(path).read_bytes() if Path(path).exists() else None
         function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
         return SimpleNamespace(get_function=lambda name: function)
 
-    class Session(cuda.CudaSession):
-        def __init__(self):
-            self._cupy, self._functions = SimpleNamespace(RawModule=module), {}
+    def _allow_cluster(self, function):
+        pass
 
-        def _allow_cluster(self, function):
-            pass
 
-    session = Session()
+def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches():
+    """A trial binds a dozen launches of the same code."""
+    session = Loading()
     launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
     functions = [session.function("one.cubin", launch) for launch in launches]
     assert functions[0] is functions[1] is functions[2]
     assert functions[0].max_dynamic_shared_size_bytes == 100 << 10
     session.function("other.cubin", launches[0])
-    assert loaded == ["one.cubin", "other.cubin"]
+    assert [*session.loaded] == ["one.cubin", "other.cubin"]
 
 
 def test_a_cubin_of_a_run_is_loaded_from_what_is_in_it(tmp_path):
-    loaded = {}
-
-    def module(path):
-        loaded[path] = Path(path).read_bytes()
-        return SimpleNamespace(get_function=lambda name: name)
-
-    class Session(cuda.CudaSession):
-        def __init__(self):
-            self._cupy = SimpleNamespace(RawModule=module)
-
-    (tmp_path / "k.cubin.xz").write_bytes(lzma.compress(b"\x7fELF"))
-    assert Session()._loaded(str(tmp_path / "k.cubin.xz"), "f") == "f"
-    assert [*loaded.values()] == [b"\x7fELF"]
-    assert not any(Path(path).exists() for path in loaded)
+    session, path = Loading(), tmp_path / "k.cubin.xz"
+    path.write_bytes(lzma.compress(b"\x7fELF"))
+    session.function(str(path), Launch("f", (1, 1, 1), 32, ()))
+    assert [*session.loaded.values()] == [b"\x7fELF"]
+    assert not any(Path(path).exists() for path in session.loaded)
 
 
 # ---- how many calls a timed graph holds ----
@@ -344,31 +334,3 @@ def test_it_lasts_long_enough_or_is_as_long_as_it_may_be(each_us, once_us, targe
     if once_us >= each_us:  # a guess that is too long
         assert calls == 2000 or LAUNCH_US + calls * each_us >= 0.7 * target_us
         assert calls == 1 or calls * each_us <= 1.2 * target_us + each_us
-
-
-def test_the_bench_and_the_choice_of_a_way_ask_the_graph_itself(monkeypatch):
-    """Both took an eager call's time for it where the host had stood still for a graph's length."""
-
-    class Call:
-        calls = 0
-
-        def enqueue(self, copy=0, stage=None):
-            Call.calls = 0
-
-        def capture(self, calls, *, rotate=False, stage=None):
-            def replay():
-                Call.calls = calls
-
-            return replay
-
-    class Session:
-        stream = nullcontext()
-
-        def time_us(self, work, then=None):
-            work()
-            return LAUNCH_US + 9.0 * Call.calls if Call.calls else 5_000.0
-
-    bench = SimpleNamespace(session=Session(), _launched=0, _long=False)
-    _, calls = Bench._graph(bench, Call(), 300.0, rotate=False)
-    assert 22 <= calls <= 34
-    assert prepare._screen_us(Call(), Session(), replays=3) < 9.5

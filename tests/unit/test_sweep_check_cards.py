@@ -128,7 +128,7 @@ def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, share
     timed_by(lambda: now_s, budget)
     entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
     spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
-    job = check_cards._Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), Observer(), None)
+    job = check_cards.Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), Observer(), None)
     for card in ("a", "b", "c"):
         job.assignment.join(card)
     job.assignment.lose("c", gone=True)  # two cards are left
