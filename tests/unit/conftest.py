@@ -96,10 +96,24 @@ def operator(tmp_path, driver):
 
 
 @pytest.fixture
+def has(monkeypatch):
+    """Has PyTorch tell of a GPU of this key; needs PyTorch."""
+    import torch
+
+    def set_(key):
+        major, minor = key.compute_capability
+        sizes = {"multi_processor_count": key.sm_count, "L2_cache_size": key.l2_bytes}
+        told = SimpleNamespace(major=major, minor=minor, **sizes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+
+    return set_
+
+
+@pytest.fixture
 def planned(operator):
     """The calls that the operator has looked up by shapes and strides."""
-    asked, own = [], operator._plan
-    operator._plan = lambda *what: asked.append(what) or own(*what)
+    asked, own = [], operator.plan
+    operator.plan = lambda *what: asked.append(what) or own(*what)
     return asked
 
 
@@ -109,17 +123,17 @@ def pytorchs():
 
     asked: how often it was asked. PyTorch's own attention there would call it as well.
     """
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
+    from operators import of_pytorch
+
     found = SimpleNamespace(backend=3, asked=0)
 
     def choice(*_, **__):
         found.asked += 1
         return found.backend
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_sdp_choice", choice, "CPU")
-    yield found
-    library._destroy()
+    with of_pytorch(_fused_sdp_choice=choice):
+        yield found
 
 
 @pytest.fixture
@@ -130,7 +144,7 @@ def remember(constants):
         of_plans = ("operator", "backward_operator", "fp8_operator") if plans else ()
         for owner, of in (
             *((name, {"MOST_PLANS": plans}) for name in of_plans),
-            ("driver", {f"_MOST_{name.upper()}": n for name, n in most.items()}),
+            ("driver", {f"MOST_{name.upper()}": n for name, n in most.items()}),
         ):
             constants(import_module(f"attnsweep.serve.runtime.{owner}"), **of)
 
