@@ -215,13 +215,13 @@ def installed(monkeypatch):
 @pytest.fixture
 def lookahead(constants):
     """Sets how many candidates are asked for ahead of their turn."""
-    return lambda count: constants(candidates, _LOOKAHEAD=count, _LOOKAHEAD_IN_TIME=count)
+    return lambda count: constants(candidates, LOOKAHEAD=count, LOOKAHEAD_IN_TIME=count)
 
 
 @pytest.fixture
 def every_step(constants):
     """Progress leaves no line out, however soon it comes."""
-    constants(progress, _JSON_INTERVAL_S=-1.0, _PLAIN_INTERVAL_S=-1.0)
+    constants(progress, JSON_INTERVAL_S=-1.0, PLAIN_INTERVAL_S=-1.0)
 
 
 @pytest.fixture
