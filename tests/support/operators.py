@@ -107,7 +107,8 @@ def close(got: Any, expected: Any) -> bool:
 
 def alive(kind: type = torch.Tensor) -> int:
     """How many tensors there are, or objects of another kind, whoever holds them."""
-    gc.collect()
+    while gc.collect():  # what a weak reference still had to say goodbye to
+        pass
     return sum(isinstance(each, kind) for each in gc.get_objects())
 
 
