@@ -113,8 +113,8 @@ def alive(kind: type = torch.Tensor) -> int:
 
 
 @contextmanager
-def of_pytorch(**by: Any) -> Iterator[None]:
-    """Operators of PyTorch's own on the CPU, by functions: of_pytorch(_fused_sdp_choice=f)."""
+def aten(**by: Any) -> Iterator[None]:
+    """Operators of PyTorch's own on the CPU, by functions: aten(_fused_sdp_choice=f)."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in by.items():
         library.impl(name, function, "CPU")
@@ -124,8 +124,8 @@ def of_pytorch(**by: Any) -> Iterator[None]:
         library._destroy()
 
 
-def no_memory(*_: Any, **how: Any) -> Any:
-    """An allocation on a card whose memory is full: of_pytorch(new_empty=no_memory)."""
+def no_room(*_: Any, **how: Any) -> Any:
+    """An allocation on a card whose memory is full: aten(new_empty=no_room)."""
     raise torch.OutOfMemoryError
 
 

@@ -124,7 +124,7 @@ def pytorchs():
     asked: how often it was asked. PyTorch's own attention there would call it as well.
     """
     pytest.importorskip("torch")
-    from operators import of_pytorch
+    from operators import aten
 
     found = SimpleNamespace(backend=3, asked=0)
 
@@ -132,7 +132,7 @@ def pytorchs():
         found.asked += 1
         return found.backend
 
-    with of_pytorch(_fused_sdp_choice=choice):
+    with aten(_fused_sdp_choice=choice):
         yield found
 
 

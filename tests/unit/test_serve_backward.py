@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import Watch, alive, close, flash_backward, gradients_of, make, no_memory, of_pytorch, tensors, traced  # noqa: E402
+from operators import Watch, alive, aten, close, flash_backward, gradients_of, make, no_room, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner, with_config  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
@@ -30,7 +30,7 @@ def driver():
 @pytest.fixture(autouse=True)
 def pytorchs():
     """PyTorch's own flash backward on the CPU, where it has none."""
-    with of_pytorch(_scaled_dot_product_flash_attention_backward=flash_backward):
+    with aten(_scaled_dot_product_flash_attention_backward=flash_backward):
         yield
 
 
@@ -229,7 +229,7 @@ def test_without_memory_for_sums_the_call_is_pytorchs(operator):
     given = tensors()
     leaves = [t.detach().requires_grad_() for t in given]
     out = operator.attention(*leaves)
-    with of_pytorch(new_empty=no_memory):
+    with aten(new_empty=no_room):
         got = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert right(got, given, torch.ones_like(out))
     assert operator.counters() == {"kernel": 1, "pytorch_backward": 1}

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import Watch, close, compiled, make, of_pytorch, tensors  # noqa: E402
+from operators import Watch, aten, close, compiled, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import call_cache, gradients  # noqa: E402
@@ -283,7 +283,7 @@ def test_gradients_are_those_of_a_new_call(operator, known, tmp_path, driver):
         return q * grad, k * grad, v * grad
 
     given, anew = leaves_of(known), make(tmp_path / "anew", driver, winner(shape()))
-    with of_pytorch(_scaled_dot_product_flash_attention_backward=flash):
+    with aten(_scaled_dot_product_flash_attention_backward=flash):
         got = torch.autograd.grad(operator.attention(*given).sum(), given, create_graph=True)
         with pytest.raises(RuntimeError):
             torch.autograd.grad(got[0].sum(), given)
@@ -300,7 +300,7 @@ def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator,
         return lambda grad, q, k, v, *_, **how: (q, k, v, backwards.append(name))[:3]
 
     def by_cudnn():
-        with of_pytorch(**{f"_scaled_dot_product_{n}_attention_backward": called(n) for n in ("flash", "cudnn")}):
+        with aten(**{f"_scaled_dot_product_{n}_attention_backward": called(n) for n in ("flash", "cudnn")}):
             torch.autograd.grad(operator.attention(*given).sum(), given)
         return backwards.pop() == "cudnn"
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import operators  # noqa: E402
 from attending import MaskedBackwardKernel, seen  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, exact, make, no_memory, of_pytorch, tensors, traced  # noqa: E402
+from operators import aten, close, exact, make, no_room, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Padded  # noqa: E402
@@ -210,7 +210,7 @@ def test_where_the_backward_cannot_run_pytorch_computes_all_again(operator, driv
                 del each.kernel.stages["keys"]
     torch.use_deterministic_algorithms(failure == "deterministic")
     try:
-        with of_pytorch(**({"new_empty": no_memory} if failure == "memory" else {})):
+        with aten(**({"new_empty": no_room} if failure == "memory" else {})):
             got = torch.autograd.grad(out, leaves, direction)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import Watch, close, compiled, make, of_pytorch, shifted, tensors, traced  # noqa: E402
+from operators import Watch, aten, close, compiled, make, shifted, tensors, traced  # noqa: E402
 from packages import H100, shape, table, winner  # noqa: E402
 
 from attnsweep.serve.runtime import gradients  # noqa: E402
@@ -79,7 +79,7 @@ def backwards():
         return run
 
     both = {f"_scaled_dot_product_{name}_attention_backward": backward(name) for name in ("flash", "cudnn")}
-    with of_pytorch(**both):
+    with aten(**both):
         yield calls
 
 
@@ -155,7 +155,7 @@ def test_a_forward_that_no_kernel_serves_is_what_pytorch_would_call(operator):
         return q.clone(), rows, None, None, q.shape[2], k.shape[2], none, none, None
 
     q, k, v = tensors(seqlen=5)
-    with of_pytorch(_scaled_dot_product_cudnn_attention=cudnn):
+    with aten(_scaled_dot_product_cudnn_attention=cudnn):
         out, lse = operator.traced.ops.forward_lse(q, k, v, False, 0.125)
     assert torch.equal(out, q)
     assert (lse.shape, called) == ((1, 4, 5), [(False, 0.125)])

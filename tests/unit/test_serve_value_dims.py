@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel, MaskedKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, compiled, flash_backward, gradients_of, make, of_pytorch, tensors, traced  # noqa: E402
+from operators import aten, close, compiled, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, SPLIT, imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
@@ -224,7 +224,7 @@ def pytorchs():
         return flash_backward(grad, q, k, v, out, *rest, scale=scale)
 
     name = "_scaled_dot_product_flash_attention"
-    with of_pytorch(**{name: forward, f"{name}_backward": backward}):
+    with aten(**{name: forward, f"{name}_backward": backward}):
         yield calls
 
 
@@ -271,7 +271,7 @@ def test_cudnn_takes_both_head_dims(tmp_path, driver):
 
     by = {"_scaled_dot_product_cudnn_attention_backward": cudnn, "_fused_sdp_choice": lambda *_, **how: 3}
     leaves = [t.requires_grad_() for t in call()]
-    with of_pytorch(**by):
+    with aten(**by):
         got = torch.autograd.grad(made.attention(*leaves).sum(), leaves)
     assert seen == [128, 192, 192, 128, 128]
     assert all(torch.equal(each, torch.ones_like(each)) for each in got)
