@@ -35,9 +35,10 @@ from attnsweep.reports import terminal
 from attnsweep.reports.eta import Eta
 from attnsweep.reports.terminal import Form, counted
 
-# Without a terminal, print a line at most this often: a CI log shows progress but stays short.
-_PLAIN_INTERVAL_S = 10.0
-_JSON_INTERVAL_S = 1.0
+PLAIN_INTERVAL_S = 10.0
+"""Without a terminal, print a line at most this often: a CI log shows progress but stays short."""
+JSON_INTERVAL_S = 1.0
+"""The same of --json."""
 # `prepared` names no step that took less.
 _SHORT_S = 0.05
 
@@ -102,11 +103,11 @@ class _PlainCount:
 
     def __init__(self, console: Console, what: str, noun: str) -> None:
         self._console, self._what, self._noun = console, what, noun
-        self._last = -_PLAIN_INTERVAL_S
+        self._last = -PLAIN_INTERVAL_S
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done and now - self._last < _PLAIN_INTERVAL_S:
+        if done and now - self._last < PLAIN_INTERVAL_S:
             return
         self._last = now
         of = f"{done} of {counted(total, self._noun)}" if done else counted(total, self._noun)
@@ -382,7 +383,7 @@ class _PlainLines(_Watched):
         self.console.print(f"{self._before}{problem.label}{of}", soft_wrap=True)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
-        if time.monotonic() - self._last < _PLAIN_INTERVAL_S:
+        if time.monotonic() - self._last < PLAIN_INTERVAL_S:
             return
         self._last = time.monotonic()
         on = f" on {self.shorter}" if self.shorter else ""
@@ -406,7 +407,7 @@ class _JsonLines(_Watched):
         super().__init__(console, eta, card)
         self._facts = facts or {}
         self._begun = time.monotonic()
-        self._last = -_JSON_INTERVAL_S
+        self._last = -JSON_INTERVAL_S
         self._phase = ""
 
     def on(self, card: int, name: str) -> Observer:
@@ -449,7 +450,7 @@ class _JsonLines(_Watched):
     def count(self, phase: str, done: int, total: int) -> None:
         """Show how many of `total` are done, where there are neither problems nor times."""
         now = time.monotonic()
-        if done in (0, total) or now - self._last >= _JSON_INTERVAL_S:
+        if done in (0, total) or now - self._last >= JSON_INTERVAL_S:
             self._last = now
             self.write("progress", phase=phase, done=done, total=total)
 
@@ -458,7 +459,7 @@ class _JsonLines(_Watched):
         begins and where all of it is done.
         """
         now = time.monotonic()
-        soon = phase == self._phase and done < total and now - self._last < _JSON_INTERVAL_S
+        soon = phase == self._phase and done < total and now - self._last < JSON_INTERVAL_S
         if soon and not baseline:
             return
         self._phase, self._last = phase, now

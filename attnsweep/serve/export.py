@@ -200,7 +200,7 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
         run = open_run(directory)
         key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
-        for chosen in _chosen(run, environment, key, families, left_out, slower):
+        for chosen in chosen_of(run, environment, key, families, left_out, slower):
             of = (key, chosen.trial.problem)
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
@@ -286,7 +286,7 @@ def table_text(value: Any, of: str = "table") -> str:
     return text + "\n" if of == "table" else text
 
 
-def _chosen(
+def chosen_of(
     run: Run,
     environment: Environment,
     key: GpuKey,

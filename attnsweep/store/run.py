@@ -54,7 +54,7 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     try:
         opened: Any = lzma.open if path.suffix == ".xz" else open
         with opened(path, "rb") as lines:
-            trials, warnings, _ = _parse_trials(lines, path)
+            trials, warnings, _ = parse_trials(lines, path)
     except (EOFError, lzma.LZMAError) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
@@ -63,7 +63,7 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     return list(trials.values()), warnings
 
 
-def _parse_trials(
+def parse_trials(
     lines: Iterable[bytes], path: Path
 ) -> tuple[dict[tuple[object, ...], Trial], list[str], int]:
     """Trials by key, warnings, and the number of whole rows, including replaced ones."""

@@ -28,8 +28,8 @@ from attnsweep.store.run import (
     TRIALS,
     _described,
     _parse_row,
-    _parse_trials,
     _store_error,
+    parse_trials,
     row_bytes,
 )
 
@@ -96,7 +96,7 @@ class Store:
             raise _store_error(error, self.path, "cannot open the trials for writing") from error
         try:
             with self.path.open("rb") as lines:
-                self._trials, self.warnings, self.rows = _parse_trials(lines, self.path)
+                self._trials, self.warnings, self.rows = parse_trials(lines, self.path)
         except OSError as error:
             os.close(self._fd)
             raise _store_error(error, self.path, "cannot read the trials") from error

@@ -23,11 +23,11 @@ from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem
 
-# Candidates asked for ahead of their turn. Between two batches all cores wait for the slowest
-# candidate.
-_LOOKAHEAD = 2048
-# The same if the spec limits the time: a candidate asked for is compiled even if it is never tried.
-_LOOKAHEAD_IN_TIME = 64
+LOOKAHEAD = 2048
+"""Candidates asked for ahead of their turn. Between two batches all cores wait for the slowest
+candidate."""
+LOOKAHEAD_IN_TIME = 64
+"""The same if the spec limits the time: one that is asked for is compiled even if never tried."""
 _PROGRESS_S = 0.1
 
 
@@ -63,7 +63,7 @@ class Candidates:
         """Replace the batch by the next candidates; empty if there are none, or time is up."""
         self.builds = []
         if time.monotonic() <= self._deadline:
-            ahead = _LOOKAHEAD if self._budget_s is None else _LOOKAHEAD_IN_TIME
+            ahead = LOOKAHEAD if self._budget_s is None else LOOKAHEAD_IN_TIME
             for space, search in self._searches:
                 configs = itertools.islice(iter(search.ask, None), ahead)
                 self.builds += builds_of(space, configs, self.compiler, self.limit)

@@ -91,18 +91,32 @@ def started(tmp_path, monkeypatch):
 
 
 class Asker:
-    """A compiler of one thread with helpers. busy: its thread compiles nothing before `free`."""
+    """A compiler of one thread with helpers. busy: its thread compiles nothing before `free`.
+
+    here: the keys of what its thread made, and waited for `pause_s` after each.
+    """
 
     def __init__(self, client, place, at_end, busy):
-        self.notes = []
-        self.compiler = Compiler(ARCH, place / "cache", threads=1)
-        self._gate = threading.Event()
-        if busy:
-            self.compiler._pool.submit(self._gate.wait)
+        self.notes, self.here, self.pause_s = [], [], 0.0
+        self.compiler = Compiler(ARCH, place / "cache", threads=1, after=self._after)
+        self._gate, self._thread = threading.Event(), None
+        if not busy:
+            self.free()
+        first = place / "first.cu"
+        first.write_text('extern "C" __global__ void first() {}')
+        self.compiler.submit(first, {})  # before there are helpers
         at_end.callback(self.compiler.close)
         at_end.callback(self._gate.set)
         self.helpers = at_end.enter_context(contextlib.ExitStack())
         self.helpers.enter_context(dask_compile.shared(client, self.compiler, lambda text: self.notes.append(text)))
+
+    def _after(self, made):
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            self._gate.wait()
+        elif threading.get_ident() == self._thread:
+            self.here.append(made.path.parent.name)
+            time.sleep(self.pause_s)
 
     def free(self):
         self._gate.set()
@@ -168,22 +182,13 @@ def test_each_stage_is_compiled_once_here_or_there(started, asker, source):
     for name in ("host1", "host2"):
         on.fault(name, "slow")
     asking = asker(on, busy=False)
-    here = []
-    obtain = asking.compiler._obtain
-
-    def counted(key, path, values, make=None):
-        if make is None:
-            here.append(key)
-            time.sleep(0.5)
-        return obtain(key, path, values, make)
-
-    asking.compiler._obtain = counted
+    asking.pause_s = 0.5
     futures = [asking.compiler.submit(source, defines(n)) for n in range(30)]
     keys = {future.result(LONGEST_S).path.parent.name for future in futures}
     there = on.began("host1") + on.began("host2")
     assert len(keys) == 30
-    assert sorted(here + there) == sorted(keys), asking.notes
-    assert here
+    assert sorted(asking.here + there) == sorted(keys), asking.notes
+    assert asking.here
     assert on.began("host1")
     assert on.began("host2")
 
@@ -228,17 +233,17 @@ def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, 
     (source.parent.parent / "x.cuh").write_text("#define PART 1.0f\n")
     (source.parent / "link.cuh").symlink_to("part.cuh")
     (source.parent / "folder").mkdir()
+    fit = source.with_name("fit.cu")
+    fit.write_text(SOURCE)
     source.write_text(f"{INCLUDES[form]}\n" + SOURCE.partition("\n")[2])
     on = started("host1")
     asking = asker(on)
     future = asking.compiler.submit(source, values)
-    ends = time.monotonic() + LONGEST_S
-    while not any(stage.here for stage in asking.compiler._waiting):
-        assert time.monotonic() < ends
-        time.sleep(0.02)
+    after_it = asking.compiler.submit(fit, values).result(LONGEST_S)
+    assert not future.done()
     asking.free()
     assert future.result(LONGEST_S).digest
-    assert not on.compiled("host1")
+    assert on.compiled("host1") == {after_it.path.parent.name}
     assert not asking.notes
 
 

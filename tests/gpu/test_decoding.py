@@ -37,7 +37,7 @@ def always(tmp_path_factory):
         on_card.exported_package({"decode", "decode_models"}, place, NAME) as package,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
+        patch.setattr(dispatch, "DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
         yield on_card.always(package, "decoding_always")
 
 

@@ -61,7 +61,7 @@ def operator(tmp_path_factory):
         on_card.exported_package(recorded.RUNS, place, NAME, of_shapes) as package,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(dispatch, "_DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
+        patch.setattr(dispatch, "DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
         yield on_card.always(package, NAME)
 
 

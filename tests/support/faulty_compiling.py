@@ -7,6 +7,7 @@ stages; `once` in a second line: to the first one alone, also after the worker i
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -23,11 +24,14 @@ _lock = threading.Lock()
 def dask_setup(worker: Any) -> None:
     """Stand in front of the worker's compiling."""
     place, name = Path(os.environ["ATTNSWEEP_TEST_FAULTS"]), str(worker.name)
-    compiled = dask_compile._compiled
+    compile_stage = dask_compile.compile_stage
 
-    def faulty(source: Path, asked: Any) -> dict[str, Any]:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def faulty(task: str) -> str:
         with _lock, (place / f"{name}.began").open("a") as began:
-            began.write(asked["key"] + "\n")
+            began.write(json.loads(task)["key"] + "\n")
         said = place / f"{name}.fault"
         fault, *once = said.read_text().split() if said.exists() else [""]
         if once:
@@ -37,8 +41,8 @@ def dask_setup(worker: Any) -> None:
             case "slow":
                 time.sleep(0.5)
             case "full":
-                raise OSError(28, "No space left on device")
-        answer = compiled(source, asked)
-        return answer | {"digest": "0" * 64} if fault == "damaged" else answer
+                os.fsync = full  # type: ignore[assignment]
+        answer = compile_stage(task)
+        return json.dumps(json.loads(answer) | {"digest": "0" * 64}) if fault == "damaged" else answer
 
-    dask_compile._compiled = faulty
+    dask_compile.compile_stage = faulty

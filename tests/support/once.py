@@ -19,8 +19,8 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 @contextmanager
 def once() -> Iterator[None]:
     """Rows of recorded runs, their winners and tables; nothing may write to results/ meanwhile."""
-    parse, rows_of = store._parse_trials, {}
-    choose, chosen = export._chosen, {}
+    parse, rows_of = store.parse_trials, {}
+    choose, chosen = export.chosen_of, {}
     tuned = cache(lambda runs, slower, made=evaluate.tuned: made(runs, slower))
 
     def parsed(lines: Any, path: Path) -> Any:
@@ -42,9 +42,9 @@ def once() -> Iterator[None]:
         return chosen[of][0]
 
     with (
-        patch.object(store, "_parse_trials", parsed),
-        patch.object(store_store, "_parse_trials", parsed),
+        patch.object(store, "parse_trials", parsed),
+        patch.object(store_store, "parse_trials", parsed),
         patch.object(evaluate, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
-        patch.object(export, "_chosen", choosing),
+        patch.object(export, "chosen_of", choosing),
     ):
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from attnsweep.serve.runtime.operator import Operator
 NUMBERS = itertools.count()
 
 
-def make(directory: Path, driver: Any, *winners: Any) -> Operator:
+def make(directory: Path, driver: Any, *winners: Any, kind: type[Operator] = Operator) -> Operator:
     """An operator over a package of these winners, on the CPU as on an H100."""
-    made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
+    made = kind(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
     made.planner.gpus[0] = made.table.gpus[H100]
     return made
 
@@ -103,10 +105,28 @@ def close(got: Any, expected: Any) -> bool:
     return bool(torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2))
 
 
-def alive() -> int:
-    """How many tensors there are, whoever holds them."""
-    gc.collect()
-    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+def alive(kind: type = torch.Tensor) -> int:
+    """How many tensors there are, or objects of another kind, whoever holds them."""
+    while gc.collect():  # what a weak reference still had to say goodbye to
+        pass
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+@contextmanager
+def aten(**by: Any) -> Iterator[None]:
+    """Operators of PyTorch's own on the CPU, by functions: aten(_fused_sdp_choice=f)."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in by.items():
+        library.impl(name, function, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def no_room(*_: Any, **how: Any) -> Any:
+    """An allocation on a card whose memory is full: aten(new_empty=no_room)."""
+    raise torch.OutOfMemoryError
 
 
 def shifted(tensor: Any) -> Any:

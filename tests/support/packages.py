@@ -150,10 +150,19 @@ def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
         module: Any = importlib.import_module(name)
     finally:
         sys.path.remove(str(place))
-    operators = importlib.import_module(f"{name}.operator")
-    made = operators.Operator(module._operator.table, f"{name}_cpu", driver, devices=("cpu",))
-    made.planner.gpus[0] = next(iter(made.table.gpus.values()))
-    module._operator, varlen = made, importlib.import_module(f"{name}.packed")
-    module._varlen = varlen.VarlenOperator(made)
     assert Path(module.__file__).parent == directory
+    on_cpu(module, driver)
     return module
+
+
+def on_cpu(module: Any, driver: Any) -> Any:
+    """Have an imported package serve tensors of the CPU by this driver; returns its operator.
+
+    The CPU counts as the first GPU of its table, if that has one.
+    """
+    operator, table = (importlib.import_module(f"{module.__name__}.{name}") for name in ("operator", "table"))
+    known = table.read_table(Path(module.__file__).parent)
+    made = operator.Operator(known, f"{module.__name__}_cpu", driver, devices=("cpu",))
+    made.planner.gpus.update(enumerate([*known.gpus.values()][:1]))
+    module.serve_by(made)
+    return made

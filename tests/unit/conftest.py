@@ -95,10 +95,24 @@ def operator(tmp_path, driver):
 
 
 @pytest.fixture
+def has(monkeypatch):
+    """Has PyTorch tell of a GPU of this key; needs PyTorch."""
+    import torch
+
+    def set_(key):
+        major, minor = key.compute_capability
+        sizes = {"multi_processor_count": key.sm_count, "L2_cache_size": key.l2_bytes}
+        told = SimpleNamespace(major=major, minor=minor, **sizes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+
+    return set_
+
+
+@pytest.fixture
 def planned(operator):
     """The calls that the operator has looked up by shapes and strides."""
-    asked, own = [], operator._plan
-    operator._plan = lambda *what: asked.append(what) or own(*what)
+    asked, own = [], operator.plan
+    operator.plan = lambda *what: asked.append(what) or own(*what)
     return asked
 
 
@@ -108,17 +122,17 @@ def pytorchs():
 
     asked: how often it was asked. PyTorch's own attention there would call it as well.
     """
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
+    from operators import aten
+
     found = SimpleNamespace(backend=3, asked=0)
 
     def choice(*_, **__):
         found.asked += 1
         return found.backend
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_sdp_choice", choice, "CPU")
-    yield found
-    library._destroy()
+    with aten(_fused_sdp_choice=choice):
+        yield found
 
 
 @pytest.fixture
@@ -129,7 +143,7 @@ def remember(constants):
         of_plans = ("operator", "backward_operator", "fp8_operator") if plans else ()
         for owner, of in (
             *((name, {"MOST_PLANS": plans}) for name in of_plans),
-            ("driver", {f"_MOST_{name.upper()}": n for name, n in most.items()}),
+            ("driver", {f"MOST_{name.upper()}": n for name, n in most.items()}),
         ):
             constants(import_module(f"attnsweep.serve.runtime.{owner}"), **of)
 
@@ -200,13 +214,13 @@ def installed(monkeypatch):
 @pytest.fixture
 def lookahead(constants):
     """Sets how many candidates are asked for ahead of their turn."""
-    return lambda count: constants(candidates, _LOOKAHEAD=count, _LOOKAHEAD_IN_TIME=count)
+    return lambda count: constants(candidates, LOOKAHEAD=count, LOOKAHEAD_IN_TIME=count)
 
 
 @pytest.fixture
 def every_step(constants):
     """Progress leaves no line out, however soon it comes."""
-    constants(progress, _JSON_INTERVAL_S=-1.0, _PLAIN_INTERVAL_S=-1.0)
+    constants(progress, JSON_INTERVAL_S=-1.0, PLAIN_INTERVAL_S=-1.0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, make, tensors  # noqa: E402
+from operators import alive, close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.core import problem  # noqa: E402
@@ -20,6 +20,7 @@ from attnsweep.family import hopper  # noqa: E402
 from attnsweep.serve.runtime import cost_model  # noqa: E402
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
 from attnsweep.serve.runtime import operator as of_package  # noqa: E402
+from attnsweep.serve.runtime.driver import Ready  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,14 +41,9 @@ class Forgetful(FakeDriver):
 def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
     """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
     remember(plans=64, ready=64)
-    for bounded in (
-        cost_model.work,
-        hopper.even_turns,
-        problem._pairs,
-        problem._rows_with_keys,
-    ):  # else what ran before decides their size
-        bounded.cache_clear()
-    driver = Forgetful()
+    for each in [each for module in (cost_model, hopper, problem) for each in vars(module).values()]:
+        getattr(each, "cache_clear", int)()  # else what ran before decides how it grows
+    driver, launches = Forgetful(), alive(Ready)
     made = make(tmp_path, driver, winner(shape()), winner(shape(seqlen=1000)))
     memory = torch.zeros(1 << 20, dtype=torch.bfloat16)
 
@@ -68,8 +64,7 @@ def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
         tracemalloc.stop()
     assert made.counters() == {"kernel": 3200}
     assert driver.counted == 3200
-    ready = [len(plan.launches._ready) for plan in made._plans.values()]
-    assert max(len(ready), sum(ready)) <= 64
+    assert alive(Ready) - launches <= 64
     assert after - before < 2**18, "what the contents of the caches may differ by"
 
 
@@ -78,16 +73,16 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     driver.on_launch = None
     q, k, v = tensors()
     operator.attention(q, k, v)
+    before = alive(Ready)
     tracemalloc.start()
     try:
         kept = [operator.attention(q, k, v) for _ in range(60)]
         taken = tracemalloc.get_traced_memory()[0] / 60
     finally:
         tracemalloc.stop()
-    (plan,) = operator._plans.values()
-    assert len(plan.launches._ready) >= len(kept)
-    assert 0 < taken * driver_module._MOST_READY < 2**26
-    assert of_package.MOST_PLANS <= driver_module._MOST_READY
+    assert alive(Ready) - before >= len(kept)
+    assert 0 < taken * driver_module.MOST_READY < 2**26
+    assert of_package.MOST_PLANS <= driver_module.MOST_READY
 
 
 def test_all_kinds_of_calls_share_one_limit(operator, driver, remember):
@@ -95,11 +90,11 @@ def test_all_kinds_of_calls_share_one_limit(operator, driver, remember):
     driver.on_launch = None
     remember(ready=10, of_a_kind=4)
     kinds = [[tensors(seqlen=250 + kind) for _ in range(5)] for kind in range(6)]
+    before = alive(Ready)
     for n in range(5):
         for kind in kinds:
             operator.attention(*kind[n])
-            plans = operator._plans.values()
-            assert sum(len(p.launches._ready) for p in plans if p.launches) <= 10
+        assert alive(Ready) - before <= 10
     assert operator.counters() == {"kernel": 30}
 
 

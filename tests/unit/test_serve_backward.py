@@ -9,11 +9,11 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import Watch, close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
+from operators import Watch, alive, aten, close, flash_backward, gradients_of, make, no_room, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner, with_config  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
-from attnsweep.serve.runtime import backward_operator  # noqa: E402
+from attnsweep.serve.runtime.plans import Plan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
@@ -30,10 +30,8 @@ def driver():
 @pytest.fixture(autouse=True)
 def pytorchs():
     """PyTorch's own flash backward on the CPU, where it has none."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
-    yield
-    library._destroy()
+    with aten(_scaled_dot_product_flash_attention_backward=flash_backward):
+        yield
 
 
 @pytest.fixture
@@ -227,14 +225,13 @@ def test_a_driver_that_refuses_leaves_the_call_to_pytorch(operator, driver, capl
     assert "kernel_backward" not in operator.counters()
 
 
-def test_without_memory_for_sums_the_call_is_pytorchs(operator, monkeypatch):
-    def none(query, floats):
-        raise torch.OutOfMemoryError
-
+def test_without_memory_for_sums_the_call_is_pytorchs(operator):
     given = tensors()
-    with monkeypatch.context() as patch:
-        patch.setattr(backward_operator, "_spaces", none)
-        assert right(gradients_of(operator.attention, given), given)
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = operator.attention(*leaves)
+    with aten(new_empty=no_room):
+        got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert right(got, given, torch.ones_like(out))
     assert operator.counters() == {"kernel": 1, "pytorch_backward": 1}
     gradients_of(operator.attention, given)  # memory may be there again
     assert operator.counters()["kernel_backward"] == 1
@@ -290,8 +287,9 @@ def test_explain_says_whose_gradients(operator, tmp_path, driver):
 
 def test_the_cache_of_plans_has_a_limit(operator, remember):
     remember(plans=2)
+    before = alive(Plan)
     for scale in (0.1, 0.2, 0.3, 0.4):
         given = tensors()
         assert right(gradients_of(operator.attention, given, scale=scale), given, scale=scale)
     assert operator.counters() == {"kernel": 4, "kernel_backward": 4}
-    assert len(operator.backward._plans) <= 2
+    assert alive(Plan) - before <= 2 + 2, "of forwards and of backwards"

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import Watch, close, compiled, make, tensors  # noqa: E402
+from operators import Watch, aten, close, compiled, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import call_cache, gradients  # noqa: E402
-from attnsweep.serve.runtime.dispatch import Choice  # noqa: E402
+from attnsweep.serve.runtime.table import PackageError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -166,24 +166,19 @@ def test_transforms_are_pytorchs(operator, driver, known):
     assert operator.counters() == {"transform": 5}
 
 
-def test_a_wrapper_that_outlived_its_transform(operator, known):
+def test_a_wrapper_that_outlived_its_transform(operator, known, planned):
     kept = []
     torch.vmap(lambda one: kept.append(one) or one.sum())(known[0][0])
-    wrapped = kept[0]
-    assert call_cache._wrapped(wrapped)
-    q, k, v = (t.clone() for t in known)
+    _, k, v = known
     for _ in range(3):
         with pytest.raises(RuntimeError, match="escaped"):
-            operator.attention(wrapped, k, v)
+            operator.attention(kept[0], k, v)
     torch.func.grad(lambda one: kept.append(one) or one.float().sum())(known[0])
-    assert call_cache._wrapped(kept[1])
     for _ in range(3):
+        planned.clear()
         out = operator.attention(kept[1], k, v)
         assert close(out, F.scaled_dot_product_attention(*known))
-        assert operator._find(kept[1], k, v, False, None, False) is None
-    check = call_cache._Guards(*known, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    assert check(q, k, v)
-    assert not check(wrapped, k, v)
+        assert planned, "met again"
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -279,7 +274,7 @@ def test_what_is_saved_and_profiled_stays(operator, known, planned, grad):
     assert not any(name.startswith("attnsweep") for name in made[0][1])
 
 
-def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
+def test_gradients_are_those_of_a_new_call(operator, known, tmp_path, driver):
     """Once, and not twice, as PyTorch's own backward has no gradient."""
     calls = []
 
@@ -287,18 +282,12 @@ def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
         calls.append((lse.clone(), rest[2:6], scale))
         return q * grad, k * grad, v * grad
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_backward", flash, "CPU")
-    try:
-        given = leaves_of(known)
+    given, anew = leaves_of(known), make(tmp_path / "anew", driver, winner(shape()))
+    with aten(_scaled_dot_product_flash_attention_backward=flash):
         got = torch.autograd.grad(operator.attention(*given).sum(), given, create_graph=True)
         with pytest.raises(RuntimeError):
             torch.autograd.grad(got[0].sum(), given)
-        operator._plans.clear()
-        operator._seen.clear()
-        new = torch.autograd.grad(operator.attention(*given).sum(), given)
-    finally:
-        library._destroy()
+        new = torch.autograd.grad(anew.attention(*given).sum(), given)
     assert all(map(torch.equal, got, new))
     assert torch.equal(calls[0][0], calls[1][0])
     assert calls[0][1:] == calls[1][1:] == ((256, 256, 0.0, False), pytest.approx(0.125))
@@ -307,9 +296,15 @@ def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
 def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator, pytorchs, constants):
     given = leaves_of(tensors())
 
-    def by_cudnn():
-        return gradients._cudnn_gradients in operator.attention(*given).grad_fn.by
+    def called(name):
+        return lambda grad, q, k, v, *_, **how: (q, k, v, backwards.append(name))[:3]
 
+    def by_cudnn():
+        with aten(**{f"_scaled_dot_product_{n}_attention_backward": called(n) for n in ("flash", "cudnn")}):
+            torch.autograd.grad(operator.attention(*given).sum(), given)
+        return backwards.pop() == "cudnn"
+
+    backwards = []
     assert [by_cudnn() for _ in range(4)] == [True] * 4
     assert pytorchs.asked == 1
     pytorchs.backend = 1
@@ -325,7 +320,7 @@ def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator,
     finally:
         torch.use_deterministic_algorithms(False)
     assert pytorchs.asked == 4
-    constants(gradients, _SETTINGS=[*gradients._SETTINGS, object])
+    constants(gradients, SETTINGS=[*gradients.SETTINGS, object])
     by_cudnn(), by_cudnn()
     assert pytorchs.asked == 6, "a setting that this PyTorch cannot tell"
 
@@ -340,13 +335,12 @@ def test_a_kernel_that_fails_is_forgotten(operator, driver, known):
 
 def test_a_known_plan_that_another_thread_found_damaged(operator, known):
     leaves = leaves_of(known)
-    plan = operator._find(*leaves, False, None, False)
-    plan.choice, plan.calls, plan.launches = Choice(None, "damaged", "it is"), (), None
+    operator.gave_up(operator.plan(*leaves, False, None, False, True), PackageError("it is"))
     for _ in range(3):
         out = operator.attention(*leaves)
         assert torch.equal(out, F.scaled_dot_product_attention(*leaves))
         assert out.requires_grad
-    assert operator.counters() == {"damaged": 3}
+    assert operator.counters() == {"damaged": 1 + 3}
 
 
 def refuse(*_, **options):
@@ -355,51 +349,56 @@ def refuse(*_, **options):
 
 @pytest.mark.parametrize("guards", [None, refuse], ids=["none", "refuse"])
 def test_without_pytorchs_guards_every_call_is_planned(operator, planned, monkeypatch, guards):
-    monkeypatch.setattr(call_cache, "_Guards", guards)
+    monkeypatch.setattr(call_cache, "TensorGuards", guards)
     given = tensors()
     for _ in range(4):
         assert close(operator.attention(*given), F.scaled_dot_product_attention(*given))
     assert (len(planned), operator.counters()) == (4, {"kernel": 4})
 
 
-def test_kinds_of_one_size_take_turns(operator, driver, planned):
+def test_kinds_of_one_size_take_turns(operator, driver, planned, monkeypatch):
     """Six layouts of one size, of which four are known: seldom is one made anew in vain."""
     driver.on_launch = None
-    made = set()
+    made, own = [], call_cache.TensorGuards
+    monkeypatch.setattr(call_cache, "TensorGuards", lambda *of, **how: made.append(of) or own(*of, **how))
     kinds = [[t[:, :, :256] for t in tensors(seqlen=256 + n)] for n in range(6)]
     for _ in range(64):
         for given in kinds:
             operator.attention(*given)
-        for known in operator._seen._kinds.values():
-            assert len(known) <= call_cache._MOST_ALIKE
-            made |= {alike for _, alike, _ in known}
-    assert call_cache._MOST_ALIKE <= len(made) <= 6 * 7
+    assert call_cache.MOST_ALIKE <= len(made) <= 6 * 7
+    planned.clear()
+    for given in kinds:
+        operator.attention(*given)
+    assert len(planned) >= 6 - call_cache.MOST_ALIKE
     planned.clear()
     for given in kinds[:3] * 200:
         operator.attention(*given)
     assert len(planned) < 600
-    assert operator.counters() == {"kernel": 64 * 6 + 600}
+    assert operator.counters() == {"kernel": 65 * 6 + 600}
 
 
 def test_what_is_known_is_bounded(operator, driver, planned, constants):
     driver.on_launch = None
-    constants(call_cache, _MOST=5)
+    constants(call_cache, MOST_SIZES=5)
     kinds = [tensors(seqlen=250 + n) for n in range(12)]
-    for given in kinds * 3:
-        operator.attention(*given)
-        assert len(operator._seen._kinds) <= 5
+    for _ in range(3):
+        planned.clear()
+        for given in kinds:
+            operator.attention(*given)
+        assert len(planned) >= 12 - 5
     planned.clear()
     for _ in range(3):
         operator.attention(*kinds[0])
     assert len(planned) <= 1
 
 
-def test_no_tensor_is_kept(operator, driver):
+def test_no_tensor_is_kept(operator, driver, planned):
     driver.on_launch = None
     given = leaves_of(tensors())
     for _ in range(3):
         operator.attention(*given)
-    assert operator._seen._kinds
+    assert len(planned) == 2, "known from then on"
+    planned.clear()
     left = [weakref.ref(t) for t in given]
     del given
     gc.collect()

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from packages import imported, shape, winner, written  # noqa: E402
+from packages import imported, on_cpu, shape, winner, written  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
@@ -240,14 +240,9 @@ def test_a_package_that_is_imported_anew(package, driver, monkeypatch):
     q, k, v = tensors()
     package.enable()
     kept = F.scaled_dot_product_attention
-    before = package._operator.namespace
     monkeypatch.syspath_prepend(str(Path(package.__file__).parent.parent))
     anew = importlib.reload(package)
-    operators = importlib.import_module(f"{anew.__name__}.operator")
-    name = before.removeprefix("attnsweep_")
-    anew._operator = operators.Operator(anew._operator.table, name, driver, devices=("cpu",))
-    assert anew._operator.namespace == f"{before}_again2"
-    anew._operator.planner.gpus[0] = next(iter(anew._operator.table.gpus.values()))
+    assert on_cpu(anew, driver).namespace == f"attnsweep_{anew.__name__}_cpu_again2"
     anew.enable()
     assert F.scaled_dot_product_attention is not kept
     assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))

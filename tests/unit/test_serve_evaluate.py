@@ -72,7 +72,7 @@ def tuned():
     for place in (*RUNS, *RUNS_OF_H200):
         run = open_run(place)
         key, environment = gpu_of(run)
-        chosen += export._chosen(run, environment, key, {KERNEL.name: KERNEL}, [])
+        chosen += export.chosen_of(run, environment, key, {KERNEL.name: KERNEL}, [])
     return [each.trial for each in chosen]
 
 

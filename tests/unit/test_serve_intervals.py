@@ -402,11 +402,15 @@ def test_no_call_of_a_sequence_is_stale(tmp_path, driver, kernel, steps):
 
     And none scans again what was not changed since, in its stream and its capture.
     """
-    operator = make(tmp_path, driver, *kernels(*KINDS[:3]))
     state = SimpleNamespace(stream=0, capture=0, given=given_of(), lengths=LENGTHS.clone())
+
+    class Capturing(Operator):
+        def capture_of(self, stream):
+            return state.capture
+
+    operator = make(tmp_path, driver, *kernels(*KINDS[:3]), kind=Capturing)
     state.mask = torch.rand(BATCH, 1, ROWS, ROWS, generator=torch.Generator().manual_seed(0)) < 0.5
     operator.stream = lambda _: state.stream
-    operator._masks._capture_of = lambda _: state.capture
     kept, changes, begun = {}, 0, kernel.scans
     for step in steps:
         limits = STEPS[step](state)

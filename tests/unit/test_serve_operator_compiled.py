@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import close, compiled, make, shifted, tensors, traced  # noqa: E402
+from operators import Watch, aten, close, compiled, make, shifted, tensors, traced  # noqa: E402
 from packages import H100, shape, table, winner  # noqa: E402
 
 from attnsweep.serve.runtime import gradients  # noqa: E402
+from attnsweep.serve.runtime.call_cache import Seen  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
 from attnsweep.serve.runtime.table import Guard, Table  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,7 +70,6 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
 def backwards():
     """PyTorch's backward of each backend, which say that they were called."""
     calls = []
-    library = torch.library.Library("aten", "IMPL")
 
     def backward(name):
         def run(grad, q, k, v, out, lse, *_, scale=None):
@@ -76,51 +78,61 @@ def backwards():
 
         return run
 
-    for name in ("flash", "cudnn"):
-        library.impl(f"_scaled_dot_product_{name}_attention_backward", backward(name), "CPU")
-    yield calls
-    library._destroy()
+    both = {f"_scaled_dot_product_{name}_attention_backward": backward(name) for name in ("flash", "cudnn")}
+    with aten(**both):
+        yield calls
 
 
-CUDNN = "_scaled_dot_product_cudnn_attention"
+@pytest.fixture
+def pytorchs_own(monkeypatch):
+    """What a compiler's calls ask of PyTorch's attention: `asked`, q's sizes and options; `seen`, what it calls.
+
+    backend: which one it calls, if not the host's.
+    """
+    own = SimpleNamespace(backend=None, asked=[], seen=set())
+    how = {"cudnn": lambda causal: (None, True, 0.0, causal), "flash": lambda causal: (0.0, causal)}
+
+    def attention(q, k, v, is_causal, scale, enable_gqa):
+        own.asked.append((tuple(q.shape), is_causal, scale, enable_gqa))
+        with Watch() as watch:
+            if own.backend is None:
+                out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+            else:
+                op = getattr(torch.ops.aten, f"_scaled_dot_product_{own.backend}_attention")
+                out, *_ = op(q, k, v, *how[own.backend](is_causal), scale=scale)
+        own.seen |= {name for name in watch.seen if "_scaled_dot" in name}
+        return out
+
+    monkeypatch.setattr(gradients, "sdpa", attention)
+    return own
 
 
 @pytest.mark.parametrize(("name", "rows"), [("cudnn", (256, 1)), ("flash", (256,))])
-def test_a_compiled_backward_is_what_pytorch_would_call(operator, backwards, monkeypatch, name, rows):
-    becomes = f"_scaled_dot_product_{name}_attention"
-    asked = []
-    monkeypatch.setattr(gradients, "_becomes", lambda given, **how: asked.append((given, how)) or becomes)
+def test_a_compiled_backward_is_what_pytorch_would_call(operator, backwards, pytorchs_own, name, rows):
+    pytorchs_own.backend = name
     graphs, grads = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
     assert len(grads) == 3
     assert backwards == [(name, (1, 4, *rows), 0.125)]
     # Before cuDNN's the operator looks at how the output's gradient lies.
-    its = f"{operator.namespace}.backward" if name == "cudnn" else f"{becomes}_backward"
+    its = f"{operator.namespace}.backward" if name == "cudnn" else "_scaled_dot_product_flash_attention_backward"
     assert its in graphs[-1]
-    (query, *_), how = asked[0]
-    assert tuple(query.shape) == (1, 4, 256, 64)
-    assert how == {"is_causal": False, "scale": 0.125, "enable_gqa": False}
+    assert {*pytorchs_own.asked} == {((1, 4, 256, 64), False, 0.125, False)}
 
 
-def test_what_pytorchs_attention_becomes_in_compiled_code(operator, backwards, monkeypatch):
+@pytest.mark.usefixtures("backwards")
+def test_what_pytorchs_attention_becomes_in_compiled_code(operator, pytorchs_own):
     """Its own graph says it, also where autograd asks; and the question is in no graph."""
-    becomes, answers = gradients._becomes, []
-    monkeypatch.setattr(gradients, "_becomes", lambda *given, **how: answers.append(becomes(*given, **how)) or "")
     pytorchs, _ = traced(F.scaled_dot_product_attention, tensors())
-    name = becomes(tensors(), is_causal=False, scale=0.125, enable_gqa=False)
-    assert f"aten.{name}.default" in pytorchs[0]
     graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
-    assert answers
-    assert {*answers} == {name}
+    (name,) = pytorchs_own.seen
+    assert name in pytorchs[0]
     assert operator.counters() == {"kernel": 1}
     assert not any(name in graph or "_fused_sdp_choice" in graph for graph in graphs)
 
 
-def test_a_compiled_backward_of_growing_shapes(operator, backwards, monkeypatch):
+def test_a_compiled_backward_of_growing_shapes(operator, backwards, pytorchs_own):
     """A compiler that knows no sizes asks with those that it began with."""
-    sizes = []
-    monkeypatch.setattr(
-        gradients, "_becomes", lambda given, **_: sizes.append([gradients._first(n) for n in given[0].shape]) or CUDNN
-    )
+    pytorchs_own.backend = "cudnn"
     attention = torch.compile(
         lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager", dynamic=True
     )
@@ -128,7 +140,7 @@ def test_a_compiled_backward_of_growing_shapes(operator, backwards, monkeypatch)
         leaves = [t.requires_grad_() for t in tensors(seqlen=seqlen)]
         torch.autograd.grad(attention(*leaves).sum(), leaves)
     assert [name for name, *_ in backwards] == ["cudnn", "cudnn"]
-    assert all(size == [1, 4, 256, 64] for size in sizes)
+    assert {sizes for sizes, *_ in pytorchs_own.asked} == {(1, 4, 256, 64)}
 
 
 @pytest.mark.usefixtures("pytorchs")
@@ -142,46 +154,38 @@ def test_a_forward_that_no_kernel_serves_is_what_pytorch_would_call(operator):
         rows = torch.zeros(*q.shape[:3], 1)
         return q.clone(), rows, None, None, q.shape[2], k.shape[2], none, none, None
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_cudnn_attention", cudnn, "CPU")
-    try:
-        q, k, v = tensors(seqlen=5)
+    q, k, v = tensors(seqlen=5)
+    with aten(_scaled_dot_product_cudnn_attention=cudnn):
         out, lse = operator.traced.ops.forward_lse(q, k, v, False, 0.125)
-    finally:
-        library._destroy()
     assert torch.equal(out, q)
     assert (lse.shape, called) == ((1, 4, 5), [(False, 0.125)])
 
 
 def test_short_calls_with_gradients_are_pytorchs(tmp_path, driver, backwards):
     """Whatever was tuned: the host takes longer for them than the device."""
-    operator = make(tmp_path, driver, winner(shape(), gain=2.0))
     given = tensors()
     for least, served in ((19.0, True), (21.0, False)):  # PyTorch's forward takes 20 µs
-        gpu = operator.table.gpus[H100]
-        operator.planner.gpus[0] = type(gpu)(
-            gpu.key, gpu.names, Guard(short_us=least), gpu.winners, gpu.memory_bytes_per_us
-        )
-        operator._plans.clear()
+        operator = make(tmp_path, driver, winner(shape(), gain=2.0))
+        operator.planner.gpus[0] = replace(operator.table.gpus[H100], guard=Guard(short_us=least))
         leaves = [t.detach().requires_grad_() for t in given]
         assert operator.explain(*given).code == "tuned"
         assert (operator.explain(*leaves).code == "tuned") == served
-        graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), given)
+        graphs, _ = traced(lambda q, k, v, own=operator: own.attention(q, k, v), given)
         assert any(operator.namespace in graph for graph in graphs) == served
         out = operator.attention(*leaves)
         assert close(out, F.scaled_dot_product_attention(*given))
-    assert operator.counters()["short_training"] == 1
+        assert operator.counters().get("short_training", 0) == (not served)
     reason = operator.explain(*leaves).reason
     assert "with gradients" in reason, reason
 
 
-def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driver):
+def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driver, monkeypatch):
     """The host takes longer for such a step than the device, and would notice the look-up."""
     short = replace(table(tmp_path, winner(shape(), gain=2.0)).gpus[H100], guard=Guard())
     made = Table(tmp_path, "0.0", "0" * 64, {H100: short})
+    monkeypatch.setattr(Seen, "plan", lambda *call: pytest.fail("looked up"))
     operator = Operator(made, "short_steps", driver, devices=("cpu",))
     operator.planner.gpus[0] = short
-    operator._find = lambda *call: pytest.fail("looked up")
     given = tensors()
     leaves = [t.detach().requires_grad_() for t in given]
     out = operator.attention(*leaves, is_causal=True)

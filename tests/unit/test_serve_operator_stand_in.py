@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from operators import NUMBERS, close, tensors  # noqa: E402
-from packages import H100, PLAIN, SPLIT, imported, shape, table, winner, with_config  # noqa: E402
+from packages import H100, PLAIN, SPLIT, imported, on_cpu, shape, table, winner, with_config  # noqa: E402
 
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey  # noqa: E402
@@ -19,22 +18,6 @@ from attnsweep.serve.runtime.table import GpuKey  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 H200 = GpuKey((9, 0), 132, 60 << 20)
 ASKED = shape(1, 4, 256)
-
-
-def properties(key):
-    major, minor = key.compute_capability
-    sizes = {"multi_processor_count": key.sm_count, "L2_cache_size": key.l2_bytes}
-    return SimpleNamespace(major=major, minor=minor, **sizes)
-
-
-@pytest.fixture
-def has(monkeypatch):
-    """Has PyTorch tell of a GPU of this key."""
-
-    def set_(key):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(key))
-
-    return set_
 
 
 @pytest.fixture
@@ -150,7 +133,7 @@ def test_an_exported_package_has_the_rule(has, tmp_path, driver):
     """Its runtime is a copy, and its table has the format that it always had."""
     module = imported(tmp_path, "stands_in", driver, winner(ASKED))
     has(H200)
-    module._operator.planner.gpus.clear()
+    on_cpu(module, driver).planner.gpus.clear()
     q, k, v = tensors()
     with module.enable():
         assert close(F.scaled_dot_product_attention(q, k, v), module.attention(q, k, v))

@@ -234,7 +234,7 @@ def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
 
 @pytest.mark.nightly(push=0)
 def test_the_page_says_what_the_conditions_keep_away(constants):
-    constants(dispatch, _STAND_IN_GAIN=1.0, _STAND_IN_MEMORY=99.0)
+    constants(dispatch, STAND_IN_GAIN=1.0, STAND_IN_MEMORY=99.0)
     gains = {}
     for by, on in (("H100", "H200"), ("H200", "H100")):
         rows = judged.__wrapped__(by, on, True)

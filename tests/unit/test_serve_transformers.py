@@ -374,13 +374,9 @@ def test_a_step_with_gradients_and_checkpoints_has_the_same_gradients(package):
 
 def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
     """k and v are not repeated, and a mask is scanned once for all layers."""
-    from operators import make
-
-    from attnsweep.serve.runtime.transformers_hook import _implementation
-
-    kernel = MaskedKernel()
-    own = make(tmp_path, FakeDriver(kernel), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",))))
-    forward = _implementation(own.attention, own.masked_in_model, None)
+    kernel, of = MaskedKernel(), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",)))
+    own = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(kernel), of)
+    forward = transformers.AttentionInterface()[own.register()]
     q, k, v = (torch.randn(2, n, 256, 64).bfloat16() for n in (4, 2, 2))
     mask = torch.rand(2, 1, 256, 256) < 0.5
     for _ in range(2):

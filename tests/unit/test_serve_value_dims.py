@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel, MaskedKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import close, compiled, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
+from operators import aten, close, compiled, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, SPLIT, imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
@@ -223,11 +223,9 @@ def pytorchs():
         calls.append("backward")
         return flash_backward(grad, q, k, v, out, *rest, scale=scale)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
-    yield calls
-    library._destroy()
+    name = "_scaled_dot_product_flash_attention"
+    with aten(**{name: forward, f"{name}_backward": backward}):
+        yield calls
 
 
 def exact(given, direction, **options):
@@ -271,14 +269,10 @@ def test_cudnn_takes_both_head_dims(tmp_path, driver):
         seen.extend(t.shape[3] for t in (grad, q, k, v, out))
         return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn, "CPU")
-    library.impl("_fused_sdp_choice", lambda *_, **how: 3, "CPU")
-    try:
-        leaves = [t.requires_grad_() for t in call()]
+    by = {"_scaled_dot_product_cudnn_attention_backward": cudnn, "_fused_sdp_choice": lambda *_, **how: 3}
+    leaves = [t.requires_grad_() for t in call()]
+    with aten(**by):
         got = torch.autograd.grad(made.attention(*leaves).sum(), leaves)
-    finally:
-        library._destroy()
     assert seen == [128, 192, 192, 128, 128]
     assert all(torch.equal(each, torch.ones_like(each)) for each in got)
 

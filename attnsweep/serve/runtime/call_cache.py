@@ -13,17 +13,18 @@ from torch.autograd import forward_ad
 from .arguments import PLAIN as _PLAIN
 from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
 
-# What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype, device,
-# requires_grad, sizes and strides. Without it every call is planned by its shapes and strides.
-_Guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+TensorGuards = getattr(_guards, "TensorGuards", None)
+"""What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype, device,
+requires_grad, sizes and strides. Without it every call is planned by its shapes and strides."""
 _is_grad_enabled, _modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-# Kinds of calls of the same sizes that are told from each other: by strides and gradients, say.
-_MOST_ALIKE = 4
-# Sizes that are remembered. More are met only by calls whose sizes keep changing.
-_MOST = 1024
+MOST_ALIKE = 4
+"""Kinds of calls of the same sizes that are told from each other: by strides and gradients, say."""
+MOST_SIZES = 1024
+"""Sizes that are remembered. More are met only by calls whose sizes keep changing."""
 
 
 def transformed() -> bool:
@@ -97,7 +98,7 @@ class Seen:
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
         plan.met += 1
-        if _Guards is None or plan.met < 2 or query is key or key is value or query is value:
+        if TensorGuards is None or plan.met < 2 or query is key or key is value or query is value:
             return
         if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
             return
@@ -105,24 +106,26 @@ class Seen:
         what = (query.shape, key.shape, causal, scale, enable_gqa, *sizes_of_mask)
         kinds = self._kinds.get(what, ())
         tensors = (query, key, value, *mask)
-        seldom = len(kinds) >= _MOST_ALIKE and plan.met & (plan.met - 1)
+        seldom = len(kinds) >= MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return
         sizes = [list(each.shape) for each in tensors]
         strides = [list(each.stride()) for each in tensors]
         try:
-            alike = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            alike = TensorGuards(
+                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check
         except (TypeError, RuntimeError):
             return
         grad = _is_grad_enabled() if any(each.requires_grad for each in tensors) else None
-        if len(self._kinds) >= _MOST:
+        if len(self._kinds) >= MOST_SIZES:
             self._kinds.clear()
-        self._kinds[what] = ((plan, alike, grad), *kinds[: _MOST_ALIKE - 1])
+        self._kinds[what] = ((plan, alike, grad), *kinds[: MOST_ALIKE - 1])
 
 
 Masks = tuple[torch.Tensor, ...]
-# A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten.
-_MOST_LISTS = 64
+MOST_LISTS = 64
+"""A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +189,7 @@ class MaskLists:
         def gone(_: Any, what: tuple[int, ...] = what) -> None:
             self._kept.pop(what, None)
 
-        while len(self._kept) >= _MOST_LISTS:
+        while len(self._kept) >= MOST_LISTS:
             self._kept.pop(next(iter(self._kept)), None)
         own = tuple((weakref.ref(m, gone), m.data_ptr(), m._version) for m in masks)
         self._kept[what] = _Kept(own, plan, stream, capture, made)

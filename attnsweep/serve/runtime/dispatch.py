@@ -34,14 +34,14 @@ _DOUBT = 0.01
 # what differs between such GPUs. Chosen on 39 recorded shapes of an H200 and 172 of an H100, by the
 # rows of the other card; 190 later ones of the H200 bear them out (benchmarks/dispatch.py, and the
 # tutorial docs/tutorials/your-model.md).
-_STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
+STAND_IN_GAIN, STAND_IN_MEMORY = 1.10, 0.3
 # Keys for each query. With more, divided among the SMs, predicted gains were up to twice the
 # measured ones, also on one GPU.
 _MANY_KEYS = 4
 # If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
 # among them, which the prediction knows badly. A kernel must then be predicted to be faster by
 # this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
-_DIVIDED_GAIN = 1.3
+DIVIDED_GAIN = 1.3
 # What a predicted backward must gain besides, as long as no held-out shapes say how good that is.
 _BACKWARD_MARGIN = 0.04
 
@@ -131,10 +131,10 @@ def _by_stand_in(gpu: TunedGpu, other: TunedGpu, problem: Problem, own: Choice) 
     told = f"{why}; by {runs}: {found.reason}"
     if found.kernel is None:
         return Choice(None, own.code, told, found.gain)
-    if memory_us(SDPA, problem, other.card) > _STAND_IN_MEMORY * found.sdpa_us:
+    if memory_us(SDPA, problem, other.card) > STAND_IN_MEMORY * found.sdpa_us:
         told += ", but too much of that is memory's time, which differs here"
         return Choice(None, own.code, told, found.gain)
-    if found.gain < max(_STAND_IN_GAIN, 1 + other.guard.margin):
+    if found.gain < max(STAND_IN_GAIN, 1 + other.guard.margin):
         return Choice(None, own.code, f"{told}: too little for another GPU's", found.gain)
     told = f"by {runs}, which stand in for this GPU's: {found.reason}"
     return Choice(found.kernel, "stand_in", told, found.gain, found.sdpa_us)
@@ -240,7 +240,7 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     if problem.op == BACKWARD:
         least += _BACKWARD_MARGIN
     elif divided:
-        least = _DIVIDED_GAIN
+        least = DIVIDED_GAIN
     why = (
         f"predicted {ours.time_us:.4g} µs from {ours.nearest.label} ({ours.octaves:.1f} octaves)"
         f"{f' and {ours.shapes - 1} more' if ours.shapes > 1 else ''}, "

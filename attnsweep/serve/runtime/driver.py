@@ -18,10 +18,11 @@ _MAP_BYTES = 128
 _ALIGNMENT = 64
 # Every kernel may have this much dynamic shared memory without asking.
 _DEFAULT_SMEM = 48 * 1024
-# Launches that are remembered of one kind of call, and in all. More are met by calls whose
-# addresses or shapes keep changing: then the oldest are moved, and at the end all are forgotten.
-_MOST_OF_A_KIND = 64
-_MOST_READY = 4096
+MOST_OF_A_KIND = 64
+"""Launches that are remembered of one kind of call. More are met by calls whose addresses keep
+changing: then the oldest are moved."""
+MOST_READY = 4096
+"""Launches that are remembered in all. More are met if shapes change: all are forgotten then."""
 
 
 class DriverError(Exception):
@@ -229,7 +230,7 @@ class Device:
         if not getattr(self._threads, "entered", False):
             self._enter()  # encoding a tensor map needs a context too
         self._readied += 1
-        if self._readied > _MOST_READY:
+        if self._readied > MOST_READY:
             with self._lock:
                 self._readied = 1
                 for each in self._kept:
@@ -399,7 +400,7 @@ class BoundLaunches:
             q, k, v = addresses[:3]
             if (q | k | v) & 15 or not (q and k and v):
                 raise Unaligned
-        if len(self._ready) >= _MOST_OF_A_KIND:
+        if len(self._ready) >= MOST_OF_A_KIND:
             try:
                 ready = self._ready.pop(next(iter(self._ready)))
             except (KeyError, RuntimeError, StopIteration):  # another thread was faster

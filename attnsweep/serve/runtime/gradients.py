@@ -16,8 +16,7 @@ from .sdpa_patch import sdpa
 
 _choice = torch._fused_sdp_choice
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
-# All that PyTorch's choice depends on but a call's plan. Without one of them it is asked each time.
-_SETTINGS = [
+SETTINGS = [
     getattr(torch._C, f"_get_{name}", object)
     for name in (
         *("cudnn_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
@@ -25,6 +24,8 @@ _SETTINGS = [
         *("deterministic_algorithms", "deterministic_algorithms_warn_only"),
     )
 ]
+"""All that PyTorch's choice depends on but a call's plan. Without one of them it is asked each
+time."""
 
 
 def with_lse(
@@ -136,7 +137,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         plan: Any,
     ) -> torch.Tensor:
         """operator: computes output and log-sum-exp by a plan, and gradients, or returns None."""
-        settings = [setting() for setting in _SETTINGS]
+        settings = [setting() for setting in SETTINGS]
         by = plan.by_pytorch
         if by is None or by[0] != settings:
             by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)

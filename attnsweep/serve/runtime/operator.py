@@ -67,7 +67,7 @@ class Operator:
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
-        self._masks = MaskLists(self._capture_of)
+        self._masks = MaskLists(self.capture_of)
         self._devices: dict[int, Device] = {}
         self.backward = BackwardOperator(self)
         self.forked = False
@@ -306,7 +306,7 @@ class Operator:
             grad = _is_grad_enabled() and (
                 query.requires_grad or key.requires_grad or value.requires_grad
             )
-            plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
+            plan = self.plan(query, key, value, is_causal, scale, enable_gqa, grad)
             if not plan.calls:
                 choice = plan.choice
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
@@ -390,7 +390,7 @@ class Operator:
             choice, is_causal = SHORT_SCAN if short else plan.choice, False
         else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
+            plan = self.plan(query, key, value, is_causal, scale, enable_gqa, grad)
             aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
             choice = plan.choice if aligned or not plan.calls else UNALIGNED
         own = None
@@ -424,7 +424,7 @@ class Operator:
             self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
 
     # ---- plans ----
-    def _plan(self, query: Any, key: Any, value: Any, *how: Any) -> Plan:
+    def plan(self, query: Any, key: Any, value: Any, *how: Any) -> Plan:
         """The plan of a call, from the cache if its shapes and strides were met before.
 
         how: causal, scale, enable_gqa, and whether it has the log-sum-exp.
@@ -462,7 +462,7 @@ class Operator:
     ) -> tuple[torch.Tensor, ...] | None:
         """What `run` returns; None, which is counted, if no kernel serves the call."""
         grouped = query.shape[1] != key.shape[1]
-        plan = self._plan(query, key, value, causal, scale, grouped, lse)
+        plan = self.plan(query, key, value, causal, scale, grouped, lse)
         if plan.calls:
             return self.run(plan, query, key, value)
         self.fell_back(plan.choice)
@@ -573,7 +573,7 @@ class Operator:
             raise DriverError("the scan of a mask is not loaded")
         return found
 
-    def _capture_of(self, stream: int) -> int | None:
+    def capture_of(self, stream: int) -> int | None:
         """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""
         if not self._on_cuda or not torch.cuda.is_current_stream_capturing():
             return 0

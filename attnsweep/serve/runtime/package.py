@@ -31,6 +31,13 @@ _is_grad_enabled, _counts, _SHORT = torch.is_grad_enabled, _operator.counts, SHO
 __version__ = _operator.table.attnsweep
 
 
+def serve_by(operator: Operator) -> None:
+    """Have another operator serve the calls: one of another driver, or for other devices."""
+    global _operator, _varlen, _fp8, _counts
+    _operator, _varlen, _fp8 = operator, VarlenOperator(operator), Fp8Operator(operator)
+    _counts = operator.counts
+
+
 # Functions, since a model that has one as an attribute can be copied and pickled.
 @ends_with(MASKS_AND_SCORES)
 def attention(
