@@ -28,7 +28,7 @@ _LOG_LENGTH = 4000
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
 # The template without a body, whose launches show what launching costs.
-_EMPTY_SOURCE = "kernels/common/empty.cu"
+_EMPTY_SOURCE = "common/empty.cu"
 # Most bytes of workspace on short turns, beside those of the timed problem.
 _TURNS_BYTES = 2**28
 
@@ -86,7 +86,7 @@ class Build:
         for name, launch in self.launches.items():
             defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
             self.futures[name] = self.compiler.submit(self.kernel.source, defines)
-        self.futures[_EMPTY] = self.compiler.submit(shipped(_EMPTY_SOURCE), {})
+        self.futures[_EMPTY] = self.compiler.submit(shipped("kernels") / _EMPTY_SOURCE, {})
 
     @property
     def ready(self) -> bool:
