@@ -19,7 +19,7 @@ from attnsweep.family.family import Config
 from .served import DECLARED, WGMMA, config_of
 
 _T = TypeVar("_T")
-FORMAT = 6
+FORMAT = 7
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"

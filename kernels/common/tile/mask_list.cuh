@@ -141,9 +141,9 @@ struct Sequences {
     }
 };
 
-// Tiles of queries are cut every so many rows, and where a packed sequence begins, so that no tile
-// visits the keys of two. A part between cuts has its own slots of a list, more than
-// it needs: cuts before it, and tiles that would end before it.
+// Where tiles of queries begin: after a fixed number of rows, and wherever a packed sequence does,
+// so that no tile visits the keys of two sequences. A part between cuts has its own slots of a
+// list, more than it needs: cuts before it, and tiles that would end before it.
 struct Cuts {
     const int* of_q;
     int count, seqlen_q;  // count: of numbers in of_q
