@@ -323,13 +323,13 @@ def _chosen(calls: int, room: int) -> list[int]:
     return secrets.SystemRandom().sample(range(calls), min(calls, room - 1))
 
 
-BITS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
-"""How numbers of so many bytes are stored, in types that DLPack knows on both sides."""
+STORAGE: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
+"""The integer type, by bytes, in which numbers go through DLPack: CuPy and PyTorch both know it."""
 
 
 def arrays_of(problem: Problem, buffers: Any) -> dict[str, Any]:
     """The inputs that a baseline is called with, by name, as CuPy arrays of their storage."""
-    own, made = BITS[DTYPE_BYTES[problem.dtype]], {}
+    own, made = STORAGE[DTYPE_BYTES[problem.dtype]], {}
     for name in problem.values:
         kind = own if problem.tensor(name).dtype == problem.dtype else np.float32
         made[name] = buffers[name].view(problem.shape_of(name), kind)
@@ -364,7 +364,7 @@ def prepare(
         getattr(torch, types.get(dtype, "float8_e4m3fn"))
         for dtype in (problem.dtype, problem.out_dtype)
     )
-    bits = BITS[DTYPE_BYTES[problem.dtype]].__name__
+    bits = STORAGE[DTYPE_BYTES[problem.dtype]].__name__
     tensors = [
         tuple(
             torch.from_dlpack(array)

@@ -465,7 +465,7 @@ class Bench:
         self, call: prepare.BoundBaseline, held: bool, shown: bool
     ) -> tuple[Accuracy, Proven]:
         """Check a baseline's outputs, and bind them to where replays are judged."""
-        bits = prepare.BITS[DTYPE_BYTES[self.problem.out_dtype]]
+        bits = prepare.STORAGE[DTYPE_BYTES[self.problem.out_dtype]]
         shapes = {name: self.problem.shape_of(name) for name in self.problem.outputs}
         rows = self.problem.shape_of("o")[:3]
         lse = Buffer(4 * math.prod(rows)) if call.gives_lse else None

@@ -88,7 +88,7 @@ class Called:
     def _bind(self, name: str, shape: Problem, arena: Arena, calls: int) -> prepare.BoundBaseline:
         inputs = prepare.arrays_of(shape, arena)
         bound = prepare.prepare(name, shape, [inputs], self._session, converts=False)
-        bits, each = prepare.BITS[DTYPE_BYTES[shape.out_dtype]], []
+        bits, each = prepare.STORAGE[DTYPE_BYTES[shape.out_dtype]], []
         for call in range(calls):
             outputs = [arena[f"{o} {call}"].view(shape.shape_of(o), bits) for o in shape.outputs]
             lse = None

@@ -76,11 +76,11 @@ class JudgeError(Exception):
     """A process of the judge failed, in code of the judge."""
 
 
-class Side:
+class Caller:
     """A process that calls callables; what it answers is a claim."""
 
-    card = "attnsweep.bench.called:Card"
-    """What answers there: see called.main."""
+    answers_by = "attnsweep.bench.called:Card"
+    """The class of what answers in that process: see called.main."""
     _popen: Callable[..., Any] = subprocess.Popen
 
     def __init__(self, scratch: Path | None) -> None:
@@ -94,13 +94,13 @@ class Side:
         start = "import sys; sys.path = [*filter(None, sys.path)]; "
         start += "from attnsweep.bench.called import main; main()"
         self.process = self._popen(
-            [sys.executable, "-c", start, str(os.getpid()), self.card],
+            [sys.executable, "-c", start, str(os.getpid()), self.answers_by],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=env,
         )
-        """Of a stranger, or one of the judge's."""
+        """It runs a stranger's code, or the judge's."""
         self._end = weakref.finalize(self, _end, self.process)
         self._number = 0
 
@@ -180,7 +180,7 @@ def _ended(ended: subprocess.Popen[bytes]) -> str:
 class _Entry:
     """A callable or a library, and what the chains showed of it."""
 
-    side: Side
+    caller: Caller
     held: bool
     rounds_scores: int
     gives_lse: bool = False
@@ -200,7 +200,7 @@ class _Entry:
 class StrictBench(Bench):
     """A Bench whose callables and libraries are called elsewhere, in chains; it has no others."""
 
-    _transport, _buffer, _started = CudaIpc, Buffer, Side
+    _transport, _buffer, _started = CudaIpc, Buffer, Caller
     clock = staticmethod(time.perf_counter)
     """The judge's, in seconds."""
 
@@ -240,16 +240,16 @@ class StrictBench(Bench):
             calls //= 2
         self._usual_mhz = self.session.sm_mhz() or 0.0
 
-    def _begun(self) -> Side:
+    def _begun(self) -> Caller:
         """A process for a stranger, which has a place of its own for files."""
         return self._started(Path(tempfile.mkdtemp(dir=self._scratch)))
 
-    def _open(self, side: Side) -> None:
+    def _open(self, caller: Caller) -> None:
         """Have a process open the judge's memory."""
         cache = str(self._cache_dir or default_cache_dir())
         facts = {"problem": self.problem.label, "handle": self._arena.handle}
-        with _of_the_judge(), side.awake():  # no stranger's code is imported yet
-            side.ask("open", **facts, spans=self._spans, cache=cache)
+        with _of_the_judge(), caller.awake():  # no stranger's code is imported yet
+            caller.ask("open", **facts, spans=self._spans, cache=cache)
 
     # -- what crosses ----------------------------------------------------------------------------
 
@@ -288,12 +288,12 @@ class StrictBench(Bench):
     def _call_once(self, name: str, entry: _Entry) -> None:
         """One call on the inputs as they are, whose output is sealed."""
         self._give(self._arena, self._proof.timed, 1)
-        with entry.side.awake():
-            entry.gives_lse = entry.side.ask("call", name=name) is True
+        with entry.caller.awake():
+            entry.gives_lse = entry.caller.ask("call", name=name) is True
         self._seal(1)
 
     def _chain(
-        self, side: Side, name: str | None, calls: int, of: DeviceCase | None = None
+        self, caller: Caller, name: str | None, calls: int, of: DeviceCase | None = None
     ) -> tuple[float, float, int]:
         """A chain of calls: its microseconds by events, by the judge's clock, and its number.
 
@@ -307,10 +307,10 @@ class StrictBench(Bench):
         first = secrets.randbits(64) or 1
         contents = np.zeros(self._slots, np.uint64)
         contents[0] = first
-        with side.awake():
+        with caller.awake():
             begin = self.clock()
             self._arena["contents"].upload(contents)
-            claim = side.run(name, calls)
+            claim = caller.run(name, calls)
             took_us = (self.clock() - begin) * 1e6
         return claim, took_us, first
 
@@ -326,20 +326,20 @@ class StrictBench(Bench):
         self._owned.imports.end()
         held = name not in BACKENDS
         self.session.release()
-        side = self._own
+        caller = self._own
         if held:
-            side = self._waiting.pop(name) if name in self._waiting else self._begun()
-        entry = _Entry(side, held, backend_of(name).rounds_scores)
+            caller = self._waiting.pop(name) if name in self._waiting else self._begun()
+        entry = _Entry(caller, held, backend_of(name).rounds_scores)
         try:
             if held:
-                self._open(side)
+                self._open(caller)
             # It may tune on other inputs than those that its first judged call has: what memory
             # still holds of an earlier call is not right then.
             with self.session.stream:
                 self._proof.timed.redraw()
             self._give(self._arena, self._proof.timed, 1)
-            with side.awake():
-                issued = side.ask("add", name=name)
+            with caller.awake():
+                issued = caller.ask("add", name=name)
             self._call_once(name, entry)
             accuracy, entry.proven = self._prove_first(name, entry)
             if held and not self._is_shown(name, accuracy):
@@ -348,7 +348,7 @@ class StrictBench(Bench):
             self._begin_chains(name, entry)
         except BaseException:
             if held:
-                side.end()
+                caller.end()
             self._renew()
             raise
         self._strict[name] = entry
@@ -377,8 +377,8 @@ class StrictBench(Bench):
             arena, spans = self._shared(fixture, 1)
             facts = {"problem": fixture.case.problem.label, "handle": arena.handle}
             entry.cases.append(arena)
-            with entry.side.awake():
-                if entry.side.ask("case", name=name, spans=spans, **facts) is not True:
+            with entry.caller.awake():
+                if entry.caller.ask("case", name=name, spans=spans, **facts) is not True:
                     continue
             for one in fixture.outputs:
                 fixture.buffers[one].copy_from(arena[f"{one} 0"])
@@ -394,8 +394,8 @@ class StrictBench(Bench):
 
         def try_chain(calls: int) -> float:
             entry.calls = calls
-            with entry.side.awake():
-                entry.side.ask("ready", name=name, calls=calls)
+            with entry.caller.awake():
+                entry.caller.ask("ready", name=name, calls=calls)
             return self._chained_us(name, entry)
 
         fit = int(_CHAIN_US / max(1.0, try_chain(few)))
@@ -433,7 +433,7 @@ class StrictBench(Bench):
     def _judged_chain(self, name: str, entry: _Entry, of: DeviceCase) -> tuple[float, float]:
         """A chain on inputs of a case whose outputs are judged, and its times as of _chain."""
         calls = entry.calls
-        claim, took, first = self._chain(entry.side, name, calls, of)
+        claim, took, first = self._chain(entry.caller, name, calls, of)
         self._seal(calls)
         written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
         outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]

@@ -69,7 +69,7 @@ class Fleet:
         with ExitStack() as stack:
             stack.enter_context(all_held(self._cards, s.wait, s.observer))
             # Before the plan says which are the longest, so that the cards begin on them at once.
-            # Of a part of a spec only the plan says which it has.
+            # With a shard only the plan says which problems there are.
             problems = [entry.problem for entry in s.spec.problems] if s.shard is None else []
             problems.sort(key=lambda problem: -problem.flops)
             self._guesses = dict(zip(names, problems, strict=False))

@@ -86,7 +86,7 @@ class Errors:
 
 
 @dataclass
-class Side:
+class RightAnswer:
     """What is expected of the inputs as they were made, or negated: outputs by name."""
 
     expected: dict[str, Buffer]
@@ -154,7 +154,7 @@ class DeviceCase:
         self._mix = Buffer(8)
         session.settle()
         self.tilted: Buffer | None = None
-        self.sides: list[Side] = []
+        self.sides: list[RightAnswer] = []
         """What is right on the inputs as they were made, and on their opposite."""
         self.floor = dict.fromkeys(self.outputs, 0.0)
         with session.stream:
@@ -194,15 +194,15 @@ class DeviceCase:
     def _of_float64(self, output: str) -> Buffer:
         return Buffer(8 * math.prod(self.case.problem.shape_of(output)))
 
-    def _side(self) -> Side:
+    def _side(self) -> RightAnswer:
         """The expected outputs on the present inputs."""
         problem, expected = self.case.problem, {n: self._of_float64(n) for n in self.outputs}
         if self._backward:
             self.judge.gradients(self.buffers, problem, expected)
-            return Side(expected, None)
+            return RightAnswer(expected, None)
         lse = Buffer(8 * self.rows)
         self.judge.reference(self.buffers, problem, expected["o"], lse, sample=self.sample)
-        return Side(expected, lse)
+        return RightAnswer(expected, lse)
 
     @property
     def judged_rows(self) -> int:
@@ -236,7 +236,7 @@ class DeviceCase:
             one = Compared(plain, problem, [made], None, None, floor, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
-        self._prove(Side({"o": made}, lse), known.rows, *known.exact)
+        self._prove(RightAnswer({"o": made}, lse), known.rows, *known.exact)
         return made
 
     def compare_format(self, slot: int) -> bool:
@@ -252,7 +252,7 @@ class DeviceCase:
         self.judge.compare(drawn, slot)
         return True
 
-    def _prove(self, side: Side, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
+    def _prove(self, side: RightAnswer, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
         shape, of_rows = problem.shape_of("o"), self.judge.rows
@@ -262,7 +262,7 @@ class DeviceCase:
         wrong_lse = measures.apart(lse, exact_lse).max()
         self._must_be(max(error, float(wrong_lse) / 1e3))  # of scores up to a thousand
 
-    def _prove_gradients(self, side: Side, known: ExpectedCase, sign: int) -> None:
+    def _prove_gradients(self, side: RightAnswer, known: ExpectedCase, sign: int) -> None:
         """The same of gradients. sign: of those that are known."""
         assert known.gradients is not None
         for name, exact in known.gradients.items():
@@ -308,7 +308,7 @@ class DeviceCase:
         inputs = enumerate(self.case.problem.inputs)
         return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 
-    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> Side:
+    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> RightAnswer:
         """Compare every element of outputs with float64 of the inputs as they are now.
 
         Findings go to slots from this one on. Returns what is in use until then.

@@ -111,9 +111,9 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     # In FP8 sums are cut towards 0, and shrink the more the longer they are: `same` shows it.
     off = _SYSTEMATIC_FP8 if problem.scaled else SYSTEMATIC[dtype]
     cut = 0.0 if problem.scaled else _CUT_PER_KEY * problem.seqlen_k
-    # A row may hang on one rounded weight: then its error is a gain, of up to half an ulp, and in
-    # FP8 more. Of all rows of a sweep on an H100, (64,32/8,1x4096,128) in bf16, a right one had
-    # 3.3e-3, where three times the largest of a sample is 3.0e-3.
+    # A row may hang on one rounded weight. Its error is a gain then, of up to half an ulp, or more
+    # in FP8. The recorded run `decode_models` of an H100 refused a right kernel that had such a
+    # row, of 3.3e-3, where three times the largest gain of a sample is 3.0e-3.
     one_weight = row if problem.scaled else half / 2 if dtype == "fp32" else half
     row_gain = max(times.row_gain * same.row_gain, one_weight)
     # What all outputs may be wrong by, each of their rows and tiles may be: 64 rows that products

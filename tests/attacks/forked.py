@@ -10,6 +10,6 @@ from attnsweep.bench import called
 
 
 def main() -> None:
-    """Serve the strict judge as a program would: see strict.Side."""
+    """Serve the strict judge as a program would: see strict.Caller."""
     sys.argv = ["-c", str(os.getppid()), f"{host.__name__}:Card"]
     called.main()

@@ -32,20 +32,20 @@ def said_of(bench: Any, name: str, rounds: int) -> str:
     return f"confirmed {times[-1]:.3g}"
 
 
-class Kept(strict.Side):
+class Kept(strict.Caller):
     """A process for many attacks."""
 
     def end(self) -> None:
         """It goes on."""
 
-    leave = strict.Side.end
+    leave = strict.Caller.end
 
 
 class HostBench(strict.StrictBench):
     """Its memory is the host's; `sides` are those of bench before."""
 
     sides: dict[Any, Kept]
-    alone: list[strict.Side] | None = None
+    alone: list[strict.Caller] | None = None
     place: str
 
     def _transport(self) -> host.HostShared:
@@ -59,9 +59,9 @@ class HostBench(strict.StrictBench):
     def _buffer(self, nbytes: int) -> Buffer:
         return Buffer(nbytes)
 
-    def _started(self, scratch: Path | None) -> strict.Side:
+    def _started(self, scratch: Path | None) -> strict.Caller:
         if self.alone is not None and scratch is not None:
-            self.alone.append(strict.Side(scratch))
+            self.alone.append(strict.Caller(scratch))
             return self.alone[-1]
         key = scratch is None, os.environ.get(host.NO_CHAIN)
         found = self.sides.get(key)
@@ -80,13 +80,13 @@ def strict_bench(
     patch: pytest.MonkeyPatch,
     sides: dict[Any, Kept],
     nursery: Nursery,
-    alone: list[strict.Side],
+    alone: list[strict.Caller],
     kind: type[HostBench] = HostBench,
     small: tuple[Case, ...] = (),
     **how: Any,
 ) -> HostBench:
     """alone: gets processes of one callable. small: the cases beside the problem."""
-    patch.setattr(strict.Side, "_popen", nursery.popen)
+    patch.setattr(strict.Caller, "_popen", nursery.popen)
     patch.setattr(strict, "_MOST", 4)  # calls of a chain: each is simulated
     patch.setattr(kind, "sides", sides, raising=False)
     patch.setattr(AloneBench, "alone", alone, raising=False)

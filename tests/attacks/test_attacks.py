@@ -288,7 +288,7 @@ def test_what_is_right_is_confirmed_where_calls_are_long(monkeypatch, request):
 
 
 def cold_us(bench):
-    """Of a call on a copy of its own, in a replay of few that follows an untimed one."""
+    """The time of a call in a short replay, each on its own copy, after an untimed replay."""
     bench.add_baseline(name := "attacks.kernels:by_content")
     return bench.race(name, 1.0, "cold")[0]
 

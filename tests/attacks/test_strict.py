@@ -57,7 +57,7 @@ def no_clock(patch):
 
 def late_and_awake(patch):
     """Outputs are taken when all is done, of a process that goes on."""
-    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    patch.setattr(strict.Caller, "_signal", lambda self, what: None)
     chain = strict.StrictBench._chain
 
     def later(self, side, name, calls, *of):
@@ -72,7 +72,7 @@ def late_and_awake(patch):
 
 
 def busy_and_awake(patch):
-    patch.setattr(strict.Side, "_signal", lambda self, what: None)
+    patch.setattr(strict.Caller, "_signal", lambda self, what: None)
     patch.setattr(strict, "_BUSY", 1e9)
     no_clock(patch)
 
@@ -159,7 +159,7 @@ def test_a_busy_stranger_stands_still_while_others_are_timed(name, make_strict):
 
 
 def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
-    monkeypatch.setattr(strict.Side, "_signal", lambda self, what: None)
+    monkeypatch.setattr(strict.Caller, "_signal", lambda self, what: None)
     assert "the card is busy after its calls" in judged(of(make_strict, True), "keeps_the_card_busy")
 
 

@@ -25,11 +25,11 @@ linux = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 
 
 def side_of(card, scratch):
-    class Side(strict.Side):
+    class Caller(strict.Caller):
         pass
 
-    Side.card = f"called_cards:{card}"
-    return Side(scratch)
+    Caller.answers_by = f"called_cards:{card}"
+    return Caller(scratch)
 
 
 @pytest.fixture

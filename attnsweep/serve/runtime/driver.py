@@ -44,8 +44,8 @@ class Tensor(NamedTuple):
 
 
 _Map = tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]
-"""Of a tensor map: its offset, its buffer's name and place among a call's addresses, and what the
-driver is told before and after the address."""
+"""A tensor map: its offset, the name and place of its buffer among a call's addresses, and the
+driver's arguments before and after the address."""
 
 
 class Form(NamedTuple):

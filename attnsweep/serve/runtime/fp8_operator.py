@@ -29,7 +29,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 @dataclass(slots=True, eq=False)
 class _Plan(Plan):
-    """Of a call in FP8, which has a problem, and a kernel."""
+    """The plan of a call in FP8, with its problem."""
 
     problem: Any = None
 

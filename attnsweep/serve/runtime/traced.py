@@ -148,7 +148,7 @@ class Traced:
         diagonals, _, _, scale, softcap, sinks, _ = how
         if diagonals or softcap or sinks is not None:
             done = self._operator.masked(_call(query, key, value, mask, *how), keep=False)
-        else:  # a third of the host's time less, which a short call waits for
+        else:  # found by one question if it was met before: a short call waits for the host
             done = self._operator.by_mask(query, key, value, mask, (False, scale, True), False)
         if done is not None:
             return done
