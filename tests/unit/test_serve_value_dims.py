@@ -1,5 +1,6 @@
 """Calls whose v has another head_dim than q, over a fake driver with kernels of NumPy's."""
 
+import struct
 from dataclasses import replace
 
 import pytest
@@ -261,20 +262,29 @@ def test_gradients(tmp_path, driver, pytorchs, dims, layout, of_q):
         assert [each.shape for each in got] == [each.shape for each in given]
 
 
-def test_cudnn_takes_both_head_dims(tmp_path, driver):
-    """Where PyTorch would call it, nothing is made longer for it."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cudnn_takes_both_head_dims(tmp_path, driver, layout):
+    """Where PyTorch would call it, nothing is made longer for it.
+
+    Output and gradient lie as q does, by a plan that no call of PyTorch's own finds: it keeps these
+    by the bytes of the parameters, without the layouts of output and gradient.
+    """
     made, seen = operator_of(tmp_path, driver), []
 
-    def cudnn(grad, q, k, v, out, lse, *_, scale=None):
-        seen.extend(t.shape[3] for t in (grad, q, k, v, out))
+    def cudnn(grad, q, k, v, out, lse, *rest, scale=None):
+        seen.append([t.shape[3] for t in (grad, q, k, v, out)])
+        assert grad.stride() == out.stride() == rows(256, 128, layout)
+        assert struct.pack("d", rest[-2]) != struct.pack("d", 0.0)
+        assert rest[-2] == 0
         return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
 
     by = {"_scaled_dot_product_cudnn_attention_backward": cudnn, "_fused_sdp_choice": lambda *_, **how: 3}
-    leaves = [t.requires_grad_() for t in call()]
+    leaves = [t.requires_grad_() for t in call(layout=layout)]
     with aten(**by):
-        got = torch.autograd.grad(made.attention(*leaves).sum(), leaves)
-    assert seen == [128, 192, 192, 128, 128]
-    assert all(torch.equal(each, torch.ones_like(each)) for each in got)
+        for direction in (torch.ones(2, 4, 256, 128), torch.ones(2, 256, 4, 128).transpose(1, 2)):
+            got = torch.autograd.grad(made.attention(*leaves), leaves, direction.to(leaves[0].dtype))
+            assert all(torch.equal(each, torch.ones_like(each)) for each in got)
+    assert seen == [[128, 192, 192, 128, 128]] * 2
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (64, 64)])
