@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing.util
 import os
 import platform
 import signal
@@ -80,7 +81,10 @@ def _serve(
         try:
             method, args, options = pipe.recv()
         except (EOFError, OSError):
-            # Not sys.exit: tearing down a context whose kernel hangs would never return.
+            # Not sys.exit: tearing down a context whose kernel hangs would never return. Locks are
+            # given back first, as tqdm's, which torch.compile makes: else the program would end
+            # with a warning that they leaked.
+            multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
             os._exit(0)
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -55,6 +56,10 @@ class FakeBench:
         if child == 0:
             time.sleep(1000)
         return child
+
+    def lock(self) -> None:
+        """As torch.compile does, by tqdm."""
+        self.made = multiprocessing.RLock()
 
     def leave(self) -> None:
         os._exit(7)

@@ -187,3 +187,19 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
     parent.wait()
     parent.stdout.close()
     assert ended([child])
+
+
+def test_a_lock_that_a_library_made_is_no_leak():
+    """What watches over them begins with the first process and ends with the program."""
+    script = """
+from attnsweep.bench.worker import Worker
+from fake_bench import FakeBench
+with Worker(timeout_s=10.0, bench=FakeBench) as worker:
+    worker.open("problem")
+    worker.call("lock")
+"""
+    path = os.pathsep.join([*sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
