@@ -57,6 +57,14 @@ def test_the_kernel_that_is_predicted_fastest_serves():
     assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
 
 
+def test_heads_of_a_group_share_a_tile_below_64_queries():
+    """At 64 a kernel that packs them is as one that does not: it is left out for these."""
+    packed, grouped = with_config(PLAIN, PACK_GQA=1), {"heads_kv": 1, "seqlen_k": 4096}
+    few, many = (shape(64, 8, queries, **grouped) for queries in (63, 64))
+    assert work(tiling(packed), few, SMS) < 0.6 * work(tiling(PLAIN), few, SMS)
+    assert work(tiling(packed), many, SMS) == work(tiling(PLAIN), many, SMS)
+
+
 def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
     known = gpu(timed(shape(dtype="fp16"), kernel=replace(PLAIN, dtype="fp16")))
     asked = shape(seqlen=300, dtype="bf16")

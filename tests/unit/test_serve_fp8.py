@@ -148,6 +148,17 @@ def test_another_shape_gets_the_nearest_winner_that_may_run_there(known):
     assert (choice.code, choice.kernel.values.PERSISTENT) == ("spare", 0)
 
 
+def test_of_two_winners_that_are_as_near_that_of_its_own_scales_serves(known):
+    first = next(w for w in known.winners if w.problem == shape(4, 16, 4096, 128))
+    other = next(w for w in known.winners if w.kernel.kind == first.kernel.kind and w.kernel != first.kernel)
+    of_heads = replace(other, problem=replace(first.problem, dtype="e4m3"))
+    for order in ((first, of_heads), (of_heads, first)):
+        both = replace(known, winners=order)
+        for winner in order:
+            near = replace(winner.problem, batch=3)
+            assert choose_fp8(both, near).kernel == winner.kernel
+
+
 SEQLENS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
 
 
@@ -192,7 +203,9 @@ def test_spare_kernels_round_as_the_winner_and_serve_all_lengths(dtype, head_dim
             of = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen, batch=2)
             fit = [FAMILY.refused_by(spare, of, ARCH) is None for spare, _ in found]
             assert any(fit), config.label
-        for spare, _ in found:
+        for spare, of in found:
+            assert FAMILY.refused_by(spare, of, ARCH) is None
+            assert of.seqlen_q == of.seqlen_k
             rounding = ("SUMS", "MAXIMA", "HEADROOM", "EXP2_POLY")
             assert [spare[name] for name in rounding] == [config[name] for name in rounding]
             assert (spare.INTERVAL > 0) == (config.INTERVAL > 0)
