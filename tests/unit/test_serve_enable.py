@@ -242,7 +242,8 @@ def test_a_package_that_is_imported_anew(package, driver, monkeypatch):
     kept = F.scaled_dot_product_attention
     monkeypatch.syspath_prepend(str(Path(package.__file__).parent.parent))
     anew = importlib.reload(package)
-    assert on_cpu(anew, driver).namespace == f"attnsweep_{anew.__name__}_cpu_again2"
+    made = on_cpu(anew, driver)
+    assert made.namespace == f"attnsweep_{anew.__name__}_cpu_{made.table.digest[:8]}_again2"
     anew.enable()
     assert F.scaled_dot_product_attention is not kept
     assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))
@@ -303,6 +304,26 @@ def test_a_compiled_model_is_one_graph(package, driver):
     assert package.counters() == {"kernel": 1}, "compiled code follows disable"
 
 
+def asked_of(function, *given):
+    """What a compiler asks again before each call of what it compiled."""
+    torch._dynamo.reset()
+    return len(torch._dynamo.explain(function)(*given).out_guards)
+
+
+@pytest.mark.parametrize("case", ["plain", "mask", "gradients"])
+def test_little_is_asked_before_compiled_calls(package, case):
+    """With 50 such guards a compiled step of a short call took 6 % longer than PyTorch's own."""
+    q, k, v = (t.requires_grad_(case == "gradients") for t in tensors())
+    mask = torch.ones(256, 256, dtype=torch.bool) if case == "mask" else None
+
+    def call(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+    own = asked_of(call, q, k, v)
+    with package.enable():
+        assert asked_of(call, q, k, v) <= own + 16
+
+
 def test_what_is_compiled_after_an_end_still_asks_classes(tmp_path):
     """In a process of its own: PyTorch lists what a class may override once."""
     written(tmp_path, "package_alone", winner(shape()))
@@ -339,17 +360,19 @@ def test_a_model_compiled_before_follows_enable(package):
     assert package.counters() == {"kernel": 1}
 
 
-def test_scripts_and_exported_programs_hold_pytorchs_operator(package):
+@pytest.mark.parametrize("strict", [False, True])
+def test_scripts_and_exported_programs_hold_pytorchs_operator(package, strict):
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     q, k, v = tensors()
     with package.enable():
         scripted = torch.jit.script(attend)
-        exported = torch.export.export(Block(), (q, k, v))
+        exported = torch.export.export(Block(), (q, k, v), strict=strict)
     assert torch.equal(scripted(q, k, v), attend(q, k, v))
     assert "aten::scaled_dot_product_attention" in str(scripted.graph)
     assert torch.equal(exported.module()(q, k, v), Block()(q, k, v))
+    assert "attnsweep" not in str(exported.graph)
     assert package.counters().get("kernel", 0) == 0
 
 

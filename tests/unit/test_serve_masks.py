@@ -335,7 +335,7 @@ def test_compiled_code_takes_another_mask_in_each_call(tmp_path, driver, kernel,
         mask.data.copy_(drawn(seed))  # as a replay of a graph writes: PyTorch sees nothing
         for each in (mask, drawn(seed + 9)):
             assert close(call(*given, each), exact(*given, each))
-    assert [graph.code.count(".attention_masked.") for graph in graphs] == [1]
+    assert [graph.code.count(".attention_sdpa.") for graph in graphs] == [1]
     assert operator.counters() == {"kernel": 6}
     assert kernel.scans == (6 if kind is torch.bool else 0)
 

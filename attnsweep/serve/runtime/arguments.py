@@ -19,6 +19,7 @@ from .driver import Tensor
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that have no say in what is computed."""
+_TRACED = ("FakeTensor", "FunctionalTensor")
 
 
 class Call(NamedTuple):
@@ -60,6 +61,13 @@ def records_gradients(call: Call) -> bool:
 def plain(query: Any, key: Any, value: Any) -> bool:
     """Whether no argument is of a class that has a say in what is computed."""
     return type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+
+
+def plain_mask(mask: Any) -> bool:
+    """The same of a mask, which may stand for one while a compiler traces an operator."""
+    if type(mask) in PLAIN:
+        return True
+    return torch.compiler.is_compiling() and type(mask).__name__ in _TRACED
 
 
 def dropped(dropout_p: float) -> Choice | None:

@@ -82,8 +82,9 @@ class Operator:
         self.stream = raw_stream if "cuda" in devices else lambda _: 0
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
-        # PyTorch has namespaces of its own, such as `quantized`.
-        wanted = f"attnsweep_{namespace.replace('.', '_')}"
+        # PyTorch has namespaces of its own, such as `quantized`; and it keeps compiled code on
+        # disk by the names in it, so that these say by which table it was decided.
+        wanted = f"attnsweep_{namespace.replace('.', '_')}_{table.digest[:8]}"
         self.traced = Traced(self, wanted, devices)
         self.library = self.traced.library
         self.namespace: str = self.library.ns

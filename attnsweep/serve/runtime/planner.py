@@ -24,6 +24,7 @@ from .arguments import (
     laid_out,
     mask_strides,
     output_of,
+    plain_mask,
     problem_of,
     records_gradients,
     taken_for,
@@ -81,7 +82,7 @@ class Planner:
             return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
         if not query.dim() == key.dim() == value.dim() == 4:
             return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
-        head_dim, of_value = query.shape[3], value.shape[3]
+        head_dim, of_value = int(query.shape[3]), int(value.shape[3])  # a compiler's has no hash
         if (head_dim, of_value) not in self._head_dims:
             named = f"{head_dim}" if head_dim == of_value else f"{head_dim}, {of_value} of value,"
             return Choice(None, "head_dim", f"head_dim {named} was not tuned")
@@ -248,7 +249,7 @@ def why_unserved(call: Call, gradients: bool) -> Choice | None:
         return None
     what, query = None, call.query
     whole = (*query.shape[:3], call.key.shape[2])
-    if type(mask) not in PLAIN or mask.is_nested or mask.layout is not torch.strided:
+    if not plain_mask(mask) or mask.is_nested or mask.layout is not torch.strided:
         what = "attn_mask is no plain tensor"
     elif mask.dtype not in (torch.bool, query.dtype):
         what = f"attn_mask is {mask.dtype}, neither torch.bool nor {query.dtype}"

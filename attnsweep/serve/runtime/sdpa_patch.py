@@ -17,6 +17,8 @@ NAME = "scaled_dot_product_attention"
 _PLACE = "torch.nn.functional"
 sdpa = torch._C._nn.scaled_dot_product_attention
 """PyTorch's own attention, also while a package stands in its place."""
+is_exporting = getattr(torch.compiler, "is_exporting", bool)
+"""Whether a program is exported: it holds PyTorch's operator, so that it needs no package."""
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 
 

@@ -19,6 +19,10 @@ _MASKED = (
 )
 OPERATORS = {
     "attention": f"{_GIVEN} -> Tensor",
+    "attention_sdpa": (
+        f"({_QKV}, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
+        "bool enable_gqa) -> Tensor"
+    ),
     "attention_masked": f"{_MASKED} -> Tensor",
     "forward": f"{_GIVEN} -> Tensor",
     "forward_lse": f"{_GIVEN} -> (Tensor, Tensor)",
