@@ -1,11 +1,13 @@
 """Judge callables that are right, many times: the judge may refuse none of them.
 
-Usage: python benchmarks/right_callables.py [FILE.json] [--runs 17] [--budget-s 3000]. Ten ways to
-compute attention are candidates of a spec of three shapes in fp16 and bf16, beside torch_flash. A
-run judges each of them once on each problem, as `attnsweep run` does, so 17 runs judge each of them
-102 times; none begins after the budget. The file counts the statuses of the rows, of which `ok` and
-`noisy` are right, and has the reason of each other one, times, and ratios to torch_flash; a second
-call adds to it, on such a card with the same driver and packages.
+Usage: python benchmarks/right_callables.py [FILE.json] [--runs 17] [--budget-s 3000]
+[--again NAME ...] [--alike 1]. Ten ways to compute attention are candidates of a spec of three shapes in fp16
+and bf16, beside torch_flash. A run judges each of them once on each problem, as `attnsweep run`
+does, so 17 runs judge each of them 102 times; none begins after the budget. The file counts the
+statuses of the rows, of which `ok` and `noisy` are right, and has the reason of each other one,
+times, and ratios to torch_flash; a second call adds to it, on such a card with the same driver and
+packages. --again judges these alone, in place of the rows that the file has of them; --alike has so
+many of each in a run, which is faster: 17 in one run judge each 102 times too.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from setting import console, options, spec_of, write
@@ -56,7 +60,9 @@ def _sdpa(backend: str) -> Any:
 
 flash, cudnn = _sdpa("FLASH_ATTENTION"), _sdpa("CUDNN_ATTENTION")
 efficient, math = _sdpa("EFFICIENT_ATTENTION"), _sdpa("MATH")
-KEPT: dict[str, Any] = {}
+# A process loads this file for each callable that it is asked for. A mask of each would be compiled
+# for each, and after eight of them the compiler gives up.
+KEPT = vars(sys.modules.setdefault("kept_for_right_callables", ModuleType("kept")))
 
 
 def flex(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
@@ -118,6 +124,14 @@ def ours(q: Any, k: Any, v: Any, *, problem: Problem) -> Any:
     return attention(q, k, v, is_causal=problem.causal)
 
 
+def __getattr__(name: str) -> Any:
+    """`flex_3`: one more of `flex`, by the same code."""
+    of, _, number = name.rpartition("_")
+    if of in OWN and number.isdigit():
+        return globals()[of]
+    raise AttributeError(name)
+
+
 OWN = ("flash", "cudnn", "efficient", "math", "flex", "naive", "compiled", "flash_3", "ours")
 
 
@@ -128,6 +142,12 @@ def names(place: Path) -> dict[str, str]:
     found = {own: f"{__file__}:{own}" for own in OWN}
     found["flash_3"] += "?layout=bshd"
     return found | {"triton": f"{place}/triton_kernel.py:forward"}
+
+
+def number_of(call: str, number: int) -> str:
+    """How one more of a callable is asked for: `flex_3`, before its options; 0: as it is."""
+    place, _, options = call.partition("?")
+    return call if not number else f"{place}_{number}" + (f"?{options}" if options else "")
 
 
 def add(case: dict[str, Any], name: str, row: Trial, base: Trial) -> None:
@@ -155,9 +175,10 @@ def cases_of(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any
 
 
 def same(earlier: dict[str, Any], here: Environment) -> bool:
-    """Whether a file's rows are of such a card, with the same driver and packages."""
+    """Whether a file's rows are of such a card, with the same driver and no other packages."""
     now = here.model_dump(mode="json")
-    return all(earlier.get(name) == now[name] for name in ("gpu", "driver", "packages"))
+    alike = all(earlier.get(name) == now[name] for name in ("gpu", "driver"))
+    return alike and now["packages"].items() <= earlier["packages"].items()
 
 
 def main() -> None:
@@ -165,14 +186,22 @@ def main() -> None:
     parser = options(__doc__, "right_callables.json")
     parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
+    parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="judge these alone, anew")
+    parser.add_argument("--alike", type=int, default=1, help="so many of each in a run")
     arguments = parser.parse_args()
     earlier: dict[str, Any] = {"runs": 0, "cases": []}
     if arguments.file.exists():
         earlier = json.loads(arguments.file.read_text())
-    cases, begun, made = cases_of(earlier["cases"]), time.monotonic(), 0
+    again, alike, begun, made = arguments.again, arguments.alike, time.monotonic(), 0
+    cases = cases_of([case for case in earlier["cases"] if case["callable"] not in again])
     with tempfile.TemporaryDirectory() as place:
-        asked = names(Path(place))
-        spec = spec_of(f"{SPEC}candidates: {[*asked.values()]}\n", Path(place))
+        asked = [
+            (name, number_of(call, number))
+            for name, call in names(Path(place)).items()
+            if not again or name in again
+            for number in range(alike)
+        ]
+        spec = spec_of(f"{SPEC}candidates: {[call for _, call in asked]}\n", Path(place))
         while made < arguments.runs and time.monotonic() - begun < arguments.budget_s:
             made += 1
             done = run(spec, results=Path(place) / "results", fresh=True).run
@@ -180,13 +209,18 @@ def main() -> None:
                 raise SystemExit(f"{arguments.file}: is of another card, driver or packages: name another file")
             of = {(trial.provider, trial.problem): trial for trial in done.trials}
             problems = dict.fromkeys(trial.problem for trial in done.trials)
-            for (name, call), problem in itertools.product(asked.items(), problems):
+            for (name, call), problem in itertools.product(asked, problems):
                 add(cases[name, problem.label], name, of[call, problem], of["torch_flash", problem])
             count = sum((Counter(case["statuses"]) for case in cases.values()), Counter[str]())
             console.print(f"run {made}: {dict(count)}")
             found = [{"callable": name, "problem": label} | case for (name, label), case in cases.items()]
-            result = {"runs": earlier["runs"] + made, "all": dict(count), "cases": found}
-            write(arguments.file, done.environment, result)
+            runs = max(earlier["runs"], made * alike) if again else earlier["runs"] + made * alike
+            result = {"runs": runs, "all": dict(count), "cases": found}
+            measured = done.environment
+            if again:
+                result["again"] = {"callables": again, "date": measured.date}
+                measured = Environment.model_validate(earlier.get("environment", measured))
+            write(arguments.file, measured, result)
 
 
 if __name__ == "__main__":

@@ -490,7 +490,10 @@ def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
     right = module("right_callables")
     asked = right.names(tmp_path)
     config = right.CONFIG.replace(": ", "=").replace(", ", " ")
-    card = FakeGpu(dict.fromkeys([config, *asked.values()], 200.0) | {"torch_flash": 300.0}, environment=H200)
+    card = FakeGpu(
+        dict.fromkeys([config, *asked.values(), asked["naive"] + "_1"], 200.0) | {"torch_flash": 300.0},
+        environment=H200,
+    )
     card.faults["replay", asked["naive"]] = WorkerError(Status.WRONG, "a row is off")
     said = f"{asked['flash_3']} raised ModuleNotFoundError: x"
     card.faults["add_baseline", asked["flash_3"]] = WorkerError(Status.SKIPPED, said)
@@ -509,6 +512,12 @@ def test_right_callables_are_counted_with_the_reasons_of_those_that_are_refused(
         ("while timing: a row is off",) * 2
     }
     assert next(iter(cases.values()))["x_base"] == pytest.approx([1.5, 1.5])
+    card.faults.clear()
+    constants(sys, argv=[*sys.argv[:2], "--again", "naive", "--runs", "1", "--alike", "2"])
+    right.main()
+    found = json.loads(file.read_text())
+    assert found["all"] == {"ok": 9 * 6 * 2, "skipped": 6 * 2}
+    assert (found["runs"], found["again"]["callables"]) == (2, ["naive"])
     other = found["environment"] | {"driver": "1.0"}
     file.write_text(json.dumps(found | {"environment": other}))
     with pytest.raises(SystemExit, match="is of another card, driver or packages"):

@@ -277,6 +277,9 @@ def test_models_of_which_no_greedy_token_was_compared_are_told_too(used, tmp_pat
     assert "| Llama | 1024 | 20.0 → 16.0 ms" in used.models(path)
 
 
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+
+
 def test_the_page_sums_up_the_training_steps(used):
     rows = json.loads((ROOT / used.CARD / "training.json").read_text())["rows"]
     found = [(row["code"] == "short_training", row[m]) for row in rows for m in used.STEPS]
@@ -287,13 +290,13 @@ def test_the_page_sums_up_the_training_steps(used):
 
     faster = [each["pytorch"]["forward"] / each["package"]["forward"] for each in served]
     backward = [each["pytorch"]["backward"] / each["package"]["backward"] for each in served]
-    assert not any(each["ratio"][1] <= 1 <= each["ratio"][2] for each in served)
-    assert max(each["ratio"][0] for each in short) < 1
+    undecided = sum(each["ratio"][1] <= 1 <= each["ratio"][2] for each in served)
     page = " ".join((ROOT / "docs/performance.md").read_text().split())
     for told in (
-        f"steps are {span([each['ratio'][0] for each in served])} times as fast at the median",
+        f"steps are {span([each['ratio'][0] for each in served])} times as fast at the median; "
+        f"{NUMBERS[undecided]} of {len(served)} intervals hold 1",
         f"the forward is {span(faster)} times as fast, the backward {span(backward)} times",
-        f"The medians of the ratio are {span([each['ratio'][0] for each in short])}, all below 1",
+        f"The medians of the ratio are {span([each['ratio'][0] for each in short])}: handing a call over",
     ):
         assert told in page
 
