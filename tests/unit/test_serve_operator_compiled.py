@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -62,6 +63,29 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     graphs, _ = traced(operator.attention, tensors())
     assert "scaled_dot_product" in graphs[0]
     assert operator.namespace not in "".join(graphs)
+
+
+@pytest.mark.parametrize("scale", [0.2, 1, np.float64(0.2), torch.tensor(0.2)], ids=repr)
+def test_any_number_is_a_scale(operator, scale):
+    """What the operator does not take is PyTorch's, which takes it."""
+    torch._dynamo.reset()
+    given = tensors()
+    compiled = torch.compile(lambda q, k, v: operator.attention(q, k, v, scale=scale), backend="aot_eager")
+    assert close(compiled(*given), F.scaled_dot_product_attention(*given, scale=float(scale)))
+
+
+def test_a_transform_of_a_compiled_call_is_pytorchs(operator):
+    torch._dynamo.reset()
+    q, k, v = tensors()
+
+    def slope(q, k, v):
+        return torch.func.grad(lambda q: operator.attention(q, k, v).float().sum())(q)
+
+    q.requires_grad_()
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).float().sum(), q)[0]
+    got = torch.compile(slope, fullgraph=True, backend="aot_eager")(q.detach(), k, v)
+    assert close(got, expected)
+    assert operator.counters() == {}
 
 
 def test_code_that_is_kept_on_disk_is_of_one_table(tmp_path, driver):

@@ -264,6 +264,7 @@ class _Routed(InPlace):
             if (
                 type(query) is type(key) is type(value) is _Tensor
                 and (attn_mask is None or type(attn_mask) is _Tensor)
+                and (scale is None or type(scale) is float)
                 and query.dim() == 4
                 and not is_exporting()
                 and _routing.on

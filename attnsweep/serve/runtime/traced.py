@@ -14,6 +14,7 @@ from attnsweep.core.problem import CAUSAL, FULL
 from . import backward_operator, gradients
 from .arguments import Call, plain, records_gradients, sized
 from .backward_operator import IntervalGradients, key_ranges
+from .call_cache import transformed
 from .gradients import like
 from .intervals import by_pytorch
 from .planner import choice_of, forms_of, why_unserved
@@ -65,6 +66,7 @@ class Traced:
             and plain(query, key, value)
             and query.dim() == 4  # others are PyTorch's, and `torch.vmap` knows that operator
             and (attn_mask is None or type(attn_mask) is torch.Tensor)
+            and (scale is None or isinstance(scale, (int, float)))
         ):
             out: torch.Tensor = self.ops.attention_sdpa(query, key, value, attn_mask, *how)
             return out
@@ -72,16 +74,21 @@ class Traced:
         return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
 
     def attention_sdpa(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
-        """What serves a call of PyTorch's function: one of the other operators, or PyTorch."""
+        """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
+
+        PyTorch where torch.func transforms it: it has rules for its own operator alone.
+        """
         given = query, key, value = self._operator.cast(query, key, value)
         attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
+        seen = transformed()
         out: Any = None
-        if attn_mask is not None:
+        if attn_mask is not None and not seen:
             scores: Any = (None, 0.0, None)
             how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
             out = self._masked(Call(query, key, value, *how), repeats=False)
         elif (
-            not dropout_p
+            not seen
+            and not dropout_p
             and not self._planner.unserved(*given, is_causal, scale, enable_gqa)
             and self._planner.is_known(query.device.index or 0)
         ):
