@@ -1,5 +1,6 @@
 """Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -340,8 +341,14 @@ def test_compiled_code_takes_another_mask_in_each_call(tmp_path, driver, kernel,
     assert kernel.scans == (6 if kind is torch.bool else 0)
 
 
-def test_masks_that_compiled_code_makes_itself(operator):
-    """Three of one size and version, whose memory may be one."""
+@pytest.mark.parametrize("says", ["also where it traces operators", "where it reads itself alone"])
+def test_masks_that_compiled_code_makes_itself(operator, says, monkeypatch):
+    """Three of one size and version, whose memory may be one.
+
+    says: where the compiler has torch.compiler.is_compiling true; earlier PyTorch in less of it.
+    """
+    if says == "where it reads itself alone":
+        monkeypatch.setattr(torch.compiler, "_compile_session_context", contextlib.nullcontext, raising=False)
     torch._dynamo.reset()
     lengths = torch.tensor([3, ROWS])
 

@@ -15,11 +15,11 @@ from attnsweep.core.scores import Scores
 
 from .dispatch import Choice
 from .driver import Tensor
+from .sdpa_patch import is_traced
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that have no say in what is computed."""
-_TRACED = ("FakeTensor", "FunctionalTensor")
 
 
 class Call(NamedTuple):
@@ -65,9 +65,7 @@ def plain(query: Any, key: Any, value: Any) -> bool:
 
 def plain_mask(mask: Any) -> bool:
     """The same of a mask, which may stand for one while a compiler traces an operator."""
-    if type(mask) in PLAIN:
-        return True
-    return torch.compiler.is_compiling() and type(mask).__name__ in _TRACED
+    return type(mask) in PLAIN or is_traced(mask)
 
 
 def dropped(dropout_p: float) -> Choice | None:

@@ -22,6 +22,14 @@ is_exporting = getattr(torch.compiler, "is_exporting", bool)
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 
 
+def is_traced(tensor: Any) -> bool:
+    """Whether it stands for a tensor while a compiler traces what an operator is made of.
+
+    Earlier PyTorch says is_compiling in what the compiler reads itself, and not there.
+    """
+    return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
 def pytorchs(
     query: Any,
     key: Any,
@@ -61,7 +69,7 @@ def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> boo
         return False
     if query.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda"):
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced(query):
         return True
     *masks, scale, enable_gqa = how
     given = (query, key, value, attn_mask, *masks)
