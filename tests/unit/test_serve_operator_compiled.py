@@ -88,6 +88,23 @@ def test_a_transform_of_a_compiled_call_is_pytorchs(operator):
     assert operator.counters() == {}
 
 
+@pytest.mark.parametrize("randomness", ["same", "error"])
+def test_vmap_of_a_compiled_call_draws_as_it_is_asked_to(operator, randomness):
+    """Called for one item after the other, each would draw its own."""
+    torch._dynamo.reset()
+    given = [torch.stack([t, t]) for t in tensors()]
+
+    def call(q, k, v):
+        return operator.attention(q, k, v, dropout_p=0.5)
+
+    mapped = torch.compile(lambda *qkv: torch.vmap(call, randomness=randomness)(*qkv), backend="aot_eager")
+    if randomness == "error":
+        with pytest.raises(RuntimeError, match="randomness"):
+            mapped(*given)
+    else:
+        assert torch.equal(*mapped(*given))
+
+
 def test_code_that_is_kept_on_disk_is_of_one_table(tmp_path, driver):
     """PyTorch finds it by the names of operators: another table may choose otherwise."""
     one, other = (make(tmp_path / name, driver, winner(shape(), gain=gain)) for name, gain in (("a", 2.0), ("b", 3.0)))

@@ -62,6 +62,8 @@ def define(
     library.define(name + (OPERATORS | _OTHERS)[name], tags=_tags())
     if name.startswith("attention"):
         library.impl(name, forward, "CompositeImplicitAutograd")
+        if name == "attention_sdpa":  # `torch.vmap` would call it for one item after the other
+            library.impl(name, forward, "FuncTorchBatched")
     else:
         for kind in devices:
             library.impl(name, forward, kind.upper())
