@@ -324,6 +324,36 @@ def test_little_is_asked_before_compiled_calls(package, case):
         assert asked_of(call, q, k, v) <= own + 16
 
 
+KNOWN_LATE = {
+    "batch": (lambda n, q, k, v: ((q[:n], k[:n], v[:n]), {}), 1),
+    "queries and keys": (lambda n, q, k, v: ((q[:, :, :n], k[:, :, :n], v[:, :, :n]), {}), 40),
+    "keys beside is_causal": (lambda n, q, k, v: ((q, k[:, :, :n], v[:, :, :n]), {"is_causal": True}), 40),
+    "scale": (lambda n, *qkv: (qkv, {"scale": n}), 0.2),
+    "dropout_p": (lambda n, *qkv: (qkv, {"dropout_p": n}), 0.0),
+    "is_causal": (lambda n, *qkv: (qkv, {"is_causal": n}), True),
+    "is_causal by a number": (lambda n, *qkv: (qkv, {"is_causal": n > 3}), 5),
+}
+
+
+@pytest.mark.parametrize("what", KNOWN_LATE)
+@pytest.mark.parametrize("way", ["enable", "attention"])
+def test_what_the_device_alone_knows(package, way, what):
+    """A size goes to PyTorch's own attention; a number ends the graph, as it does there."""
+    torch._dynamo.reset()
+    given, (change, number) = tensors(), KNOWN_LATE[what]
+
+    def call(n, *qkv):
+        qkv, how = change(n.item(), *qkv)
+        attention = package.attention if way == "attention" else torch.nn.functional.scaled_dot_product_attention
+        return attention(*qkv, **how)
+
+    qkv, how = change(number, *given)
+    expected = SDPA(*qkv, **how)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), package.enable():
+        got = torch.compile(call, backend="aot_eager")(torch.tensor(number), *given)
+    assert close(got, expected)
+
+
 def test_what_is_compiled_after_an_end_still_asks_classes(tmp_path):
     """In a process of its own: PyTorch lists what a class may override once."""
     written(tmp_path, "package_alone", winner(shape()))

@@ -259,17 +259,21 @@ class _Routed(InPlace):
     ) -> Any:
         # As in `Operator.attention`, without frames of Python between, and with as few questions as
         # can be: each takes 0.3 to 0.8 us of a step of 150 on the host of an H100. What a compiler
-        # sees asked is asked before each call of what it compiled: see `Traced.call`.
+        # sees asked is asked before each call of what it compiled: see `Traced.call`. Numbers are
+        # looked at, so that one that the device alone knows ends a graph, as at PyTorch's own.
         if _is_compiling():
             if (
                 type(query) is type(key) is type(value) is _Tensor
                 and (attn_mask is None or type(attn_mask) is _Tensor)
-                and (scale is None or type(scale) is float)
+                and (scale is None or (type(scale) is float and abs(scale) < 1e30))
+                and 0.0 <= dropout_p <= 1.0
                 and query.dim() == 4
                 and not is_exporting()
                 and _routing.on
                 and flash_allowed()
             ):
+                if is_causal:
+                    is_causal = True
                 return _compiled(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )

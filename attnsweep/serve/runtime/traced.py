@@ -60,14 +60,18 @@ class Traced:
         questions of `attention_sdpa` outside it, compiled steps of short calls took 6 % longer than
         PyTorch's own, and take 3 % with them inside (H100, medians of benchmarks/training.py).
         """
-        how = (dropout_p, is_causal, scale, enable_gqa)
+        # Numbers are looked at: one that the device alone knows ends a graph, as at PyTorch's own.
         if (
             not is_exporting()
             and plain(query, key, value)
             and query.dim() == 4  # others are PyTorch's, and `torch.vmap` knows that operator
             and (attn_mask is None or type(attn_mask) is torch.Tensor)
-            and (scale is None or isinstance(scale, (int, float)))
+            and (scale is None or (isinstance(scale, (int, float)) and abs(scale) < 1e30))
+            and 0.0 <= dropout_p <= 1.0
         ):
+            if is_causal:
+                is_causal = True
+            how = (dropout_p, is_causal, scale, enable_gqa)
             out: torch.Tensor = self.ops.attention_sdpa(query, key, value, attn_mask, *how)
             return out
         masks = (attn_mask, dropout_p, is_causal)
@@ -76,26 +80,32 @@ class Traced:
     def attention_sdpa(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
         """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
 
-        PyTorch where torch.func transforms it: it has rules for its own operator alone.
+        PyTorch where torch.func transforms it: it has rules for its own operator alone. And where
+        sizes are known on the device alone, so that nothing can be asked of them.
         """
-        given = query, key, value = self._operator.cast(query, key, value)
-        attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
-        seen = transformed()
+        given = self._operator.cast(query, key, value)
+        *masks, scale, enable_gqa = asked
         out: Any = None
-        if attn_mask is not None and not seen:
+        if not transformed():
+            try:
+                out = self._served(*given, *asked)
+            except RuntimeError as error:  # to import its class takes as long as a compiler
+                if type(error).__name__ != "GuardOnDataDependentSymNode":
+                    raise
+        if out is None:
+            out = pytorchs(*given, *masks, scale=scale, enable_gqa=enable_gqa)
+        return out
+
+    def _served(self, query: Any, key: Any, value: Any, *asked: Any) -> Any:
+        attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
+        if attn_mask is not None:
             scores: Any = (None, 0.0, None)
             how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
-            out = self._masked(Call(query, key, value, *how), repeats=False)
-        elif (
-            not seen
-            and not dropout_p
-            and not self._planner.unserved(*given, is_causal, scale, enable_gqa)
-            and self._planner.is_known(query.device.index or 0)
-        ):
-            out = self.ops.attention(*given, is_causal, default_scale(query, scale))
-        if out is None:
-            out = pytorchs(*given, *asked[:3], scale=scale, enable_gqa=enable_gqa)
-        return out
+            return self._masked(Call(query, key, value, *how), repeats=False)
+        unserved = dropout_p or self._planner.unserved(query, key, value, *asked[2:])
+        if unserved or not self._planner.is_known(query.device.index or 0):
+            return None
+        return self.ops.attention(query, key, value, is_causal, default_scale(query, scale))
 
     def masked(self, call: Call, repeats: bool = False) -> Any:
         """One operator for a call with a mask or limits, or None if no kernel can serve it.
