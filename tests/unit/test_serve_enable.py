@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -352,6 +353,20 @@ def test_what_the_device_alone_knows(package, way, what):
     with torch._dynamo.config.patch(capture_scalar_outputs=True), package.enable():
         got = torch.compile(call, backend="aot_eager")(torch.tensor(number), *given)
     assert close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [int, np.float64, torch.tensor])
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+def test_compiled_calls_take_any_kind_of_number(package, name, kind):
+    torch._dynamo.reset()
+    given, number = tensors(), kind({"scale": 1.0, "dropout_p": 0.0}[name])
+
+    def call(*qkv):
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, **{name: number})
+
+    with package.enable():
+        got = torch.compile(call, backend="aot_eager")(*given)
+    assert close(got, SDPA(*given, **{name: float(number)}))
 
 
 def test_what_is_compiled_after_an_end_still_asks_classes(tmp_path):

@@ -65,13 +65,14 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     assert operator.namespace not in "".join(graphs)
 
 
-@pytest.mark.parametrize("scale", [0.2, 1, np.float64(0.2), torch.tensor(0.2)], ids=repr)
-def test_any_number_is_a_scale(operator, scale):
+@pytest.mark.parametrize("kind", [float, int, np.float64, torch.tensor])
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+def test_any_kind_of_number(operator, name, kind):
     """What the operator does not take is PyTorch's, which takes it."""
     torch._dynamo.reset()
-    given = tensors()
-    compiled = torch.compile(lambda q, k, v: operator.attention(q, k, v, scale=scale), backend="aot_eager")
-    assert close(compiled(*given), F.scaled_dot_product_attention(*given, scale=float(scale)))
+    given, number = tensors(), kind({"scale": 1.0, "dropout_p": 0.0}[name])
+    compiled = torch.compile(lambda q, k, v: operator.attention(q, k, v, **{name: number}), backend="aot_eager")
+    assert close(compiled(*given), F.scaled_dot_product_attention(*given, **{name: float(number)}))
 
 
 def test_a_transform_of_a_compiled_call_is_pytorchs(operator):

@@ -67,6 +67,7 @@ class Traced:
             and query.dim() == 4  # others are PyTorch's, and `torch.vmap` knows that operator
             and (attn_mask is None or type(attn_mask) is torch.Tensor)
             and (scale is None or (isinstance(scale, (int, float)) and abs(scale) < 1e30))
+            and isinstance(dropout_p, (int, float))
             and 0.0 <= dropout_p <= 1.0
         ):
             if is_causal:
