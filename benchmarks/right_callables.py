@@ -60,8 +60,8 @@ def _sdpa(backend: str) -> Any:
 
 flash, cudnn = _sdpa("FLASH_ATTENTION"), _sdpa("CUDNN_ATTENTION")
 efficient, math = _sdpa("EFFICIENT_ATTENTION"), _sdpa("MATH")
-# A process loads this file for each callable that it is asked for. A mask of each would be compiled
-# for each, and after eight of them the compiler gives up.
+# A process loads this file once for each callable. Each load would compile its own mask, and after
+# eight of them the compiler gives up.
 KEPT = vars(sys.modules.setdefault("kept_for_right_callables", ModuleType("kept")))
 
 
@@ -174,11 +174,15 @@ def cases_of(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any
     return cases
 
 
-def same(earlier: dict[str, Any], here: Environment) -> bool:
-    """Whether a file's rows are of such a card, with the same driver and no other packages."""
+def same(earlier: dict[str, Any], here: Environment, again: bool) -> bool:
+    """Whether a file's rows are of such a card, with the same driver and packages.
+
+    again: some may be missing now, which what is judged anew does not need.
+    """
     now = here.model_dump(mode="json")
     alike = all(earlier.get(name) == now[name] for name in ("gpu", "driver"))
-    return alike and now["packages"].items() <= earlier["packages"].items()
+    packages, known = now["packages"].items(), earlier["packages"].items()
+    return alike and (packages <= known if again else packages == known)
 
 
 def main() -> None:
@@ -186,7 +190,7 @@ def main() -> None:
     parser = options(__doc__, "right_callables.json")
     parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
-    parser.add_argument("--again", nargs="+", metavar="NAME", default=[], help="judge these alone, anew")
+    parser.add_argument("--again", nargs="+", choices=(*OWN, "triton"), default=[], help="judge these alone, anew")
     parser.add_argument("--alike", type=int, default=1, help="so many of each in a run")
     arguments = parser.parse_args()
     earlier: dict[str, Any] = {"runs": 0, "cases": []}
@@ -205,7 +209,7 @@ def main() -> None:
         while made < arguments.runs and time.monotonic() - begun < arguments.budget_s:
             made += 1
             done = run(spec, results=Path(place) / "results", fresh=True).run
-            if "environment" in earlier and not same(earlier["environment"], done.environment):
+            if "environment" in earlier and not same(earlier["environment"], done.environment, bool(again)):
                 raise SystemExit(f"{arguments.file}: is of another card, driver or packages: name another file")
             of = {(trial.provider, trial.problem): trial for trial in done.trials}
             problems = dict.fromkeys(trial.problem for trial in done.trials)
@@ -216,6 +220,7 @@ def main() -> None:
             found = [{"callable": name, "problem": label} | case for (name, label), case in cases.items()]
             runs = max(earlier["runs"], made * alike) if again else earlier["runs"] + made * alike
             result = {"runs": runs, "all": dict(count), "cases": found}
+            result |= {"again": earlier["again"]} if "again" in earlier else {}
             measured = done.environment
             if again:
                 result["again"] = {"callables": again, "date": measured.date}

@@ -33,10 +33,10 @@ OPERATORS = {
 }
 """The operators and their schemas.
 
-Those named `attention` are what a compiler sees: they are made of the others, once their sizes are
-known. mask: where diagonals are given, low and high, key_lengths or None. The output has the layout
-of torch.empty_like(query), with rows as long as value's; the log-sum-exp is float32 (batch, heads,
-seqlen_q), contiguous.
+Those whose names begin with `attention` are what a compiler sees: they are made of the others, once
+their sizes are known. mask: where diagonals are given, low and high, key_lengths or None. The
+output has the layout of torch.empty_like(query), with rows as long as value's; the log-sum-exp is
+float32 (batch, heads, seqlen_q), contiguous.
 """
 _OTHERS = {
     "forward_varlen": (
