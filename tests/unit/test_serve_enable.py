@@ -343,16 +343,22 @@ def test_what_the_device_alone_knows(package, way, what):
     torch._dynamo.reset()
     given, (change, number) = tensors(), KNOWN_LATE[what]
 
-    def call(n, *qkv):
-        qkv, how = change(n.item(), *qkv)
-        attention = package.attention if way == "attention" else torch.nn.functional.scaled_dot_product_attention
-        return attention(*qkv, **how)
+    def compiled(attention):
+        def call(n, *qkv):
+            qkv, how = change(n.item(), *qkv)
+            return attention()(*qkv, **how)
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            return torch.compile(call, backend="aot_eager")(torch.tensor(number), *given)
 
     qkv, how = change(number, *given)
-    expected = SDPA(*qkv, **how)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), package.enable():
-        got = torch.compile(call, backend="aot_eager")(torch.tensor(number), *given)
-    assert close(got, expected)
+    try:
+        compiled(lambda: SDPA)
+    except torch._dynamo.exc.BackendCompilerFailed:
+        pytest.skip("this PyTorch does not compile its own attention of such sizes")
+    with package.enable():
+        got = compiled(lambda: package.attention if way == "attention" else F.scaled_dot_product_attention)
+    assert close(got, SDPA(*qkv, **how))
 
 
 @pytest.mark.parametrize("kind", [int, np.float64, torch.tensor])

@@ -17,7 +17,7 @@ from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
 from .plans import Explanation
-from .sdpa_patch import InPlace, Routing, Switched, flash_allowed, is_exporting, pytorchs, sdpa
+from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, pytorchs, sdpa
 from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.
@@ -268,7 +268,7 @@ class _Routed(InPlace):
                 and (scale is None or (type(scale) is float and abs(scale) < 1e30))
                 and (0.0 <= dropout_p <= 1.0) is True  # nor a tensor's answer
                 and query.dim() == 4
-                and not is_exporting()
+                and not exports._is_exporting_flag
                 and _routing.on
                 and flash_allowed()
             ):

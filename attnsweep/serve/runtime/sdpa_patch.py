@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +17,11 @@ NAME = "scaled_dot_product_attention"
 _PLACE = "torch.nn.functional"
 sdpa = torch._C._nn.scaled_dot_product_attention
 """PyTorch's own attention, also while a package stands in its place."""
-is_exporting = getattr(torch.compiler, "is_exporting", bool)
-"""Whether a program is exported: it holds PyTorch's operator, so that it needs no package."""
+_KNOWN = hasattr(torch.compiler, "_is_exporting_flag")
+exports: Any = torch.compiler if _KNOWN else SimpleNamespace(_is_exporting_flag=False)
+"""Its _is_exporting_flag says whether a program is exported: that holds PyTorch's operator, so that
+it needs no package. The compiler of PyTorch 2.11 takes is_exporting() as true wherever it reads it,
+and each name on the way to an answer is one thing more that is asked before each call."""
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 
 

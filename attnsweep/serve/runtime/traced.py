@@ -18,7 +18,7 @@ from .call_cache import transformed
 from .gradients import like
 from .intervals import by_pytorch
 from .planner import choice_of, forms_of, why_unserved
-from .sdpa_patch import is_exporting, pytorchs, sdpa
+from .sdpa_patch import exports, pytorchs, sdpa
 from .torch_ops import OPERATORS, define, differentiate, library_of
 
 
@@ -62,7 +62,7 @@ class Traced:
         """
         # Numbers are looked at: one that the device alone knows ends a graph, as at PyTorch's own.
         if (
-            not is_exporting()
+            not exports._is_exporting_flag
             and plain(query, key, value)
             and query.dim() == 4  # others are PyTorch's, and `torch.vmap` knows that operator
             and (attn_mask is None or type(attn_mask) is torch.Tensor)
