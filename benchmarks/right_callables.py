@@ -1,13 +1,13 @@
 """Judge callables that are right, many times: the judge may refuse none of them.
 
 Usage: python benchmarks/right_callables.py [FILE.json] [--runs 17] [--budget-s 3000]
-[--again NAME ...] [--alike 1]. Ten ways to compute attention are candidates of a spec of three shapes in fp16
-and bf16, beside torch_flash. A run judges each of them once on each problem, as `attnsweep run`
-does, so 17 runs judge each of them 102 times; none begins after the budget. The file counts the
-statuses of the rows, of which `ok` and `noisy` are right, and has the reason of each other one,
-times, and ratios to torch_flash; a second call adds to it, on such a card with the same driver and
-packages. --again judges these alone, in place of the rows that the file has of them; --alike has so
-many of each in a run, which is faster: 17 in one run judge each 102 times too.
+[--again NAME ...] [--alike 1]. Ten ways to compute attention are candidates of a spec of three
+shapes in fp16 and bf16, beside torch_flash. A run judges each of them once on each problem, as
+`attnsweep run` does, so 17 runs judge each of them 102 times; none begins after the budget. The
+file counts the statuses of the rows, of which `ok` and `noisy` are right, and has the reason of
+each other one, times, and ratios to torch_flash; a second call adds to it, on such a card with the
+same driver and packages. --again judges these alone, in place of the rows that the file has of
+them; --alike has so many of each in a run, which is faster: 17 in one run judge each 102 times too.
 """
 
 from __future__ import annotations

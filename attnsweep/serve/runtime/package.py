@@ -266,7 +266,7 @@ class _Routed(InPlace):
                 type(query) is type(key) is type(value) is _Tensor
                 and (attn_mask is None or type(attn_mask) is _Tensor)
                 and (scale is None or (type(scale) is float and abs(scale) < 1e30))
-                and (0.0 <= dropout_p <= 1.0) is True  # nor a tensor's answer
+                and (0.0 <= dropout_p <= 1.0) is True  # a tensor's answer is a tensor
                 and query.dim() == 4
                 and not exports._is_exporting_flag
                 and _routing.on
