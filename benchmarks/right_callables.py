@@ -6,8 +6,9 @@ shapes in fp16 and bf16, beside torch_flash. A run judges each of them once on e
 `attnsweep run` does, so 17 runs judge each of them 102 times; none begins after the budget. The
 file counts the statuses of the rows, of which `ok` and `noisy` are right, and has the reason of
 each other one, times, and ratios to torch_flash; a second call adds to it, on such a card with the
-same driver and packages. --again judges these alone, in place of the rows that the file has of
-them; --alike has so many of each in a run, which is faster: 17 in one run judge each 102 times too.
+same driver and packages. --again judges only the callables that it names and replaces their rows.
+--alike N puts N copies of each into a run: one run of 17 copies judges each 102 times too, and
+takes less time.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def main() -> None:
     parser = options(__doc__, "right_callables.json")
     parser.add_argument("--runs", type=int, default=17)
     parser.add_argument("--budget-s", type=float, default=3000.0, help="begin nothing after that")
-    parser.add_argument("--again", nargs="+", choices=(*OWN, "triton"), default=[], help="judge these alone, anew")
-    parser.add_argument("--alike", type=int, default=1, help="so many of each in a run")
+    parser.add_argument("--again", nargs="+", choices=(*OWN, "triton"), default=[], help="replace their rows")
+    parser.add_argument("--alike", type=int, default=1, help="copies of each in a run")
     arguments = parser.parse_args()
     earlier: dict[str, Any] = {"runs": 0, "cases": []}
     if arguments.file.exists():

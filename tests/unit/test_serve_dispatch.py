@@ -194,7 +194,7 @@ def test_a_time_that_memory_took_says_least_of_computing():
 
 
 def test_a_second_launch_takes_time():
-    """Of kernels that were as fast on many keys, on few that which joins parts in a cluster is faster."""
+    """Where two kernels tie on many keys, the one that joins its parts in a cluster wins on few."""
     split = with_config(SPLIT, WARPGROUPS=1)
     many, few = (shape(1, 4, 128, seqlen_k=n) for n in (8192, 512))
     each = (split, with_config(split, SPLIT_CLUSTER=1))

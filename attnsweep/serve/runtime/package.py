@@ -258,9 +258,10 @@ class _Routed(InPlace):
         enable_gqa: bool = False,
     ) -> Any:
         # As in `Operator.attention`, without frames of Python between, and with as few questions as
-        # can be: each takes 0.3 to 0.8 us of a step of 150 on the host of an H100. What a compiler
-        # sees asked is asked before each call of what it compiled: see `Traced.call`. Numbers are
-        # looked at, so that one that the device alone knows ends a graph, as at PyTorch's own.
+        # can be: each takes 0.3 to 0.8 us of a step of 150 on the host of an H100. A compiler asks
+        # again before each call what it sees asked here. What this does not take, `Traced.call`
+        # decides; one function for both would ask six things more. Numbers are looked at, so that
+        # one that the device alone knows ends a graph, as it does at PyTorch's own.
         if _is_compiling():
             if (
                 type(query) is type(key) is type(value) is _Tensor
