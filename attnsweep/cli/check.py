@@ -138,6 +138,8 @@ def check(
     for path in (junit, None if printed else markdown):
         if path is not None:
             check_output(path)
+    if junit is not None:
+        verdicts.junit_library()
     with _verdict_or_error():
         if against is None or new is not None:
             old_run, new_run = open_run(subject), open_run(new or subject)

@@ -217,12 +217,7 @@ class Comparison:
         A regression or a wrong result is a failure; inconclusive is an error. Raises ToolchainError
         without the `ci` extra.
         """
-        try:
-            import junitparser
-        except ImportError as error:
-            raise ToolchainError(
-                "JUnit XML needs junitparser", hint=install_command("ci")
-            ) from error
+        junitparser = junit_library()
         suite = junitparser.TestSuite("attnsweep check")
         suite.add_property("old", str(self.old))
         suite.add_property("new", str(self.new))
@@ -247,6 +242,15 @@ class Comparison:
         xml.update_statistics()
         text: bytes = xml.tostring()
         return text.decode("utf-8")
+
+
+def junit_library() -> Any:
+    """The library that writes JUnit XML. Raises ToolchainError without the `ci` extra."""
+    try:
+        import junitparser
+    except ImportError as error:
+        raise ToolchainError("JUnit XML needs junitparser", hint=install_command("ci")) from error
+    return junitparser
 
 
 _MARKDOWN = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"} | {"<": "&lt;", "&": "&amp;"})

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_a_check_says_first_that_its_report_cannot_be_written(attnsweep):
     done = attnsweep("check", "--recorded", "run", "run", "--junit", "no/check.xml")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no/check.xml: cannot be written: no: No such file or directory" in done.stderr
+
+
+def test_a_check_says_first_that_junit_xml_needs_a_package(attnsweep, monkeypatch):
+    monkeypatch.setitem(sys.modules, "junitparser", None)
+    done = attnsweep("check", "--recorded", "run", "run", "--junit", "check.xml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "JUnit XML needs junitparser" in done.stderr
+    assert "[ci]" in done.stderr
 
 
 def test_a_check_prints_its_table_as_markdown(attnsweep):
