@@ -17,7 +17,7 @@ in random order, ROUNDS times, while Python collects no garbage.
 - alone: a step that begins and ends with an idle GPU, by the host's clock.
 - code: what the package says of the call; a call that it hands over is PyTorch's in both.
 
-With `--blocks` only the host's time of eager steps, where it is the slower one: BLOCKS blocks of
+With `--blocks` only the host's time of steps, where it is the slower one: BLOCKS blocks of
 BLOCK_STEPS steps each, PyTorch alone and the package in turns; the time of each step, from its call
 to its return, and their percentiles. The noise of a host is in the upper ones.
 """
@@ -188,12 +188,21 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
 
 def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     """The row of a shape with `--blocks`."""
-    step = Step(shape, False, package.enable)
-    steps_us: dict[str, list[float]] = {"pytorch": [], "package": []}
+    torch.compiler.reset()
+    modes = {mode: hosts_us(shape, mode == "compiled", package) for mode in ("eager", "compiled")}
+    code = Step(shape, False, package.enable).code(package)
+    return {"shape": label(shape), **modes, "code": code}
+
+
+def hosts_us(shape: tuple[Any, ...], compiled: bool, package: Any) -> dict[str, list[float]]:
+    """Percentiles of the host's microseconds of a step, and of PyTorch's over the package's."""
+    steps = {who: Step(shape, compiled, nullcontext) for who in ("pytorch", "package")}
+    steps_us: dict[str, list[float]] = {who: [] for who in steps}
     gc.collect()
     gc.disable()
     for _ in range(BLOCKS):
-        for who in random.sample(list(steps_us), 2):
+        for who in random.sample(list(steps), 2):
+            step = steps[who]
             with package.enable() if who == "package" else nullcontext():
                 for number in range(-BLOCK_STEPS // 4, BLOCK_STEPS):
                     begin = time.perf_counter()
@@ -206,8 +215,7 @@ def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     found = {who: [sorted(us)[len(us) * part // 100] for part in PERCENTILES] for who, us in steps_us.items()}
     pairs = zip(found["pytorch"], found["package"], strict=True)
     row = {who: [round(each, 1) for each in us] for who, us in found.items()}
-    ratio = [round(theirs / ours, 3) for theirs, ours in pairs]
-    return {"shape": label(shape), **row, "ratio": ratio, "code": step.code(package)}
+    return row | {"ratio": [round(theirs / ours, 3) for theirs, ours in pairs]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

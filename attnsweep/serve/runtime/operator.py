@@ -280,6 +280,23 @@ class Operator:
             return sdpa(
                 query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        how = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return self.eager(query, key, value, *how, cache=cache)
+
+    def eager(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        *,
+        cache: bool = True,
+    ) -> torch.Tensor:
+        """`attention` with the arguments of PyTorch's own, that no compiler sees."""
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _any_autocast():
@@ -327,6 +344,8 @@ class Operator:
                     return done[0]
         if choice is not None:
             self.fell_back(choice)
+        if attn_mask is None and scale is None and not enable_gqa:
+            return sdpa(query, key, value, None, dropout_p, is_causal)
         return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
