@@ -12,8 +12,8 @@ from attnsweep.device.cards import text
 # Packages whose versions a run records: they do the timing, or are baselines.
 PACKAGES = (
     *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
-    *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3"),
-    *("flash-attn-4", "nvidia-cudnn-frontend"),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3", "xformers"),
+    *("flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
 )
 
 

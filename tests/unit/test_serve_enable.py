@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -21,6 +22,8 @@ from fake_driver import FakeDriver  # noqa: E402
 from packages import imported, on_cpu, shape, winner, written  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = itertools.count()
@@ -98,6 +101,30 @@ def test_a_class_a_table_a_copy_and_a_pickle_take_it_for_pytorchs(package, drive
         kept = pickle.dumps(routed)
     assert package.counters() == {"kernel": 1}
     assert pickle.loads(kept) is SDPA
+
+
+def test_a_short_step_is_known_by_its_sizes_and_whether_it_is_causal(make, driver):
+    """A full call of the same sizes is served, as is one without gradients, or of other keys."""
+    times = {"full": (shape(), 4.0), "causal": (shape(causal=True), 2.0)}  # PyTorch's: 40, 20 us
+    package = make(*(winner(of, gain=gain) for of, gain in times.values()))
+    operator = on_cpu(package, driver)
+    operator.planner.gpus[0] = replace(operator.planner.gpus[0], guard=Guard(short_us=30.0))
+    q, k, v = (t.requires_grad_() for t in tensors())
+    with package.enable():
+        kept = F.scaled_dot_product_attention
+        for scale in (None, None, 0.2):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            assert torch.equal(out, SDPA(q, k, v, is_causal=True, scale=scale))
+        assert operator.shorts == {(q.shape, k.shape, True)}
+        assert package.counters() == {"short_training": 3}
+        assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))
+        with torch.no_grad():
+            kept(q, k, v, is_causal=True)
+        F.scaled_dot_product_attention(q, k[:, :, :100], v[:, :, :100], is_causal=True)
+        assert package.counters()["kernel"] == 2
+        assert package.counters()["short_training"] == 3
+    kept(q, k, v, is_causal=True)
+    assert package.counters()["short_training"] == 3
 
 
 def test_what_no_kernel_serves_is_pytorchs_without_recursion(package, driver):

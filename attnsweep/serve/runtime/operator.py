@@ -75,6 +75,10 @@ class Operator:
         guards = [gpu.guard for gpu in table.gpus.values()]
         short = guards and min(guard.short_us for guard in guards) >= Guard().short_us
         self.short_work = _SHORT_WORK if short else 0.0
+        # Sizes of query and key, and whether it is causal, of longer calls that were SHORT: what
+        # finds their plans reaches over so much memory that a step, which has used the caches for
+        # other things, is 11 to 26 us longer on the host of an H100.
+        self.shorts: set[Any] = set()
         self._on_cuda = "cuda" in devices
         # Without PyTorch's Python around them, where this build has them.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -344,6 +348,8 @@ class Operator:
                     return done[0]
         if choice is not None:
             self.fell_back(choice)
+            if choice.code == SHORT.code and len(self.shorts) < MOST_PLANS:
+                self.shorts.add((query.shape, key.shape, is_causal))
         if attn_mask is None and scale is None and not enable_gqa:
             return sdpa(query, key, value, None, dropout_p, is_causal)
         return _sdpa(

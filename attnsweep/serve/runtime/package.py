@@ -27,16 +27,18 @@ _varlen = VarlenOperator(_operator)
 _fp8 = Fp8Operator(_operator)
 # Looked up once: each is asked in every call.
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
-_is_grad_enabled, _counts, _SHORT = torch.is_grad_enabled, _operator.counts, SHORT.code
+_is_grad_enabled, _SHORT = torch.is_grad_enabled, SHORT.code
+_counts, _shorts = _operator.counts, _operator.shorts
 _compiled = _operator.traced.ops.attention_sdpa
 __version__ = _operator.table.attnsweep
 
 
 def serve_by(operator: Operator) -> None:
     """Have another operator serve the calls: one of another driver, or for other devices."""
-    global _operator, _varlen, _fp8, _counts, _compiled
+    global _operator, _varlen, _fp8, _counts, _shorts, _compiled
     _operator, _varlen, _fp8 = operator, VarlenOperator(operator), Fp8Operator(operator)
-    _counts, _compiled = operator.counts, operator.traced.ops.attention_sdpa
+    _counts, _shorts = operator.counts, operator.shorts
+    _compiled = operator.traced.ops.attention_sdpa
 
 
 # Functions, since a model that has one as an attribute can be copied and pickled.
@@ -281,7 +283,9 @@ class _Routed(InPlace):
         else:
             if attn_mask is None and type(query) is _Tensor and query.requires_grad:
                 try:
-                    short = query.numel() * key.shape[-2] < _routing.short_work
+                    short = query.numel() * key.shape[-2] < _routing.short_work or (
+                        (query.shape, key.shape, is_causal) in _shorts and _routing.on
+                    )
                 except (RuntimeError, AttributeError, IndexError):  # nested, or no tensor
                     short = False
                 if short and _is_grad_enabled():
