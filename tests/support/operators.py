@@ -154,6 +154,7 @@ def traced(attention: Any, given: Any, direction: Any = None) -> tuple[list[str]
     from torch._dynamo.backends.common import aot_autograd
 
     graphs = []
+    torch._dynamo.reset()  # or what it knows of other tests' operators counts
 
     def keep(graph: Any, _: Any) -> Any:
         graphs.append(graph.code)

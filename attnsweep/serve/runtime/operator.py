@@ -30,6 +30,9 @@ from .transformers_hook import LazyMask
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _modes = torch._C._len_torch_dispatch_stack
+_capturing = getattr(  # without PyTorch's Python around it, where this build has it
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like, _FLOAT, _TENSOR = torch.empty_like, torch.float32, torch.Tensor
@@ -133,7 +136,7 @@ class Operator:
         if not plan.lse and plain_scores and not records_gradients(call):
             how = (call.is_causal, call.scale, call.enable_gqa, mask)
             self._seen.add(plan, query, key, value, *how)
-        if self._too_short(plan, mask, keep):
+        if plan.short_scan and self._is_scanned_alone(mask, keep):
             self.fell_back(SHORT_SCAN)
             return None
         if plan.lse:
@@ -153,19 +156,15 @@ class Operator:
         seen = self._find(query, key, value, *how, mask)
         if seen is None or not seen.calls:
             return self.masked(Call(query, key, value, mask, *how), keep)
-        if self._too_short(seen, mask, keep):
+        if seen.short_scan and self._is_scanned_alone(mask, keep):
             self.fell_back(SHORT_SCAN)
             return None
         done = self.run(seen, query, key, value, mask, keep)
         return None if done is None else done[0]
 
-    def _too_short(self, plan: Plan, mask: Any, keep: bool) -> bool:
-        """Whether the scan of a mask of which nothing is kept outlasts the call."""
-        return (
-            plan.short_scan
-            and (not keep or mask.is_inference())
-            and not (self._on_cuda and torch.cuda.is_current_stream_capturing())
-        )
+    def _is_scanned_alone(self, mask: Any, keep: bool) -> bool:
+        """Whether a scan is of one call: nothing of it is kept, and no graph replays it."""
+        return (not keep or mask.is_inference()) and not (self._on_cuda and _capturing())
 
     def masked_in_model(
         self,
@@ -300,7 +299,10 @@ class Operator:
         *,
         cache: bool = True,
     ) -> torch.Tensor:
-        """`attention` with the arguments of PyTorch's own, that no compiler sees."""
+        """`attention` with the arguments of PyTorch's own, where nothing is compiled."""
+        if _is_compiling():  # a compiler that gave up on its callers takes up this frame
+            masks = (attn_mask, dropout_p, is_causal)
+            return self.traced.call(query, key, value, *masks, scale, enable_gqa)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _any_autocast():
@@ -412,7 +414,7 @@ class Operator:
         if attn_mask is not None or diagonals is not None:
             given = (mask, is_causal, scale, enable_gqa, diagonals, cap, sinks)
             plan = self.masked_plan(Call(query, key, value, *given))
-            short = self._too_short(plan, mask, keep)
+            short = plan.short_scan and self._is_scanned_alone(mask, keep)
             choice, is_causal = SHORT_SCAN if short else plan.choice, False
         else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -534,7 +536,10 @@ class Operator:
                 self.fell_back(plan.choice)
                 return None
             if plan.scan:
-                listed = self._listed(plan, query, key, mask, stream, keep)
+                masks = mask if isinstance(mask, CuSeqlens) else () if mask is None else (mask,)
+                listed = self._masks.find(masks, plan, stream) if keep else None
+                if listed is None:
+                    listed = self._listed(plan, query, key, masks, stream, keep)
                 addresses += listed.addresses
             elif plan.biased:
                 if mask.data_ptr() & 15:
@@ -575,33 +580,30 @@ class Operator:
         return made
 
     def _listed(
-        self, plan: Plan, query: Any, key: Any, mask: Any, stream: int, keep: bool
+        self, plan: Plan, query: Any, key: Any, masks: Any, stream: int, keep: bool
     ) -> MaskList:
-        """What a call reads of its mask: made in this stream, now or before. Raises DriverError."""
-        masks = mask if isinstance(mask, CuSeqlens) else () if mask is None else (mask,)
-        found = self._masks.find(masks, plan, stream) if keep else None
-        if found is None and plan.scans is not None:
-            read = masks
-            if isinstance(mask, CuSeqlens):
-                read = tuple([each.to(torch.int32).contiguous() for each in mask])
-            elif plan.limits is not None and plan.scan_reads:
-                read = (scanned(plan.scan_reads[0], plan.limits, query, key, mask),)
-            # One piece: on an H100's host each costs 2 us, a tenth of what a new mask does.
-            *places, words = plan.scan_places
-            memory = query.new_empty(words, dtype=torch.int32)
-            begin = memory.data_ptr()
-            addresses = tuple([begin + 4 * place for place in places])
-            plan.scans.issue((*addresses, *[each.data_ptr() for each in read]), stream)
-            found = MaskList(addresses, (memory,))
-            if keep:
-                self._masks.keep(masks, plan, stream, found)
-        if found is None:
+        """What a call reads of its mask, made in this stream now. Raises DriverError."""
+        if plan.scans is None:
             raise DriverError("the scan of a mask is not loaded")
-        return found
+        read = masks
+        if isinstance(masks, CuSeqlens):
+            read = tuple([each.to(torch.int32).contiguous() for each in masks])
+        elif plan.limits is not None and plan.scan_reads:
+            read = (scanned(plan.scan_reads[0], plan.limits, query, key, *(masks or (None,))),)
+        # One piece: on an H100's host each costs 2 us, a tenth of what a new mask does.
+        *places, words = plan.scan_places
+        memory = query.new_empty(words, dtype=torch.int32)
+        begin = memory.data_ptr()
+        addresses = tuple([begin + 4 * place for place in places])
+        plan.scans.issue((*addresses, *[each.data_ptr() for each in read]), stream)
+        made = MaskList(addresses, (memory,))
+        if keep:
+            self._masks.keep(masks, plan, stream, made)
+        return made
 
     def capture_of(self, stream: int) -> int | None:
         """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""
-        if not self._on_cuda or not torch.cuda.is_current_stream_capturing():
+        if not self._on_cuda or not _capturing():
             return 0
         try:
             cuda = self._cuda or cuda_driver()
