@@ -1,7 +1,7 @@
 """Judge the dispatch of an exported package on shapes that were not tuned.
 
-Usage: python benchmarks/dispatch.py TUNED_RUN... [--held-out RUN...] [--leave-one-out]
-[--json FILE]. Nothing is measured, and no compiler is needed.
+Usage: python benchmarks/dispatch.py TUNED_RUN... [--held-out RUN...] [--leave-one-out]. Nothing is
+measured, and no compiler is needed.
 
 The table is the one that `attnsweep export TUNED_RUN...` writes, and the rule is the package's own
 code (attnsweep/serve/runtime/dispatch.py). A held-out run swept other shapes on the same kind of
@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from setting import console, write
+from setting import console
 
 from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch, open_run
 
@@ -36,37 +34,31 @@ from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch, open_run
 def measured(runs: Sequence[Path]) -> list[str]:
     """The GPU, its driver and the days of some runs."""
     found: dict[str, set[str]] = {}
-    for run in runs:
-        made = open_run(run).environment
-        if made is not None:
-            found.setdefault(f"{made.gpu}, driver {made.driver}", set()).add(made.date[:10])
+    for made in filter(None, (open_run(run).environment for run in runs)):
+        found.setdefault(f"{made.gpu}, driver {made.driver}", set()).add(made.date[:10])
     return [f"{card}, {' and '.join(sorted(days))}" for card, days in found.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each shape, the worst last, and the summary."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Judge the dispatch of an exported package.")
     parser.add_argument("tuned", type=Path, nargs="+", metavar="TUNED_RUN")
     parser.add_argument("--held-out", type=Path, nargs="+", default=[], metavar="RUN")
     parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     if not given.held_out and not given.leave_one_out:
         parser.error("give --held-out RUN..., or --leave-one-out, or both")
     try:
         rows = judge_dispatch(given.tuned, given.held_out, leave_one_out=given.leave_one_out)
-        result = dispatch_summary(rows)
         gpus = {"by": measured(given.tuned), "on": measured(given.held_out or given.tuned)}
+        summary = gpus | dispatch_summary(rows)
     except AttnsweepError as error:
         raise SystemExit(str(error)) from error
     for row in sorted(rows, key=lambda row: row.regret if row.regret is not None else -1.0):
         regret = "not timed" if row.regret is None else f"{row.regret:8.2%}"
         gain = "" if row.gain is None else f"gain {row.gain:.3f}, expected {row.expected_gain:.3f}"
         console.print(f"{regret:>9}  {row.shape:34} {row.code:10} {gain}; held {row.served:.2%}")
-    console.print_json(data=gpus | result)
-    runs: dict[str, Any] = {name: [run.name for run in vars(given)[name]] for name in ("tuned", "held_out")}
-    facts = {**runs, "leave_one_out": given.leave_one_out, **gpus, **result}
-    write(given.json, None, facts | {"rows": [asdict(row) for row in rows]})
+    console.print_json(data=summary)
 
 
 if __name__ == "__main__":

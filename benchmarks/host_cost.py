@@ -1,11 +1,10 @@
 """Measure what an attention call costs the host: this package's against PyTorch's backends.
 
-Usage: python benchmarks/host_cost.py [FILE.json] [--package DIR]. Needs a GPU that the package has
-winners for (default: the one that comes with attnsweep; DIR: one that `attnsweep export` wrote).
-Each call is timed alone, without waiting for the GPU, and its output replaces the one before; every
-100 calls the GPU catches up. Callers take turns in random order, 100 calls a turn. Also measured,
-each in fresh processes: what importing takes beyond PyTorch, and the first call on a GPU that
-PyTorch has used already, with its wait.
+Usage: python benchmarks/host_cost.py [FILE.json]. Needs a GPU that attnsweep has winners for. Each
+call is timed alone, without waiting for the GPU, and its output replaces the one before; every 100
+calls the GPU catches up. Callers take turns in random order, 100 calls a turn. Also measured, each
+in fresh processes: what importing takes beyond PyTorch, and the first call on a GPU that PyTorch
+has used already, with its wait.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from setting import console, described, options, package_at, write
+from setting import console, described, options, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnsweep
 
 TURNS, CALLS = 40, 100
 PROCESSES = 5
@@ -43,25 +43,25 @@ BACKENDS = {
 ADDRESSES = 5000
 
 IMPORT = """
-import time, {before}
+import time, torch
 begin = time.perf_counter()
-import {name}
-{name}.{first}
+import attnsweep
+attnsweep.attention_counters()
 print(time.perf_counter() - begin)
 """
 FIRST_CALL = """
 import sys, time, torch
 import torch.nn.functional as F
-import {name}
-{name}.{counters}()  # imports what attnsweep imports late
+import attnsweep
+attnsweep.attention_counters()  # imports what attnsweep imports late
 q, k, v = (torch.randn(1, 16, 1024, 64, device="cuda").half() for _ in range(3))
 expected = F.scaled_dot_product_attention(q, k, v)
 torch.cuda.synchronize()
 begin = time.perf_counter()
-got = {name}.attention(q, k, v)
+got = attnsweep.attention(q, k, v)
 torch.cuda.synchronize()
 print(time.perf_counter() - begin)
-assert {name}.{counters}() == {{"kernel": 1}}
+assert attnsweep.attention_counters() == {"kernel": 1}
 assert torch.allclose(got, expected, atol=1e-2, rtol=1e-2)
 """
 
@@ -100,24 +100,21 @@ def host_us(
             del kept
             wait()
             times[name] += own if turn else []
-    result = {}
-    for name, own in times.items():
-        tenths = statistics.quantiles(own, n=10)
-        found = {"median_us": tenths[4], "low_us": tenths[0], "high_us": tenths[-1]}
-        result[name] = {key: round(value, 3) for key, value in found.items()}
-    return result
+    tenths = {name: statistics.quantiles(own, n=10) for name, own in times.items()}
+    which = {"median_us": 4, "low_us": 0, "high_us": -1}
+    return {name: {key: round(of[n], 3) for key, n in which.items()} for name, of in tenths.items()}
 
 
-def callers_of(package: Any, shape: Any) -> dict[str, Caller]:
-    """Everyone who is timed on a shape. Raises SystemExit if the package has no kernel for it."""
+def callers_of(shape: Any) -> dict[str, Caller]:
+    """Everyone who is timed on a shape. Raises SystemExit if attnsweep has no kernel for it."""
     (batch, heads, seqlen, head_dim), dtype, causal = shape
     # As a model has them: views of (batch, seqlen, heads, head_dim).
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(3)]
     q, k, v = tensors
-    why = package.explain(q, k, v, is_causal=causal)
+    why = attnsweep.explain_attention(q, k, v, is_causal=causal)
     if why.kernel is None:
         sys.exit(f"no kernel serves {shape}: {why}")
-    attention = package.attention
+    attention = attnsweep.attention
     memory = torch.randn(q.numel() + 8 * ADDRESSES, device="cuda").to(dtype)
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
 
@@ -134,7 +131,7 @@ def callers_of(package: Any, shape: Any) -> dict[str, Caller]:
 
     callers = {
         "package": Caller(lambda _: attention(q, k, v, is_causal=causal)),
-        "enabled": Caller(called, package.enable),
+        "enabled": Caller(called, attnsweep.enable),
         "sdpa": Caller(called),
         "package_new_addresses": Caller(at_new_addresses),
         "view_of_new_addresses": Caller(moved),
@@ -159,39 +156,23 @@ def seconds_of(code: str) -> float:
     return statistics.median(printed)
 
 
-def fresh_processes(name: str, path: str | None, *, gpu: bool = True) -> dict[str, float]:
-    """Seconds of importing and milliseconds of the first call."""
-    shipped = name == "attnsweep"
-    begin = "" if path is None else f"import sys\nsys.path.insert(0, {path!r})\n"
-    first = "attention_counters()" if shipped else "counters()"
-    code = begin + IMPORT.format(before="torch", name=name, first=first)
-    found = {"import_s": round(seconds_of(code), 4)}
-    if gpu:
-        code = FIRST_CALL.format(name=name, counters=first.removesuffix("()"))
-        found["first_call_ms"] = round(1e3 * seconds_of(begin + code), 2)
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, print, and write the file if one is named."""
-    parser = options(__doc__)
-    parser.add_argument("--package", type=Path, metavar="DIR")
-    asked = parser.parse_args(arguments)
-    package, here = package_at(asked.package), described()
-    path = None if asked.package is None else str(asked.package.resolve())
+    file, here = options(__doc__).parse_args().file, described()
     result: dict[str, Any] = {
         "torch": torch.__version__,
-        "package": package.__name__,
-        **fresh_processes(package.__name__, path),
+        "package": "attnsweep",
+        "import_s": round(seconds_of(IMPORT), 4),
+        "first_call_ms": round(1e3 * seconds_of(FIRST_CALL), 2),
         "shapes": [],
     }
     console.print(result)
     for shape in SHAPES:
         mask = "causal" if shape[2] else "full"
         label = f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {mask}"
-        result["shapes"].append({"shape": label, "callers": host_us(callers_of(package, shape))})
+        result["shapes"].append({"shape": label, "callers": host_us(callers_of(shape))})
         console.print_json(data=result["shapes"][-1])
-    write(asked.file, here, result)
+    write(file, here, result)
 
 
 if __name__ == "__main__":

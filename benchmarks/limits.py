@@ -7,6 +7,7 @@ that launching and ramping up are not in it. A time is the shortest of 20 replay
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +54,21 @@ def launch_us(stream: Any, function: Any, blocks: int, arguments: tuple[Any, ...
 def main() -> None:
     """Measure, print, and write the file if one is named."""
     asked, here = options(__doc__).parse_args(), described()
-    compiler = Compiler(arch_named(here.arch))
-    module = cupy.RawModule(path=str(compiler.compile(SOURCE, {}).path))
-    compiler.close()
+    with contextlib.closing(Compiler(arch_named(here.arch))) as compiler:
+        module = cupy.RawModule(path=str(compiler.compile(SOURCE, {}).path))
     rates = {}
     for name, (function, nbytes, times) in CASES.items():
         few, many = (1, 3) if name.startswith("dram") else (4, 36)
-        best = 0.0
+        kernel, best = module.get_function(function), 0.0
         with cupy.cuda.Stream(non_blocking=True) as stream:
             buffers = [cupy.cuda.alloc(nbytes) for _ in range(2)]
             for buffer in buffers:
                 buffer.memset_async(POISON, nbytes)
             pointers = [np.uint64(buffer.ptr) for buffer in buffers]
             for blocks_per_sm in (2, 3, 4):
+                blocks, given = here.sm_count * blocks_per_sm, (*pointers, np.int32(nbytes // 16))
                 few_us, many_us = (
-                    launch_us(
-                        stream,
-                        module.get_function(function),
-                        here.sm_count * blocks_per_sm,
-                        (*pointers, np.int32(nbytes // 16), np.int32(passes)),
-                    )
-                    for passes in (few, many)
+                    launch_us(stream, kernel, blocks, (*given, np.int32(passes))) for passes in (few, many)
                 )
                 best = max(best, nbytes * times * (many - few) / (many_us - few_us) * 1e6)
         rates[name] = best

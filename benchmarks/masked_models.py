@@ -12,7 +12,7 @@ their norm.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,46 +106,36 @@ def models() -> Iterator[dict[str, Any]]:
     grouped = wide | {"num_key_value_heads": 8, "head_dim": 128}
     few = {"num_hidden_layers": 4, "vocab_size": 1024}
     experts = few | {"num_local_experts": 4, "num_experts_per_tok": 4}  # all, so that none flips
-    gemma = few | {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 4}
+    gemma = few | {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
     llama = ("Llama kind", t.LlamaConfig(**grouped), t.LlamaForCausalLM, 4, 2048)
-    mistral = t.MistralConfig(**grouped, sliding_window=1024), t.MistralForCausalLM
+    window = {"sliding_window": 1024}
+    mistral = ("Mistral kind, window 1024", t.MistralConfig(**grouped, **window), t.MistralForCausalLM, 1, 8192)
     bert = ("BERT kind", t.BertConfig(num_hidden_layers=6, vocab_size=1024), t.BertModel, 32, 512)
-    gemma_3 = t.Gemma3TextConfig(**gemma, head_dim=256, sliding_window=1024), t.Gemma3ForCausalLM
-    whisper = t.WhisperConfig(
-        **{f"{side}_layers": 4 for side in ("encoder", "decoder")},
-        **{f"{side}_attention_heads": 16 for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": 4096 for side in ("encoder", "decoder")},
-        d_model=1024,
-        num_mel_bins=80,
-    )
-    eager = [
-        (name, config, model, batch, seqlen, "eager")
-        for name, config, model in (
-            ("Gemma 2 kind, by eager", t.Gemma2Config(**few), t.Gemma2ForCausalLM),
-            ("gpt-oss kind, by eager", t.GptOssConfig(**experts), t.GptOssForCausalLM),
-        )
-        for batch, seqlen in ((1, 4096), (2, 2048))
-    ]
-    for row in (
+    stack = {"layers": 4, "attention_heads": 16, "ffn_dim": 4096}
+    both = {f"{side}_{name}": size for name, size in stack.items() for side in ("encoder", "decoder")}
+    whisper = t.WhisperConfig(**both, d_model=1024, num_mel_bins=80)
+    gemma_2 = ("Gemma 2 kind, by eager", t.Gemma2Config(**few), t.Gemma2ForCausalLM)
+    gpt_oss = ("gpt-oss kind, by eager", t.GptOssConfig(**experts), t.GptOssForCausalLM)
+    eager = [(*kind, *size, "eager") for kind in (gemma_2, gpt_oss) for size in ((1, 4096), (2, 2048))]
+    rows = (
         llama,
         ("Qwen3 kind", t.Qwen3Config(**grouped), t.Qwen3ForCausalLM, 4, 2048),
-        ("Mistral kind, window 1024", *mistral, 1, 8192),
-        ("Gemma 3 kind, window 1024", *gemma_3, 2, 4096),
+        mistral,
+        ("Gemma 3 kind, window 1024", t.Gemma3TextConfig(**gemma, **window), t.Gemma3ForCausalLM, 2, 4096),
         bert,
         ("Whisper kind", whisper, t.WhisperForConditionalGeneration, 8, 448),
         *eager,
-    ):
-        yield Model(*row).timed()
-        torch.cuda.empty_cache()
-    for row in (llama, ("Mistral kind, window 1024", *mistral, 1, 8192), bert, eager[0]):
-        torch._dynamo.reset()
-        yield Model(*row, compiled=True).timed()
+    )
+    for row, compiled in (*((row, False) for row in rows), *((row, True) for row in (llama, mistral, bert, eager[0]))):
+        if compiled:
+            torch._dynamo.reset()
+        yield Model(*row, compiled=compiled).timed()
         torch.cuda.empty_cache()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Time everything; write each row, as it comes, to the file that was asked for."""
-    asked, environment = options(__doc__).parse_args(arguments), described()
+    asked, environment = options(__doc__).parse_args(), described()
     rows: list[dict[str, Any]] = []
     for row in models():
         rows.append(row)

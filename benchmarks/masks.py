@@ -1,7 +1,6 @@
 """Time calls with a mask, with attnsweep and without.
 
-Usage: python benchmarks/masks.py [FILE.json] [--only compiled]. Needs a GPU that attnsweep has
-winners for.
+Usage: python benchmarks/masks.py [FILE.json]. Needs a GPU that attnsweep has winners for.
 
 Calls: q, k and v in bf16 and a mask as transformers makes it. Each round takes, in random order, a
 sample of PyTorch's own attention (k and v repeated beforehand, as models pass them) and of
@@ -24,13 +23,14 @@ import itertools
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import setting
 import torch
 import torch.nn.functional as F
-from setting import console
+from models import device_us
+from setting import console, described, options, write
 
 import attnsweep
 
@@ -88,19 +88,6 @@ def mask_of(kind: str, batch: int, seqlen: int) -> Any:
     return (made & all_of_them).contiguous()
 
 
-def sample_us(call: Callable[[], Any], calls: int) -> float:
-    """Microseconds of a call on the device, the mean of `calls` in a row."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # the host queues the calls meanwhile
-    first.record()
-    for _ in range(calls):
-        call()
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) * 1e3 / calls
-
-
 def host_us(call: Callable[[], Any]) -> float:
     """Microseconds from a call to its return, while the device works."""
     times = []
@@ -119,37 +106,33 @@ def rounds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     hosts = {name: host_us(call) for name, call in ways.items()}
     # More calls than the host enqueues meanwhile would add its time to one way, and not to another.
     counts = {
-        name: max(1, int(min(SAMPLE_US / sample_us(call, 2), SLEEP_US / 2 / hosts[name])))
+        name: max(1, int(min(SAMPLE_US / device_us(call, 2, SLEEP_CYCLES), SLEEP_US / 2 / hosts[name])))
         for name, call in ways.items()
     }
     for _ in range(ROUNDS):
         for name in random.sample([*ways], len(ways)):
-            times[name].append(sample_us(ways[name], counts[name]))
+            times[name].append(device_us(ways[name], counts[name], SLEEP_CYCLES))
     theirs, *others = times
-    ratios = {
-        "ratio" if name == "ours" else f"{name}_ratio": statistics.median(
-            a / b for a, b in zip(times[theirs], times[name], strict=True)
-        )
-        for name in others
-    }
-    found = {f"{name}_us": round(statistics.median(each), 1) for name, each in times.items()}
-    found |= {"host_us" if name == "ours" else f"host_{name}_us": round(each, 1) for name, each in hosts.items()}
-    return {name: round(ratio, 3) for name, ratio in ratios.items()} | found
+    ratios = {n: [a / b for a, b in zip(times[theirs], times[n], strict=True)] for n in others}
+    found = {f"{n}_ratio".removeprefix("ours_"): round(statistics.median(each), 3) for n, each in ratios.items()}
+    found |= {f"{n}_us": round(statistics.median(each), 1) for n, each in times.items()}
+    return found | {f"host_{n}_us".replace("ours_", ""): round(us, 1) for n, us in hosts.items()}
 
 
-def tensors(shape: tuple[Any, ...]) -> list[Any]:
-    """q, k and v of a call."""
-    batch, heads, heads_kv, seqlen, head_dim, _ = shape
+def tensors(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a row begins with; q, k and v; k and v for all heads; options of a call of ours."""
+    batch, heads, heads_kv, seqlen, head_dim, kind = shape
     sizes = [(batch, n, seqlen, head_dim) for n in (heads, heads_kv, heads_kv)]
-    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
+    row = {"call": f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"}
+    return row, q, k, v, whole, {"enable_gqa": heads != heads_kv}
 
 
 def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
     """A row of a call that says by arguments what it hides, or adds a float mask."""
-    batch, heads, heads_kv, seqlen, head_dim, kind = shape
-    q, k, v = tensors(shape)
-    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
-    options: dict[str, Any] = {"enable_gqa": heads != heads_kv}
+    batch, heads, _, seqlen, _, kind = shape
+    row, q, k, v, whole, options = tensors(shape)
     ours, sdpa = attnsweep.attention, F.scaled_dot_product_attention
     if kind == "causal, key_lengths":
         mask = mask_of("causal, padded right", batch, seqlen)
@@ -173,12 +156,11 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
         mask = mask_of(kind, batch, seqlen)
         ways = {"sdpa": lambda: sdpa(q, *whole, mask), "ours": lambda: ours(q, k, v, window=(1023, 0), **options)}
     elif kind.startswith("bias"):
-        items, own = (1, heads) if kind == "bias of heads" else (batch, heads)
-        rows = 1 if kind == "bias of keys" else seqlen
-        bias = torch.randn(items, own, rows, seqlen, device="cuda", dtype=q.dtype)
+        size = (1 if kind == "bias of heads" else batch, heads, 1 if kind == "bias of keys" else seqlen, seqlen)
+        bias = torch.randn(*size, device="cuda", dtype=q.dtype)
         ways = {"sdpa": lambda: sdpa(q, *whole, bias), "ours": lambda: ours(q, k, v, bias, **options)}
     elif "softcap" in kind or "sinks" in kind:
-        changes = time_scores(kind, heads)
+        changes = {"softcap": 50.0} if "softcap" in kind else {"sinks": torch.linspace(-2, 2, heads, device="cuda")}
         mask = mask_of("causal" if "causal" in kind else "window of 128", batch, seqlen)
         hides = {"is_causal": True} if "causal" in kind else {"window": (127, 0)}
         ways = {
@@ -203,19 +185,15 @@ def time_arguments(shape: tuple[Any, ...]) -> dict[str, Any]:
         }
     else:
         raise ValueError(kind)
-    before = attnsweep.attention_counters().get("kernel", 0)
+    before = by_kernels()
     mine, exact = ways["ours"]().float(), ways["sdpa"]().float()
-    served = attnsweep.attention_counters().get("kernel", 0) > before
-    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
     off = float((mine - exact).norm() / exact.norm())
-    return {"call": label, "served": served} | rounds_of(ways) | {"off": off}
+    return row | {"served": by_kernels() > before} | rounds_of(ways) | {"off": off}
 
 
-def time_scores(kind: str, heads: int) -> dict[str, Any]:
-    """What changes scores in a call of a kind, as `attention` takes it."""
-    if "softcap" in kind:
-        return {"softcap": 50.0}
-    return {"sinks": torch.linspace(-2, 2, heads, device="cuda")}
+def by_kernels() -> int:
+    """The calls so far that kernels served."""
+    return attnsweep.attention_counters().get("kernel", 0)
 
 
 def eager(q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None) -> Any:
@@ -235,10 +213,8 @@ def eager(q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks
 
 def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
     """A row of a call with a mask."""
-    batch, heads, heads_kv, seqlen, head_dim, kind = shape
-    q, k, v = tensors(shape)
-    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
-    mask, options = mask_of(kind, batch, seqlen), {"enable_gqa": heads != heads_kv}
+    row, q, k, v, whole, options = tensors(shape)
+    mask = mask_of(shape[5], shape[0], shape[3])
     masks = itertools.cycle((mask, mask.clone(), mask.clone()))
     ways: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, *whole, mask),
@@ -247,23 +223,17 @@ def time_call(shape: tuple[Any, ...]) -> dict[str, Any]:
         "unmasked": lambda: F.scaled_dot_product_attention(q, *whole),
     }
     found = rounds_of(ways)
-    explained = attnsweep.explain_attention(q, k, v, mask, **options)
-    grouped = F.scaled_dot_product_attention(q, *whole, mask).float()
+    row["code"] = attnsweep.explain_attention(q, k, v, mask, **options).code
+    grouped = ways["sdpa"]().float()
     off = (ways["ours"]().float() - grouped).norm() / grouped.norm()
-    own = host_us(lambda: attnsweep.attention(q, k, v, **options))
-    found["host_ours_unmasked_us"] = round(own, 1)
-    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
-    facts = {"call": label, "code": explained.code}
-    return facts | found | {"off": float(off)}
+    found["host_ours_unmasked_us"] = round(host_us(lambda: attnsweep.attention(q, k, v, **options)), 1)
+    return row | found | {"off": float(off)}
 
 
 def time_compiled(shape: tuple[Any, ...]) -> dict[str, Any]:
     """A row of a compiled call whose mask is another in each call."""
-    batch, heads, heads_kv, seqlen, head_dim, kind = shape
-    q, k, v = tensors(shape)
-    whole = [x.repeat_interleave(heads // heads_kv, 1) for x in (k, v)]
-    options: dict[str, Any] = {"enable_gqa": heads != heads_kv}
-    mask = mask_of(kind, batch, seqlen)
+    row, q, k, v, whole, options = tensors(shape)
+    mask = mask_of(shape[5], shape[0], shape[3])
     masks = itertools.cycle([mask.roll(n, 0) for n in range(3)])
     counters = torch._dynamo.utils.counters["stats"]
 
@@ -277,11 +247,9 @@ def time_compiled(shape: tuple[Any, ...]) -> dict[str, Any]:
         "ours": lambda: mine(q, k, v, next(masks)),
         "eager": lambda: attnsweep.attention(q, k, v, next(masks), cache=False, **options),
     }
-    served = attnsweep.attention_counters().get("kernel", 0)
+    served = by_kernels()
     apart = [(mine(q, k, v, each) - theirs(q, *whole, each)).float().norm() for each in (mask, mask.roll(1, 0))]
-    facts = {"served": attnsweep.attention_counters().get("kernel", 0) == served + 2}
-    label = f"({batch},{heads}/{heads_kv},{seqlen},{head_dim}) {kind}"
-    found = {"call": label} | facts | rounds_of(ways)
+    found = row | {"served": by_kernels() == served + 2} | rounds_of(ways)
     size = float(theirs(q, *whole, mask).float().norm())
     return found | {"graphs": counters["unique_graphs"] - before, "off": float(max(apart)) / size}
 
@@ -294,18 +262,14 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Time what was asked for, or everything; write it to the file."""
-    options = setting.options(__doc__)
-    options.add_argument("--only", choices=SECTIONS, help="one part, which alone is written")
-    asked = options.parse_args()
-    found: dict[str, Any] = {}
+    """Time everything, and write the file if one is named."""
+    file, found = options(__doc__).parse_args().file, defaultdict(list)
     for name, (timed, shapes) in SECTIONS.items():
-        for shape in shapes if asked.only in (None, name) else ():
-            found.setdefault(name, []).append(timed(shape))
+        for shape in shapes:
+            found[name].append(timed(shape))
             console.print(found[name][-1])
             torch.cuda.empty_cache()
-    if asked.file is not None:
-        setting.write(asked.file, setting.described(), found)
+    write(file, described() if file else None, found)
 
 
 if __name__ == "__main__":

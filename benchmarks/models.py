@@ -1,8 +1,7 @@
 """Use a package in models: time, error and tokens, before and after.
 
-Usage: python benchmarks/models.py [FILE.json] [--package DIR] [--models NAME ...] [--tokens N ...]
-[--modes eager compiled graph] [--seconds 360]; or, to record what the models call:
-attnsweep shapes models.yaml -- python benchmarks/models.py --once.
+Usage: python benchmarks/models.py [FILE.json] [--package DIR] [--seconds 360]; or, to record what
+the models call: attnsweep shapes models.yaml -- python benchmarks/models.py --once.
 
 The models have random weights: a Llama and a Qwen of transformers' own classes (about 1B, grouped
 queries, head_dim 64 and 128), and a stack of diffusion-like blocks (full attention, head_dim 64) of
@@ -25,10 +24,12 @@ A measurement that would begin after --seconds is left out, and named under `lef
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,6 @@ ELEMENTS = 1 << 27
 
 
 # ---- whose attention ----
-@contextlib.contextmanager
-def _replaced(function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = function
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
-
-
 def float64_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -98,28 +89,29 @@ def float64_attention(
 
 
 @contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = float64_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+@contextlib.contextmanager
 def attention_of(who: str, package: Any) -> Iterator[None]:
     """Run a block of code with PyTorch's attention, its flash backend's, float64's, the package's.
 
     who: sdpa, flash, float64, package.
     """
-    with contextlib.ExitStack() as stack:
-        if who == "flash":
-            on_gpu = torch.cuda.is_available()
-            backends = [SDPBackend.FLASH_ATTENTION, *([] if on_gpu else [SDPBackend.MATH])]
-            stack.enter_context(sdpa_kernel(backends))
-        elif who == "float64":
-            stack.enter_context(_replaced(float64_attention))
-        elif who == "package":
-            stack.enter_context(package.enable())
+    flash = [SDPBackend.FLASH_ATTENTION] + [SDPBackend.MATH] * (not torch.cuda.is_available())
+    contexts = {"flash": partial(sdpa_kernel, flash), "float64": _float64, "package": getattr(package, "enable", None)}
+    with contexts.get(who, contextlib.nullcontext)():
         yield
 
 
 # ---- measurements ----
-def settle() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+settle = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None  # waits for the device
 
 
 def timed_ms(run: Callable[[], Any]) -> float:
@@ -129,6 +121,23 @@ def timed_ms(run: Callable[[], Any]) -> float:
     run()
     settle()
     return (time.perf_counter() - began) * 1e3
+
+
+def device_us(call: Callable[[], Any], calls: int, sleep_cycles: int = 0) -> float:
+    """Microseconds of a call on the device, the mean of `calls` in a row.
+
+    sleep_cycles: the device sleeps so long before, while the host queues the calls.
+    """
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if sleep_cycles:
+        torch.cuda._sleep(sleep_cycles)
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e3 / calls
 
 
 @contextlib.contextmanager
@@ -176,10 +185,7 @@ def before_and_after(before: Sequence[float], after: Sequence[float]) -> dict[st
 
 def eager(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     """A prefill, launch by launch."""
-
-    def prefill() -> None:
-        model.rows(ids, 1)
-
+    prefill = partial(model.rows, ids, 1)
     times = turns({"sdpa": prefill, "package": prefill}, package)
     with attention_of("package", package), counted(package) as calls:
         prefill()
@@ -205,7 +211,7 @@ def compiled(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     calls: dict[str, int] = {}
     for who in ("sdpa", "package"):
         with compiled_layers(model), attention_of(who, package):
-            times |= turns({who: lambda: model.rows(ids, 1)})
+            times |= turns({who: partial(model.rows, ids, 1)})
             with counted(package) as calls:
                 model.rows(ids, 1)
     return before_and_after(*times.values()) | {"calls": calls}
@@ -234,13 +240,16 @@ def error(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
         with attention_of(who, package):
             rows[who] = model.rows(ids, LAST).double()
     right = rows.pop("float64")
-    size = right.norm()
-    found: dict[str, Any] = {who: float(f"{float((own - right).norm() / size):.4g}") for who, own in rows.items()}
+    found: dict[str, Any] = {who: rounded((own - right).norm() / right.norm()) for who, own in rows.items()}
     if model.vocabulary:
-        found["top"] = {
-            who: round(float((own.argmax(-1) == right.argmax(-1)).double().mean()), 4) for who, own in rows.items()
-        }
+        same = {who: own.argmax(-1) == right.argmax(-1) for who, own in rows.items()}
+        found["top"] = {who: round(float(each.double().mean()), 4) for who, each in same.items()}
     return found
+
+
+def rounded(error: Any) -> float:
+    """An error with four digits."""
+    return float(f"{float(error):.4g}")
 
 
 def greedy(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
@@ -248,23 +257,13 @@ def greedy(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     new = {}
     for who in ("sdpa", "package", "float64"):
         with attention_of(who, package):
-            made = model.module.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
-                do_sample=False,
-                pad_token_id=0,
-            )
+            how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+            made = model.module.generate(ids, attention_mask=torch.ones_like(ids), **how)
         new[who] = made[0, ids.shape[1] :].tolist()
     right = new.pop("sdpa")
-    same = {who: _leading(right, own) for who, own in new.items()}
+    equal = {who: [a == b for a, b in zip(right, own, strict=True)] for who, own in new.items()}
+    same = {who: [*each, False].index(False) for who, each in equal.items()}
     return {"prompt": ids.shape[1], "tokens": NEW, "same_as_sdpa": same}
-
-
-def _leading(one: Sequence[int], other: Sequence[int]) -> int:
-    equal = [a == b for a, b in zip(one, other, strict=True)]
-    return equal.index(False) if False in equal else len(equal)
 
 
 # ---- all of it ----
@@ -284,8 +283,7 @@ def measured(
     left_out: list[str] = []
 
     def take(model: Model, what: Callable[[Model, torch.Tensor, Any], dict[str, Any]], count: int) -> None:
-        name = what.__name__
-        label = f"{model.name} {name} {count}"
+        name, label = what.__name__, f"{model.name} {what.__name__} {count}"
         if time.monotonic() - began > seconds:
             left_out.append(label)
             return
@@ -295,47 +293,36 @@ def measured(
             except Exception as failure:  # one that fails must not cost the others
                 found = {"failed": f"{type(failure).__name__}: {failure}"[:400]}
         console.print(f"{time.monotonic() - began:6.1f} s  {label}: {json.dumps(found)}")
-        place = results[model.name]
-        if what is greedy:
-            place[name] = found
-        else:
-            place["prefill"][str(count)][name] = found
+        of = results[model.name]
+        (of if what is greedy else of["prefill"][str(count)])[name] = found
 
-    timings = {"eager": eager, "graph": graph, "compiled": compiled}
-    quick = [timings[mode] for mode in ("eager", "graph") if mode in modes]
-    for what in (*quick, error):
-        for count in tokens:
-            for model in models:
-                take(model, what, count)
+    quick = [what for what in (eager, graph) if what.__name__ in modes]
+    for what, count, model in itertools.product((*quick, error), tokens, models):
+        take(model, what, count)
     for model in models:
         if model.vocabulary:
             take(model, greedy, min(PROMPT, max(tokens)))
-    for count in sorted(tokens) if "compiled" in modes else ():
-        for model in models:
-            take(model, compiled, count)
+    for count, model in itertools.product(sorted(tokens) if "compiled" in modes else (), models):
+        take(model, compiled, count)
     return {"models": results, "left_out": left_out, "seconds": round(time.monotonic() - began, 1)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, and write the file if one is named."""
     parser = options(__doc__)
     parser.add_argument("--package", type=Path, metavar="DIR")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seconds", type=float, default=360.0)
     parser.add_argument("--once", action="store_true", help="only run each model once")
-    given = parser.parse_args(arguments)
-    models = [built(name, "cuda", False) for name in given.models]
+    given = parser.parse_args()
+    models = [built(name, "cuda", False) for name in MODELS]
     if given.once:
         with torch.inference_mode():
-            for model in models:
-                for count in given.tokens:
-                    model.rows(torch.ones(1, count, dtype=torch.long, device="cuda"), 1)
+            for model, count in itertools.product(models, TOKENS):
+                model.rows(torch.ones(1, count, dtype=torch.long, device="cuda"), 1)
         settle()
         return
     package = package_at(given.package)
-    told = measured(models, package, tokens=given.tokens, modes=given.modes, seconds=given.seconds)
+    told = measured(models, package, seconds=given.seconds)
     write(given.file, described(), {"package": package.__version__, **told})
 
 

@@ -1,29 +1,25 @@
 """Simulate how often `attnsweep check` errs, if every process adds an offset to the ratio.
 
-Usage: python benchmarks/processes.py [FILE.json] [--trials 2000]. It needs no GPU.
+Usage: python benchmarks/processes.py [FILE.json]. It needs no GPU.
 
 New code takes 1 + slowdown times as long as old code. A round of a process scatters by NOISE, a
 process adds an offset that stays the same in all of its rounds. The verdicts are those of
 `compare_candidates`, on a stand-in for the GPU. It prints a row for every slowdown and offset, with
-the 95 % bounds of each share.
+the 95 % bounds of each share in percent.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from setting import console
+from setting import console, options, write
 
 from attnsweep import Verdict, compare_candidates, proportion_interval
 
-SLOWER = 0.02
+TRIALS, SLOWER = 2000, 0.02
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.03, 0.05)
 OFFSETS = (0.0, 0.0025, 0.005)
 NOISE = 0.002
@@ -33,8 +29,8 @@ TIME_US = 20.0
 class Card:
     """A GPU whose processes differ: what `compare_candidates` asks of a Worker."""
 
-    def __init__(self, ratio: float, offset: float, noise: float, seed: str) -> None:
-        self._ratio, self._offset, self._noise = ratio, offset, noise
+    def __init__(self, ratio: float, offset: float, seed: str) -> None:
+        self._ratio, self._offset = ratio, offset
         self._random = random.Random(seed)
         self.another()
 
@@ -46,7 +42,7 @@ class Card:
     def pair(self, first: str, second: str) -> tuple[float, float]:
         """One round: both times, in the order asked for."""
         times = {"old": TIME_US, "new": TIME_US * self._own}
-        one, other = (times[n] * self._random.gauss(1, self._noise) for n in (first, second))
+        one, other = (times[n] * self._random.gauss(1, NOISE) for n in (first, second))
         return one, other
 
     def replay(self, *_: str) -> float:
@@ -70,9 +66,8 @@ def simulate(slowdown: float, offset: float, trials: int) -> dict[str, Any]:
     processes: list[int] = []
     rounds: list[int] = []
     for number in range(trials):
-        card: Any = Card(1 + slowdown, offset, NOISE, f"{slowdown} {offset} {number}")
-        none: Any = None
-        found = compare_candidates(none, none, card, card.another, slower=SLOWER, budget_s=600, seed=str(number))
+        card: Any = Card(1 + slowdown, offset, f"{slowdown} {offset} {number}")
+        found = compare_candidates(None, None, card, card.another, slower=SLOWER, budget_s=600, seed=str(number))
         verdicts[found.verdict.value] += 1
         processes.append(found.processes)
         rounds.append(found.shown.interval.rounds if found.shown.interval else 0)
@@ -93,34 +88,18 @@ def simulate(slowdown: float, offset: float, trials: int) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown: percent with bounds."""
-    shown = ("pass", "regression", "inconclusive")
-    lines = ["| slower by | offset of a process | " + " | ".join(shown) + " | processes |"]
-    lines.append("|---:|---:|" + "---:|" * (len(shown) + 1))
-    for row in rows:
-        cells = [f"{100 * row['slowdown']:g} %", f"{100 * row['offset']:g} %"]
-        for name in shown:
-            of = row["verdicts"][name]
-            low, high = (100 * limit for limit in of["bounds"])
-            cells.append(f"{100 * of['count'] / row['trials']:.2f} ({low:.2f} to {high:.2f})")
-        cells.append(f"{row['processes_mean']:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate every slowdown and offset, print the table, and write the file if one is named."""
-    parser = argparse.ArgumentParser(description="How often `attnsweep check` errs, simulated.")
-    parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--trials", type=int, default=2000)
-    asked = parser.parse_args(arguments)
-    rows = [simulate(slow, off, asked.trials) for slow in SLOWDOWNS for off in OFFSETS]
-    console.print(table(rows), end="")
-    if asked.file is not None:
-        facts = {"slower": SLOWER, "noise": NOISE, "rows": rows}
-        asked.file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    file = options(__doc__).parse_args().file
+    shown = ("pass", "regression", "inconclusive")
+    console.print(f"| slower by | offset of a process | {' | '.join(shown)} | processes |")
+    console.print("|---:|---:|" + "---:|" * (len(shown) + 1))
+    rows = []
+    for slowdown in SLOWDOWNS:
+        for offset in OFFSETS:
+            rows.append(row := simulate(slowdown, offset, TRIALS))
+            cells = [f"{100 * slowdown:g} %", f"{100 * offset:g} %"]
+            for of in map(row["verdicts"].get, shown):
+                low, high = (100 * limit for limit in of["bounds"])
+                cells.append(f"{100 * of['count'] / TRIALS:.2f} ({low:.2f} to {high:.2f})")
+            console.print(f"| {' | '.join(cells)} | {row['processes_mean']:.1f} |")
+    write(file, None, {"slower": SLOWER, "noise": NOISE, "rows": rows})

@@ -81,40 +81,36 @@ class Model:
         return self.module(input_ids=ids, labels=ids, use_cache=False).loss
 
 
+SIZES = {"hidden_size": 2048, "num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
+TINY = {"hidden_size": 128, "num_hidden_layers": 2}
+TINY_HEADS = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+
+
 def llama(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
     """A Llama of 1B with an output layer of its own, or it would repeat its input; D = 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    own = {"vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": False}
-    config = _tiny(sizes, heads, own) if tiny else sizes | heads | own
-    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=32768, **config)), config
+    own = {"intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
+    own |= {"vocab_size": 128256, "rope_theta": 500000.0}
+    facts = SIZES | own | (TINY | TINY_HEADS if tiny else {})
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=32768, **facts)), facts
 
 
 def qwen(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
     """A Qwen 3 of 1.7B with 16 of its 28 layers and an output layer of its own; D = 128."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    own = {"vocab_size": 151936, "rope_theta": 1000000.0, "tie_word_embeddings": False}
-    config = _tiny(sizes, heads, own) if tiny else sizes | heads | own
-    return Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=32768, **config)), config
+    own = {"intermediate_size": 6144, "num_attention_heads": 16, "head_dim": 128}
+    own |= {"vocab_size": 151936, "rope_theta": 1000000.0}
+    facts = SIZES | own | (TINY | TINY_HEADS if tiny else {})
+    return Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=32768, **facts)), facts
 
 
 def diffusion(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
     """28 blocks of 16 heads of 64."""
     facts = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28}
-    if tiny:
-        facts |= {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    facts |= {**TINY, "num_attention_heads": 2} if tiny else {}
     return Blocks(*facts.values()), facts | {"head_dim": 64}
-
-
-def _tiny(sizes: Mapping[str, int], heads: Mapping[str, int], own: Mapping[str, Any]) -> Any:
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    few = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return {**sizes, **small, **heads, **few, **own, "vocab_size": 512}
 
 
 MODELS = {"llama": llama, "qwen": qwen, "diffusion": diffusion}

@@ -12,8 +12,6 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,7 @@ SPECS = (
 CANDIDATES = 16
 
 
-def count(
-    trials: int, seconds: float, seed: int, card: Callable[..., Any] = Worker, made: Any = builds
-) -> dict[str, Any]:
+def count(trials: int, seconds: float, seed: int, card: Any = Worker, made: Any = builds) -> dict[str, Any]:
     """Try right candidates on new inputs until `trials` are done or the time is up.
 
     card, made: make the GPU's process, and the candidates of a spec.
@@ -51,8 +47,7 @@ def count(
     draw = random.Random(seed)
     begun, done = time.monotonic(), 0
     refused: list[dict[str, object]] = []
-    nearest: dict[str, float] = defaultdict(float)
-    of: dict[str, str] = {}
+    nearest: dict[str, tuple[float, str]] = {}
     with tempfile.TemporaryDirectory() as place, card(timeout_s=60) as worker:
         arch = worker.describe().arch
         cases = []
@@ -72,32 +67,30 @@ def count(
                     except WorkerError as error:
                         if error.status is not Status.WRONG:
                             raise
-                        name = label_of(build)
-                        refused.append({"seed": inputs, "candidate": name, "why": error.detail})
-                        console.print(f"refused: {name}: {error.detail} (seed {inputs})")
+                        refused.append({"seed": inputs, "candidate": label_of(build), "why": error.detail})
+                        console.print(f"refused: {refused[-1]}")
                         continue
                     for name, share in accuracy.shares.items():
-                        if share > nearest[name]:
-                            nearest[name] = share
-                            of[name] = f"{label_of(build)}, {accuracy.case}, seed {inputs}"
+                        if share > nearest.get(name, (-1.0,))[0]:
+                            nearest[name] = share, f"{label_of(build)}, {accuracy.case}, seed {inputs}"
                 console.print(f"{done} tried, {len(refused)} refused: {problem.label}")
     return {
         "trials": done,
         "refused": refused,
         "refused_bounds": proportion_interval(len(refused), done),
-        "nearest": dict(nearest),
-        "nearest_of": of,
+        "nearest": {name: share for name, (share, _) in nearest.items()},
+        "nearest_of": {name: of for name, (_, of) in nearest.items()},
         "seconds": round(time.monotonic() - begun, 1),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Count, print, and write."""
     parser = options(__doc__, "refusals.json")
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_args()
     found = count(asked.trials, asked.seconds, asked.seed)
     console.print(f"{len(found['refused'])} of {found['trials']} right candidates refused")
     console.print({name: found[name] for name in ("refused_bounds", "nearest")})

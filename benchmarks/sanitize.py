@@ -35,32 +35,22 @@ TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 # All blocks of a cluster have the same number of keys, so CLUSTER goes with full attention alone.
 FULL, BOTH = ("false",), ("false", "true")
 TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"
+WIDE = "CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2"
+TWO = "BLOCK_N: 64, WARPGROUPS: 2"
+FP8 = f"{TWO}, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0"
 CASES = (
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 1, PINGPONG: 1", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 1, MAXIMA: 2, PERSISTENT: 2", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, O_OVER_Q: 1", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
-    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 4, SPLIT_CLUSTER: 1, MAXIMA: 1", BOTH),
-    ("flash_fwd_fp32_wgmma", "SLICES: 8, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
-    (
-        "flash_fwd_fp32_wgmma",
-        "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2, OUTPUT_SLICES: 8, OUTPUT_WARPGROUPS: 4",
-        BOTH,
-    ),
-    (
-        "flash_fwd_fp8_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, MAXIMA: 1, PERSISTENT: 0",
-        BOTH,
-    ),
-    (
-        "flash_fwd_fp8_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 2, MAXIMA: 2, "
-        "HEADROOM: 1, PERSISTENT: 2",
-        BOTH,
-    ),
+    ("flash_fwd_wgmma", f"{TWO}, P_SHARED: 0, MAXIMA: 1, PINGPONG: 1", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, P_SHARED: 1, MAXIMA: 2, PERSISTENT: 2", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, O_OVER_Q: 1", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
+    ("flash_fwd_wgmma", f"{TWO}, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
+    ("flash_fwd_wgmma", f"{TWO}, SPLITS: 4, SPLIT_CLUSTER: 1, MAXIMA: 1", BOTH),
+    ("flash_fwd_fp32_wgmma", f"SLICES: 8, {WIDE}", BOTH),
+    ("flash_fwd_fp32_wgmma", f"SLICES: 16, {WIDE}, OUTPUT_SLICES: 8, OUTPUT_WARPGROUPS: 4", BOTH),
+    ("flash_fwd_fp8_wgmma", f"{FP8}, SUMS: 0, MAXIMA: 1, PERSISTENT: 0", BOTH),
+    ("flash_fwd_fp8_wgmma", f"{FP8}, SUMS: 2, MAXIMA: 2, HEADROOM: 1, PERSISTENT: 2", BOTH),
     (
         "flash_fwd_fp8_wgmma",
         "BLOCK_N: 128, WARPGROUPS: 2, OVERLAP: 2, INTERVAL: 128, SUMS: 1, PERSISTENT: 2, V_STAGES: 1",
@@ -76,21 +66,18 @@ PROBLEMS = {
 }
 
 
-def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
-    """Check the first candidate of every case with each mask. Returns how many there were."""
+def check(kernel: str, values: str, masks: Sequence[str], arch: str) -> None:
+    """Check the first candidate of a case with each mask, and count them."""
     seen = 0
     with tempfile.TemporaryDirectory() as place:
-        for kernel, values, masks in cases:
-            for causal in masks:
-                problem = PROBLEMS.get(kernel, PROBLEM).format(causal)
-                text = f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n"
-                spec = spec_of(text, Path(place))
-                for build in builds(spec, arch=arch, limit=1):
-                    Bench(spec.problems[0].problem, replay_us=50, seed=0).trial(build.candidate())
-                    seen += 1
-                    sys.stdout.write(f"checked {seen}\n")
-                    sys.stdout.flush()
-    return seen
+        for causal in masks:
+            problem = PROBLEMS.get(kernel, PROBLEM).format(causal)
+            spec = spec_of(f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n", Path(place))
+            for build in builds(spec, arch=arch, limit=1):
+                Bench(spec.problems[0].problem, replay_us=50, seed=0).trial(build.candidate())
+                seen += 1
+                sys.stdout.write(f"checked {seen}\n")
+                sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -109,11 +96,10 @@ def run(command: Sequence[str], budget_s: float) -> Done:
         return Done("", None, 0.0)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=budget_s, check=False)
+        output, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
-        parts = (late.stdout or b"", late.stderr or b"")
-        output = "".join(part.decode(errors="replace") for part in parts)
-        return Done(output, None, time.monotonic() - begun)
-    return Done(done.stdout + done.stderr, done.returncode, time.monotonic() - begun)
+        output, code = ((late.stdout or b"") + (late.stderr or b"")).decode(errors="replace"), None
+    return Done(output, code, time.monotonic() - begun)
 
 
 def row(tool: str, found: Sequence[Done]) -> dict[str, Any]:
@@ -151,15 +137,12 @@ def main() -> None:
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        check(CASES[arguments.case : arguments.case + 1], arguments.child)
+        check(*CASES[arguments.case], arguments.child)
         return
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     environment = described()
-    numbers = [
-        n
-        for n, (kernel, config, _) in enumerate(CASES)
-        if arguments.kernel in (None, kernel) and arguments.where in config
-    ]
+    of = [arguments.kernel in (None, kernel) and arguments.where in config for kernel, config, _ in CASES]
+    numbers = [number for number, asked in enumerate(of) if asked]
     end = time.monotonic() + arguments.budget_s
 
     def one(tool: str, number: int) -> Done:

@@ -1,10 +1,9 @@
 """Replay search strategies on recorded exhaustive runs: how soon is one within 1 % of the best?
 
-Usage: python benchmarks/search.py [FILE.json] [--seeds 20] [--results DIR ...] [--jobs N]
-[--only TEXT]. Nothing is measured: a strategy learns the recorded first time of each config that it
-asks for. A space is what one run tried of one family on one problem. A trial is a success if the
-config took part in the run's rounds and its median there is at most 1 % above the least one, which
-is what the ranking sees; first times alone are not enough.
+Usage: python benchmarks/search.py [FILE.json]. Nothing is measured: a strategy learns the recorded
+first time of each config that it asks for. A space is what one run tried of one family on one
+problem. A trial is a success if the config took part in the run's rounds and its median there is at
+most 1 % above the least one, which is what the ranking sees; first times alone are not enough.
 
 - `gp` begins without the history of the problem itself, on any card and of any run (of a problem
   that differs in its mask or its dtype it keeps it).
@@ -28,15 +27,15 @@ import contextlib
 import io
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ from attnsweep import (
 
 OURS = "attnsweep"
 CARDS = (RESULTS / "h100-80gb-hbm3", RESULTS / "h200")
-LEAST, LARGE, TRIALS = 40, 120, 150
+LEAST, LARGE, TRIALS, SEEDS = 40, 120, 150, 20
 GOOD = 1.01
 WORST = "worst_trials_to_1_percent"
 HISTORY = ("gp", "gp, other shapes", "gp, no history")
@@ -97,22 +96,22 @@ class Recorded:
         return {c: finals.get(c, us * scale) for c, us in firsts.items()}
 
 
-def recorded_spaces(results: Sequence[Path]) -> Iterator[Recorded]:
-    """Every space of LEAST candidates or more that a recorded run tried whole."""
-    kernels = families()
-    for directory in (found for place in results for found in find_runs(place)):
+@cache
+def spaces() -> list[Recorded]:
+    """Every space of LEAST candidates or more that a recorded run tried whole; read once a process."""
+    kernels, whole = families(), []
+    for directory in (found for place in CARDS for found in find_runs(place)):
         if load_spec(directory / "spec.yaml", kernels).search.strategy != "exhaustive":
             continue
         groups: dict[tuple[str, Problem], dict[Config, Trial]] = {}
         for trial in open_run(directory).trials:
             if trial.provider == OURS:
-                group = groups.setdefault((trial.kernel, trial.problem), {})
-                group[Config(trial.config)] = trial
+                groups.setdefault((trial.kernel, trial.problem), {})[Config(trial.config)] = trial
         for (kernel, problem), rows in groups.items():
             space = Space(kernels[kernel], problem, tuple(rows), len(rows), {})
             found = Recorded(f"{directory.parent.name}/{directory.name}", space, rows)
-            if len(rows) >= LEAST and found.finals:
-                yield found
+            whole += [found] if len(rows) >= LEAST and found.finals else []
+    return whole
 
 
 def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str | None]:
@@ -122,7 +121,9 @@ def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str |
     strategy: Any = name
     if name in HISTORY:
         strategy = partial(gp, history=history_of(recorded.space, name))
-    search = Search(strategy, recorded.space, candidates=cap_of(recorded, name), seed=seed)
+    count = len(recorded.space.configs)
+    most = count if name in EVERYWHERE else min(count, TRIALS)
+    search = Search(strategy, recorded.space, candidates=most, seed=seed)
     configs = []
     while (config := search.ask()) is not None:
         configs.append(config)
@@ -130,26 +131,16 @@ def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str |
     return configs, search.why_ended
 
 
-def cap_of(recorded: Recorded, name: str) -> int:
-    """The most trials of a strategy."""
-    count = len(recorded.space.configs)
-    return count if name in EVERYWHERE else min(count, TRIALS)
-
-
 def history_of(space: Space, name: str) -> list[Any]:
     """The history that a replay may use."""
 
-    def shape(problem: Problem) -> tuple[int, ...]:
-        sizes = (problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q)
-        return (*sizes, problem.seqlen_k, problem.head_dim)
+    def shape(p: Problem) -> tuple[int, ...]:
+        return (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim)
 
-    of, kept = space.problem, []
-    for history in shipped_history(space.kernel.name):
-        same = history.problem == of
-        alike = shape(history.problem) == shape(of)
-        if (name == "gp" and not same) or (name == "gp, other shapes" and not alike):
-            kept.append(history)
-    return kept
+    of, all_of_them = space.problem, shipped_history(space.kernel.name)
+    if name == "gp":
+        return [each for each in all_of_them if each.problem != of]
+    return [each for each in all_of_them if name == "gp, other shapes" and shape(each.problem) != shape(of)]
 
 
 def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
@@ -160,12 +151,11 @@ def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
     names = [n for n in configs[0] if len({config[n] for config in configs}) > 1]
     params = {n: list(dict.fromkeys(config[n] for config in configs)) for n in names}
     by_values = {tuple(config[n] for n in names): config for config in configs}
+    spent = ("compile_time", "verification_time", "benchmark_time", "strategy_time", "framework_time")
     cached = {}
     for values, config in by_values.items():
         us = recorded.rows[config].screened_us
-        facts = {"time": us / 1e3 if us else "RuntimeFailedConfig", "timestamp": "-"}
-        spent = ("compile_time", "verification_time", "benchmark_time")
-        facts |= dict.fromkeys((*spent, "strategy_time", "framework_time"), 0.0)
+        facts = {"time": us / 1e3 if us else "RuntimeFailedConfig", "timestamp": "-", **dict.fromkeys(spent, 0.0)}
         cached[",".join(map(str, values))] = dict(zip(names, values, strict=True)) | facts
     content = {"device_name": "Simulation", "kernel_name": "k", "problem_size": 1}
     content |= {"tune_params_keys": names, "tune_params": params, "objective": "time"}
@@ -198,20 +188,10 @@ def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
 @cache
 def kernel_tuner_version() -> str | None:
     """Its version, or None if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("kernel-tuner")
     except PackageNotFoundError:
         return None
-
-
-def strategies_of(recorded: Recorded) -> tuple[str, ...]:
-    """The strategies to replay on a space."""
-    if len(recorded.space.configs) < LARGE:
-        return EVERYWHERE
-    theirs = KERNEL_TUNER if kernel_tuner_version() else ()
-    return (*EVERYWHERE, *(f"kernel_tuner {name}" for name in theirs))
 
 
 def first_good(configs: Sequence[Config], finals: Mapping[Config, float]) -> int | None:
@@ -225,14 +205,18 @@ def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -
     best = min(finals.values())
     reached = sorted(first_good(configs, finals) or math.inf for configs in tried)
     regret = max(min((finals[config] for config in configs if config in finals), default=math.inf) for configs in tried)
-    middle, worst = reached[len(reached) // 2], reached[-1]
     return {
-        "median_trials_to_1_percent": None if middle == math.inf else middle,
-        "worst_trials_to_1_percent": None if worst == math.inf else worst,
+        "median_trials_to_1_percent": finite(reached[len(reached) // 2]),
+        "worst_trials_to_1_percent": finite(reached[-1]),
         "seeds_within_1_percent": sum(n != math.inf for n in reached),
         "median_trials": statistics.median(map(len, tried)),
-        "worst_regret_percent": None if regret == math.inf else round(100 * (regret / best - 1), 2),
+        "worst_regret_percent": finite(100 * (regret / best - 1), 2),
     }
+
+
+def finite(number: float, digits: int | None = None) -> float | None:
+    """A number, rounded to digits if they are given; None: it is infinite."""
+    return None if number == math.inf else number if digits is None else round(number, digits)
 
 
 def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> list[float | None]:
@@ -245,18 +229,18 @@ def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> l
             if number < len(configs):
                 best = min(best, times.get(configs[number], math.inf))
             after[number].append(best / least)
-    middles = [statistics.median(ratios) for ratios in after]
-    return [None if middle == math.inf else round(middle, 4) for middle in middles]
+    return [finite(statistics.median(ratios), 4) for ratios in after]
 
 
-def replays(recorded: Recorded, seeds: int) -> list[dict[str, Any]]:
-    """A row for each strategy on one space."""
-    found = []
-    problem = recorded.space.problem.label
-    finals = recorded.finals
-    for name in strategies_of(recorded):
-        whole = name in ("gp", "random") and len(recorded.space.configs) >= LARGE
-        count = math.ceil(seeds * (0.1 if name in SLOW else 1 if whole else 0.25))
+def replays(number: int) -> list[dict[str, Any]]:
+    """A row for each strategy on one of the spaces."""
+    recorded, found = spaces()[number], []
+    problem, finals = recorded.space.problem.label, recorded.finals
+    large = len(recorded.space.configs) >= LARGE
+    theirs = [f"kernel_tuner {name}" for name in KERNEL_TUNER if large and kernel_tuner_version()]
+    for name in (*EVERYWHERE, *theirs):
+        whole = name in ("gp", "random") and large
+        count = math.ceil(SEEDS * (0.1 if name in SLOW else 1 if whole else 0.25))
         tried, ends = zip(*(asked(recorded, name, seed) for seed in range(count)), strict=True)
         row = {
             "run": recorded.run,
@@ -277,18 +261,6 @@ def replays(recorded: Recorded, seeds: int) -> list[dict[str, Any]]:
     return found
 
 
-@cache
-def chosen(results: tuple[Path, ...], only: str) -> list[Recorded]:
-    """The spaces whose run and problem contain a text; each process reads them once."""
-    found = recorded_spaces(results)
-    return [each for each in found if only in f"{each.run} {each.space.problem.label}"]
-
-
-def nth(results: tuple[Path, ...], only: str, seeds: int, number: int) -> list[dict[str, Any]]:
-    """`replays` of one of the chosen spaces."""
-    return replays(chosen(results, only)[number], seeds)
-
-
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each strategy and size of space: the share of the candidates until one is within 1 %."""
     found = []
@@ -297,22 +269,20 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             mine = [row for row in rows if row["strategy"] == name and least <= row["candidates"] < below]
             if not mine:
                 continue
-
-            def shares(which: str, mine: Sequence[Mapping[str, Any]] = mine) -> list[float]:
-                return [(row[which] or math.inf) / row["candidates"] for row in mine]
-
-            middles, worsts = shares("median_trials_to_1_percent"), shares(WORST)
-            middle, worst = statistics.median(middles), max(worsts)
+            middles, worsts = (
+                [(row[which] or math.inf) / row["candidates"] for row in mine]
+                for which in ("median_trials_to_1_percent", WORST)
+            )
             regrets = [row["worst_regret_percent"] for row in mine]
             tried = sum(row["median_trials"] for row in mine)
             found.append(
                 {
                     "strategy": name,
                     "least_candidates": least,
-                    "below": None if below == math.inf else below,
+                    "below": finite(below),
                     "spaces": len(mine),
-                    "median_share": None if middle == math.inf else round(middle, 4),
-                    "worst_share": None if worst == math.inf else round(worst, 4),
+                    "median_share": finite(statistics.median(middles), 4),
+                    "worst_share": finite(max(worsts), 4),
                     "spaces_median_above_10_percent": sum(share > 0.1 for share in middles),
                     "spaces_worst_above_20_percent": sum(share > 0.2 for share in worsts),
                     "share_tried": round(tried / sum(row["candidates"] for row in mine), 4),
@@ -322,27 +292,20 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Replay every strategy and write the file."""
-    parser = options(__doc__, RESULTS / "search_replay.json")
-    parser.add_argument("--results", nargs="+", type=Path, default=CARDS)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="spaces whose run and problem contain this text")
-    asked = parser.parse_args(arguments)
-    spaces = chosen(tuple(asked.results), asked.only)
+    file = options(__doc__, RESULTS / "search_replay.json").parse_args().file
     rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        one = partial(nth, tuple(asked.results), asked.only, asked.seeds)
-        for found in pool.map(one, range(len(spaces))):
+    with ProcessPoolExecutor() as pool:
+        for found in pool.map(replays, range(len(spaces()))):
             rows += found
             for row in found:
                 said = ("run", "problem", "candidates", "strategy", WORST, "median_trials")
                 console.print("  ".join(str(row[name]) for name in said))
-    runs = sorted({each.run for each in spaces})
+    runs = sorted({each.run for each in spaces()})
     facts = {"replay_of": runs, "recorded_on": recorded_on([RESULTS / run for run in runs])}
-    facts |= {"kernel_tuner": kernel_tuner_version(), "seeds": asked.seeds}
-    write(asked.file, None, facts | {"summary": summary(rows), "spaces": rows})
+    facts |= {"kernel_tuner": kernel_tuner_version(), "seeds": SEEDS}
+    write(file, None, facts | {"summary": summary(rows), "spaces": rows})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """How often does a sweep keep the best candidate, and what does its winner cost? By simulation.
 
-Usage: python benchmarks/selection.py [FILE.json] [--results DIR ...] [--runs 200] [--first-noise S]
-[--only TEXT]. With --only the other problems of FILE.json stay as they are, if their runs are still
-there. Nothing is measured: the race, the finals and the ranking are the sweep's own, on a
-card that draws its samples from recorded rounds. For every recorded problem a candidate's true time
-is its recorded one, relative to the best; a sample is off by a residual of that problem's rounds
-(a time over its entry's median and its round's), drawn anew. First times are off by what recorded
-first times are off, or by a lognormal of S (0.05 is 5 %). The file holds, for each problem, how
-often the tie set held the true best, the 95th percentile of the regret (the winner's true time over
-the best's, less 1), rounds, and calls.
+Usage: python benchmarks/selection.py [FILE.json] [--only TEXT]. With --only the problems of
+FILE.json whose run and label do not hold the text stay as they are, if their runs are still there.
+Nothing is measured: the race, the finals and the ranking are the sweep's own, on a card that draws
+its samples from recorded rounds. For every recorded problem a candidate's true time is its recorded
+one, relative to the best; a sample is off by a residual of that problem's rounds (a time over its
+entry's median and its round's), drawn anew. First times are off by a lognormal of FIRST_NOISE. The
+file holds, for each problem, how often the tie set held the true best, the 95th percentile of the
+regret (the winner's true time over the best's, less 1), rounds, and calls.
 
 Limits: residuals are drawn independently, so that a drift that meets one entry for several rounds
 is not there; true times are recorded medians, which are themselves off.
@@ -19,7 +18,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -39,9 +37,8 @@ from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_
 OURS = "attnsweep"
 # A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
 RACE_NOISE = math.sqrt(1000 / 300)
-LONG_US = 300.0
+RUNS, FIRST_NOISE = 100, 0.05
 HELD, REGRET = 0.95, 0.005
-
 
 SPEC = """
 problems: [{{batch: 1, heads: 2, seqlen: 64, head_dim: 64}}]
@@ -68,11 +65,8 @@ class Recorded:
     levels: Mapping[str, float]
     """Label to true microseconds of a call."""
     residuals: Sequence[float]
-    first: Sequence[float]
-    """Logarithms of first times over true ones, less their median."""
     rounds: int
     finalists: int
-    mhz: float = 0.0
 
     @property
     def best_us(self) -> float:
@@ -92,26 +86,20 @@ def levels_of(rows: Sequence[Trial]) -> dict[str, float]:
     Finalists: their median. Those that a race eliminated: the middle of the interval of their ratio
     to the one that did. Others: their first time, at the clock of the finals.
     """
-    finals = {label(t): t.time_us.median for t in rows if t.time_us and t.time_us.rounds}
-    pace = [
-        t.first_us / t.time_us.median
-        for t in rows
-        if t.first_us and t.time_us and t.time_us.rounds and t.time_us.l2 == "warm"
-    ]
+    finalists = [t for t in rows if t.time_us.rounds]
+    pace = [t.first_us / t.time_us.median for t in finalists if t.first_us and t.time_us.l2 == "warm"]
     usual = statistics.median(pace) if pace else 1.0
     names = {label(t): t for t in rows}
-    found: dict[str, float] = dict(finals)
+    found = {label(t): t.time_us.median for t in finalists}
 
     def level(name: str, seen: frozenset[str] = frozenset()) -> float:
         if name in found:
             return found[name]
         trial = names[name]
-        assert trial.time_us is not None
-        alone = (trial.first_us or trial.time_us.median * usual) / usual
         against, ratio = trial.race.get("against"), trial.race.get("ratio") or [None, None]
         if against in names and against not in seen and None not in ratio and against != name:
             return level(against, seen | {name}) * math.sqrt(ratio[0] * ratio[1])
-        return alone
+        return (trial.first_us or trial.time_us.median * usual) / usual
 
     return {name: level(name) for name in names}
 
@@ -121,8 +109,8 @@ def residuals_of(finalists: Sequence[Trial]) -> list[float]:
 
     Taking both medians away makes them smaller; they are scaled up by what that costs.
     """
-    most = max(len(t.time_us.rounds) for t in finalists if t.time_us)
-    whole = [t.time_us.rounds for t in finalists if t.time_us and len(t.time_us.rounds) == most]
+    most = max((len(t.time_us.rounds) for t in finalists), default=0)
+    whole = [t.time_us.rounds for t in finalists if len(t.time_us.rounds) == most]
     if len(whole) < 2 or most < 2:
         return []
     own = [[math.log(us) - math.log(statistics.median(times)) for us in times] for times in whole]
@@ -146,24 +134,11 @@ def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
         name = name_of(run.directory)
         if only not in f"{name} {problem.label}":
             continue
-        finalists = [t for t in rows if t.time_us and t.time_us.rounds]
-        residuals = residuals_of(finalists) if finalists else []
-        if len(rows) < 3 or not residuals:
-            continue
-        first = [math.log(t.first_us / t.time_us.median)
-                 for t in finalists if t.first_us and t.time_us]  # fmt: skip
-        usual = statistics.median(first) if first else 0.0
-        asked = yaml_of(run)
-        yield Recorded(
-            *(name, problem, rows, levels_of(rows), residuals),
-            *([each - usual for each in first], asked["rounds"], asked["finalists"]),
-        )
-
-
-def yaml_of(run: Run) -> dict[str, int]:
-    """Rounds and finalists that the run's spec asked for."""
-    measure = (yaml.safe_load(run.spec_text or "") or {}).get("measure", {})
-    return {"rounds": measure.get("rounds", 15), "finalists": min(measure.get("finalists", 12), 12)}
+        residuals = residuals_of([t for t in rows if t.time_us.rounds])
+        if len(rows) >= 3 and residuals:
+            measure = (yaml.safe_load(run.spec_text or "") or {}).get("measure", {})
+            limits = measure.get("rounds", 15), min(measure.get("finalists", 12), 12)
+            yield Recorded(name, problem, rows, levels_of(rows), residuals, *limits)
 
 
 @dataclass
@@ -211,18 +186,12 @@ class Card:
         return {"sm_mhz": 1980}
 
 
-def simulate(of: Recorded, seed: int, first_noise: float | None = None) -> dict[str, Any]:
+def simulate(of: Recorded, seed: int) -> dict[str, Any]:
     """One sweep on the simulated card: first times, race, finals, ranking."""
-    card = Card(of, random.Random(seed))
-    noise = card.random
-
-    def off() -> float:
-        return noise.gauss(0, first_noise) if first_noise else noise.choice(of.first or [0.0])
-
-    checked = []
+    card, checked = Card(of, random.Random(seed)), []
     for row in of.rows:
         name = label(row)
-        first = of.levels[name] * math.exp(off())
+        first = of.levels[name] * math.exp(card.random.gauss(0, FIRST_NOISE))
         once = Measurement(median=first, low=first, high=first, samples=1)
         trial = row.with_(time_us=once, first_us=first, first_mhz=None, race={}, status=Status.OK, stages_us={})
         build = SimpleNamespace(
@@ -232,51 +201,49 @@ def simulate(of: Recorded, seed: int, first_noise: float | None = None) -> dict[
         )
         checked.append((build, trial))
     spec = spec_of(of.rounds, of.finalists)
-    spec = replace(spec, search=spec.search.model_copy(update={"seed": seed}))
-    gpu: Any = card
-    pairs: Any = checked
-    rows = select(pairs, spec, gpu)
+    rows = select(checked, replace(spec, search=spec.search.model_copy(update={"seed": seed})), card)
     frame = rank(rows)
     best = min(of.levels, key=lambda name: of.levels[name])
     first_rank = [label(t) for t in frame.loc[frame["rank"] == 1, "trial"]]
     (winner,) = frame.loc[frame["winner"], "trial"]
-    finalists = [t for t in rows if t.time_us and t.time_us.rounds]
+    finalists = [t for t in rows if t.time_us.rounds]
     return {
         "held": best in first_rank,
         "entered": best in {label(t) for t in finalists},
         "winner": label(winner),
         "regret": of.levels[label(winner)] / of.best_us - 1,
         "ties": len(first_rank),
-        "rounds": max(len(t.time_us.rounds) for t in finalists if t.time_us),
+        "rounds": max(len(t.time_us.rounds) for t in finalists),
         "race_s": card.raced_us / 1e6,
         "finals_s": (card.spent_us - card.raced_us) / 1e6,
         "raced": sum(bool(t.race) for t in rows),
     }
 
 
-def judge(of: Recorded, runs: int, first_noise: float | None = None) -> dict[str, Any]:
+def judge(of: Recorded, runs: int = RUNS) -> dict[str, Any]:
     """Many simulated sweeps of one problem."""
-    told = [simulate(of, seed, first_noise) for seed in range(runs)]
-    regrets = sorted(each["regret"] for each in told)
-    held = sum(each["held"] for each in told)
+    told = [simulate(of, seed) for seed in range(runs)]
+    each_of = {name: [each[name] for each in told] for name in told[0]}
+    middle = {name: statistics.median(each_of[name]) for name in ("raced", "ties", "rounds", "race_s", "finals_s")}
+    regrets, held = sorted(each_of["regret"]), sum(each_of["held"])
     at_95 = regrets[math.ceil(0.95 * runs) - 1]
     return {
         "run": of.run,
         "problem": of.problem.label,
         "best_us": round(of.best_us, 3),
         "candidates": len(of.rows),
-        "raced": statistics.median(each["raced"] for each in told),
+        "raced": middle["raced"],
         "noise_percent": round(100 * deviation(of.residuals), 3),
         "runs": runs,
         "held": held,
-        "in_finals": sum(each["entered"] for each in told),
+        "in_finals": sum(each_of["entered"]),
         "regret_95_percent": round(100 * at_95, 3),
         "largest_regret_percent": round(100 * regrets[-1], 3),
-        "ties": statistics.median(each["ties"] for each in told),
-        "rounds": statistics.median(each["rounds"] for each in told),
-        "most_rounds": max(each["rounds"] for each in told),
-        "race_s": round(statistics.median(each["race_s"] for each in told), 3),
-        "finals_s": round(statistics.median(each["finals_s"] for each in told), 3),
+        "ties": middle["ties"],
+        "rounds": middle["rounds"],
+        "most_rounds": max(each_of["rounds"]),
+        "race_s": round(middle["race_s"], 3),
+        "finals_s": round(middle["finals_s"], 3),
         "reached": held >= HELD * runs and at_95 <= REGRET,
     }
 
@@ -287,46 +254,31 @@ def deviation(residuals: Sequence[float]) -> float:
 
 
 def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
-    """The problems of all runs; those without first times borrow how others' are off."""
-    found = []
-    for directory in directories:
-        if any(directory.glob("trials.jsonl*")):
-            run = open_run(directory)
-            if not any(trial.recorded for trial in run.trials):  # a replay repeats another run
-                found += recorded_problems(run, only)
-    classes: dict[bool, list[float]] = {True: [], False: []}
-    for of in found:
-        classes[of.best_us > LONG_US] += of.first
-    return [Recorded(**{**vars(of), "first": classes[of.best_us > LONG_US]}) for of in found]
+    """The problems of all runs."""
+    runs = (open_run(directory) for directory in directories if any(directory.glob("trials.jsonl*")))
+    measured = (run for run in runs if not any(trial.recorded for trial in run.trials))  # a replay repeats another run
+    return [of for run in measured for of in recorded_problems(run, only)]
 
 
-def _one(task: tuple[Recorded, int, float | None]) -> dict[str, Any]:
-    return judge(*task)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Simulate every recorded problem."""
     parser = options(__doc__, "selection.json")
-    parser.add_argument("--results", type=Path, nargs="*", default=sorted(RESULTS.glob("*/*")))
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--first-noise", type=float, help="0.05: first times off by 5 %%")
     parser.add_argument("--only", default="", help="problems whose run and label hold this text; others stay")
-    asked = parser.parse_args(arguments)
+    asked, directories = parser.parse_args(), sorted(RESULTS.glob("*/*"))
     told: list[dict[str, Any]] = []
     if asked.only and asked.file.exists():
         old = json.loads(asked.file.read_text())
-        if (old["runs"], old["first_noise"]) != (asked.runs, asked.first_noise):
+        if (old["runs"], old["first_noise"]) != (RUNS, FIRST_NOISE):
             raise SystemExit(f"{asked.file} has {old['runs']} runs, first noise {old['first_noise']}")
-        runs = {name_of(directory) for directory in asked.results}
+        runs = set(map(name_of, directories))
         told = [e for e in old["of"] if e["run"] in runs and asked.only not in f"{e['run']} {e['problem']}"]
-    tasks = [(of, asked.runs, asked.first_noise) for of in gather(asked.results, asked.only)]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for each in pool.map(_one, tasks):
+    with ProcessPoolExecutor() as pool:
+        for each in pool.map(judge, gather(directories, asked.only)):
             told.append(each)
             console.print(each)
     told = sorted(told, key=lambda each: str(each["run"]))
     reached = sum(each["reached"] for each in told)
-    facts = {"runs": asked.runs, "first_noise": asked.first_noise, "recorded_on": recorded_on(asked.results)}
+    facts = {"runs": RUNS, "first_noise": FIRST_NOISE, "recorded_on": recorded_on(directories)}
     console.print(f"{reached} of {len(told)} problems")
     write(asked.file, None, {**facts, "problems": len(told), "reached": reached, "of": told})
 

@@ -9,15 +9,16 @@ is compared as it is, and with the newer winner slowed by a known share.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import math
+import statistics
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from setting import console, options, write
@@ -45,7 +46,9 @@ def versions(place: Path) -> Iterator[Run]:
             seen.add(blob)
             run = place / blob
             run.mkdir()
-            (run / Path(path).name).write_bytes(git("cat-file", "blob", blob))
+            rows = git("cat-file", "blob", blob)  # once packed by gzip, which runs are no more
+            packed = path.endswith(".gz")
+            (run / Path(path).name.removesuffix(".gz")).write_bytes(gzip.decompress(rows) if packed else rows)
             environment = f"{commit}:{folder}/environment.json"
             (run / "environment.json").write_bytes(git("show", environment))
             yield open_run(run)
@@ -64,30 +67,21 @@ def pairs(runs: list[Run]) -> list[tuple[Run, Run, Trial]]:
     """Two recordings of one winner on one GPU by one protocol, in order, and its newer row."""
     found: dict[object, dict[object, tuple[Trial, Run]]] = {}
     for run in runs:
-        if run.environment is None:
-            continue
-        for winner, rows in recordings(run):
-            where = run.environment.gpu, run.environment.protocol
-            what = (where, winner.problem, winner.kernel, str(winner.config))
-            once = (*winner.time_us.rounds,) if winner.time_us else ()
-            found.setdefault(what, {})[once] = (winner, rows)
-    out = []
-    for same in found.values():
-        dated = sorted(same.values(), key=lambda one: one[1].environment.date)  # type: ignore[union-attr]
-        out += [(a[1], b[1], b[0]) for a, b in itertools.combinations(dated, 2)]
-    return out
+        for winner, rows in recordings(run) if run.environment else ():
+            what = (run.environment.gpu, run.environment.protocol, winner.problem, winner.kernel, str(winner.config))
+            found.setdefault(what, {})[(*winner.time_us.rounds,)] = (winner, rows)
+    dated = (sorted(same.values(), key=lambda one: one[1].environment.date) for same in found.values())
+    return [(a[1], b[1], b[0]) for same in dated for a, b in itertools.combinations(same, 2)]
 
 
 def slower(run: Run, winner: Trial, share: float) -> Run:
     """The run with its winner slower by this share."""
-    time = winner.time_us
-    assert time is not None
-    rounds = [us * (1 + share) for us in time.rounds]
-    times = {name: getattr(time, name) * (1 + share) for name in ("median", "low", "high")}
-    changed = winner.with_(time_us=time.model_copy(update={"rounds": rounds, **times}))
+    time, by = winner.time_us, 1 + share
+    times = {name: getattr(time, name) * by for name in ("median", "low", "high")}
+    times["rounds"] = [us * by for us in time.rounds]
     # Other candidates would win then: they are left out.
     kept = [t for t in run.trials if t.provider != winner.provider]
-    return replace(run, trials=[changed, *kept])
+    return replace(run, trials=[winner.with_(time_us=time.model_copy(update=times)), *kept])
 
 
 def main() -> None:
@@ -111,7 +105,7 @@ def main() -> None:
     facts = {
         "pairs": len(found),
         "moved_percent": [round(size, 2) for size in sizes],
-        "moved_median_percent": round(median(sizes), 2),
+        "moved_median_percent": round(statistics.median(sizes), 2),
         "below_1.5_percent": len(near),
         "rms_of_those_percent": round(math.sqrt(sum(x * x for x in near) / len(near)), 2),
         "verdicts": verdicts,

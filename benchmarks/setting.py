@@ -61,10 +61,11 @@ def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:
     return load_spec(path)
 
 
-def recorded(name: str, results: Path = RESULTS / "h200") -> Path:
-    """Find a spec's recorded run: under its name, or under the one that the spec had before."""
+def recorded(name: str) -> Path:
+    """Find a spec's recorded run on an H200: under its name, or the one that the spec had before."""
     before = json.loads((RESULTS / "renamed.json").read_text())
-    return results / (name if (results / name).is_dir() else before.get(name, name))
+    place = RESULTS / "h200" / name
+    return place if place.is_dir() else place.with_name(before.get(name, name))
 
 
 def recorded_on(directories: Iterable[Path]) -> str:

@@ -1,6 +1,6 @@
 """Count the candidates of recorded exhaustive runs that a bound skips or a roofline excludes.
 
-Usage: python benchmarks/skips.py [FILE.json] [--results DIR]. Nothing is measured. Rows are taken
+Usage: python benchmarks/skips.py [FILE.json]. Nothing is measured. Rows are taken
 in the recorded order, with 12 finalists, as most specs have. For each run, kernel and problem the
 file holds the number of candidates; those that `search.skip_by_bound` leaves unrun, and the fastest
 of them over the best; the least share of its stages timed alone that a pipeline took; and the
@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from setting import RESULTS, console, options, recorded, write
+from setting import console, options, recorded, write
 
 from attnsweep import Build, Config, Environment, Run, Skips, Status, Trial, arch_named, bounds, families, open_run
 
@@ -34,26 +33,19 @@ Timed = tuple[Build, Trial]
 
 def timed_rows(run: Run) -> list[list[Timed]]:
     """The rows that were timed, by problem and family, with their builds."""
-    assert run.environment is not None
-    kernels = families()
+    kernels, card, spaces = families(), run.environment, defaultdict(list)
     # Nothing is compiled: code is the same where source and defines are the same.
     compiler: Any = SimpleNamespace(
-        arch=arch_named(run.environment.arch), key=lambda source, defines: repr((source.name, sorted(defines.items())))
+        arch=arch_named(card.arch), key=lambda source, defines: repr((source.name, sorted(defines.items())))
     )
-    spaces = defaultdict(list)
     for trial in run.trials:
         if trial.provider == "attnsweep" and trial.status is Status.OK:
             kernel = kernels[trial.kernel]
             # A parameter newer than the run has its first value, which changes nothing.
             config = Config({p.name: p.values[0] for p in kernel.params} | trial.config)
-            build = Build.of(kernel, config, trial.problem, compiler, workspace_limit=run.environment.memory_bytes // 4)
+            build = Build.of(kernel, config, trial.problem, compiler, workspace_limit=card.memory_bytes // 4)
             spaces[trial.problem, trial.kernel].append((build, trial))
     return list(spaces.values())
-
-
-def time_of(trial: Trial) -> float:
-    """Its time in microseconds of a call, infinite without one."""
-    return trial.time_us.median if trial.time_us is not None else math.inf
 
 
 def skipped_of(rows: Sequence[Timed]) -> list[Trial]:
@@ -78,10 +70,11 @@ def roofline_us(build: Build, card: Environment) -> float:
 
 def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
     """Count on one problem and family."""
-    best = min(time_of(trial) for _, trial in rows)
-    skipped = [time_of(trial) / best for trial in skipped_of(rows)]
+    best = min(trial.time_us.median for _, trial in rows)
+    skipped = [trial.time_us.median / best for trial in skipped_of(rows)]
+    rooflines_us = [roofline_us(build, card) for build, _ in rows]
     shares = [
-        time_of(trial) / sum(trial.stages_us.values())
+        trial.time_us.median / sum(trial.stages_us.values())
         for build, trial in rows
         if len(trial.stages_us) > 1 and build.schedule.streams == 1
     ]
@@ -94,26 +87,22 @@ def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
         "pipelines": len(shares),
         "least_share": round(min(shares), 3) if shares else None,
         "below_share": sum(share < SHARE for share in shares),
-        "excluded_by_roofline": sum(roofline_us(build, card) > ENTRY * best for build, _ in rows),
-        "largest_roofline_share": round(max(roofline_us(b, card) / time_of(t) for b, t in rows), 3),
+        "excluded_by_roofline": sum(us > ENTRY * best for us in rooflines_us),
+        "largest_roofline_share": round(
+            max(us / trial.time_us.median for us, (_, trial) in zip(rooflines_us, rows, strict=True)), 3
+        ),
     }
 
 
 def main() -> None:
     """Count, print, and write the file if one is named."""
-    parser = options(__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS / "h200")
-    arguments = parser.parse_args()
-    spaces, totals = [], dict.fromkeys(TOTALS, 0)
-    for name in RUNS:
-        run = open_run(recorded(name, arguments.results))
-        assert run.environment is not None
+    file, spaces = options(__doc__).parse_args().file, []
+    for run in map(open_run, map(recorded, RUNS)):
         for rows in timed_rows(run):
-            found = figures(rows, run.environment)
-            spaces.append({"run": run.directory.name, **found})
-            totals = {key: count + found[key] for key, count in totals.items()}
+            spaces.append({"run": run.directory.name, **figures(rows, run.environment)})
             console.print(spaces[-1])
-    write(arguments.file, None, {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces})
+    totals = {key: sum(found[key] for found in spaces) for key in TOTALS}
+    write(file, None, {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces})
 
 
 if __name__ == "__main__":

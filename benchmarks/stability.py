@@ -32,22 +32,19 @@ from attnsweep import Build, Environment, Problem, Run, Worker, builds, open_run
 
 SPEC = """
 name: stability
-problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]
+problems: [{%s}]
 kernels:
-  flash_fwd_mma:
+  flash_fwd_%s
+baselines: []
+measure: {cold: false, eager: false}
+"""
+EASY = """mma:
     BLOCK_M: [64, 128]
     BLOCK_N: [32, 64, 128]
     NUM_STAGES: [1, 2, 3]
     SWIZZLE: 1
-    BLOCK_ORDER: [0]
-baselines: []
-measure: {cold: false, eager: false}
-"""
-CAPPED = """
-name: stability
-problems: [{batch: 4, heads: 16, seqlen: 4096, head_dim: 128, dtype: bf16}]
-kernels:
-  flash_fwd_wgmma:
+    BLOCK_ORDER: [0]"""
+CAPPED = """wgmma:
     BLOCK_N: [64, 96, 128]
     WARPGROUPS: [2, 3]
     BLOCKS_PER_SM: 1
@@ -57,15 +54,8 @@ kernels:
     variants:
       p:
         in registers: {P_SHARED: 0, MAXIMA: 1, OVERLAP: 1, PRODUCER_WARPS: 4}
-        in shared memory: {P_SHARED: 1, MAXIMA: 2, OVERLAP: 1, PRODUCER_WARPS: 4}
-baselines: []
-measure: {cold: false, eager: false}
-"""
-CLOSE = """
-name: stability
-problems: [{batch: 16, heads: 8, seqlen: 128, head_dim: 64}]
-kernels:
-  flash_fwd_wgmma:
+        in shared memory: {P_SHARED: 1, MAXIMA: 2, OVERLAP: 1, PRODUCER_WARPS: 4}"""
+CLOSE = """wgmma:
     BLOCK_N: [64, 128]
     WARPGROUPS: [1, 2]
     KEY_GROUPS: [1, 2]
@@ -76,11 +66,12 @@ kernels:
       p:
         over the scores: {P_SHARED: 0, MAXIMA: 1, OVERLAP: 1}
         in registers: {P_SHARED: 0, MAXIMA: 2, OVERLAP: 0}
-        in shared memory: {P_SHARED: 1, MAXIMA: 2, OVERLAP: 1}
-baselines: []
-measure: {cold: false, eager: false}
-"""
-CASES = {"easy": SPEC, "capped": CAPPED, "close": CLOSE}
+        in shared memory: {P_SHARED: 1, MAXIMA: 2, OVERLAP: 1}"""
+CASES = {
+    "easy": SPEC % ("batch: 1, heads: 16, seqlen: 1024, head_dim: 64", EASY),
+    "capped": SPEC % ("batch: 4, heads: 16, seqlen: 4096, head_dim: 128, dtype: bf16", CAPPED),
+    "close": SPEC % ("batch: 16, heads: 8, seqlen: 128, head_dim: 64", CLOSE),
+}
 ORACLE_PROCESSES = 3
 ORACLE_ROUNDS = 100
 # A replay is as long as in a sweep's race.
@@ -132,6 +123,7 @@ def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Seq
     best = min(level, key=lambda name: level[name])
     winners = Counter(run["winner"] for run in runs)
     regrets = [level[run["winner"]] / level[best] - 1 for run in runs]
+    launches, of_100_ms = (sum(run[name] for run in runs) for name in ("launches", "launches_of_100_ms"))
     return {
         "processes": len(runs),
         "candidates": min(run["candidates"] for run in runs),
@@ -142,20 +134,17 @@ def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Seq
         "tie_set_sizes": [len(run["ties"]) for run in runs],
         "regret_percent": [round(100 * regret, 3) for regret in regrets],
         "largest_regret_percent": round(100 * max(regrets), 3),
-        "race_launch_share": round(
-            sum(run["launches"] for run in runs) / max(1, sum(run["launches_of_100_ms"] for run in runs)), 4
-        ),
+        "race_launch_share": round(launches / max(1, of_100_ms), 4),
         "oracle_levels": dict(sorted(((n, round(x / level[best], 5)) for n, x in level.items()), key=lambda i: i[1])),
     }
 
 
 def oracle_rounds(problem: Problem, chosen: Mapping[str, Build], seed: int) -> dict[str, list[float]]:
     """Time the candidates in interleaved rounds in one fresh process."""
-    order = random.Random(seed)
+    order, entered = random.Random(seed), sorted(chosen)
     rounds: dict[str, list[float]] = {name: [] for name in chosen}
     with Worker(timeout_s=60) as worker:
         worker.open(problem, replay_us=REPLAY_US, seed=0)
-        entered = sorted(chosen)
         order.shuffle(entered)  # so that buffers lie elsewhere in each process
         for name in entered:
             worker.add(name, chosen[name].candidate(), cold=False)
@@ -196,13 +185,13 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
     return environment, {"problem": problem.label, **result}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Examine the case that was asked for, and keep the others that the file has."""
     parser = options(__doc__, "stability.json")
     parser.add_argument("--case", choices=CASES, default="easy")
     parser.add_argument("--processes", type=int, default=20)
     parser.add_argument("--budget-s", type=float, default=110.0, help="of the case's processes")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_args()
     environment, result = examine(CASES[asked.case], asked.processes, asked.budget_s)
     kept = json.loads(asked.file.read_text()) if asked.file.is_file() else {}
     if asked.case == "easy":

@@ -1,8 +1,7 @@
 """Time forward and backward of attention calls, by PyTorch alone and with a package enabled.
 
-Usage: python benchmarks/training.py [FILE.json] [--package DIR] [--seconds 240] [--only LABEL ...]
-[--blocks].
-Needs a GPU that the package has winners for (default: the package that comes with attnsweep).
+Usage: python benchmarks/training.py [FILE.json] [--seconds 240] [--blocks]. Needs a GPU that
+attnsweep has winners for: its attention is the package.
 
 q, k and v are (batch, seqlen, heads, head_dim) tensors seen as (batch, heads, seqlen, head_dim), as
 models hold them, in bf16; the output is taken as (batch, seqlen, heads * head_dim), and gradients
@@ -17,7 +16,7 @@ in random order, ROUNDS times, while Python collects no garbage.
 - alone: a step that begins and ends with an idle GPU, by the host's clock.
 - code: what the package says of the call; a call that it hands over is PyTorch's in both.
 
-With `--blocks` only the host's time of steps, where it is the slower one: BLOCKS blocks of
+With `--blocks` only the host's time of steps, of the shapes whose steps it bounds: BLOCKS blocks of
 BLOCK_STEPS steps each, PyTorch alone and the package in turns; the time of each step, from its call
 to its return, and their percentiles. The noise of a host is in the upper ones.
 """
@@ -31,13 +30,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from setting import console, described, options, package_at, write
+from models import device_us, timed_ms
+from setting import console, described, options, write
 
+import attnsweep
+
+WHO = {"pytorch": nullcontext, "package": attnsweep.enable}
 ROUNDS, SAMPLE_US, MOST_STEPS = 31, 6000, 16
 BLOCKS, BLOCK_STEPS, PERCENTILES = 60, 80, (10, 25, 50)
 AHEAD_CYCLES = 8_000_000  # the GPU spins while the host queues the steps that follow
@@ -56,6 +58,7 @@ SHAPES = (
     (1, 16, 16, 1024, 64, True),
     (32, 16, 16, 128, 64, False),
 )
+HOST_BOUND = SHAPES[7:]  # by the host rather than by the device
 
 
 def label(shape: tuple[Any, ...]) -> str:
@@ -72,14 +75,10 @@ class Step:
     def __init__(self, shape: tuple[Any, ...], compiled: bool, enabled: Callable[[], Any]) -> None:
         batch, heads, heads_kv, seqlen, head_dim, causal = shape
         draw = torch.Generator("cuda").manual_seed(0)
-        q, k, v, self.grad = (
-            torch.randn(*(batch, seqlen, n, head_dim), generator=draw, device="cuda", dtype=torch.bfloat16).transpose(
-                1, 2
-            )
-            for n in (heads, heads_kv, heads_kv, heads)
-        )
-        self.grad = self.grad.transpose(1, 2).flatten(2)
-        self.given = [t.requires_grad_() for t in (q, k, v)]
+        sizes = [(batch, seqlen, n, head_dim) for n in (heads, heads_kv, heads_kv, heads)]
+        *qkv, grad = (torch.randn(*size, generator=draw, device="cuda", dtype=torch.bfloat16) for size in sizes)
+        self.grad = grad.flatten(2)
+        self.given = [t.transpose(1, 2).requires_grad_() for t in qkv]
         self.options = {"is_causal": causal, "enable_gqa": heads != heads_kv}
 
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -101,20 +100,9 @@ class Step:
             event.record()
         return grads
 
-    def code(self, package: Any) -> str:
+    def code(self) -> str:
         """What the package says of the call."""
-        return str(package.explain(*self.given, **self.options).code)
-
-    def us(self, steps: int) -> float:
-        """Microseconds of a step, the mean of `steps` in a row."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        first.record()
-        for _ in range(steps):
-            self()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) * 1e3 / steps
+        return str(attnsweep.explain_attention(*self.given, **self.options).code)
 
     def halves_us(self, steps: int = 4) -> tuple[float, float]:
         """Microseconds of forward and of backward on the device, which is busy before them."""
@@ -128,28 +116,16 @@ class Step:
         forward, backward = (statistics.median(each) for each in zip(*halves, strict=True))
         return forward, backward
 
-    def alone_us(self) -> float:
-        """Microseconds of a step on an idle GPU, and the wait for its end."""
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        self()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e6
 
-
-def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
+def measured(shape: tuple[Any, ...]) -> dict[str, Any]:
     """The row of a shape."""
     torch.compiler.reset()
-    callers = {
-        (mode, who): Step(shape, mode == "compiled", package.enable if who == "package" else nullcontext)
-        for mode in ("eager", "compiled")
-        for who in ("pytorch", "package")
-    }
+    callers = {(mode, who): Step(shape, mode == "compiled", WHO[who]) for mode in ("eager", "compiled") for who in WHO}
     for step in callers.values():
         with step.enabled():
             for _ in range(3):
                 step()
-    count = max(2, min(MOST_STEPS, round(SAMPLE_US / callers["eager", "pytorch"].us(4))))
+    count = max(2, min(MOST_STEPS, round(SAMPLE_US / device_us(callers["eager", "pytorch"], 4))))
     names = ("step", "forward", "backward", "alone")
     found: dict[Any, dict[str, list[float]]] = {key: {n: [] for n in names} for key in callers}
     order = list(callers)
@@ -162,48 +138,39 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
             with step.enabled():
                 step()  # Python knows functions anew that `enable` has replaced
                 step()
-                values = (step.us(count), *step.halves_us(), step.alone_us())
+                values = (device_us(step, count), *step.halves_us(), timed_ms(step) * 1e3)
             for name, value in zip(names, values, strict=True):
                 found[key][name].append(value)
     gc.enable()
-    row: dict[str, Any] = {"shape": label(shape)}
-    row["code"] = callers["eager", "package"].code(package)
+    row: dict[str, Any] = {"shape": label(shape), "code": callers["eager", "package"].code()}
     for mode in ("eager", "compiled"):
-        both = {who: found[mode, who] for who in ("pytorch", "package")}
-        pairs = zip(both["pytorch"]["step"], both["package"]["step"], strict=True)
-        ratios = sorted(theirs / ours for theirs, ours in pairs)
+        both = {who: found[mode, who] for who in WHO}
+        ratios = sorted(a / b for a, b in zip(*(times["step"] for times in both.values()), strict=True))
+        edge = len(ratios) * 25 // 1000
         row[mode] = {
-            who: {name: round(statistics.median(us), 1) for name, us in times.items()} for who, times in both.items()
+            who: {n: round(statistics.median(us), 1) for n, us in times.items()} for who, times in both.items()
         }
-        row[mode]["ratio"] = [
-            round(each, 3)
-            for each in (
-                statistics.median(ratios),
-                ratios[len(ratios) * 25 // 1000],
-                ratios[-1 - len(ratios) * 25 // 1000],
-            )
-        ]
+        row[mode]["ratio"] = [round(each, 3) for each in (statistics.median(ratios), ratios[edge], ratios[-1 - edge])]
     return row
 
 
-def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
+def in_blocks(shape: tuple[Any, ...]) -> dict[str, Any]:
     """The row of a shape with `--blocks`."""
     torch.compiler.reset()
-    modes = {mode: hosts_us(shape, mode == "compiled", package) for mode in ("eager", "compiled")}
-    code = Step(shape, False, package.enable).code(package)
-    return {"shape": label(shape), **modes, "code": code}
+    modes = {mode: hosts_us(shape, mode == "compiled") for mode in ("eager", "compiled")}
+    return {"shape": label(shape), **modes, "code": Step(shape, False, attnsweep.enable).code()}
 
 
-def hosts_us(shape: tuple[Any, ...], compiled: bool, package: Any) -> dict[str, list[float]]:
+def hosts_us(shape: tuple[Any, ...], compiled: bool) -> dict[str, list[float]]:
     """Percentiles of the host's microseconds of a step, and of PyTorch's over the package's."""
-    steps = {who: Step(shape, compiled, nullcontext) for who in ("pytorch", "package")}
+    steps = {who: Step(shape, compiled, enabled) for who, enabled in WHO.items()}
     steps_us: dict[str, list[float]] = {who: [] for who in steps}
     gc.collect()
     gc.disable()
     for _ in range(BLOCKS):
         for who in random.sample(list(steps), 2):
             step = steps[who]
-            with package.enable() if who == "package" else nullcontext():
+            with step.enabled():
                 for number in range(-BLOCK_STEPS // 4, BLOCK_STEPS):
                     begin = time.perf_counter()
                     step()
@@ -218,23 +185,18 @@ def hosts_us(shape: tuple[Any, ...], compiled: bool, package: Any) -> dict[str, 
     return row | {"ratio": [round(theirs / ours, 3) for theirs, ours in pairs]}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a line for each shape and mode; write the file."""
     parser = options(__doc__)
-    parser.add_argument("--package", type=Path, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--only", nargs="+", metavar="LABEL", default=[])
     parser.add_argument("--blocks", action="store_true")
-    given = parser.parse_args(arguments)
-    package = package_at(given.package)
+    given = parser.parse_args()
     end, rows, left_out = time.monotonic() + given.seconds, [], []
-    for shape in SHAPES:
-        if given.only and label(shape) not in given.only:
-            continue
+    for shape in HOST_BOUND if given.blocks else SHAPES:
         if time.monotonic() > end:
             left_out.append(label(shape))
             continue
-        rows.append((in_blocks if given.blocks else measured)(shape, package))
+        rows.append((in_blocks if given.blocks else measured)(shape))
         console.print(rows[-1])
     rounds = {"blocks": BLOCKS} if given.blocks else {"rounds": ROUNDS}
     result = {"torch": torch.__version__, **rounds, "rows": rows, "left_out": left_out}

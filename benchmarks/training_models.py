@@ -1,8 +1,7 @@
 """Time training steps of whole models, by PyTorch alone and with a package enabled.
 
-Usage: python benchmarks/training_models.py [FILE.json] [--package DIR] [--seconds 300].
-Needs a GPU that the package has winners for (default: the package that comes with attnsweep), and
-transformers.
+Usage: python benchmarks/training_models.py [FILE.json] [--seconds 300]. Needs transformers, and a
+GPU that attnsweep has winners for: its attention is the package.
 
 The models of random_models.py, in bf16: a Llama kind (head_dim 64) and a Qwen kind (head_dim 128)
 at 4 x 2048 and 1 x 8192 tokens, and a stack of full attention at 64 x 197, the shape of a ViT. A
@@ -21,12 +20,11 @@ step is loss and gradients of all parameters, without an optimizer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import attention_of, before_and_after, compiled_layers, counted, turns
+from models import attention_of, before_and_after, compiled_layers, counted, rounded, turns
 from random_models import Model, built
 from setting import console, described, options, package_at, write
 
@@ -71,7 +69,7 @@ def gradient_errors(model: Model, ids: torch.Tensor, package: Any) -> dict[str, 
     for who in ("sdpa", "flash", "package"):
         off = zip(gradients(who), right, strict=True)
         squares = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in off)
-        errors[who] = float(f"{squares**0.5 / size:.4g}")
+        errors[who] = rounded(squares**0.5 / size)
     return errors
 
 
@@ -85,10 +83,9 @@ def row(model: Model, batch: int, tokens: int, package: Any, *, first: bool) -> 
     found["calls"] = calls
     found["eager"] = before_and_after(*turns({"sdpa": step, "package": step}, package, ROUNDS).values())
     found["compiled"] = compiled(model, step, package)
-    for way in ("eager", "compiled"):
+    for way in (found["eager"], found["compiled"]):
         for when in ("before", "after"):
-            per_ms = batch * tokens / found[way][f"{when}_ms"]
-            found[way][f"{when}_tokens_per_s"] = round(per_ms * 1e3)
+            way[f"{when}_tokens_per_s"] = round(batch * tokens / way[f"{when}_ms"] * 1e3)
     if first:
         found["error"] = gradient_errors(model, ids[:1], package)
     return found
@@ -129,19 +126,16 @@ def curve(package: Any, length: int = 4096) -> dict[str, Any]:
                 optimizer.zero_grad(set_to_none=True)
                 found.append(loss.detach())
         served, losses[who] = calls, [round(float(each), 4) for each in found[EVERY - 1 :: EVERY]]
-    apart = {
-        who: round(max(abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)), 4) for who, own in losses.items()
-    }
+    off = {who: [abs(a - b) for a, b in zip(own, losses["sdpa"], strict=True)] for who, own in losses.items()}
+    apart = {who: round(max(each), 4) for who, each in off.items()}
     return {"steps": STEPS, "tokens": length, "losses": losses, "apart": apart, "calls": served}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a line for each model and size; write the file."""
     parser = options(__doc__)
-    parser.add_argument("--package", type=Path, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=300.0)
-    given = parser.parse_args(arguments)
-    package = package_at(given.package)
+    given, package = parser.parse_args(), package_at(None)
     began, rows, left_out = time.monotonic(), [], []
     short = curve(package)
     console.print(f"losses are apart by {short['apart']} at most")

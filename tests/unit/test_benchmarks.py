@@ -414,7 +414,7 @@ def test_the_best_is_in_the_tie_set_and_the_winner_costs_little(selection, run, 
     """First times are 5 % off; of 24 sweeps 95 % may lose the best once."""
     recorded = importlib.import_module("setting").recorded
     (of,) = selection.gather([recorded(run)], problem)
-    told = selection.judge(of, RUNS, 0.05)
+    told = selection.judge(of, RUNS)
     assert told["held"] >= RUNS - 1
     assert told["regret_95_percent"] <= 0.5
     assert told["race_s"] + told["finals_s"] < 60

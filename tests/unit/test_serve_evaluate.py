@@ -324,30 +324,26 @@ def test_a_tuned_shape_of_a_held_out_run_is_not_judged():
     assert all(row.code != "tuned" for row in rows)
 
 
-def test_the_command(dispatch, tmp_path, capsys):
-    out = tmp_path / "found.json"
-    runs = [str(run) for run in TUNED[2:]]
-    held_out = str(H100 / "flash_training")
-    dispatch.main([*runs, "--held-out", held_out, "--json", str(out)])
-    found = json.loads(out.read_text())
-    assert found["held_out"] == ["flash_training"]
-    assert found["shapes"] == len(found["rows"]) > 3
-    assert "regret_of_the_best_held" in capsys.readouterr().out
+def printed(dispatch, capsys, *arguments):
+    dispatch.main([*map(str, arguments)])
+    lines, summary = capsys.readouterr().out.split("\n{", 1)
+    return lines.splitlines(), json.loads("{" + summary)
+
+
+def test_the_command(dispatch, capsys):
+    lines, found = printed(dispatch, capsys, *TUNED[2:], "--held-out", H100 / "flash_training")
+    assert found["shapes"] == len(lines) > 3
+    assert "regret_of_the_best_held" in found
     with pytest.raises(SystemExit):
-        dispatch.main(runs)
+        dispatch.main([str(run) for run in TUNED[2:]])
 
 
-def test_the_command_names_the_gpus_and_leaves_out_shapes_of_another(dispatch, tmp_path, capsys):
-    out = tmp_path / "found.json"
-    held_out = ["--held-out", str(ROOT / "results/h200/flash_short"), "--leave-one-out"]
-    dispatch.main([*map(str, FITTED), *held_out, "--json", str(out)])
-    found = json.loads(out.read_text())
-    days = "2026-11-24"
-    assert found["by"] == [f"NVIDIA H100 80GB HBM3, driver 580.159.04, {days}"]
+def test_the_command_names_the_gpus_and_leaves_out_shapes_of_another(dispatch, capsys):
+    other = ROOT / "results/h200/flash_short"
+    _, found = printed(dispatch, capsys, *FITTED, "--held-out", other, "--leave-one-out")
+    assert found["by"] == ["NVIDIA H100 80GB HBM3, driver 580.159.04, 2026-11-24"]
     assert found["on"] == ["NVIDIA H200, driver 580.159.04, 2026-11-23"]
-    assert found["leave_one_out"]
     assert found["codes"]["stand_in"] == found["of_kernels"]["timed"] + found["not_timed"]
-    assert "NVIDIA H200, driver 580.159.04" in capsys.readouterr().out
 
 
 # ---- few queries on many keys: kernels that were timed with few serve them, and no others ----
