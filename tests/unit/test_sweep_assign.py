@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import re
 import time
 from collections import Counter
 from functools import cache
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.store.run import open_run
-from attnsweep.sweep.assign import MOST_FAULTS, Assignment, Task
+from attnsweep.sweep.assign import MOST_FAULTS, Assignment, Loss, Task
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 # Sweeps as users run them; specs that judge dispatch leave out most rounds and baselines.
@@ -29,34 +30,83 @@ def fleet(costs, *workers, **options):
     return assignment
 
 
-def test_the_costliest_problem_comes_first_and_equal_ones_in_order():
-    assignment = fleet([1, 5, 3, 5], "a")
-    order = []
-    while not assignment.over:
-        order.append(assignment.assign("a").number)
-        assert assignment.finish("a") == order[-1]
-    assert order == [1, 3, 2, 0]
-    assert assignment.assign("a") is None
+# Costs of tasks, `9/a` of one that worker `a` had begun in an earlier run; then what happens: see `play`.
+SCENES = """
+the costliest comes first, and equal ones in order: 1 5 3 5
+  a 1, a ends, a 3, a ends, a 2, a ends, a 0, a ends, a none
+a late worker gets what its card had begun but not what another has, and others get the rest: 9 8 7 6
+  a 0, late joins 0 2, a ends, a 1, a ends, a 3, late 2
+a lost task is bound to nobody again: 9 8
+  b joins, a 0, a gone, a joins 0, a 1, b 0
+a loss that nobody is to blame for counts for nothing: 9 8 7
+  b joins, a 0, a gone unblamed, a joins 0, a 0, a gone unblamed, a joins 0, a 0, a gone unblamed, a joins 0,
+  a 0, a gone unblamed, a joins 0, fit a, b 1
+an idle worker may come and go: 9
+  a gone, a joins, a gone, a joins, a gone, a joins, a gone, a joins, fit a, a 0
+what was prepared comes next though another is longer, unless nothing else is left: 9 8 7 6 5
+  b joins, a 0, b 1, a ahead 2, b ahead 3, b ends, b 3, b ahead 4, c joins, c 2, a ends, a 4
+what a worker that is still free will take is not prepared elsewhere: 9 8 7 6
+  b joins, a 0, a ahead 2, b 1, b ahead 3, a ends, a 2, a ahead none
+a lost task goes to another worker from the start, and not to who has just lost it: 9 1
+  b joins, a 0, a lost, a 1, b last 0, a ends, b ends
+a worker that lost the only task waits for another, and has it if there is none: 9
+  b joins, a 0, a lost, a none, b gone, a last 0
+a task that two workers lost is given up: 9 1
+  b joins, c joins, a 0, a lost, b last 0, b lost given_up, c 1, c ends
+a worker that is gone may have left for another reason: 9
+  b joins, c joins, d joins, a 0, a gone, b 0, b lost, c last 0, c gone given_up
+a worker is left out after faults in a row: 5 4 3 2 1
+  b joins, a 0, a lost, a 1, a lost, a 2, a lost left_out, b last 0, b ends, b last 1, b ends, b last 2, b ends,
+  b 3, b ends, b 4, b ends
+a finished task forgives faults: 9 8 7 6 5 4 3
+  b joins, a 0, a lost, a 1, a ends, a 2, a lost, a 3, a ends, a 4, a lost, a 5, a ends, a 6, a lost
+what a card has begun in an earlier run goes to it alone, and to others if it is not there: 1/a 9/elsewhere 5
+  b joins, b 1, b ends, b 2, b ends, b none, a 0
+a begun problem of a card that is lost is free: 1/a
+  b joins, b none, a gone, b 0
+one that its card has lost as well: 1/a
+  b joins, a 0, a lost, b last 0
+"""
 
 
-def test_a_late_worker_gets_what_its_card_had_begun_and_others_get_the_rest():
-    assignment = fleet([9, 8, 7, 6], "a")
-    assert assignment.assign("a").number == 0
-    assignment.join("late", begun=[0, 2])  # 0 is with another one now
-    assignment.finish("a")
-    assert assignment.assign("a").number == 1
-    assignment.finish("a")
-    assert assignment.assign("a").number == 3  # though 2 is longer
-    assert assignment.assign("late").number == 2
+def play(assignment, steps):
+    """Workers take, end and lose tasks; each step says who, what happens, and what is to come of it.
+
+    Worker `a` is there. `a 0`, `a none`: it asks, and gets task 0 or nothing. `a last 0`: so, and for the last time.
+    `a ahead 1`: what it is told to prepare. `a ends`, `a lost`, `a gone`: done, failed, not there any
+    more; then what is given up or left out. `a joins 0 2`: with tasks that its card has begun.
+    `fit a`: it has not lost too many.
+    """
+    held, total = {}, len(assignment.pending)
+    for step in re.split(r",\s+", steps):
+        worker, *words = step.split()
+        match words:
+            case [name] if worker == "fit":
+                assert not assignment.failing(name), step
+            case ["ends"]:
+                assert assignment.finish(worker) == held.pop(worker), step
+            case ["joins", *begun]:
+                assignment.join(worker, begun=[*map(int, begun)])
+            case ["lost" | "gone" as how, *said]:
+                loss = assignment.lose(worker, gone=how == "gone", blame="unblamed" not in said)
+                left_out = how == "gone" or "left_out" in said
+                assert loss == Loss(held.pop(worker, None), "given_up" in said, left_out), step
+                assert (worker in assignment.workers) == (not left_out), step
+            case ["ahead", task]:
+                assert str(assignment.ahead(worker)).lower() == task, step
+            case [*last, task]:
+                got = assignment.assign(worker)
+                assert got == (None if task == "none" else Task(int(task), last=last == ["last"])), step
+                held[worker] = None if got is None else got.number
+        assert assignment.over == (len(assignment.done) + len(assignment.given_up) == total), step
 
 
-def test_a_lost_task_is_bound_to_nobody_again():
-    assignment = fleet([9, 8])
-    assert assignment.assign("a").number == 0
-    assignment.lose("a", gone=True)
-    assignment.join("a", begun=[0])
-    assert assignment.assign("a").number == 1
-    assert assignment.assign("b").number == 0
+@pytest.mark.parametrize("scene", re.split(r"\n(?=\w)", SCENES.strip()), ids=lambda scene: scene.partition(":")[0])
+def test_who_gets_which_task_when(scene):
+    title, steps = scene.split("\n", 1)
+    costs, owners = zip(*(each.partition("/")[::2] for each in title.partition(": ")[2].split()), strict=True)
+    bound = {task: owner for task, owner in enumerate(owners) if owner}
+    play(fleet([*map(int, costs)], "a", bound=bound), steps)
 
 
 @pytest.mark.parametrize("back", ["a", "heir"])
@@ -72,50 +122,6 @@ def test_what_a_worker_has_lost_counts_when_it_comes_back_under_any_name(back):
     assert lost == [0, 1, 2]  # none of them twice
     assert assignment.failing(worker)
     assert not assignment.given_up
-
-
-def test_a_loss_that_nobody_is_to_blame_for_counts_for_nothing():
-    assignment = fleet([9, 8, 7], "a")
-    for _ in range(MOST_FAULTS + 1):
-        assert assignment.assign("a") == Task(0, last=False)
-        assert not assignment.lose("a", gone=True, blame=False).given_up
-        assignment.join("b")
-        assignment.join("a", begun=[0])
-    assert not assignment.failing("a")
-    assert assignment.assign("b").number == 1  # a has begun 0
-
-
-def test_an_idle_worker_may_come_and_go():
-    assignment = fleet([9], "a")
-    for _ in range(MOST_FAULTS + 1):
-        assignment.lose("a", gone=True)
-        assignment.join("a")
-    assert not assignment.failing("a")
-    assert assignment.assign("a").number == 0
-
-
-def test_what_was_prepared_is_what_comes_next_unless_another_has_taken_it():
-    assignment = fleet([9, 8, 7, 6, 5])
-    assert (assignment.assign("a").number, assignment.assign("b").number) == (0, 1)
-    assert (assignment.ahead("a"), assignment.ahead("b")) == (2, 3)
-    assignment.finish("b")
-    assert assignment.assign("b").number == 3  # prepared, though 2 is longer
-    assert assignment.ahead("b") == 4
-    assignment.join("c")
-    assert assignment.assign("c").number == 2  # nothing else is left: better than to wait
-    assignment.finish("a")
-    assert assignment.assign("a").number == 4
-
-
-def test_what_a_worker_that_is_still_free_will_take_is_not_prepared_elsewhere():
-    assignment = fleet([9, 8, 7, 6])
-    assignment.assign("a")
-    assert assignment.ahead("a") == 2
-    assert assignment.assign("b").number == 1
-    assert assignment.ahead("b") == 3
-    assignment.finish("a")
-    assert assignment.assign("a").number == 2
-    assert assignment.ahead("a") is None
 
 
 def test_a_worker_first_gets_what_it_was_expected_to_get_unless_that_is_short():
@@ -136,89 +142,6 @@ def test_what_a_worker_was_expected_to_get_is_free_when_it_is_lost():
     assignment = fleet([9, 8, 7], guesses={"a": 1, "b": 0})
     assignment.lose("b", gone=True)
     assert (assignment.assign("a").number, assignment.ahead("a")) == (1, 0)
-
-
-def test_a_lost_task_goes_to_another_worker_from_the_start():
-    assignment = fleet([9, 1])
-    assert assignment.assign("a") == Task(0, last=False)
-    loss = assignment.lose("a")
-    assert (loss.task, loss.given_up, loss.left_out) == (0, False, False)
-    assert assignment.assign("a").number == 1  # not what it has just lost
-    assert assignment.assign("b") == Task(0, last=True)
-    assignment.finish("a")
-    assignment.finish("b")
-    assert assignment.over
-    assert sorted(assignment.done) == [0, 1]
-
-
-def test_a_worker_that_lost_the_only_task_waits_for_another_and_has_it_if_there_is_none():
-    assignment = fleet([9])
-    assignment.assign("a")
-    assignment.lose("a")
-    assert assignment.assign("a") is None
-    assignment.lose("b", gone=True)
-    assert assignment.assign("a") == Task(0, last=True)
-
-
-def test_a_task_that_two_workers_lost_is_given_up():
-    assignment = fleet([9, 1], "a", "b", "c")
-    for worker in ("a", "b"):
-        assert assignment.assign(worker).number == 0
-        loss = assignment.lose(worker)
-    assert loss.given_up
-    assert list(assignment.given_up) == [0]
-    assert assignment.assign("c").number == 1
-    assignment.finish("c")
-    assert assignment.over
-
-
-def test_a_worker_that_is_gone_may_have_left_for_another_reason():
-    assignment = fleet([9], "a", "b", "c", "d")
-    assert assignment.assign("a").number == 0
-    assert not assignment.lose("a", gone=True).given_up
-    assert assignment.assign("b") == Task(0, last=False)
-    assert not assignment.lose("b").given_up
-    assert assignment.assign("c") == Task(0, last=True)
-    assert assignment.lose("c", gone=True).given_up
-
-
-def test_a_worker_is_left_out_after_faults_in_a_row():
-    assignment = fleet([5, 4, 3, 2, 1, 1, 1])
-    for fault in range(MOST_FAULTS):
-        assignment.assign("a")
-        assert assignment.lose("a").left_out is (fault == MOST_FAULTS - 1)
-    assert list(assignment.workers) == ["b"]
-    while (task := assignment.assign("b")) is not None:
-        assert assignment.finish("b") == task.number
-    assert assignment.over
-    assert not assignment.given_up
-
-
-def test_a_finished_task_forgives_faults():
-    assignment = fleet([1] * 3 * MOST_FAULTS)
-    for _ in range(MOST_FAULTS + 1):
-        assignment.assign("a")
-        assert not assignment.lose("a").left_out
-        assignment.assign("a")
-        assignment.finish("a")
-    assert "a" in assignment.workers
-
-
-def test_what_a_card_has_begun_in_an_earlier_run_goes_to_it_alone():
-    assignment = fleet([1, 9, 5], bound={0: "a", 1: "elsewhere"})
-    assert assignment.assign("b").number == 1  # its card is not there
-    assignment.finish("b")
-    assert assignment.assign("b").number == 2
-    assignment.finish("b")
-    assert assignment.assign("b") is None
-    assert assignment.assign("a").number == 0
-
-
-def test_a_begun_problem_of_a_card_that_is_lost_is_free():
-    assignment = fleet([1], bound={0: "a"})
-    assert assignment.assign("b") is None
-    assignment.lose("a", gone=True)
-    assert assignment.assign("b") == Task(0, last=False)
 
 
 @given(st.data())
