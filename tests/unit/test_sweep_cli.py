@@ -131,15 +131,6 @@ def test_a_card_that_joins_late_shares_the_problems_that_are_left():
     assert left.left.seconds == 20
 
 
-def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
-    left = Eta(1, lambda: 0.0)
-    left.planned([1] * 9)
-    for _ in range(4):
-        left.opening(0, measures=False)
-        left.resting(0, done=True)
-    assert left.left is None
-
-
 @pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
 def test_each_card_has_a_line(form):
     out = io.StringIO()
