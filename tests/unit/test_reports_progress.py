@@ -26,15 +26,20 @@ def talk(constants):
     return lambda how: constants(terminal, talk=how)
 
 
+def half_a_problem(clock, observer) -> None:
+    """20 of its 40 candidates, one a second, each faster than those before."""
+    observer.opening(PROBLEM, 40, 0)
+    for number in range(20):
+        clock.now += 1.0
+        observer.compiled(number + 1, 40)
+        observer.tried(candidate("flash", 30.0 - number, N=number))
+
+
 def watched(clock, form: Form) -> str:
     out = io.StringIO()
     with progress.watch(Console(file=out, width=100), form) as observer:
         observer.planned([40])
-        observer.opening(PROBLEM, 40, 0)
-        for number in range(20):
-            clock.now += 1.0
-            observer.compiled(number + 1, 40)
-            observer.tried(candidate("flash", 30.0 - number, N=number))
+        half_a_problem(clock, observer)
         observer.tried(failed("flash", Status.WRONG, "no", N=99))
         observer.tried(baseline("torch_flash", 3.0))
         observer.note("a [note]")
@@ -43,8 +48,8 @@ def watched(clock, form: Form) -> str:
     return out.getvalue()
 
 
-def two_problems(clock, observer) -> None:
-    """Two problems of 60 s that are over, before a third."""
+def three_problems(clock, observer) -> None:
+    """Two problems of 60 s that are over, and half of a third."""
     observer.planned([1, 1, 40])
     for number in range(2):
         observer.opening(PROBLEM, 1, 0)
@@ -52,6 +57,7 @@ def two_problems(clock, observer) -> None:
         observer.tried(candidate("flash", 50.0, N=100 + number))
         observer.timing(1, 30)
         clock.now += 59.0
+    half_a_problem(clock, observer)
 
 
 def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> None:
@@ -69,12 +75,7 @@ def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> Non
 def test_a_log_says_how_long_the_run_still_takes(clock) -> None:
     out = io.StringIO()
     with progress.watch(Console(file=out, width=100), Form.PLAIN) as observer:
-        two_problems(clock, observer)
-        observer.opening(PROBLEM, 40, 0)
-        for number in range(20):
-            clock.now += 1.0
-            observer.compiled(number + 1, 40)
-            observer.tried(candidate("flash", 30.0 - number, N=number))
+        three_problems(clock, observer)
     (_, said) = [line for line in out.getvalue().splitlines() if "compiled" in line]
     assert said.split("  ")[1:3] == ["compiled 11, checked 10 of 40", "about 50 s left"]
 
@@ -129,12 +130,7 @@ def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=True, color_system=None)
     with progress.watch(console) as observer:
-        two_problems(clock, observer)
-        observer.opening(PROBLEM, 40, 0)
-        for number in range(20):
-            clock.now += 1.0
-            observer.compiled(number + 1, 40)
-            observer.tried(candidate("flash", 30.0 - number, N=number))
+        three_problems(clock, observer)
     shown = out.getvalue()
     assert "about 40 s left" in shown
     assert "best 11.00 µs flash" in shown
