@@ -49,43 +49,33 @@ def attnsweep(*words, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_exec_has_the_package_on_in_the_program_and_its_children_alone(place):
-    child = "import subprocess, sys; subprocess.run([sys.executable, 'program.py'])"
-    done = attnsweep("exec", "mine", "--", sys.executable, "-c", child)
-    assert (done.returncode, done.stdout) == (0, "fast\n")
-    assert "mine: 3 of 4 attention calls went to its kernels (1 not_tuned)" in done.stderr
+CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'program.py'])"
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "code", "printed", "said"),
+    [
+        ("mine", ["-c", CHILD], 0, "fast\n", "mine: 3 of 4 attention calls went to its kernels (1 not_tuned)"),
+        ("mine", ["program.py", 7], 7, "fast\n", "mine: 3 of 4"),
+        ("broken", ["program.py"], 1, "slow\n", "broken was not enabled: RuntimeError: no driver"),
+        ("mine", ["-c", "print(1)"], 0, "1\n", "mine: not used: no process imported PyTorch"),
+        ("mine", ["-c", "import os, torch; os._exit(0)"], 0, "", "mine: 0 of 0 attention calls went to its kernels"),
+        ("lib", ["program.py"], 2, "", "is no exported package"),
+        ("a b", ["program.py"], 2, "", "no such"),
+    ],
+    ids=["child", "exit code", "not enabled", "no PyTorch", "ended in the middle", "no package", "not there"],
+)
+def test_exec_runs_a_program_with_a_package_on_and_says_what_came_of_it(place, package, program, code, printed, said):
+    write_package(place / "broken", "raise RuntimeError('no driver')")
+    done = attnsweep("exec", package, "--", sys.executable, *program)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert said in done.stderr
+
+
+def test_a_program_that_runs_alone_later_has_no_package_on(place):
+    attnsweep("exec", "mine", "--", sys.executable, "-c", "import torch")
     alone = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True)
     assert alone.stdout == "slow\n"
-
-
-def test_exec_has_the_exit_code_of_the_program(place):
-    assert attnsweep("exec", "mine", "--", sys.executable, "program.py", 7).returncode == 7
-
-
-def test_a_package_that_cannot_be_enabled_is_said_and_the_program_runs(place):
-    write_package(place / "mine", "raise RuntimeError('no driver')")
-    done = attnsweep("exec", "mine", "--", sys.executable, "program.py")
-    assert (done.returncode, done.stdout) == (1, "slow\n")
-    assert "mine was not enabled: RuntimeError: no driver" in done.stderr
-
-
-def test_a_program_without_pytorch_is_said_to_use_no_package(place):
-    done = attnsweep("exec", "mine", "--", sys.executable, "-c", "print(1)")
-    assert (done.returncode, done.stdout) == (0, "1\n")
-    assert "mine: not used: no process imported PyTorch" in done.stderr
-
-
-def test_a_program_that_ends_in_the_middle_has_imported_pytorch(place):
-    done = attnsweep("exec", "mine", "--", sys.executable, "-c", "import os, torch; os._exit(0)")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "mine: 0 of 0 attention calls went to its kernels" in done.stderr
-
-
-@pytest.mark.parametrize(("name", "said"), [("lib", "is no exported package"), ("a b", "no such")])
-def test_what_is_no_package_is_refused_before_the_program_runs(place, name, said):
-    done = attnsweep("exec", name, "--", sys.executable, "program.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
 
 
 # -- speedup ---------------------------------------------------------------------------------------
