@@ -63,55 +63,51 @@ OURS_THREE = {"k 0": 10.0, "k 1": 10.5, "k 2": 11.0}
 NOISY = [1.0, 1.6, 1.1, 1.5]
 
 
-def test_a_noisy_baseline_is_timed_again_until_it_is_quiet():
-    factors = [*NOISY * 4, *[1.0] * 100]  # the warm-up, 15 rounds, then peace
-    card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=factors)
+# The first sample of each is that of the warm-up; then 15 rounds, and 15 more for each time again.
+SERIES = {
+    "quiet when timed again": ({"torch_cudnn": 12.0}, [*NOISY * 4, *[1.0] * 100], 15, ("rounds", 1.2)),
+    "slow, left after five rounds, and comes back": (
+        {"unfused": 90.0, "b": 12.0},
+        [1.0, 1.0, 2.0, 1.1, 1.9, 1.0, *[1.0] * 100],
+        5,
+        ("rounds", 1.2),
+    ),
+    # Given up in bounds; then its fastest round counts, not its median.
+    "noisy for ever": ({"torch_cudnn": 12.0}, NOISY, None, ("bound", 1.2)),
+    # A series in the slow one of two modes alone would flatter us by 1.4x.
+    "quiet in its slow mode": ({"torch_cudnn": 12.0}, [1.0, *[1.0, 1.4] * 8, *[1.4] * 1000], None, ("bound", 1.2)),
+    # Four of five rounds look quiet, and too slow to stay: × base was then a slower baseline's.
+    "slow in most of five rounds": (
+        {"torch_cudnn": 11.5, "flash_attn_3": 14.0},
+        [1.0, *[1.4] * 4, 1.0, *[1.0, 1.4] * 5, *[1.0, 1.4] * 30],
+        None,
+        ("bound", 1.15),
+    ),
+}
+
+
+@pytest.mark.parametrize(("times", "factors", "discarded", "ratio"), SERIES.values(), ids=SERIES)
+def test_a_noisy_baseline_is_timed_again_and_bounds_the_ratio_if_it_stays_noisy(times, factors, discarded, ratio):
+    name, us = next(iter(times.items()))
+    card = Card({**OURS_THREE, **times}, **{name: factors})
     done = finals(card, [10.0, 10.5, 11.0])
-    row, best = done.rows["torch_cudnn"], done.rows[0]
-    assert row.status is Status.OK
-    assert row.time_us.rounds == [12.0] * ROUNDS
-    assert row.time_us.first_round == ROUNDS
-    assert len(row.time_us.discarded) == ROUNDS
-    assert len(best.time_us.rounds) == 2 * ROUNDS
-    assert done.notes == ["timed again, because noisy: torch_cudnn"]
-    frame = rank(list(done.rows.values()), None)
-    first = frame.iloc[0]
-    assert (first["ratio_of"], first["ratio_to_best_baseline"]) == ("rounds", pytest.approx(1.2))
-
-
-def test_a_baseline_that_stays_noisy_is_given_up_in_bounds_and_bounds_the_ratio():
-    card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=NOISY)
-    done = finals(card, [10.0, 10.5, 11.0])
-    row = done.rows["torch_cudnn"]
-    assert row.status is Status.NOISY
-    assert card.taken["torch_cudnn"] == 1 + ROUNDS * (1 + 3)
-    assert "quartiles of 15 rounds" in row.detail
-    assert "after 45 rounds" in row.detail
-    frame = rank(list(done.rows.values()), None)
-    first = frame.iloc[0]
-    assert (first["ratio_of"], first["best_baseline"]) == ("bound", "torch_cudnn")
-    assert first["ratio_to_best_baseline"] == pytest.approx(1.2)  # its fastest, not its median
-
-
-def test_a_quiet_series_in_the_slow_mode_does_not_make_a_baseline_slow():
-    """It has two modes; a series in the slow one alone would flatter us by 1.4x."""
-    factors = [1.0, *[1.0, 1.4] * 8, *[1.4] * 1000]
-    card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=factors)
-    done = finals(card, [10.0, 10.5, 11.0])
-    assert done.rows["torch_cudnn"].status is Status.NOISY
-    frame = rank(list(done.rows.values()), None)
-    assert frame["ratio_to_best_baseline"].iloc[0] == pytest.approx(1.2)
-
-
-def test_a_slow_noisy_baseline_that_left_after_five_rounds_comes_back():
-    factors = [1.0, 1.0, 2.0, 1.1, 1.9, 1.0, *[1.0] * 100]
-    card = Card({**OURS_THREE, "b": 12.0, "unfused": 90.0}, unfused=factors)
-    done = finals(card, [10.0, 10.5, 11.0])
-    row = done.rows["unfused"]
-    assert row.status is Status.OK
-    assert (len(row.time_us.discarded), row.time_us.first_round) == (5, ROUNDS)
-    assert len(row.time_us.rounds) == ROUNDS
-    assert row.time_us.cycles == pytest.approx(90 * 1980)
+    row = done.rows[name]
+    if discarded is None:
+        assert row.status is Status.NOISY
+        assert "quartiles of 15 rounds" in row.detail
+        assert "after 45 rounds" in row.detail
+        assert card.taken[name] == 1 + ROUNDS * (1 + 3)
+        assert len(row.time_us.discarded) >= ROUNDS
+    else:
+        assert row.status is Status.OK
+        assert (row.time_us.rounds, len(row.time_us.discarded)) == ([us] * ROUNDS, discarded)
+        assert row.time_us.first_round == ROUNDS
+        assert row.time_us.cycles == pytest.approx(us * 1980)
+        assert len(done.rows[0].time_us.rounds) == 2 * ROUNDS
+    assert done.notes[:1] == [f"timed again, because noisy: {name}"]
+    first = rank(list(done.rows.values()), None).iloc[0]
+    assert (first["ratio_of"], first["ratio_to_best_baseline"]) == (ratio[0], pytest.approx(ratio[1]))
+    assert first["best_baseline"] == (name if us < 20 else "b")
 
 
 def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_baseline_again():
@@ -143,20 +139,6 @@ def test_the_fastest_baseline_stays_in_the_rounds_though_its_error_is_over_the_l
     rows = finals(card, [10.0, 10.5, 11.0]).rows
     assert len(rows["cudnn"].time_us.rounds) == ROUNDS
     assert len(rows["unfused"].time_us.rounds) == 5
-
-
-def test_a_noisy_baseline_that_is_slow_in_most_of_five_rounds_is_not_taken_for_a_slow_one():
-    """Four of five rounds look quiet, and too slow to stay: × base was then a slower baseline's."""
-    factors = [1.0, *[1.4] * 4, 1.0, *[1.0, 1.4] * 5, *[1.0, 1.4] * 30]
-    times = {**OURS_THREE, "torch_cudnn": 11.5, "flash_attn_3": 14.0}
-    done = finals(Card(times, torch_cudnn=factors), [10.0, 10.5, 11.0])
-    row = done.rows["torch_cudnn"]
-    assert row.status is Status.NOISY
-    assert len(row.time_us.discarded) >= ROUNDS
-    ranking = rank(list(done.rows.values()), None)
-    assert set(ranking["best_baseline"]) == {"torch_cudnn"}
-    won = ranking[ranking["winner"]].iloc[0]
-    assert (won["ratio_of"], won["ratio_to_best_baseline"]) == ("bound", pytest.approx(1.15))
 
 
 def test_a_noisy_candidate_is_not_timed_again():
