@@ -69,7 +69,7 @@ class Process:
         self._deliver = deliver
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._words: deque[str] = deque(maxlen=12)
-        self._popen = popen(
+        self.process = popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,42 +97,42 @@ class Process:
         self.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             if wait_s:
-                self._popen.wait(wait_s)
-        self._popen.kill()
-        self._popen.wait()
+                self.process.wait(wait_s)
+        self.process.kill()
+        self.process.wait()
         for thread in self._threads:
             thread.join(5.0)  # a GPU process that hangs in the driver may still hold a pipe
 
     @property
     def why(self) -> str:
         """See Child."""
-        code = self._popen.poll()
+        code = self.process.poll()
         how = "it ended" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             how = f"signal {signal.Signals(-code).name}"
         return f"its process died ({how})" + (f": {self._words[-1]}" if self._words else "")
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
-        with self._popen.stdout as lines:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
             for line in lines:
                 if line.endswith(b"\n"):  # not one that it died in
                     self._deliver(_message(line))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(5.0)
+            self.process.wait(5.0)
         self._threads[2].join(1.0)
         self._deliver(None)
 
     def _write(self) -> None:
-        assert self._popen.stdin is not None
-        with contextlib.suppress(OSError), self._popen.stdin as pipe:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as pipe:
             while (data := self._out.get()) is not None:
                 pipe.write(data)
                 pipe.flush()
 
     def _listen(self) -> None:
-        assert self._popen.stderr is not None
-        with self._popen.stderr as lines:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
             for line in lines:
                 if text := line.decode(errors="replace").strip():
                     self._words.append(text)

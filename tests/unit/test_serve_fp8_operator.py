@@ -278,7 +278,7 @@ def test_a_damaged_cubin_is_an_error(table, tmp_path, driver):
 def test_a_kernel_without_code_is_an_error(operator, table, driver):
     known = table.fp8[H100]
     bare = [replace(winner, kernel=replace(winner.kernel, stages={})) for winner in known.winners]
-    operator._gpus[0] = replace(known, winners=tuple(bare))
+    operator.gpus[0] = replace(known, winners=tuple(bare))
     for call in (operator.attention, operator.explain):
         with pytest.raises(PackageError, match="no code of a stage; export again"):
             call(*quantised(), *scales_of("heads"))

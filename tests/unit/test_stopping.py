@@ -176,7 +176,7 @@ def test_a_run_on_several_cards_keeps_its_rows(attnsweep, tmp_path, monkeypatch,
     thread.join()
     assert done.returncode == 143, done.stderr
     assert "interrupted: all rows are kept; the same command continues from here" in done.stderr
-    assert all(child._popen.poll() is not None for child in cards.children)
+    assert all(child.process.poll() is not None for child in cards.children)
     [directory] = find_runs(tmp_path / "results")
     kept = len(open_run(directory).trials)
     assert 1 <= kept < 6

@@ -272,7 +272,7 @@ def test_nonsense_at_the_very_end_costs_nothing(go, cards):
 
 
 def all_ended(cards):
-    return all(child._popen.poll() is not None for child in cards.children)
+    return all(child.process.poll() is not None for child in cards.children)
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -95,7 +95,7 @@ def count(cards, what, number):
 
 
 def has_ended(child):
-    return child._popen.poll() is not None
+    return child.process.poll() is not None
 
 
 def test_a_card_that_comes_late_gets_problems(go, cards):

@@ -44,7 +44,7 @@ class Fp8Operator:
         self._operator, self._table = operator, operator.table
         self._calls = 0
         self._plans: dict[Any, _Plan] = {}
-        self._gpus: dict[int, TunedFp8Gpu | None] = {}
+        self.gpus: dict[int, TunedFp8Gpu | None] = {}
         self._forward: Any = None
         if self._table.fp8:
             # Also where nothing is served, so that it is said why.
@@ -191,10 +191,10 @@ class Fp8Operator:
     def _known(self, index: int) -> TunedFp8Gpu:
         """What the table has of a device. Raises PackageError."""
         index = max(index, 0)
-        if index not in self._gpus:
+        if index not in self.gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))
-            self._gpus[index] = self._table.fp8.get(key)
-        gpu = self._gpus[index]
+            self.gpus[index] = self._table.fp8.get(key)
+        gpu = self.gpus[index]
         if gpu is None:
             known = "; ".join(key.label for key in self._table.fp8)
             raise PackageError(
