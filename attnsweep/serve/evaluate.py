@@ -25,7 +25,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import outline
 from attnsweep.serve.export_code import config_of, family_of, gpu_of
-from attnsweep.serve.held import asked_of, held_for
+from attnsweep.serve.held import asked_of, held_for, is_sdpa, without_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import refused_by
@@ -40,7 +40,6 @@ from attnsweep.serve.runtime.table import (
 )
 from attnsweep.store.run import open_run
 
-SDPA = "torch_"
 SLOWER = 1 / 1.03
 
 
@@ -91,17 +90,18 @@ def swept(run: Path) -> list[Swept]:
     families = discover()
     ours: dict[Problem, dict[str, float]] = {}
     theirs: dict[Problem, dict[str, float]] = {}
-    for trial in open_run(run).trials:
+    trials = open_run(run).trials
+    for trial in trials:
         if trial.status is not Status.OK or trial.time_us is None or trial.problem.scaled:
             continue
         problem, time_us = trial.problem, trial.time_us.median
         family = families[family_of(problem)]
-        if trial.provider.startswith(SDPA):
+        if is_sdpa(trial):
             theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
             ours.setdefault(problem, {})[config_of(trial, family).label] = time_us
-    both = [problem for problem in ours if problem in theirs]
-    return [Swept(run.name, problem, ours[problem], theirs[problem]) for problem in both]
+    both = ours.keys() & (theirs.keys() - without_sdpa(trials).keys())
+    return [Swept(run.name, each, us, theirs[each]) for each, us in ours.items() if each in both]
 
 
 def _is_ours(trial: Trial, family: Family) -> bool:

@@ -47,7 +47,16 @@ from attnsweep.serve.export_code import (
     time_of,
     why_not_today,
 )
-from attnsweep.serve.held import Chosen, Kind, kind_of, served, shared, spare_kernels
+from attnsweep.serve.held import (
+    Chosen,
+    Kind,
+    is_sdpa,
+    kind_of,
+    served,
+    shared,
+    spare_kernels,
+    without_sdpa,
+)
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, kind_of_code
 from attnsweep.store.run import Run, open_run
 
@@ -65,7 +74,6 @@ _CARRIED = (
 )
 """What of attnsweep the declarations import; a package has it under the same names."""
 # Providers of PyTorch's own attention: what a call gets without a package.
-_SDPA = "torch_"
 
 
 @dataclass(frozen=True)
@@ -302,6 +310,7 @@ def chosen_of(
     ranking = rank(run.trials, environment)
     arch = arch_on(environment)
     chosen = []
+    failed = without_sdpa(run.trials)
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
         family = families.get(family_of(trials[0].problem))
@@ -309,7 +318,7 @@ def chosen_of(
             left_out.append(f"{problem} ({run.directory.name}): no family computes it here")
             continue
         own = [t for t in trials if t.provider == OURS and t.kernel == family.name]
-        baselines = [t for t in trials if t.provider.startswith(_SDPA)]
+        baselines = [t for t in trials if is_sdpa(t)]
         # PyTorch's own attention has no softcap and no sinks: without a kernel, a call is unfused.
         # (With FlexAttention's time of one shape beside that of another, 100 times as long, a call
         # between them was not served.)
@@ -319,6 +328,8 @@ def chosen_of(
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=time_of, default=None)
         reason = _why_not(best, baseline, family, arch)
+        if (without := failed.get(trials[0].problem)) is not None and not scaled:
+            reason = f"{without.provider} failed: {without.detail}; sweep the problem again"
         if reason is not None or best is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from packages import H100 as KEY
 from packages import PLAIN, gpu, shape, winner, with_config
+from recorded import changed
 
 from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, open_run, plan
 from attnsweep.core.errors import StoreError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.trial import Status
 from attnsweep.family.family import Config
 from attnsweep.serve import evaluate, export, shipped
 from attnsweep.serve.export_code import FAMILY, config_of, gpu_of
-from attnsweep.serve.held import held_for
+from attnsweep.serve.held import held_for, is_sdpa
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
 
@@ -369,6 +371,14 @@ def package(request):
 @pytest.fixture
 def shapes():
     return [one.problem for one in evaluate.swept(JUDGE)]
+
+
+def test_a_shape_where_pytorchs_attention_failed_is_not_judged(shapes, tmp_path):
+    run = open_run(JUDGE)
+    lost = next(t for t in run.trials if t.problem == shapes[0] and is_sdpa(t))
+    gone = lost.with_(status=Status.LAUNCH_ERROR, time_us=None)
+    changed(run, tmp_path / "run", [gone if t is lost else t for t in run.trials])
+    assert [one.problem for one in evaluate.swept(tmp_path / "run")] == shapes[1:]
 
 
 def test_no_kernel_of_more_queries_serves_few(shapes):

@@ -29,6 +29,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.layouts import Padded
 from attnsweep.core.masks import Interval
 from attnsweep.core.ops import BACKWARD, FORWARD
+from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
 from attnsweep.serve import export_code
@@ -185,6 +186,23 @@ def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path):
     ours = [t for t in run.trials if not t.provider.startswith("torch_")]
     with pytest.raises(StoreError, match="torch_flash, torch_cudnn"):
         export(tmp_path, [changed(run, tmp_path / "run", ours)])
+
+
+@pytest.mark.parametrize("status", [Status.LAUNCH_ERROR, Status.TIMEOUT])
+def test_a_winner_next_to_a_failed_attention_of_pytorchs_is_left_out(tmp_path, status):
+    """The slower one that is left would make its gain what no user sees."""
+    run = store_run.open_run(H100_RUN)
+    lost = next(t for t in run.trials if t.provider == "torch_cudnn")
+    gone = lost.with_(status=status, detail="it died", time_us=None)
+    rows = [gone if t is lost else t for t in run.trials]
+    done = export(tmp_path, [changed(run, tmp_path / "run", rows)])
+    (said,) = (line for line in done.left_out if "it died" in line)
+    assert said.startswith(lost.problem.label)
+    assert "torch_cudnn failed" in said
+    table = read_table(done.directory / "my_attention")
+    held = {row.problem.label for row in table.gpus[H100].winners}
+    assert held
+    assert lost.problem.label not in held
 
 
 # ---- packed heads ----
