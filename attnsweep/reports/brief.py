@@ -88,6 +88,13 @@ def _lines(
         failed = Counter(row["status"].replace("_", " ") for row in rows if not row["baseline"])
         if failed:
             yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
+        lost = [
+            f"{who(row)} on {row['trial'].problem.label}: {row['status'].replace('_', ' ')}"
+            for row in rows
+            if row["baseline"]
+        ]
+        rest = [f"{len(lost) - TOP} more"] if len(lost) > TOP else []
+        yield from ((cut(line, width), "yellow") for line in [*lost[:TOP], *rest])
         served = dict.fromkeys(line for section in sections for line in served_lines(section))
         yield from ((cut(line, width), "yellow") for line in served)
     if several := cards.by_card(run.trials, sections):

@@ -40,6 +40,20 @@ def test_all_but_the_sentence_fits_the_width_and_numbers_stay(width):
     assert len(lines) <= 22
 
 
+def test_a_run_of_many_problems_names_the_baselines_that_failed():
+    """× base is next to those that are left."""
+    run = of_problems(9)
+    lost = [t.with_(status=Status.LAUNCH_ERROR, time_us=None) for t in run.trials if t.provider == "torch_cudnn"]
+    label = lost[0].problem.label
+    assert [line for line in printed(run) if "torch_cudnn on" in line] == []
+    kept = [t for t in run.trials if t.problem.label != label or t.provider != "torch_cudnn"]
+    assert f"torch_cudnn on {label}: launch error" in printed(replace(run, trials=[*kept, lost[0]]))
+    ours = [t for t in run.trials if t.provider != "torch_cudnn"]
+    lines = printed(replace(run, trials=[*ours, *lost]))
+    assert sum("torch_cudnn on" in line for line in lines) == 3
+    assert "6 more" in lines
+
+
 @pytest.mark.parametrize("count", [1, 9])
 def test_what_a_family_serves_only_stands_in_its_results(count):
     run = of_problems(count)
