@@ -25,7 +25,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import outline
 from attnsweep.serve.export_code import config_of, family_of, gpu_of
-from attnsweep.serve.held import asked_of, held_for, is_sdpa, without_sdpa
+from attnsweep.serve.held import asked_of, held_for, is_sdpa, lost_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import refused_by
@@ -100,7 +100,7 @@ def swept(run: Path) -> list[Swept]:
             theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
             ours.setdefault(problem, {})[config_of(trial, family).label] = time_us
-    both = ours.keys() & (theirs.keys() - without_sdpa(trials).keys())
+    both = ours.keys() & (theirs.keys() - lost_sdpa(trials, theirs).keys())
     return [Swept(run.name, each, us, theirs[each]) for each, us in ours.items() if each in both]
 
 

@@ -52,10 +52,10 @@ from attnsweep.serve.held import (
     Kind,
     is_sdpa,
     kind_of,
+    lost_sdpa,
     served,
     shared,
     spare_kernels,
-    without_sdpa,
 )
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, kind_of_code
 from attnsweep.store.run import Run, open_run
@@ -310,8 +310,12 @@ def chosen_of(
     ranking = rank(run.trials, environment)
     arch = arch_on(environment)
     chosen = []
-    failed = without_sdpa(run.trials)
-    for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
+    ranked = ranking[ranking["rank"].notna()]
+    timed_sdpa: dict[Problem, list[str]] = {trial.problem: [] for trial in ranked["trial"]}
+    for trial in filter(is_sdpa, ranked["trial"]):
+        timed_sdpa[trial.problem].append(trial.provider)
+    lost = lost_sdpa(run.trials, timed_sdpa)
+    for problem, rows in ranked.groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
         family = families.get(family_of(trials[0].problem))
         if family is None:
@@ -328,8 +332,8 @@ def chosen_of(
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=time_of, default=None)
         reason = _why_not(best, baseline, family, arch)
-        if (without := failed.get(trials[0].problem)) is not None and not scaled:
-            reason = f"{without.provider} failed: {without.detail}; sweep the problem again"
+        if not scaled and (name := lost.get(trials[0].problem)):
+            reason = f"no time of {name}, which PyTorch may call; sweep the problem again"
         if reason is not None or best is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue

@@ -72,13 +72,23 @@ def is_sdpa(trial: Trial) -> bool:
     return trial.provider.startswith("torch_")
 
 
-def without_sdpa(trials: Iterable[Trial]) -> dict[Problem, Trial]:
-    """Problems of which a row of PyTorch's failed, so that it is not known what users would get.
+def lost_sdpa(
+    trials: Iterable[Trial], timed: Mapping[Problem, Collection[str]]
+) -> dict[Problem, str]:
+    """Problems with a baseline of PyTorch's that was neither timed nor skipped, and which.
 
-    Next to torch_flash alone a gain of 1.26 stood as 1.76.
+    What users would get there is not known: next to torch_flash alone a gain of 1.26 stood as 1.76.
+    timed: the baselines of PyTorch's with a time, by problem.
     """
-    lost = (Status.LAUNCH_ERROR, Status.TIMEOUT)
-    return {trial.problem: trial for trial in trials if is_sdpa(trial) and trial.status in lost}
+    rows = [trial for trial in trials if is_sdpa(trial)]
+    every = dict.fromkeys(trial.provider for trial in rows)
+    spared = {(t.problem, t.provider) for t in rows if t.status is Status.SKIPPED}
+    return {
+        problem: name
+        for problem, names in timed.items()
+        for name in every
+        if name not in names and (problem, name) not in spared
+    }
 
 
 def kind_of(problem: Problem) -> Kind:
