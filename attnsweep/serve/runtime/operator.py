@@ -266,11 +266,9 @@ class Operator:
             given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             limits = (window, causal_offset, key_lengths)
             return self._beyond_sdpa(given, limits, softcap, sinks, cache)
-        if _is_compiling():
-            masks = (attn_mask, dropout_p, is_causal)
-            return self.traced.call(query, key, value, *masks, scale, enable_gqa)
         if (
-            attn_mask is None
+            not _is_compiling()
+            and attn_mask is None
             and type(query) is type(key) is _TENSOR  # others may see that they are asked
             and query.requires_grad
             and _is_grad_enabled()
@@ -299,8 +297,8 @@ class Operator:
         *,
         cache: bool = True,
     ) -> torch.Tensor:
-        """`attention` with the arguments of PyTorch's own, where nothing is compiled."""
-        if _is_compiling():  # a compiler that gave up on its callers takes up this frame
+        """`attention` with the arguments of PyTorch's own, of a call that is not short."""
+        if _is_compiling():  # also one that gave up on the callers, and takes up this frame
             masks = (attn_mask, dropout_p, is_causal)
             return self.traced.call(query, key, value, *masks, scale, enable_gqa)
         if scale is not None and type(scale) is not float:

@@ -280,39 +280,26 @@ class _Routed(InPlace):
                 return _compiled(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
-        else:
-            if attn_mask is None and type(query) is _Tensor and query.requires_grad:
-                try:
-                    short = query.numel() * key.shape[-2] < _routing.short_work or (
-                        (query.shape, key.shape, is_causal) in _shorts and _routing.on
-                    )
-                except (RuntimeError, AttributeError, IndexError):  # nested, or no tensor
-                    short = False
-                if short and _is_grad_enabled():
-                    if _counts[_SHORT]:
-                        _counts[_SHORT] += 1
-                        if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
-                            return sdpa(query, key, value, None, dropout_p, is_causal)
-                        return sdpa(
-                            query,
-                            key,
-                            value,
-                            None,
-                            dropout_p,
-                            is_causal,
-                            scale=scale,
-                            enable_gqa=enable_gqa,
-                        )
-                    if flash_allowed():  # the first is logged
-                        return _operator.attention(
-                            query, key, value, None, dropout_p, is_causal, scale, enable_gqa
-                        )
-            if _routing.on and flash_allowed():
-                return _operator.eager(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        elif attn_mask is None and type(query) is _Tensor and query.requires_grad:
+            try:
+                short = query.numel() * key.shape[-2] < _routing.short_work or (
+                    (query.shape, key.shape, is_causal) in _shorts and _routing.on
                 )
+            except (RuntimeError, AttributeError, IndexError):  # nested, or no tensor
+                short = False
+            if short and _is_grad_enabled():
+                if _counts[_SHORT]:
+                    _counts[_SHORT] += 1
+                    if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
+                        return sdpa(query, key, value, None, dropout_p, is_causal)
+                    how = (dropout_p, is_causal)
+                    return sdpa(query, key, value, None, *how, scale=scale, enable_gqa=enable_gqa)
+                if flash_allowed():  # the first is logged
+                    return _operator.attention(
+                        query, key, value, None, dropout_p, is_causal, scale, enable_gqa
+                    )
         if _routing.on and flash_allowed():
-            return _operator.attention(
+            return _operator.eager(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
         masks = (attn_mask, dropout_p, is_causal)
