@@ -9,8 +9,9 @@ share of its limit. Wrong rows are left out; a baseline over a limit is not wron
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from setting import console
@@ -80,10 +81,14 @@ def markdown(found: dict[str, Any]) -> str:
         cells = ["–" if share is None else f"{100 * share:.0f} %" for share in shares]
         error, limit = ("–" if one[n] is None else f"{one[n]:.2g}" for n in ("error", "limit"))
         over = one["error"] is not None and one["error"] > one["limit"]
-        lines.append([name, one["dtype"], str(one["rows"]), *cells, error + ", over the limit" * over, limit])
+        lines.append(
+            [name, one["dtype"], str(one["rows"]), *cells, f"{error}, over the limit" if over else error, limit]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 if __name__ == "__main__":
-    table = markdown(summary(map(open_run, sys.argv[1:])))
+    parser = argparse.ArgumentParser(description="How much of each limit of error is used.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    table = markdown(summary(map(open_run, parser.parse_args().runs)))
     console.print(table or "no row of these runs says what share of a limit it used")
