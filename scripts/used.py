@@ -1,8 +1,8 @@
 """Blocks about packages: what models, training and masks gained, what dispatch lost when not tuned.
 
 All come from results/: models.json, training.json and masks_served.json are what the programs of
-these names in benchmarks/ wrote (masks.py the last), and the runs `held_out`, `held_out_later` and
-`held_out_decode` are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
+these names in benchmarks/ wrote (masks.py the last), and the runs whose names begin with `held_out`
+are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ TUNED = {
     "H200": [f"h200/{name}" for name in ("h200", *_BOTH)],
 }
 """The runs of each card that others next to them judge."""
+_SEEN = ("held_out_decode", "held_out_decode_later", "held_out_decode_last")
+_DECODING = ("decode", "decode_models", "decode_heads", "decode_queries")
 JUDGES = {
     "held_out": (),
     "held_out_later": (),
     "held_out_later, by held_out too": ("held_out",),
-    "held_out_decode, by decode_models too": ("decode", "decode_models"),
-    "held_out_decode_later, by decode_models too": ("decode", "decode_models"),
+    "held_out_decode, by decoding runs too": _DECODING,
+    "held_out_decode_later, by decoding runs too": _DECODING,
+    "held_out_decode_last, by these two too": (*_DECODING, *_SEEN[:2]),
+    "held_out_few, by these three and decode_dims too": (*_DECODING, *_SEEN, "decode_dims"),
     "held_out_dims, by head_dims too": ("head_dims",),
     "held_out_value_dims, by value_dims too": ("value_dims",),
     "held_out_backward, by backward, its dims and short too": (

@@ -36,7 +36,7 @@ GROUP, OF_BASE = 19 * 2**18, 40
 # Share by which a kernel may be slower than the winner of a shape and serve in its place.
 SLOWER = 0.02
 # Runs that judge the shipped table, and so tune nothing in it.
-JUDGES = ("held_out_decode", "held_out_decode_later")
+JUDGES = ("held_out_few",)
 
 
 def recorded() -> list[Path]:

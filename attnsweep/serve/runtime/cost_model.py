@@ -38,12 +38,17 @@ ALONE, TWO_OF_THREE = 0.75, 0.85
 _L2_SHARE = 0.2
 # The rate of the L2, where splits of the keys leave parts of the output for the second launch.
 _L2_BYTES_PER_US = 5e6
+# The least share of the memory's peak rate that calls of few queries reach.
+_OF_MEMORY_FEW = 0.92
 # The least share of a time, after the launches, that is taken for computing.
 _LEAST_COMPUTING = 0.3
 # A unit of work that is off the median of all shapes by more than e to the power of this counts as
 # off by so much: a time that is wrong, such as one of cuDNN's that a busy host made too long, then
 # spoils no prediction of a shape beside it.
 _MOST_OFF = 0.2
+# The share of the blocks that fit an H100 which fit it as clusters of 4 or 8: with 73 % of them a
+# call takes as long as without clusters, with 97 % 1.1 to 1.7 times as long.
+_FOR_CLUSTERS = 7 / 8
 # A shape that is one octave off counts e to the power of this less.
 _FADES = 2.0
 _MANY_TILES = 16
@@ -71,7 +76,7 @@ class Tiling:
     that it reaches. parts: of the output, in float32, that a second launch joins.
     divides: whether few blocks may be divided as PyTorch does it. packs: the most queries with
     which a tile has those of all heads of a group. masks: whether a last tile of keys that is not
-    whole makes all of them take longer.
+    whole makes all of them take longer. clustered: whether the splits of a tile are a cluster.
     """
 
     block_m: int
@@ -89,6 +94,7 @@ class Tiling:
     divides: bool = False
     packs: int = 0
     masks: bool = False
+    clustered: bool = False
 
 
 SDPA_BACKWARD = Tiling(128, 128, 1, 1, 1, 0, True, 100.0, 0.2, 8.0, 0.95)
@@ -136,6 +142,7 @@ def tiling_of(declaration: Any, c: Config) -> Tiling:
         of_memory=0.78,
         parts=c.SPLITS if combines else 0,
         packs=(FEW_QUERIES - 1) * c.PACK_GQA,
+        clustered=c.SPLIT_CLUSTER > 0,
     )
 
 
@@ -184,6 +191,8 @@ def _undivided(tiling: Tiling, problem: Problem, visits: list[int], sm_count: in
     extra = tiling.block_keys / tiling.block_n
     longest, mean = max(visits) + extra, math.fsum(visits) / len(visits) + extra
     blocks, room = heads * tiles_m * tiling.splits, sm_count * tiling.blocks_per_sm
+    if tiling.clustered:
+        room = int(_FOR_CLUSTERS * room)
     share = blocks * mean / sm_count
     if longest == mean:
         waves, rest = divmod(blocks, room)
@@ -339,7 +348,8 @@ def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
     rows = problem.heads * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
     rows *= 2 if problem.op == BACKWARD else 1
     beyond = 2.0 * problem.batch * rows * sum(problem.head_dims) - _L2_SHARE * card.l2_bytes
-    return max(0.0, beyond) / (tiling.of_memory * card.memory_bytes_per_us)
+    reached = max(tiling.of_memory, _OF_MEMORY_FEW * (problem.seqlen_q < FEW_QUERIES))
+    return max(0.0, beyond) / (reached * card.memory_bytes_per_us)
 
 
 def _apart(problem: Problem, other: Problem) -> float:

@@ -40,10 +40,14 @@ STAND_IN_GAIN, STAND_IN_MEMORY = 1.10, 0.3
 _MANY_KEYS = 4
 # If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
 # among them, which the prediction knows badly. A kernel must then be predicted to be faster by
-# this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
-DIVIDED_GAIN = 1.3
-# What a predicted backward must gain besides, as long as no held-out shapes say how good that is.
-_BACKWARD_MARGIN = 0.04
+# this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256). With
+# few queries, of 135 shapes on an H100, each predicted from the others, none was 3 % slower at 1.2,
+# and one was predicted 1.17 times as fast.
+DIVIDED_GAIN, DIVIDED_GAIN_FEW = 1.3, 1.2
+# What a predicted backward, or a call of few queries, must gain besides. Few queries wait for
+# memory most: predicted 1.03 times as fast, (17,40/8,1x7486,128) was 10 % slower, by the last 4 of
+# its 136 blocks.
+_MORE_MARGIN = 0.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,12 @@ class Choice:
 class CallKind:
     """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
 
-    winners: also of the other dtype.
+    winners: also of the other dtype. sdpa: PyTorch's own, by whether there is one query.
     """
 
     winners: Mapping[Problem, Winner]
     kernels: tuple[tuple[CompiledKernel, Learned], ...]
-    sdpa: Learned
+    sdpa: Mapping[bool, Learned]
 
 
 def choose(gpu: TunedGpu, problem: Problem, *, gradients: bool = False) -> Choice:
@@ -183,10 +187,13 @@ def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
             timed[kernel.config].append((numbers[winner.problem], winner.problem, time_us))
     kernels = _kernels(gpu, known, problem)
     sdpa = SDPA_BACKWARD if problem.op == BACKWARD else SDPA
+    theirs: dict[bool, list[tuple[int, Problem, float]]] = {True: [], False: []}
+    for w in known:
+        theirs[w.problem.seqlen_q == 1].append((numbers[w.problem], w.problem, w.sdpa_us))
     kind = CallKind(
         winners,
         tuple((kernel, learn(tiling(kernel), timed[name], gpu.card)) for name, kernel in kernels),
-        learn(sdpa, ((numbers[w.problem], w.problem, w.sdpa_us) for w in known), gpu.card),
+        {one: learn(sdpa, times, gpu.card) for one, times in theirs.items()},
     )
     if kernels:  # only then is their number bounded by the table's
         gpu.kinds[asked] = kind
@@ -230,17 +237,23 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
             why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
         return Choice(None, "far", why)
     ours, kernel = best
-    theirs = kind.sdpa.predict(problem, nearby, gpu.card)
+    one = problem.seqlen_q == 1
+    theirs = kind.sdpa[one].predict(problem, nearby, gpu.card) or kind.sdpa[not one].predict(
+        problem, nearby, gpu.card
+    )
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
     gain = theirs.time_us / ours.time_us
     tiles = as_cut(SDPA, problem).query_tiles(64)
     divided = tiles < gpu.key.sm_count and problem.seqlen_k > _MANY_KEYS * problem.seqlen_q
     least = 1 + guard.margin + guard.per_octave * ours.octaves
-    if problem.op == BACKWARD:
-        least += _BACKWARD_MARGIN
-    elif divided:
-        least = DIVIDED_GAIN
+    few = problem.seqlen_q < FEW_QUERIES
+    # A full cache takes us the longest, and PyTorch's own attention always as long.
+    cached = few and problem.kind in ("boolean", "padded")
+    if problem.op == BACKWARD or (few and not divided and not cached):
+        least += _MORE_MARGIN
+    elif divided and not cached:
+        least = DIVIDED_GAIN_FEW if few else DIVIDED_GAIN
     why = (
         f"predicted {ours.time_us:.4g} µs from {ours.nearest.label} ({ours.octaves:.1f} octaves)"
         f"{f' and {ours.shapes - 1} more' if ours.shapes > 1 else ''}, "
