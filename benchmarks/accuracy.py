@@ -10,6 +10,7 @@ share of its limit. Wrong rows are left out; a baseline over a limit is not wron
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from setting import console
 
 from attnsweep import Run, Status, Trial, open_run
 
-OURS = "attnsweep"
 # As attnsweep gives them: what each is of, for the head of the table.
 MEASURES = {
     "row": "row",
@@ -34,8 +34,7 @@ MEASURES = {
 def figures(baseline: bool, who: str, dtype: str, rows: Sequence[Trial]) -> dict[str, Any]:
     """The largest shares of one family or baseline in one dtype, and its largest error."""
     found = [row.accuracy for row in rows]
-    names = dict.fromkeys((*MEASURES, *(name for each in found for name in each.shares)))
-    shares = {n: max((each.shares[n] for each in found if n in each.shares), default=None) for n in names}
+    names = dict.fromkeys(name for each in found for name in each.shares)
     errors = [(each.rel_err, each.limit) for each in found if each.rel_err is not None]
     error, limit = max(errors, key=lambda pair: pair[0] / pair[1], default=(None, None))
     return {
@@ -43,8 +42,7 @@ def figures(baseline: bool, who: str, dtype: str, rows: Sequence[Trial]) -> dict
         "baseline": baseline,
         "dtype": dtype,
         "rows": len(rows),
-        "shares": {name: share for name, share in shares.items() if share is not None},
-        "nearest": max(found, key=lambda each: max(each.shares.values())).case,
+        "shares": {n: max(each.shares[n] for each in found if n in each.shares) for n in names},
         "error": error,
         "limit": limit,
     }
@@ -52,7 +50,7 @@ def figures(baseline: bool, who: str, dtype: str, rows: Sequence[Trial]) -> dict
 
 def summary(runs: Iterable[Run]) -> dict[str, Any]:
     """The figures of every family and baseline in each dtype, ours first; `of` may be empty."""
-    groups: dict[tuple[bool, str, str], list[Trial]] = {}
+    groups: dict[tuple[bool, str, str], list[Trial]] = defaultdict(list)
     read, places = [], set()
     for run in runs:
         rows = [t for t in run.trials if t.status in (Status.OK, Status.NOISY) and t.accuracy and t.accuracy.shares]
@@ -60,10 +58,9 @@ def summary(runs: Iterable[Run]) -> dict[str, Any]:
             read.append(f"{run.directory.parent.name}/{run.directory.name}")
             places |= {run.environment.gpu} if run.environment else set()
         for row in rows:
-            baseline = row.provider != OURS
-            who = row.provider if baseline else row.kernel
-            groups.setdefault((baseline, who, row.problem.dtype), []).append(row)
-    each = [figures(*key, rows) for key, rows in sorted(groups.items(), key=lambda group: group[0])]
+            baseline = row.provider != "attnsweep"
+            groups[baseline, row.provider if baseline else row.kernel, row.problem.dtype].append(row)
+    each = [figures(*key, groups[key]) for key in sorted(groups)]
     return {"runs": read, "recorded_on": sorted(places), "of": each}
 
 
@@ -80,15 +77,14 @@ def markdown(found: dict[str, Any]) -> str:
         shares = (one["shares"].get(n) for n in names)
         cells = ["–" if share is None else f"{100 * share:.0f} %" for share in shares]
         error, limit = ("–" if one[n] is None else f"{one[n]:.2g}" for n in ("error", "limit"))
-        over = one["error"] is not None and one["error"] > one["limit"]
-        lines.append(
-            [name, one["dtype"], str(one["rows"]), *cells, f"{error}, over the limit" if over else error, limit]
-        )
+        if one["error"] is not None and one["error"] > one["limit"]:
+            error += ", over the limit"
+        lines.append([name, one["dtype"], str(one["rows"]), *cells, error, limit])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="How much of each limit of error is used.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     table = markdown(summary(map(open_run, parser.parse_args().runs)))
     console.print(table or "no row of these runs says what share of a limit it used")

@@ -1,7 +1,4 @@
-"""Judge the dispatch of an exported package on shapes that were not tuned.
-
-Usage: python benchmarks/dispatch.py TUNED_RUN... [--held-out RUN...] [--leave-one-out]. Nothing is
-measured, and no compiler is needed.
+"""Judge the dispatch of an exported package on shapes that were not tuned. Nothing is measured.
 
 The table is the one that `attnsweep export TUNED_RUN...` writes, and the rule is the package's own
 code (attnsweep/serve/runtime/dispatch.py). A held-out run swept other shapes on the same kind of
@@ -13,9 +10,8 @@ the tuned runs' shapes if none are held out.
 - regret: time of what the package calls over the best of the shape's own sweep, PyTorch's attention
   included, less 1. Where the package calls PyTorch, its time is that of PyTorch's fastest backend.
 - gain: time of PyTorch's fastest backend over that of what the package calls.
-- served: regret of the best kernel that the package holds for the shape: what a perfect rule would
+- held: regret of the best kernel that the package holds for the shape: what a perfect rule would
   have left.
-- error: predicted over measured time of the chosen kernel, less 1.
 
 A choice that the sweep has not timed is counted as such, and in no other figure.
 """
@@ -26,22 +22,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from setting import console
+from setting import console, recorded_on
 
-from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch, open_run
-
-
-def measured(runs: Sequence[Path]) -> list[str]:
-    """The GPU, its driver and the days of some runs."""
-    found: dict[str, set[str]] = {}
-    for made in filter(None, (open_run(run).environment for run in runs)):
-        found.setdefault(f"{made.gpu}, driver {made.driver}", set()).add(made.date[:10])
-    return [f"{card}, {' and '.join(sorted(days))}" for card, days in found.items()]
+from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each shape, the worst last, and the summary."""
-    parser = argparse.ArgumentParser(description="Judge the dispatch of an exported package.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tuned", type=Path, nargs="+", metavar="TUNED_RUN")
     parser.add_argument("--held-out", type=Path, nargs="+", default=[], metavar="RUN")
     parser.add_argument("--leave-one-out", action="store_true")
@@ -50,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give --held-out RUN..., or --leave-one-out, or both")
     try:
         rows = judge_dispatch(given.tuned, given.held_out, leave_one_out=given.leave_one_out)
-        gpus = {"by": measured(given.tuned), "on": measured(given.held_out or given.tuned)}
-        summary = gpus | dispatch_summary(rows)
+        cards = {"by": recorded_on(given.tuned), "on": recorded_on(given.held_out or given.tuned)}
+        summary = cards | dispatch_summary(rows)
     except AttnsweepError as error:
         raise SystemExit(str(error)) from error
     for row in sorted(rows, key=lambda row: row.regret if row.regret is not None else -1.0):

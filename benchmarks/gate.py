@@ -1,18 +1,16 @@
 """Count how often `attnsweep check` is wrong: kernels against themselves, and slowed ones.
 
-Usage: python benchmarks/gate.py [FILE.json] [--kernels 10] [--comparisons 20] [--seconds 540]
-       [--runs DIR ...]. It needs a GPU, and about 9 minutes of it.
+It needs a GPU, and about 9 minutes of it.
 
 The kernels are winners of recorded runs, compiled anew. They are compared as `check` compares code
 that changed: in turns, in two processes, and in up to eight while these do not decide. Each side
 has its own copy of the machine code, so that the two lie apart in memory as two versions do.
-
 Starting a process takes seconds, and timing a kernel in it a fraction of one. So a process serves
 one comparison of every kernel and slowdown, one after the other, and none of them twice.
 
 A slowed kernel is the kernel and then a launch that waits for some clock cycles; the other side
 has the same launch with no cycles to wait for. The cycles are corrected in processes of their own.
-The real slowdown (`ratio`) and how much processes differ follow from all that timed it.
+The real slowdown (`ratio`) follows from all processes that timed it.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from setting import console, described, options, recorded, write
@@ -36,6 +34,7 @@ from attnsweep import (
     Candidate,
     CompiledStage,
     Compiler,
+    Environment,
     Launch,
     LaunchPlan,
     Verdict,
@@ -56,8 +55,9 @@ RUNS = (
     *("wmma_pipeline", "mma_h200", "flash_dims"),
 )
 SLOWER = 0.02
+KERNELS = 10
 # Slowdowns, and the number of kernels that are slowed by each.
-SHARES = {0.02: 100, 0.05: 3}
+SHARES = {0.0: KERNELS, 0.02: KERNELS, 0.05: 3}
 # Calls no longer than this: a process's rounds take 0.1 to 0.3 s.
 LONGEST_US = 150.0
 # CORRECTIONS processes correct the cycles, each by ROUNDS rounds, to a slowdown that is larger than
@@ -75,7 +75,6 @@ class Series:
     new: Candidate
     cubin: str
     cycles: int = 50  # a shorter wait is over before the kernel first reads the clock
-    time_us: float = 0.0
     ended: list[Any] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -83,64 +82,68 @@ class Series:
     def sides(self) -> tuple[Candidate, Candidate]:
         """What is compared; without a slowdown sides change, so that being first shows as noise."""
         if self.share:
-            return slowed(self.old, self.cubin, 0), slowed(self.new, self.cubin, max(self.cycles, 0))
+            return self._and_wait(self.old, 0), self._and_wait(self.new, max(self.cycles, 0))
         both = self.old, self.new
         return both[::-1] if len(self.ended) % 2 else both
+
+    def _and_wait(self, candidate: Candidate, cycles: int) -> Candidate:
+        """The candidate and then a launch that waits for `cycles` clock cycles."""
+        burn = CompiledStage("burn", self.cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
+        timed = replace(candidate.timed, stages=(*candidate.timed.stages, burn))
+        return replace(candidate, timed=timed)
+
+    def opened(self, worker: Worker) -> Worker:
+        """A process that has opened the kernel's problem."""
+        worker.open(self.new.timed.problem, replay_us=1000, seed=0)
+        return worker
 
     def correct_in(self, worker: Worker, clock_hz: float, number: int) -> None:
         """Correct the cycles by what a process measures with them; it adds an offset of its own.
 
         number: of the process; later ones weigh less, so that offsets cancel.
         """
-        ratios = []
+        self.opened(worker)
         for name, candidate in zip(("old", "new"), self.sides, strict=True):
             worker.forget(name)
             worker.add(name, candidate, cold=False)
-        self.time_us = median(worker.replay("old", "warm") for _ in range(10))
-        for turn_number in range(ROUNDS):
-            order = ("old", "new") if turn_number % 2 else ("new", "old")
-            turn = dict(zip(order, worker.pair(*order), strict=True))
-            ratios.append(turn["new"] / turn["old"])
+        time_us = median(worker.replay("old", "warm") for _ in range(10))
+        ratios = []
+        for turn in range(ROUNDS):
+            order = ("old", "new") if turn % 2 else ("new", "old")
+            times = dict(zip(order, worker.pair(*order), strict=True))
+            ratios.append(times["new"] / times["old"])
         missing = self.share + ABOVE - (median(ratios) - 1)
-        self.cycles += round(missing / max(1, number) * self.time_us * clock_hz / 1e6)
+        self.cycles += round(missing / max(1, number) * time_us * clock_hz / 1e6)
 
     def compare(self, processes: Iterator[Worker]) -> None:
         """One comparison, in as many of the processes as it needs."""
         seed = f"{self.label} {self.share} {len(self.ended)}"
 
         def another() -> Worker:
-            worker = next(processes)
-            worker.open(self.new.timed.problem, replay_us=1000, seed=0)
-            return worker
+            return self.opened(next(processes))
 
         try:
-            self.ended.append(compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed))
+            found = compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
+            self.ended.append(found)
         except WorkerError as error:
             self.failed.append(str(error))
 
     def row(self) -> dict[str, Any]:
-        """The counts, and the ratio of each process."""
-        ratios = [one.interval.median for each in self.ended for one in each.each if one.interval is not None]
-        verdicts = Counter(each.verdict.value for each in self.ended)
-        seconds = [each.shown.spent_s for each in self.ended]
-        waits = {"cycles": max(self.cycles, 0), "time_us": round(self.time_us, 3)} if self.share else {}
+        """The counts, and the mean ratio of all processes."""
+        ratios = [one.interval.median for each in self.ended for one in each.each if one.interval]
         return {
             "case": self.label,
             "share": self.share,
-            **waits,
             "comparisons": len(self.ended),
-            "verdicts": dict(verdicts),
-            "detected": verdicts[Verdict.REGRESSION.value],
+            "verdicts": dict(Counter(each.verdict.value for each in self.ended)),
             "failed": self.failed,
             "processes": [each.processes for each in self.ended],
-            "seconds_most": round(max(seconds), 3) if seconds else None,
+            "seconds_most": max((round(each.shown.spent_s, 3) for each in self.ended), default=0.0),
             "ratio": round(fmean(ratios), 5) if ratios else None,
-            "process_sd": round(stdev(ratios), 5) if len(ratios) > 1 else None,
-            "ratios": [round(ratio, 5) for ratio in ratios],
         }
 
 
-def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> Iterator[tuple[str, Candidate, Candidate]]:
+def cases(runs: Sequence[Path], arch: Arch, place: Path) -> Iterator[tuple[str, Candidate, Candidate]]:
     """Winners of the runs that this GPU can launch: the first of each run, then the next ones."""
     kernels, of_run = families(), []
     for directory in runs:
@@ -148,9 +151,9 @@ def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> Iterator
         won = [t for t in won if t.time_us is not None and t.time_us.median <= LONGEST_US]
         of_run.append([t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None])
     chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None]
-    builds = ((build, build.candidate()) for build in rebuild(chosen[: 2 * count], kernels, arch=arch))
+    builds = ((build, build.candidate()) for build in rebuild(chosen[: 2 * KERNELS], kernels, arch=arch))
     alone = (each for each in builds if each[1].timed.streams == 1 and not each[1].timed.eager)
-    for number, (build, new) in enumerate(itertools.islice(alone, count)):
+    for number, (build, new) in enumerate(itertools.islice(alone, KERNELS)):
         old = replace(new, timed=copied(new.timed, place / str(number)))
         yield f"{build.kernel.name} {build.problem.label}", old, new
 
@@ -165,130 +168,113 @@ def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
     return replace(launches, stages=tuple(stages))
 
 
-def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
-    """The candidate and then a launch that waits for `cycles` clock cycles."""
-    burn = CompiledStage("burn", cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
-    return replace(candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn)))
+def compare_all(series: Sequence[Series], process: Callable[[], Worker]) -> None:
+    """One comparison of each, in processes that all of them share."""
+    with contextlib.ExitStack() as stack:
+        started: list[Worker] = []
+
+        def processes() -> Iterator[Worker]:
+            for which in itertools.count():
+                if which == len(started):
+                    started.append(stack.enter_context(process()))
+                yield started[which]
+
+        for each in series:
+            each.compare(processes())
 
 
-def measure(series: Sequence[Series], clock_hz: float, comparisons: int, until: float) -> tuple[int, float]:
+def measure(series: Sequence[Series], clock_hz: float, comparisons: int, until: float, card: Any) -> tuple[int, float]:
     """Compare all kernels as often as asked for, or as the time allows.
 
-    Returns the number of processes, and the seconds of the slowest to start.
+    card: makes a process. Returns the number of processes, and the seconds of the slowest to start.
     """
-    opened_s = [0.0]
+    opened_s: list[float] = []
 
     def process() -> Worker:
         begin = time.monotonic()
-        worker = Worker(timeout_s=60)
+        worker = card(timeout_s=60)
         worker.describe()
         opened_s.append(time.monotonic() - begin)
         return worker
 
-    waiting = [each for each in series if each.share]
-    for number in range(CORRECTIONS if waiting else 0):
+    for number in range(CORRECTIONS):
         with process() as worker:
-            for each in waiting:
-                worker.open(each.new.timed.problem, replay_us=1000, seed=0)
-                each.correct_in(worker, clock_hz, number)
-    corrected = len(opened_s)
+            for each in series:
+                if each.share:
+                    each.correct_in(worker, clock_hz, number)
     for number in range(comparisons):
         if time.monotonic() > until:
             break
-        with contextlib.ExitStack() as stack:
-            started: list[Worker] = []
-
-            def processes(stack: contextlib.ExitStack = stack, started: list[Worker] = started) -> Iterator[Worker]:
-                for which in itertools.count():
-                    if which == len(started):
-                        started.append(stack.enter_context(process()))
-                    yield started[which]
-
-            for each in series:
-                each.compare(processes())
-        left_s = until - time.monotonic()
-        console.print(f"comparison {number + 1} of {comparisons} of each, {left_s:.0f} s left")
-    return len(opened_s) - corrected, round(max(opened_s), 2)
+        compare_all(series, process)
+        console.print(f"comparison {number + 1} of {comparisons} of each")
+    return len(opened_s) - CORRECTIONS, round(max(opened_s), 2)
 
 
-def bounds(count: int, trials: int) -> list[float]:
-    """95 % bounds of a share."""
-    return [round(p, 5) for p in proportion_interval(count, trials)]
+def counted(rows: Sequence[dict[str, Any]], verdict: Verdict) -> tuple[int, list[float]]:
+    """How often a verdict came out, and 95 % bounds of its share."""
+    count = sum(row["verdicts"].get(verdict.value, 0) for row in rows)
+    trials = sum(row["comparisons"] for row in rows)
+    return count, [round(p, 5) for p in proportion_interval(count, trials)]
 
 
-def summary(rows: Sequence[dict[str, Any]], processes: int, opened_s: float) -> dict[str, Any]:
-    """All figures: false alarms and misses with bounds, detections, and each series."""
-    itself = [row for row in rows if not row["share"]]
-    spread = [row["process_sd"] for row in rows if row["process_sd"] is not None]
-
-    def counted(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
-        count = sum(row["verdicts"].get(verdict.value, 0) for row in rows)
-        return {"count": count, "bounds": bounds(count, sum(row["comparisons"] for row in rows))}
-
-    totals = {}
-    for share in sorted({row["share"] for row in rows} - {0.0}):
-        of = [row for row in rows if row["share"] == share]
-        detected = counted(of, Verdict.REGRESSION)
-        totals[f"{100 * share:g} %"] = {
-            "comparisons": sum(row["comparisons"] for row in of),
-            "detected": detected["count"],
-            "detected_bounds": detected["bounds"],
-            "passed": counted(of, Verdict.PASS),
-            "inconclusive": counted(of, Verdict.INCONCLUSIVE),
-            "seconds_most": max((row["seconds_most"] or 0.0 for row in of), default=None),
-        }
-    alarms = counted(itself, Verdict.REGRESSION)
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The counts of all kernels at one slowdown."""
+    detected, bounds = counted(rows, Verdict.REGRESSION)
     return {
+        "comparisons": sum(row["comparisons"] for row in rows),
+        "detected": detected,
+        "detected_bounds": bounds,
+        "passed": dict(zip(("count", "bounds"), counted(rows, Verdict.PASS), strict=True)),
+        "seconds_most": max(row["seconds_most"] for row in rows),
+    }
+
+
+def count(
+    here: Environment,
+    runs: Sequence[Path],
+    comparisons: int,
+    until: float,
+    card: Any = Worker,
+    compiler: Any = Compiler,
+) -> dict[str, Any]:
+    """All figures. card, compiler: make the GPU's processes, and what compiles the launch that waits."""
+    arch = arch_named(here.arch)
+    with contextlib.closing(compiler(arch)) as compiling, tempfile.TemporaryDirectory() as place:
+        cubin = str(compiling.compile(SOURCE, {}).path)
+        found = list(cases(runs, arch, Path(place)))
+        series = [Series(label, share, old, new, cubin)
+                  for share, count in SHARES.items() for label, old, new in found[:count]]  # fmt: skip
+        processes, opened_s = measure(series, here.clock_hz, comparisons, until, card)
+    of = {share: [one.row() for one in series if one.share == share] for share in SHARES}
+    itself = of.pop(0.0)
+    alarms, bounds = counted(itself, Verdict.REGRESSION)
+    return {
+        "slower": SLOWER,
         "processes": processes,
-        # Standard deviation of a process's ratio, of all kernels and slowdowns together.
-        "process_sd": round(fmean(sd**2 for sd in spread) ** 0.5, 5) if spread else None,
         "itself": {
             "comparisons": sum(row["comparisons"] for row in itself),
-            "false_alarms": alarms["count"],
-            "false_alarms_bounds": alarms["bounds"],
-            "false_improvements": counted(itself, Verdict.IMPROVEMENT)["count"],
-            "inconclusive": counted(itself, Verdict.INCONCLUSIVE),
+            "false_alarms": alarms,
+            "false_alarms_bounds": bounds,
             "cases": itself,
         },
         "slowed": {
-            "totals": totals,
+            "totals": {f"{100 * share:g} %": totals(rows) for share, rows in of.items()},
             "opening_a_second_process_s": opened_s,
-            "cases": [row for row in rows if row["share"]],
+            "cases": [row for rows in of.values() for row in rows],
         },
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, print, and write the file if one is named."""
     parser = options(__doc__)
-    parser.add_argument("--kernels", type=int, default=10)
     parser.add_argument("--comparisons", type=int, default=20, help="of each kernel and slowdown")
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR")
-    asked = parser.parse_args(arguments)
-    begin, here = time.monotonic(), described()
-    arch = arch_named(here.arch)
-    compiler = Compiler(arch)
-    with contextlib.closing(compiler), tempfile.TemporaryDirectory() as place:
-        cubin = str(compiler.compile(SOURCE, {}).path)
-        runs = asked.runs or [recorded(name) for name in RUNS]
-        found = list(cases(runs, arch, Path(place), asked.kernels))
-        series = [Series(label, 0.0, old, new, cubin) for label, old, new in found]
-        series += [Series(label, share, old, new, cubin)
-                   for share, count in SHARES.items() for label, old, new in found[:count]]  # fmt: skip
-        counted_in, longest_s = measure(series, here.clock_hz, asked.comparisons, begin + asked.seconds)
-    facts = {"slower": SLOWER, **summary([one.row() for one in series], counted_in, longest_s)}
-    facts["seconds"] = round(time.monotonic() - begin, 1)
-    for row in [*facts["itself"]["cases"], *facts["slowed"]["cases"]]:
-        console.print(f"{100 * row['share']:g} % {row['case']}: {row['verdicts']}, ratio {row['ratio']}")
-    itself = facts["itself"]
-    low, high = itself["false_alarms_bounds"]
-    said = f"{itself['false_alarms']} of {itself['comparisons']} ({100 * low:.1f} to {100 * high:.1f} %)"
-    console.print(f"{itself['comparisons']} comparisons of a kernel with itself: {said} false alarms")
-    for share, of in facts["slowed"]["totals"].items():
-        low, high = of["detected_bounds"]
-        said = f"{of['detected']} of {of['comparisons']} ({100 * low:.1f} to {100 * high:.1f} %)"
-        console.print(f"slower by {share}: detected {said}, passed {of['passed']['count']}")
+    parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR", default=[recorded(name) for name in RUNS])
+    asked = parser.parse_args()
+    until, here = time.monotonic() + asked.seconds, described()
+    facts = count(here, asked.runs, asked.comparisons, until)
+    console.print_json(data=facts)
     write(asked.file, here, facts)
 
 

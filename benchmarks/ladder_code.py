@@ -13,27 +13,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from setting import console
+from setting import write
 
 from attnsweep import Trial, open_run, rank
+
+KEPT = ("registers", "spill_bytes", "cubin_bytes", "branches", "predicated_branches")
 
 
 def inspected(trial: Trial) -> dict[str, Any]:
     """Ask `attnsweep inspect` about a row's config on its problem."""
     p = trial.problem
     config = " ".join(f"{name}={value}" for name, value in trial.config.items())
-    shape = f"{p.batch},{p.heads},{p.seqlen_q},{p.head_dim}"
-    command = [sys.executable, "-m", "attnsweep", "inspect", trial.kernel, config]
-    command += ["--problem", shape, "--arch", "sm_90a", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-m", "attnsweep", "inspect", trial.kernel, config, "--arch", "sm_90a", "--json"]
+    command += ["--problem", f"{p.batch},{p.heads},{p.seqlen_q},{p.head_dim}"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     (stage,) = found["stages"].values()
-    kept = ("registers", "spill_bytes", "cubin_bytes", "branches", "predicated_branches")
-    return {"config": config, "nvrtc": found["nvrtc"], **{name: stage[name] for name in kept}}
+    return {"config": config, "nvrtc": found["nvrtc"], **{name: stage[name] for name in KEPT}}
 
 
-def main() -> None:
-    """Inspect, print, and write the file."""
+if __name__ == "__main__":
     directory = Path(sys.argv[1])
     ranking = rank(open_run(directory))
     best: dict[str, Trial] = {}
@@ -42,11 +40,4 @@ def main() -> None:
             best.setdefault(trial.kernel, trial)
             if trial.config.get("BRANCHES") == 0:
                 best.setdefault(f"{trial.kernel}, no branches", trial)
-    code = {name: inspected(trial) for name, trial in best.items()}
-    for name, facts in code.items():
-        console.print(f"{name}: {facts}")
-    (directory / "code.json").write_text(json.dumps(code, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    write(directory / "code.json", None, {name: inspected(trial) for name, trial in best.items()})

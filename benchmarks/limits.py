@@ -1,8 +1,8 @@
 """Measure how fast the card's memories are: L2 reads and writes, device memory reads and copies.
 
-Usage: python benchmarks/limits.py [FILE.json]. The bounds in reports that name a rate take it from
-the file. A rate follows from the time that further passes over the same bytes add to a launch, so
-that launching and ramping up are not in it. A time is the shortest of 20 replays of a graph.
+The bounds in reports that name a rate take it from the file. A rate follows from the time that
+further passes over the same bytes add to a launch, so that launching and ramping up are not in it.
+A time is the shortest of 20 replays of a graph.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from typing import Any
 
 import cupy
 import numpy as np
-from setting import console, described, options, write
+from setting import described, options, write
 
 from attnsweep import Compiler, arch_named
 
 SOURCE = Path(__file__).with_name("limits.cu")
 MB = 10**6
-# Name to function, bytes of one buffer, and bytes moved for each of them.
+# Name to function, bytes of one buffer, bytes moved for each of them, and passes: few and many.
 CASES = {
-    "l2_read": ("read_all", 32 * MB, 1),  # the scores of (1, 16, 1024, 64) are 33.5 MB
-    "l2_write": ("write_all", 32 * MB, 1),
-    "l2_copy": ("copy_all", 16 * MB, 2),
-    "dram_read": ("read_all", 2000 * MB, 1),
-    "dram_copy": ("copy_all", 2000 * MB, 2),
+    "l2_read": ("read_all", 32 * MB, 1, (4, 36)),  # the scores of (1, 16, 1024, 64) are 33.5 MB
+    "l2_write": ("write_all", 32 * MB, 1, (4, 36)),
+    "l2_copy": ("copy_all", 16 * MB, 2, (4, 36)),
+    "dram_read": ("read_all", 2000 * MB, 1, (1, 3)),
+    "dram_copy": ("copy_all", 2000 * MB, 2, (1, 3)),
 }
-THREADS = 512
-LAUNCHES, REPLAYS = 4, 20
-POISON = 0xFF
+THREADS, LAUNCHES, REPLAYS, POISON = 512, 4, 20, 0xFF
 
 
 def launch_us(stream: Any, function: Any, blocks: int, arguments: tuple[Any, ...]) -> float:
@@ -52,29 +50,24 @@ def launch_us(stream: Any, function: Any, blocks: int, arguments: tuple[Any, ...
 
 
 def main() -> None:
-    """Measure, print, and write the file if one is named."""
+    """Measure, and write the file if one is named."""
     asked, here = options(__doc__).parse_args(), described()
     with contextlib.closing(Compiler(arch_named(here.arch))) as compiler:
         module = cupy.RawModule(path=str(compiler.compile(SOURCE, {}).path))
     rates = {}
-    for name, (function, nbytes, times) in CASES.items():
-        few, many = (1, 3) if name.startswith("dram") else (4, 36)
+    for name, (function, nbytes, times, passes) in CASES.items():
         kernel, best = module.get_function(function), 0.0
         with cupy.cuda.Stream(non_blocking=True) as stream:
             buffers = [cupy.cuda.alloc(nbytes) for _ in range(2)]
             for buffer in buffers:
                 buffer.memset_async(POISON, nbytes)
-            pointers = [np.uint64(buffer.ptr) for buffer in buffers]
-            for blocks_per_sm in (2, 3, 4):
-                blocks, given = here.sm_count * blocks_per_sm, (*pointers, np.int32(nbytes // 16))
-                few_us, many_us = (
-                    launch_us(stream, kernel, blocks, (*given, np.int32(passes))) for passes in (few, many)
-                )
-                best = max(best, nbytes * times * (many - few) / (many_us - few_us) * 1e6)
-        rates[name] = best
-        console.print(f"{name:10} {best / 1e12:6.2f} TB/s")
+            given = (*(np.uint64(buffer.ptr) for buffer in buffers), np.int32(nbytes // 16))
+            for blocks in (2 * here.sm_count, 3 * here.sm_count, 4 * here.sm_count):
+                few, many = (launch_us(stream, kernel, blocks, (*given, np.int32(n))) for n in passes)
+                best = max(best, nbytes * times * (passes[1] - passes[0]) / (many - few) * 1e6)
+        rates[name] = round(best, -9)
     where = f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
-    write(asked.file, None, {"where": where, "rates": {n: round(rate, -9) for n, rate in rates.items()}})
+    write(asked.file, None, {"where": where, "rates": rates})
 
 
 if __name__ == "__main__":

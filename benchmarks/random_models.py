@@ -1,18 +1,35 @@
-"""Models with random weights, for benchmarks: a Llama, a Qwen, a stack of diffusion-like blocks."""
+"""Models with random weights in bf16, and whose attention they take.
+
+As a program it runs one of them, as a stranger's would that knows nothing of attnsweep:
+
+  attnsweep speedup OUT -- python benchmarks/random_models.py llama|qwen|vit|diffusion
+      [--tokens N ...] [--passes 100]
+
+llama and qwen: prefills by transformers' classes, of about 1B (grouped queries, head_dim 64 and
+128). vit: 64 images of 384 pixels by transformers' ViT-L. diffusion: 28 blocks of full attention in
+plain PyTorch, two items. Nothing is compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import Way
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ATTENTION = "attention_without_masks"
+ELEMENTS = 1 << 27  # of scores in float64 at a time
 
 
+# ---- the models ----
 class Block(nn.Module):
     """A diffusion-like block: full attention and an MLP, each scaled and shifted by a condition."""
 
@@ -53,13 +70,16 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """A model on its device. layers: the blocks that are compiled. vocabulary: 0 without tokens."""
+    """A model on its device. vocabulary: 0 without tokens."""
 
     name: str
-    module: nn.Module
-    layers: Sequence[nn.Module]
-    facts: Mapping[str, Any]
+    module: Any
     vocabulary: int
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        """The blocks that are compiled."""
+        return self.module.model.layers if self.vocabulary else self.module.layers
 
     def ids(self, batch: int, tokens: int) -> torch.Tensor:
         """Random token numbers, the same for the same number of tokens."""
@@ -81,63 +101,163 @@ class Model:
         return self.module(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-SIZES = {"hidden_size": 2048, "num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
-TINY = {"hidden_size": 128, "num_hidden_layers": 2}
-TINY_HEADS = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+# Both with an output layer of their own, or they would repeat their input.
+LARGE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
+TINY = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 512}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+# A Llama of 1B, and a Qwen 3 of 1.7B with 16 of its 28 layers.
+LLAMA = {"intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64, "vocab_size": 128256}
+QWEN = {"intermediate_size": 6144, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936}
+MODELS = ("llama", "qwen", "diffusion")
 
 
-def llama(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """A Llama of 1B with an output layer of its own, or it would repeat its input; D = 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def module_of(name: str, tiny: bool = False) -> Model:
+    """A model in bf16 on the default device, as it comes."""
+    if name == "diffusion":
+        module: nn.Module = Blocks(128, 2, 2) if tiny else Blocks(1024, 16, 28)
+        return Model(name, module.to(torch.bfloat16).eval(), 0)
+    import transformers as t
 
-    own = {"intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
-    own |= {"vocab_size": 128256, "rope_theta": 500000.0}
-    facts = SIZES | own | (TINY | TINY_HEADS if tiny else {})
-    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=32768, **facts)), facts
-
-
-def qwen(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """A Qwen 3 of 1.7B with 16 of its 28 layers and an output layer of its own; D = 128."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    own = {"intermediate_size": 6144, "num_attention_heads": 16, "head_dim": 128}
-    own |= {"vocab_size": 151936, "rope_theta": 1000000.0}
-    facts = SIZES | own | (TINY | TINY_HEADS if tiny else {})
-    return Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=32768, **facts)), facts
+    config, make, sizes = {
+        "llama": (t.LlamaConfig, t.LlamaForCausalLM, LLAMA | {"rope_theta": 500000.0}),
+        "qwen": (t.Qwen3Config, t.Qwen3ForCausalLM, QWEN | {"rope_theta": 1000000.0}),
+    }[name]
+    sizes = LARGE | sizes | (TINY if tiny else {})
+    module = make(config(max_position_embeddings=32768, **sizes))
+    return Model(name, module.to(torch.bfloat16).eval(), sizes["vocab_size"])
 
 
-def diffusion(tiny: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """28 blocks of 16 heads of 64."""
-    facts = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28}
-    facts |= {**TINY, "num_attention_heads": 2} if tiny else {}
-    return Blocks(*facts.values()), facts | {"head_dim": 64}
+def built(name: str, device: str = "cuda", tiny: bool = False) -> Model:
+    """A model with the same random weights for the same name, which never makes a mask.
 
-
-MODELS = {"llama": llama, "qwen": qwen, "diffusion": diffusion}
-
-
-def built(name: str, device: str, tiny: bool) -> Model:
-    """A model with random weights in bf16; the same for the same name."""
+    Transformers calls scaled_dot_product_attention without one in eager code. In a compiled model
+    and in a CUDA graph it may make one, although nothing is padded, and then neither PyTorch's
+    fused kernels nor a package can serve the call.
+    """
     torch.manual_seed(sum(map(ord, name)))
     with torch.device(device):
-        module, facts = MODELS[name](tiny)
-    module = module.to(torch.bfloat16).eval()
-    vocabulary = facts.get("vocab_size", 0)
-    if vocabulary:
-        _without_masks(module)
-    layers = module.model.layers if vocabulary else module.layers
-    parameters = sum(each.numel() for each in module.parameters())
-    return Model(name, module, list(layers), {**facts, "parameters": parameters}, vocabulary)
+        model = module_of(name, tiny)
+    if model.vocabulary:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+        model.module.set_attn_implementation(ATTENTION)
+    return model
 
 
-def _without_masks(module: Any) -> None:
-    """Let transformers call scaled_dot_product_attention as it does, but never make a mask.
+@contextlib.contextmanager
+def compiled_layers(model: Model) -> Iterator[None]:
+    """Compile each block of a model anew, for as long as the context lasts."""
+    torch.compiler.reset()
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            layer._compiled_call_impl = None
 
-    It makes none in eager code. In a compiled model and in a CUDA graph it may, although nothing is
-    padded, and then neither PyTorch's fused kernels nor a package can serve the call.
+
+# ---- whose attention ----
+def float64_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """scaled_dot_product_attention in float64, some rows of queries at a time.
+
+    attn_mask: is added. Groups of queries are seen by the shapes.
     """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if dropout_p or (attn_mask is not None and attn_mask.dtype == torch.bool):
+        raise NotImplementedError("dropout, or a boolean mask")
+    batch, heads, seqlen, head_dim = query.shape
+    q, k, v = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in (query, key, value))
+    rows = max(64, ELEMENTS // (batch * heads * k.shape[2]))
+    parts = []
+    for first in range(0, seqlen, rows):
+        last = min(first + rows, seqlen)
+        scores = q[:, :, first:last] @ k.mT * (scale if scale is not None else head_dim**-0.5)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if attn_mask is not None:
+            scores += attn_mask[..., first:last, :]
+        if is_causal:
+            places = torch.arange(k.shape[2], device=q.device)
+            scores = scores.masked_fill(places > places[first:last, None], float("-inf"))
+        if sinks is not None:
+            sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., : k.shape[2]]
+        parts.append((weights @ v).to(query.dtype))
+    return torch.cat(parts, 2)
 
-    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    module.set_attn_implementation(ATTENTION)
+
+@contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = float64_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+def attention_of(who: str, package: Any) -> Any:
+    """A context with PyTorch's attention (sdpa), its flash backend's, float64's or the package's."""
+    if who == "package":
+        return package.enable()
+    flash = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+    return {"sdpa": contextlib.nullcontext, "flash": flash, "float64": _float64}[who]()
+
+
+def ways_of(calls: Mapping[str, Callable[[], Any]], package: Any) -> dict[str, Way]:
+    """Calls, each with the attention of its name."""
+    return {who: Way(call, partial(attention_of, who, package)) for who, call in calls.items()}
+
+
+# ---- the program ----
+def vit() -> Callable[[], Any]:
+    """A pass of a ViT-L on a batch of images."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    config = ViTConfig(image_size=384, patch_size=16, num_attention_heads=16, **sizes)
+    module = ViTModel(config, add_pooling_layer=False).to(torch.bfloat16).eval()
+    images = torch.randn(64, 3, 384, 384, dtype=torch.bfloat16)
+    return lambda: module(pixel_values=images).last_hidden_state
+
+
+def main() -> None:
+    """Make the model, and run it so often at each number of tokens."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("model", choices=(*MODELS, "vit"))
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 8192; of diffusion 4096")
+    parser.add_argument("--passes", type=int, default=100)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    with torch.inference_mode():
+        if given.model == "vit":
+            passes = [vit()]
+        else:
+            model = module_of(given.model)
+            batch, usual = (2, 4096) if given.model == "diffusion" else (1, 8192)
+            ids = [model.ids(batch, tokens) for tokens in given.tokens or [usual]]
+            passes = [partial(model.rows, each, 1) for each in ids]
+        for call in passes:
+            for _ in range(given.passes):
+                call()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

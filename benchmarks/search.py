@@ -1,9 +1,9 @@
 """Replay search strategies on recorded exhaustive runs: how soon is one within 1 % of the best?
 
-Usage: python benchmarks/search.py [FILE.json]. Nothing is measured: a strategy learns the recorded
-first time of each config that it asks for. A space is what one run tried of one family on one
-problem. A trial is a success if the config took part in the run's rounds and its median there is at
-most 1 % above the least one, which is what the ranking sees; first times alone are not enough.
+Nothing is measured: a strategy learns the recorded first time of each config that it asks for. A
+space is what one run tried of one family on one problem. A trial is a success if the config took
+part in the run's rounds and its median there is at most 1 % above the least one, which is what the
+ranking sees; first times alone are not enough.
 
 - `gp` begins without the history of the problem itself, on any card and of any run (of a problem
   that differs in its mask or its dtype it keeps it).
@@ -31,6 +31,7 @@ import random
 import statistics
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -57,17 +58,15 @@ from attnsweep import (
     shipped_history,
 )
 
-OURS = "attnsweep"
 CARDS = (RESULTS / "h100-80gb-hbm3", RESULTS / "h200")
 LEAST, LARGE, TRIALS, SEEDS = 40, 120, 150, 20
 GOOD = 1.01
-WORST = "worst_trials_to_1_percent"
 HISTORY = ("gp", "gp, other shapes", "gp, no history")
 EVERYWHERE = (*HISTORY, "random")
-# On spaces of LARGE or more `gp` and `random` get all seeds. Others get a quarter of them, and
-# those that take seconds a seed a tenth.
-SLOW = ("kernel_tuner bayes_opt",)
-KERNEL_TUNER = ("genetic_algorithm", "simulated_annealing", "bayes_opt")
+KERNEL_TUNER = ("kernel_tuner genetic_algorithm", "kernel_tuner simulated_annealing", "kernel_tuner bayes_opt")
+# On spaces of LARGE or more these get all seeds. Others get a quarter of them, and the last of
+# Kernel Tuner's, which takes seconds a seed, a tenth.
+ALL_SEEDS = ("gp", "random")
 CURVES = (("h200/flash_short", "(1,8,512,64) fp16 causal"), ("h200/three_kernel_stages", "(1,16,1024,64) fp16 full"))
 
 
@@ -82,11 +81,8 @@ class Recorded:
     @property
     def finals(self) -> dict[Config, float]:
         """Microseconds of each config that was in the rounds."""
-        return {
-            config: row.time_us.median
-            for config, row in self.rows.items()
-            if row.status is Status.OK and row.time_us and row.time_us.rounds
-        }
+        ok = {c: row.time_us for c, row in self.rows.items() if row.status is Status.OK and row.time_us}
+        return {config: time.median for config, time in ok.items() if time.rounds}
 
     def times(self) -> dict[Config, float]:
         """The same of every config that ran; first times are scaled to those of the rounds."""
@@ -103,10 +99,10 @@ def spaces() -> list[Recorded]:
     for directory in (found for place in CARDS for found in find_runs(place)):
         if load_spec(directory / "spec.yaml", kernels).search.strategy != "exhaustive":
             continue
-        groups: dict[tuple[str, Problem], dict[Config, Trial]] = {}
+        groups: dict[tuple[str, Problem], dict[Config, Trial]] = defaultdict(dict)
         for trial in open_run(directory).trials:
-            if trial.provider == OURS:
-                groups.setdefault((trial.kernel, trial.problem), {})[Config(trial.config)] = trial
+            if trial.provider == "attnsweep":
+                groups[trial.kernel, trial.problem][Config(trial.config)] = trial
         for (kernel, problem), rows in groups.items():
             space = Space(kernels[kernel], problem, tuple(rows), len(rows), {})
             found = Recorded(f"{directory.parent.name}/{directory.name}", space, rows)
@@ -116,14 +112,12 @@ def spaces() -> list[Recorded]:
 
 def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str | None]:
     """The configs that a strategy asks for, in order, and why it ended."""
-    if name.startswith("kernel_tuner "):
+    if name in KERNEL_TUNER:
         return by_kernel_tuner(recorded, name.removeprefix("kernel_tuner "), seed), None
     strategy: Any = name
     if name in HISTORY:
         strategy = partial(gp, history=history_of(recorded.space, name))
-    count = len(recorded.space.configs)
-    most = count if name in EVERYWHERE else min(count, TRIALS)
-    search = Search(strategy, recorded.space, candidates=most, seed=seed)
+    search = Search(strategy, recorded.space, candidates=len(recorded.rows), seed=seed)
     configs = []
     while (config := search.ask()) is not None:
         configs.append(config)
@@ -158,34 +152,35 @@ def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
         facts = {"time": us / 1e3 if us else "RuntimeFailedConfig", "timestamp": "-", **dict.fromkeys(spent, 0.0)}
         cached[",".join(map(str, values))] = dict(zip(names, values, strict=True)) | facts
     content = {"device_name": "Simulation", "kernel_name": "k", "problem_size": 1}
-    content |= {"tune_params_keys": names, "tune_params": params, "objective": "time"}
+    content |= {"tune_params_keys": names, "tune_params": params, "objective": "time", "cache": cached}
 
     def exists(values: Mapping[str, Any]) -> bool:  # Kernel Tuner reads the source of a lambda
         return tuple(values[n] for n in names) in by_values
 
     random.seed(seed)
     np.random.seed(seed)
-    with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        contextlib.redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+    ):
         file = Path(place) / "cache.json"
-        file.write_text(json.dumps(content | {"cache": cached}))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results, _ = tune_kernel(
-                *("k", "", 1, [], params),
-                restrictions=exists,
-                cache=str(file),
-                simulation_mode=True,
-                strategy=name,
-                strategy_options={"max_fevals": min(TRIALS, len(configs))},
-                lang="CUPY",
-                quiet=True,
-            )
+        file.write_text(json.dumps(content))
+        results, _ = tune_kernel(
+            *("k", "", 1, [], params),
+            restrictions=exists,
+            cache=str(file),
+            simulation_mode=True,
+            strategy=name,
+            strategy_options={"max_fevals": min(TRIALS, len(configs))},
+            lang="CUPY",
+            quiet=True,
+        )
     # A config that it visits again costs it nothing.
     visited = (by_values[tuple(result[n] for n in names)] for result in results)
     return list(dict.fromkeys(visited))
 
 
-@cache
 def kernel_tuner_version() -> str | None:
     """Its version, or None if it is not installed."""
     try:
@@ -194,29 +189,27 @@ def kernel_tuner_version() -> str | None:
         return None
 
 
-def first_good(configs: Sequence[Config], finals: Mapping[Config, float]) -> int | None:
-    """The number of trials until one is within 1 % of the best; None if none is."""
+def first_good(configs: Sequence[Config], finals: Mapping[Config, float]) -> float:
+    """The number of trials until one is within 1 % of the best; infinite if none is."""
     limit = GOOD * min(finals.values())
-    return next((n for n, c in enumerate(configs, 1) if finals.get(c, math.inf) <= limit), None)
-
-
-def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -> dict[str, Any]:
-    """Trials to 1 % and to the end over the seeds, and the worst regret of the end, in percent."""
-    best = min(finals.values())
-    reached = sorted(first_good(configs, finals) or math.inf for configs in tried)
-    regret = max(min((finals[config] for config in configs if config in finals), default=math.inf) for configs in tried)
-    return {
-        "median_trials_to_1_percent": finite(reached[len(reached) // 2]),
-        "worst_trials_to_1_percent": finite(reached[-1]),
-        "seeds_within_1_percent": sum(n != math.inf for n in reached),
-        "median_trials": statistics.median(map(len, tried)),
-        "worst_regret_percent": finite(100 * (regret / best - 1), 2),
-    }
+    return next((n for n, c in enumerate(configs, 1) if finals.get(c, math.inf) <= limit), math.inf)
 
 
 def finite(number: float, digits: int | None = None) -> float | None:
     """A number, rounded to digits if they are given; None: it is infinite."""
     return None if number == math.inf else number if digits is None else round(number, digits)
+
+
+def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -> dict[str, Any]:
+    """Trials to 1 % and to the end over the seeds, and the worst regret of the end, in percent."""
+    reached = sorted(first_good(configs, finals) for configs in tried)
+    regret = max(min((finals.get(c, math.inf) for c in configs), default=math.inf) for configs in tried)
+    return {
+        "median_trials_to_1_percent": finite(reached[len(reached) // 2]),
+        "worst_trials_to_1_percent": finite(reached[-1]),
+        "median_trials": statistics.median(map(len, tried)),
+        "worst_regret_percent": finite(100 * (regret / min(finals.values()) - 1), 2),
+    }
 
 
 def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> list[float | None]:
@@ -235,26 +228,22 @@ def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> l
 def replays(number: int) -> list[dict[str, Any]]:
     """A row for each strategy on one of the spaces."""
     recorded, found = spaces()[number], []
-    problem, finals = recorded.space.problem.label, recorded.finals
-    large = len(recorded.space.configs) >= LARGE
-    theirs = [f"kernel_tuner {name}" for name in KERNEL_TUNER if large and kernel_tuner_version()]
+    problem, large = recorded.space.problem.label, len(recorded.rows) >= LARGE
+    theirs = KERNEL_TUNER if large and kernel_tuner_version() else ()
     for name in (*EVERYWHERE, *theirs):
-        whole = name in ("gp", "random") and large
-        count = math.ceil(SEEDS * (0.1 if name in SLOW else 1 if whole else 0.25))
+        share = 0.1 if name == KERNEL_TUNER[-1] else 1 if name in ALL_SEEDS and large else 0.25
+        count = math.ceil(SEEDS * share)
         tried, ends = zip(*(asked(recorded, name, seed) for seed in range(count)), strict=True)
         row = {
             "run": recorded.run,
             "kernel": recorded.space.kernel.name,
             "problem": problem,
-            "candidates": len(recorded.space.configs),
-            "good": sum(us <= GOOD * min(finals.values()) for us in finals.values()),
-            "best_us": min(finals.values()),
+            "candidates": len(recorded.rows),
             "strategy": name,
             "seeds": count,
-            **figures(tried, finals),
+            **figures(tried, recorded.finals),
+            "ended": ends[0],
         }
-        if ends[0] is not None:
-            row["ended"] = ends[0]
         if (recorded.run, problem) in CURVES:
             row["curve"] = curve(tried, recorded.times())
         found.append(row)
@@ -263,45 +252,42 @@ def replays(number: int) -> list[dict[str, Any]]:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each strategy and size of space: the share of the candidates until one is within 1 %."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["strategy"], row["candidates"] < LARGE].append(row)
+    names = [*dict.fromkeys(name for name, _ in groups)]
     found = []
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        for least, below in ((LARGE, math.inf), (LEAST, LARGE)):
-            mine = [row for row in rows if row["strategy"] == name and least <= row["candidates"] < below]
-            if not mine:
-                continue
-            middles, worsts = (
-                [(row[which] or math.inf) / row["candidates"] for row in mine]
-                for which in ("median_trials_to_1_percent", WORST)
-            )
-            regrets = [row["worst_regret_percent"] for row in mine]
-            tried = sum(row["median_trials"] for row in mine)
-            found.append(
-                {
-                    "strategy": name,
-                    "least_candidates": least,
-                    "below": finite(below),
-                    "spaces": len(mine),
-                    "median_share": finite(statistics.median(middles), 4),
-                    "worst_share": finite(max(worsts), 4),
-                    "spaces_median_above_10_percent": sum(share > 0.1 for share in middles),
-                    "spaces_worst_above_20_percent": sum(share > 0.2 for share in worsts),
-                    "share_tried": round(tried / sum(row["candidates"] for row in mine), 4),
-                    "worst_regret_percent": None if None in regrets else max(regrets),
-                }
-            )
+    for (name, small), mine in sorted(groups.items(), key=lambda group: (names.index(group[0][0]), group[0][1])):
+        middles, worsts = (
+            [(row[f"{which}_trials_to_1_percent"] or math.inf) / row["candidates"] for row in mine]
+            for which in ("median", "worst")
+        )
+        regrets = [row["worst_regret_percent"] for row in mine]
+        tried = sum(row["median_trials"] for row in mine)
+        found.append(
+            {
+                "strategy": name,
+                "least_candidates": LEAST if small else LARGE,
+                "below": LARGE if small else None,
+                "spaces": len(mine),
+                "median_share": finite(statistics.median(middles), 4),
+                "worst_share": finite(max(worsts), 4),
+                "spaces_worst_above_20_percent": sum(share > 0.2 for share in worsts),
+                "share_tried": round(tried / sum(row["candidates"] for row in mine), 4),
+                "worst_regret_percent": None if None in regrets else max(regrets),
+            }
+        )
     return found
 
 
 def main() -> None:
     """Replay every strategy and write the file."""
-    file = options(__doc__, RESULTS / "search_replay.json").parse_args().file
-    rows: list[dict[str, Any]] = []
+    file, rows = options(__doc__).parse_args().file, []
     with ProcessPoolExecutor() as pool:
         for found in pool.map(replays, range(len(spaces()))):
             rows += found
             for row in found:
-                said = ("run", "problem", "candidates", "strategy", WORST, "median_trials")
-                console.print("  ".join(str(row[name]) for name in said))
+                console.print({name: value for name, value in row.items() if name != "curve"})
     runs = sorted({each.run for each in spaces()})
     facts = {"replay_of": runs, "recorded_on": recorded_on([RESULTS / run for run in runs])}
     facts |= {"kernel_tuner": kernel_tuner_version(), "seeds": SEEDS}

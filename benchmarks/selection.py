@@ -1,13 +1,13 @@
 """How often does a sweep keep the best candidate, and what does its winner cost? By simulation.
 
-Usage: python benchmarks/selection.py [FILE.json] [--only TEXT]. With --only the problems of
-FILE.json whose run and label do not hold the text stay as they are, if their runs are still there.
-Nothing is measured: the race, the finals and the ranking are the sweep's own, on a card that draws
-its samples from recorded rounds. For every recorded problem a candidate's true time is its recorded
-one, relative to the best; a sample is off by a residual of that problem's rounds (a time over its
-entry's median and its round's), drawn anew. First times are off by a lognormal of FIRST_NOISE. The
-file holds, for each problem, how often the tie set held the true best, the 95th percentile of the
-regret (the winner's true time over the best's, less 1), rounds, and calls.
+With --only the problems of FILE.json whose run and label do not hold the text stay as they are, if
+their runs are still there. Nothing is measured: the race, the finals and the ranking are the
+sweep's own, on a card that draws its samples from recorded rounds. For every recorded problem a
+candidate's true time is its recorded one, relative to the best; a sample is off by a residual of
+that problem's rounds (a time over its entry's median and its round's), drawn anew. First times are
+off by a lognormal of FIRST_NOISE. The file holds, for each problem, how often the tie set held the
+true best, the 95th percentile of the regret (the winner's true time over the best's, less 1),
+rounds, and seconds of calls.
 
 Limits: residuals are drawn independently, so that a drift that meets one entry for several rounds
 is not there; true times are recorded medians, which are themselves off.
@@ -21,6 +21,7 @@ import math
 import random
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,6 @@ from setting import RESULTS, console, options, recorded_on, write
 
 from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_run, rank, select
 
-OURS = "attnsweep"
 # A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
 RACE_NOISE = math.sqrt(1000 / 300)
 RUNS, FIRST_NOISE = 100, 0.05
@@ -57,13 +57,15 @@ def spec_of(rounds: int, finalists: int) -> SweepSpec:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recorded problem: candidates' rows and true times, and how samples are off."""
+    """One recorded problem: candidates' rows and true times, and how samples are off.
+
+    levels: a candidate's label to true microseconds of a call.
+    """
 
     run: str
     problem: Problem
     rows: Sequence[Trial]
     levels: Mapping[str, float]
-    """Label to true microseconds of a call."""
     residuals: Sequence[float]
     rounds: int
     finalists: int
@@ -76,8 +78,8 @@ class Recorded:
 
 def label(trial: Trial) -> str:
     """The name of a candidate in a race and in the rounds."""
-    return " ".join([trial.kernel, *(f"{n}={int(v) if isinstance(v, bool) else v}"
-                                     for n, v in trial.config.items())])  # fmt: skip
+    values = ((n, int(v) if isinstance(v, bool) else v) for n, v in trial.config.items())
+    return " ".join([trial.kernel, *(f"{name}={value}" for name, value in values)])
 
 
 def levels_of(rows: Sequence[Trial]) -> dict[str, float]:
@@ -126,16 +128,14 @@ def name_of(directory: Path) -> str:
 
 def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
     """The problems of a run on which at least three finalists have rounds in common."""
-    by_problem: dict[Problem, list[Trial]] = {}
+    by_problem = defaultdict(list)
     for trial in run.trials:
-        if trial.provider == OURS and trial.time_us and trial.status in (Status.OK, Status.NOISY):
-            by_problem.setdefault(trial.problem, []).append(trial)
+        if trial.provider == "attnsweep" and trial.time_us and trial.status in (Status.OK, Status.NOISY):
+            by_problem[trial.problem].append(trial)
+    name = name_of(run.directory)
     for problem, rows in by_problem.items():
-        name = name_of(run.directory)
-        if only not in f"{name} {problem.label}":
-            continue
         residuals = residuals_of([t for t in rows if t.time_us.rounds])
-        if len(rows) >= 3 and residuals:
+        if only in f"{name} {problem.label}" and len(rows) >= 3 and residuals:
             measure = (yaml.safe_load(run.spec_text or "") or {}).get("measure", {})
             limits = measure.get("rounds", 15), min(measure.get("finalists", 12), 12)
             yield Recorded(name, problem, rows, levels_of(rows), residuals, *limits)
@@ -147,7 +147,6 @@ class Card:
 
     of: Recorded
     random: random.Random
-    calls: float = 0.0
     spent_us: float = 0.0
     raced_us: float = 0.0
     steps_s: dict[str, float] = field(default_factory=dict)
@@ -160,16 +159,11 @@ class Card:
         off = self.random.choice(self.of.residuals) * (noise if level < us else 1.0)
         return level * math.exp(off), 2 * calls
 
-    def add(self, *_: object, cold: bool) -> bool:  # noqa: ARG002
-        """Every candidate is there; none can be chained."""
-        return False
-
-    def confirm(self, *_: object) -> int:
-        """No call: nothing is compared."""
+    def nothing(self, *_: object, **__: object) -> int:
+        """Every candidate is there and none can be chained; no call is compared."""
         return 0
 
-    def drop(self, name: str) -> None:
-        """Nothing."""
+    add = confirm = drop = nothing
 
     def race(self, name: str, replay_us: float, _: str) -> tuple[float, int]:
         """A sample of a race, and the calls that it launched."""
@@ -186,7 +180,7 @@ class Card:
         return {"sm_mhz": 1980}
 
 
-def simulate(of: Recorded, seed: int) -> dict[str, Any]:
+def simulate(of: Recorded, seed: int) -> dict[str, float]:
     """One sweep on the simulated card: first times, race, finals, ranking."""
     card, checked = Card(of, random.Random(seed)), []
     for row in of.rows:
@@ -194,63 +188,42 @@ def simulate(of: Recorded, seed: int) -> dict[str, Any]:
         first = of.levels[name] * math.exp(card.random.gauss(0, FIRST_NOISE))
         once = Measurement(median=first, low=first, high=first, samples=1)
         trial = row.with_(time_us=once, first_us=first, first_mhz=None, race={}, status=Status.OK, stages_us={})
-        build = SimpleNamespace(
-            kernel=SimpleNamespace(name=row.kernel),
-            config=SimpleNamespace(label=name.partition(" ")[2]),
-            candidate=lambda: None,
-        )
+        config = SimpleNamespace(label=name.partition(" ")[2])
+        kernel = SimpleNamespace(name=row.kernel)
+        build = SimpleNamespace(kernel=kernel, config=config, candidate=lambda: None)
         checked.append((build, trial))
     spec = spec_of(of.rounds, of.finalists)
     rows = select(checked, replace(spec, search=spec.search.model_copy(update={"seed": seed})), card)
     frame = rank(rows)
-    best = min(of.levels, key=lambda name: of.levels[name])
-    first_rank = [label(t) for t in frame.loc[frame["rank"] == 1, "trial"]]
     (winner,) = frame.loc[frame["winner"], "trial"]
-    finalists = [t for t in rows if t.time_us.rounds]
+    ties = [of.levels[label(t)] for t in frame.loc[frame["rank"] == 1, "trial"]]
     return {
-        "held": best in first_rank,
-        "entered": best in {label(t) for t in finalists},
-        "winner": label(winner),
+        "held": of.best_us in ties,
         "regret": of.levels[label(winner)] / of.best_us - 1,
-        "ties": len(first_rank),
-        "rounds": max(len(t.time_us.rounds) for t in finalists),
+        "rounds": max(len(t.time_us.rounds) for t in rows),
         "race_s": card.raced_us / 1e6,
         "finals_s": (card.spent_us - card.raced_us) / 1e6,
-        "raced": sum(bool(t.race) for t in rows),
     }
 
 
 def judge(of: Recorded, runs: int = RUNS) -> dict[str, Any]:
     """Many simulated sweeps of one problem."""
     told = [simulate(of, seed) for seed in range(runs)]
-    each_of = {name: [each[name] for each in told] for name in told[0]}
-    middle = {name: statistics.median(each_of[name]) for name in ("raced", "ties", "rounds", "race_s", "finals_s")}
-    regrets, held = sorted(each_of["regret"]), sum(each_of["held"])
-    at_95 = regrets[math.ceil(0.95 * runs) - 1]
+    each = {name: sorted(one[name] for one in told) for name in told[0]}
+    held, at_95 = sum(each["held"]), each["regret"][math.ceil(0.95 * runs) - 1]
     return {
         "run": of.run,
         "problem": of.problem.label,
         "best_us": round(of.best_us, 3),
-        "candidates": len(of.rows),
-        "raced": middle["raced"],
-        "noise_percent": round(100 * deviation(of.residuals), 3),
-        "runs": runs,
         "held": held,
-        "in_finals": sum(each_of["entered"]),
         "regret_95_percent": round(100 * at_95, 3),
-        "largest_regret_percent": round(100 * regrets[-1], 3),
-        "ties": middle["ties"],
-        "rounds": middle["rounds"],
-        "most_rounds": max(each_of["rounds"]),
-        "race_s": round(middle["race_s"], 3),
-        "finals_s": round(middle["finals_s"], 3),
+        "largest_regret_percent": round(100 * each["regret"][-1], 3),
+        "rounds": statistics.median(each["rounds"]),
+        "most_rounds": each["rounds"][-1],
+        "race_s": round(statistics.median(each["race_s"]), 3),
+        "finals_s": round(statistics.median(each["finals_s"]), 3),
         "reached": held >= HELD * runs and at_95 <= REGRET,
     }
-
-
-def deviation(residuals: Sequence[float]) -> float:
-    """Root mean square."""
-    return math.sqrt(statistics.fmean(x * x for x in residuals))
 
 
 def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
@@ -262,7 +235,7 @@ def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
 
 def main() -> None:
     """Simulate every recorded problem."""
-    parser = options(__doc__, "selection.json")
+    parser = options(__doc__)
     parser.add_argument("--only", default="", help="problems whose run and label hold this text; others stay")
     asked, directories = parser.parse_args(), sorted(RESULTS.glob("*/*"))
     told: list[dict[str, Any]] = []
@@ -279,7 +252,6 @@ def main() -> None:
     told = sorted(told, key=lambda each: str(each["run"]))
     reached = sum(each["reached"] for each in told)
     facts = {"runs": RUNS, "first_noise": FIRST_NOISE, "recorded_on": recorded_on(directories)}
-    console.print(f"{reached} of {len(told)} problems")
     write(asked.file, None, {**facts, "problems": len(told), "reached": reached, "of": told})
 
 

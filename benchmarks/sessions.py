@@ -1,10 +1,9 @@
 """Count what `check --recorded` says of recordings of the same code in this repository's history.
 
-Usage: python benchmarks/sessions.py [FILE.json]. It needs no GPU, but git and its history.
-
-Every version of every recorded run is read. Two recordings of a problem on the same GPU whose
-winners are the same config are a pair; nothing should have changed, but for the session. Each pair
-is compared as it is, and with the newer winner slowed by a known share.
+It needs no GPU, but git and its history. Every version of every recorded run is read. Two
+recordings of a problem on the same GPU whose winners are the same config are a pair; nothing should
+have changed, but for the session. Each pair is compared as it is, and with the newer winner slowed
+by a known share.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import math
 import statistics
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from setting import console, options, write
+from setting import RESULTS, console, options, write
 
 from attnsweep import Run, Trial, compare_runs, open_run, rank
 
-ROOT = Path(__file__).parent.parent
 SHARES = (0.0, 0.02, 0.03, 0.05, 0.08)
 
 
 def git(*arguments: str) -> bytes:
     """What git prints."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, check=True).stdout
 
 
 def versions(place: Path) -> Iterator[Run]:
@@ -47,29 +46,28 @@ def versions(place: Path) -> Iterator[Run]:
             run = place / blob
             run.mkdir()
             rows = git("cat-file", "blob", blob)  # once packed by gzip, which runs are no more
-            packed = path.endswith(".gz")
-            (run / Path(path).name.removesuffix(".gz")).write_bytes(gzip.decompress(rows) if packed else rows)
-            environment = f"{commit}:{folder}/environment.json"
-            (run / "environment.json").write_bytes(git("show", environment))
+            rows = gzip.decompress(rows) if path.endswith(".gz") else rows
+            (run / Path(path).name.removesuffix(".gz")).write_bytes(rows)
+            environment = git("show", f"{commit}:{folder}/environment.json")
+            (run / "environment.json").write_bytes(environment)
             yield open_run(run)
 
 
-def recordings(run: Run) -> Iterator[tuple[Trial, Run]]:
-    """The winner of each problem, if it was timed in rounds, and the rows of that problem."""
-    frame = rank(run)
-    for winner in frame.loc[frame["winner"], "trial"]:
-        if winner.time_us is not None and winner.time_us.rounds:
-            trials = [trial for trial in run.trials if trial.problem == winner.problem]
-            yield winner, replace(run, trials=trials)
+def pairs(runs: Iterable[Run]) -> list[tuple[Run, Run, Trial]]:
+    """Two recordings of one winner on one GPU by one protocol, in order, and its newer row.
 
-
-def pairs(runs: list[Run]) -> list[tuple[Run, Run, Trial]]:
-    """Two recordings of one winner on one GPU by one protocol, in order, and its newer row."""
-    found: dict[object, dict[object, tuple[Trial, Run]]] = {}
-    for run in runs:
-        for winner, rows in recordings(run) if run.environment else ():
-            what = (run.environment.gpu, run.environment.protocol, winner.problem, winner.kernel, str(winner.config))
-            found.setdefault(what, {})[(*winner.time_us.rounds,)] = (winner, rows)
+    A recording is the rows of a problem whose winner was timed in rounds.
+    """
+    found: dict[object, dict[object, tuple[Trial, Run]]] = defaultdict(dict)
+    for run in (run for run in runs if run.environment):
+        frame = rank(run)
+        for winner in frame.loc[frame["winner"], "trial"]:
+            if not winner.time_us or not winner.time_us.rounds:
+                continue
+            rows = replace(run, trials=[t for t in run.trials if t.problem == winner.problem])
+            card = run.environment.gpu, run.environment.protocol
+            what = *card, winner.problem, winner.kernel, str(winner.config)
+            found[what][(*winner.time_us.rounds,)] = (winner, rows)
     dated = (sorted(same.values(), key=lambda one: one[1].environment.date) for same in found.values())
     return [(a[1], b[1], b[0]) for same in dated for a, b in itertools.combinations(same, 2)]
 
@@ -87,20 +85,14 @@ def slower(run: Run, winner: Trial, share: float) -> Run:
 def main() -> None:
     """Compare every pair, print the counts, and write them if a file is named."""
     file = options(__doc__).parse_args().file
+    verdicts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        found = pairs(list(versions(Path(place))))
-        moved: list[float] = []
-        verdicts: dict[str, Any] = {}
+        found = pairs(versions(Path(place)))
         for share in SHARES:
-            counts: Counter[str] = Counter()
-            for old, new, winner in found:
-                (finding,) = compare_runs(old, slower(new, winner, share)).findings
-                counts[finding.verdict.value] += 1
-                if not share and finding.ratio is not None:
-                    moved.append(100 * math.log(finding.ratio))
-            verdicts[f"{100 * share:g} %"] = dict(counts)
-            console.print(f"slower by {100 * share:g} %: {dict(counts)}")
-    sizes = sorted(map(abs, moved))
+            told = [compare_runs(old, slower(new, winner, share)).findings[0] for old, new, winner in found]
+            verdicts[f"{100 * share:g} %"] = dict(Counter(each.verdict.value for each in told))
+            if not share:
+                sizes = sorted(abs(100 * math.log(each.ratio)) for each in told if each.ratio is not None)
     near = [size for size in sizes if size < 1.5]
     facts = {
         "pairs": len(found),

@@ -20,10 +20,16 @@ RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
 
 
-def options(doc: str | None, file: str | Path | None = None) -> argparse.ArgumentParser:
-    """A parser that takes the file to write. file: without one; None: then none is written."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("file", nargs="?", type=Path, default=file, metavar="FILE.json")
+def options(doc: str | None, *words: Any) -> argparse.ArgumentParser:
+    """A parser that takes the file to write; its --help is the program's text.
+
+    words: the name of a word that comes before the file, and its values.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
+    if words:
+        parser.add_argument(words[0], choices=words[1])
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE.json")
     return parser
 
 
@@ -36,17 +42,10 @@ def described() -> Environment:
 def package_at(directory: Path | None) -> Any:
     """The package that `attnsweep export --out directory` wrote; None: what attnsweep comes with.
 
-    Both have attention, enable, counters and explain.
+    Both have enable and counters.
     """
     if directory is None:
-        return SimpleNamespace(
-            attention=attnsweep.attention,
-            enable=attnsweep.enable,
-            counters=attnsweep.attention_counters,
-            explain=attnsweep.explain_attention,
-            __name__="attnsweep",
-            __version__=attnsweep.__version__,
-        )
+        return SimpleNamespace(enable=attnsweep.enable, counters=attnsweep.attention_counters)
     found = sorted(directory.glob("*/table.json"))
     if len(found) != 1:
         raise SystemExit(f"{directory}: is not what `attnsweep export --out` wrote")
@@ -71,7 +70,7 @@ def recorded(name: str) -> Path:
 def recorded_on(directories: Iterable[Path]) -> str:
     """The GPUs of the runs, and the days on which they were recorded."""
     cards = (open_run(place).environment for place in directories if any(place.glob("trials.jsonl*")))
-    return " and ".join(sorted({f"{card.gpu}, {card.date[:10]}" for card in cards if card is not None}))
+    return " and ".join(sorted({f"{card.gpu}, {card.date[:10]}" for card in cards if card}))
 
 
 def label_of(build: Build) -> str:
@@ -79,11 +78,23 @@ def label_of(build: Build) -> str:
     return f"{build.kernel.name} {build.config.label}"
 
 
-def write(path: str | Path | None, environment: Environment | None, result: dict[str, Any]) -> None:
+def write(path: Path | None, environment: Environment | None, result: dict[str, Any]) -> None:
     """Write the result as JSON, next to where it was measured, if a file is named."""
     if path is None:
         return
     facts = {} if environment is None else {"environment": environment.model_dump(mode="json")}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(facts | result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(facts | result, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
     console.print(f"written: {path}")
+
+
+def write_rows(
+    path: Path | None, environment: Environment | None, rows: Iterable[dict[str, Any]], key: str = "rows", **facts: Any
+) -> None:
+    """Print rows as they come, and write the file anew with each: an interrupted program has some."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        console.print(row)
+        write(path, environment, facts | {key: found})

@@ -1,11 +1,10 @@
 """Count the candidates of recorded exhaustive runs that a bound skips or a roofline excludes.
 
-Usage: python benchmarks/skips.py [FILE.json]. Nothing is measured. Rows are taken
-in the recorded order, with 12 finalists, as most specs have. For each run, kernel and problem the
-file holds the number of candidates; those that `search.skip_by_bound` leaves unrun, and the fastest
-of them over the best; the least share of its stages timed alone that a pipeline took; and the
-number that a roofline would exclude that counts waves: matrix FLOPs at peak on the busiest SM, if
-blocks are equal.
+Nothing is measured. Rows are taken in the recorded order, with 12 finalists, as most specs have.
+For each run, kernel and problem the file holds the number of candidates; those that
+`search.skip_by_bound` leaves unrun, and the fastest of them over the best; the least share of its
+stages timed alone that a pipeline took; and the number that a roofline would exclude that counts
+waves: matrix FLOPs at peak on the busiest SM, if blocks are equal.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
     """Count on one problem and family."""
     best = min(trial.time_us.median for _, trial in rows)
     skipped = [trial.time_us.median / best for trial in skipped_of(rows)]
-    rooflines_us = [roofline_us(build, card) for build, _ in rows]
     shares = [
         trial.time_us.median / sum(trial.stages_us.values())
         for build, trial in rows
@@ -87,23 +85,14 @@ def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
         "pipelines": len(shares),
         "least_share": round(min(shares), 3) if shares else None,
         "below_share": sum(share < SHARE for share in shares),
-        "excluded_by_roofline": sum(us > ENTRY * best for us in rooflines_us),
-        "largest_roofline_share": round(
-            max(us / trial.time_us.median for us, (_, trial) in zip(rooflines_us, rows, strict=True)), 3
-        ),
+        "excluded_by_roofline": sum(roofline_us(build, card) > ENTRY * best for build, _ in rows),
     }
 
 
-def main() -> None:
-    """Count, print, and write the file if one is named."""
-    file, spaces = options(__doc__).parse_args().file, []
-    for run in map(open_run, map(recorded, RUNS)):
-        for rows in timed_rows(run):
-            spaces.append({"run": run.directory.name, **figures(rows, run.environment)})
-            console.print(spaces[-1])
-    totals = {key: sum(found[key] for found in spaces) for key in TOTALS}
-    write(file, None, {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces})
-
-
 if __name__ == "__main__":
-    main()
+    file = options(__doc__).parse_args().file
+    runs = map(open_run, map(recorded, RUNS))
+    spaces = [{"run": run.directory.name, **figures(rows, run.environment)} for run in runs for rows in timed_rows(run)]
+    totals = {key: sum(found[key] for found in spaces) for key in TOTALS}
+    console.print(totals)
+    write(file, None, {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces})

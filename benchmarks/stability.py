@@ -1,6 +1,5 @@
 """Does a rerun pick the same winner, and is it the best?
 
-Usage: python benchmarks/stability.py [FILE.json] [--case NAME] [--processes 20] [--budget-s 110].
 Fresh processes sweep one space, one after another. Then an oracle times every candidate that was
 ever among the first, in many interleaved rounds, in three processes. The file holds how often the
 same winner came out, whether each tie set holds the oracle's best, and the regret: the winner's
@@ -72,12 +71,10 @@ CASES = {
     "capped": SPEC % ("batch: 4, heads: 16, seqlen: 4096, head_dim: 128, dtype: bf16", CAPPED),
     "close": SPEC % ("batch: 16, heads: 8, seqlen: 128, head_dim: 64", CLOSE),
 }
-ORACLE_PROCESSES = 3
-ORACLE_ROUNDS = 100
-# A replay is as long as in a sweep's race.
-REPLAY_US = 300.0
-# The oracle times the candidates within this of the best median of any process.
-NEAR = 1.05
+ORACLE_PROCESSES, ORACLE_ROUNDS = 3, 100
+REPLAY_US = 300.0  # as long as in a sweep's race
+LAUNCHES = ("launches", "launches_of_100_ms")  # of a race, and of one that gave each 100 ms
+NEAR = 1.05  # the oracle times the candidates within this of the best median of any process
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -86,14 +83,12 @@ def facts(run: Run) -> dict[str, Any]:
     own = ranking[~ranking["baseline"]]
     ours = own[own["status"] == "ok"]
     names = ours["kernel"] + " " + ours["config"]
-    first = ours["rank"].min()
     return {
         "winner": names[ours["winner"]].item(),
-        "ties": sorted(names[ours["rank"] == first]),
+        "ties": sorted(names[ours["rank"] == ours["rank"].min()]),
         "times_us": dict(zip(names, ours["time_us"], strict=True)),
         "candidates": len(own),
-        "launches": sum(t.race.get("launches", 0) for t in run.trials),
-        "launches_of_100_ms": sum(t.race.get("launches_of_100_ms", 0) for t in run.trials),
+        **{name: sum(t.race.get(name, 0) for t in run.trials) for name in LAUNCHES},
     }
 
 
@@ -122,20 +117,19 @@ def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Seq
     level = {name: statistics.median(values) for name, values in levels.items()}
     best = min(level, key=lambda name: level[name])
     winners = Counter(run["winner"] for run in runs)
-    regrets = [level[run["winner"]] / level[best] - 1 for run in runs]
-    launches, of_100_ms = (sum(run[name] for run in runs) for name in ("launches", "launches_of_100_ms"))
+    regrets = [round(100 * (level[run["winner"]] / level[best] - 1), 3) for run in runs]
+    launches, of_100_ms = (sum(run[name] for run in runs) for name in LAUNCHES)
     return {
         "processes": len(runs),
         "candidates": min(run["candidates"] for run in runs),
         "winners": dict(winners.most_common()),
-        "same_winner": winners.most_common(1)[0][1],
+        "same_winner": max(winners.values()),
         "oracle_best": best,
         "ties_hold_oracle_best": sum(best in run["ties"] for run in runs),
-        "tie_set_sizes": [len(run["ties"]) for run in runs],
-        "regret_percent": [round(100 * regret, 3) for regret in regrets],
-        "largest_regret_percent": round(100 * max(regrets), 3),
+        "regret_percent": regrets,
+        "largest_regret_percent": max(regrets),
         "race_launch_share": round(launches / max(1, of_100_ms), 4),
-        "oracle_levels": dict(sorted(((n, round(x / level[best], 5)) for n, x in level.items()), key=lambda i: i[1])),
+        "oracle_levels": {name: round(level[name] / level[best], 5) for name in sorted(level, key=level.__getitem__)},
     }
 
 
@@ -158,42 +152,37 @@ def oracle_rounds(problem: Problem, chosen: Mapping[str, Build], seed: int) -> d
 
 def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, dict[str, Any]]:
     """Sweep a spec in fresh processes, then ask the oracle."""
-    begun, runs, seconds = time.monotonic(), [], []
+    end, runs = time.monotonic() + budget_s, []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        spec = spec_of(text, directory, "stability")
-        environment = described()
+        spec, environment = spec_of(text, directory, "stability"), described()
         # Compiling is no part of this benchmark: the sweeps find the code in the cache.
         found = {label_of(build): build for build in builds(spec, arch=environment.arch)}
         for number in range(processes):
-            if time.monotonic() - begun > budget_s:
+            if time.monotonic() > end:
                 break
             results = directory / str(number)
             command = [sys.executable, "-m", "attnsweep", "run", str(directory / "stability.yaml")]
-            began = time.monotonic()
             subprocess.run([*command, "--results", str(results)], check=True, stdout=subprocess.DEVNULL)
-            seconds.append(round(time.monotonic() - began, 2))
             runs.append(facts(open_run(results / environment.slug / "stability")))
             console.print(f"{number + 1}: {runs[-1]['winner']} of {len(runs[-1]['ties'])} ties")
         names = near(runs)
         chosen = {name: build for name, build in found.items() if name in names}
         problem = spec.problems[0].problem
         oracle = [oracle_rounds(problem, chosen, seed) for seed in range(ORACLE_PROCESSES)]
-    result = {"asked": processes, **verdict(runs, oracle), "seconds": seconds}
-    said = ("same_winner", "processes", "ties_hold_oracle_best", "largest_regret_percent")
-    console.print("  ".join(f"{name} {result[name]}" for name in said))
-    return environment, {"problem": problem.label, **result}
+    return environment, {"problem": problem.label, "asked": processes, **verdict(runs, oracle)}
 
 
 def main() -> None:
     """Examine the case that was asked for, and keep the others that the file has."""
-    parser = options(__doc__, "stability.json")
+    parser = options(__doc__)
     parser.add_argument("--case", choices=CASES, default="easy")
     parser.add_argument("--processes", type=int, default=20)
     parser.add_argument("--budget-s", type=float, default=110.0, help="of the case's processes")
     asked = parser.parse_args()
     environment, result = examine(CASES[asked.case], asked.processes, asked.budget_s)
-    kept = json.loads(asked.file.read_text()) if asked.file.is_file() else {}
+    console.print(result)
+    kept = json.loads(asked.file.read_text()) if asked.file and asked.file.is_file() else {}
     if asked.case == "easy":
         write(asked.file, environment, result | {"hard": kept.get("hard", {})})
         return
