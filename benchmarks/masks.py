@@ -36,13 +36,14 @@ Ways = dict[str, Callable[[], Any]]
 class Call:
     """Tensors of a call of (batch, heads, heads_kv, seqlen, head_dim). whole: k, v for all heads."""
 
-    def __init__(self, *sizes: int) -> None:
-        self.batch, self.heads, heads_kv, self.seqlen, self.head_dim = sizes
+    def __init__(self, *sizes: int, queries: int | None = None) -> None:
+        self.batch, self.heads, heads_kv, self.seqlen, _ = sizes
         shapes = [(self.batch, n, *sizes[3:]) for n in (self.heads, heads_kv, heads_kv)]
-        self.q, *self.kv = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+        q, *self.kv = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+        self.q = q[:, :, :queries]
         self.whole = [x.repeat_interleave(self.heads // heads_kv, 1) for x in self.kv]
         self.lengths = torch.linspace(0.4 * self.seqlen, self.seqlen, self.batch, device="cuda").int()
-        self.ours = partial(attnsweep.attention, enable_gqa=self.heads != heads_kv)
+        self.options = {"enable_gqa": self.heads != heads_kv}
 
     def mask(self, kind: str) -> Any:
         """(batch, 1, seqlen, seqlen), True where a query sees a key."""
@@ -62,60 +63,42 @@ class Call:
         }[kind]()
         return (made & torch.ones(self.batch, 1, n, n, device="cuda").bool()).contiguous()
 
+    def ways(self, mask: Any, **hides: Any) -> Ways:
+        """PyTorch with a mask, and ours with arguments: the mask, or what hides the same."""
+        scores = {name: hides[name] for name in ("softcap", "sinks") if name in hides}
+        ours, sdpa, q, kv, whole = attnsweep.attention, F.scaled_dot_product_attention, self.q, self.kv, self.whole
+        given = hides | self.options
+        return {
+            "sdpa": (lambda: eager(q, *kv, mask, **scores)) if scores else lambda: sdpa(q, *whole, mask),
+            "ours": lambda: ours(q, *kv, **given),
+        }
+
 
 def masked(call: Call, kind: str) -> Ways:
     """A boolean mask: the same in each call, and another one."""
-    mask, q, kv = call.mask(kind), call.q, call.kv
+    mask = call.mask(kind)
     masks = itertools.cycle((mask, mask.clone(), mask.clone()))
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(q, *call.whole, mask),
-        "ours": lambda: call.ours(q, *kv, mask),
-        "changing": lambda: call.ours(q, *kv, next(masks), cache=False),
-    }
+    again = partial(attnsweep.attention, call.q, *call.kv, cache=False, **call.options)
+    return call.ways(mask, attn_mask=mask) | {"changing": lambda: again(next(masks))}
 
 
-def said(call: Call, mask: str, **hides: Any) -> Ways:
-    """What arguments hide, and the same by a mask."""
-    hidden = call.mask(mask)
-    if "key_lengths" in hides:
-        hides["key_lengths"] = call.lengths
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(call.q, *call.whole, hidden),
-        "ours": lambda: call.ours(call.q, *call.kv, **hides),
-    }
-
-
-def one_query(call: Call, by_lengths: bool) -> Ways:
-    """A query on a cache of which 300 keys are filled."""
-    q = call.q[:, :, :1]
-    lengths = torch.full((call.batch,), 300, device="cuda", dtype=torch.int32)
+def on_a_cache(call: Call, *, by_lengths: bool) -> Ways:
+    """Of the keys, 300 are filled."""
     filled = (torch.arange(call.seqlen, device="cuda") < 300).expand(call.batch, 1, 1, call.seqlen)
-    hides = {"key_lengths": lengths} if by_lengths else {"attn_mask": filled}
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(q, *call.whole, filled),
-        "ours": lambda: call.ours(q, *call.kv, **hides),
-    }
+    lengths = torch.full((call.batch,), 300, device="cuda", dtype=torch.int32)
+    return call.ways(filled, **({"key_lengths": lengths} if by_lengths else {"attn_mask": filled}))
 
 
-def bias(call: Call, items: bool = True, rows: bool = True) -> Ways:
+def biased(call: Call, *, items: bool = True, rows: bool = True) -> Ways:
     """A float mask of each head; of each item of the batch; of each query."""
     size = (call.batch if items else 1, call.heads, call.seqlen if rows else 1, call.seqlen)
-    added = torch.randn(*size, device="cuda", dtype=call.q.dtype)
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(call.q, *call.whole, added),
-        "ours": lambda: call.ours(call.q, *call.kv, added),
-    }
+    bias = torch.randn(size, device="cuda", dtype=call.q.dtype)
+    return call.ways(bias, attn_mask=bias)
 
 
-def unfused(call: Call, mask: str, sinks: bool, **hides: Any) -> Ways:
-    """Softcap or sinks, beside what models of transformers compute."""
-    hidden = call.mask(mask)
-    sink = torch.linspace(-2, 2, call.heads, device="cuda")
-    scores: dict[str, Any] = {"sinks": sink} if sinks else {"softcap": 50.0}
-    return {
-        "sdpa": lambda: eager(call.q, *call.kv, hidden, **scores),
-        "ours": lambda: call.ours(call.q, *call.kv, **hides, **scores),
-    }
+def with_sinks(call: Call, kind: str, **hides: Any) -> Ways:
+    """A sink of each head."""
+    return call.ways(call.mask(kind), sinks=torch.linspace(-2, 2, call.heads, device="cuda"), **hides)
 
 
 def eager(q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None) -> Any:
@@ -166,25 +149,24 @@ CALLS = tuple(
         ((1, 12, 12, 256, 64), "padded right"),
     )
 )
-CACHE, SINKS = "one query, a cache filled to 300", partial(unfused, sinks=True)
-PADDED = partial(said, mask="causal, padded right", is_causal=True, key_lengths=True)
-WINDOW = partial(said, mask="window of 1024", window=(1023, 0))
-ARGUMENTS = (
-    ((4, 32, 8, 2048, 128), "causal, key_lengths", PADDED),
-    ((8, 32, 8, 4096, 128), f"{CACHE}: key_lengths", partial(one_query, by_lengths=True)),
-    ((8, 32, 8, 4096, 128), f"{CACHE}: its mask", partial(one_query, by_lengths=False)),
-    ((1, 32, 8, 8192, 128), "window of 1024", WINDOW),
-    ((2, 8, 8, 1024, 64), "bias", bias),
-    ((1, 16, 16, 2048, 64), "bias of heads", partial(bias, items=False)),
-    ((4, 16, 16, 1024, 64), "bias of keys", partial(bias, rows=False)),
-    ((32, 12, 12, 512, 64), "bias of keys", partial(bias, rows=False)),
-    ((4, 16, 16, 2048, 128), "bias", bias),
-    ((1, 16, 8, 4096, 256), "softcap, causal", partial(unfused, mask="causal", sinks=False, is_causal=True)),
-    ((1, 64, 8, 4096, 64), "sinks, causal", partial(SINKS, mask="causal", is_causal=True)),
-    ((1, 64, 8, 4096, 64), "sinks, window of 128", partial(SINKS, mask="window of 128", window=(127, 0))),
+CACHE = "one query, a cache filled to 300"
+ARGUMENTS: tuple[tuple[tuple[int, ...], str, Callable[[Call], Ways]], ...] = (
+    ((4, 32, 8, 2048, 128), "causal, key_lengths",
+     lambda c: c.ways(c.mask("causal, padded right"), is_causal=True, key_lengths=c.lengths)),
+    ((8, 32, 8, 4096, 128), f"{CACHE}: key_lengths", partial(on_a_cache, by_lengths=True)),
+    ((8, 32, 8, 4096, 128), f"{CACHE}: its mask", partial(on_a_cache, by_lengths=False)),
+    ((1, 32, 8, 8192, 128), "window of 1024", lambda c: c.ways(c.mask("window of 1024"), window=(1023, 0))),
+    ((2, 8, 8, 1024, 64), "bias", biased),
+    ((1, 16, 16, 2048, 64), "bias of heads", partial(biased, items=False)),
+    ((4, 16, 16, 1024, 64), "bias of keys", partial(biased, rows=False)),
+    ((32, 12, 12, 512, 64), "bias of keys", partial(biased, rows=False)),
+    ((4, 16, 16, 2048, 128), "bias", biased),
+    ((1, 16, 8, 4096, 256), "softcap, causal", lambda c: c.ways(c.mask("causal"), is_causal=True, softcap=50.0)),
+    ((1, 64, 8, 4096, 64), "sinks, causal", lambda c: with_sinks(c, "causal", is_causal=True)),
+    ((1, 64, 8, 4096, 64), "sinks, window of 128", lambda c: with_sinks(c, "window of 128", window=(127, 0))),
     ((1, 32, 8, 8192, 128), "packed, 8 sequences, causal", partial(packed, number=8)),
     ((1, 12, 12, 32768, 64), "packed, 64 sequences, causal", partial(packed, number=64)),
-)
+)  # fmt: skip
 
 
 def served() -> int:
@@ -194,7 +176,7 @@ def served() -> int:
 
 def timed(sizes: tuple[int, ...], kind: str, ways_of: Callable[[Call], Ways]) -> dict[str, Any]:
     """Medians of each way's times, the median ratio of the first to ours, and how far ours is off."""
-    call = Call(*sizes)
+    call = Call(*sizes, queries=1 if kind.startswith(CACHE) else None)
     ways, before = ways_of(call), served()
     mine, theirs = ways["ours"]().float(), ways["sdpa"]().float()
     heads = f"{sizes[1]}/{sizes[2]}"

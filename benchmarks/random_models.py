@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ATTENTION = "attention_without_masks"
-ELEMENTS = 1 << 27  # of scores in float64 at a time
 
 
 # ---- the models ----
@@ -52,110 +51,101 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stack of them. The input is made of token numbers, so that all models take the same."""
+    """A stack of them, which is called as models of transformers are."""
 
     def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
+        self.config = SimpleNamespace(vocab_size=1024)
         self.embed, self.norm = nn.Embedding(1024, width), nn.LayerNorm(width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: (batch, tokens). Returns (batch, tokens, width)."""
-        x = self.embed(ids)
+    def forward(self, input_ids: Any, labels: Any = None, logits_to_keep: int = 0, **_: Any) -> Any:
+        """input_ids: (batch, tokens). Returns logits (batch, tokens, width), and a loss."""
+        x = self.embed(input_ids)
         condition = x.mean(1, keepdim=True)
         for layer in self.layers:
             x = layer(x, condition)
-        return self.norm(x)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model on its device. vocabulary: 0 without tokens."""
-
-    name: str
-    module: Any
-    vocabulary: int
-
-    @property
-    def layers(self) -> Iterable[nn.Module]:
-        """The blocks that are compiled."""
-        return self.module.model.layers if self.vocabulary else self.module.layers
-
-    def ids(self, batch: int, tokens: int) -> torch.Tensor:
-        """Random token numbers, the same for the same number of tokens."""
-        device = next(self.module.parameters()).device
-        draw = torch.Generator(device).manual_seed(tokens)
-        most = self.vocabulary or 1024
-        return torch.randint(0, most, (batch, tokens), generator=draw, device=device)
-
-    def rows(self, ids: torch.Tensor, last: int) -> torch.Tensor:
-        """The last rows of the output: logits, or what the last block gives."""
-        if not self.vocabulary:
-            return self.module(ids)[:, -last:]
-        return self.module(input_ids=ids, use_cache=False, logits_to_keep=last).logits
-
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss of a training step."""
-        if not self.vocabulary:
-            return self.module(ids).float().pow(2).mean()
-        return self.module(input_ids=ids, labels=ids, use_cache=False).loss
+        rows = self.norm(x)
+        loss = None if labels is None else rows.float().pow(2).mean()
+        return SimpleNamespace(logits=rows[:, -logits_to_keep:], loss=loss)
 
 
 # Both with an output layer of their own, or they would repeat their input.
 LARGE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
-TINY = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 512}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 # A Llama of 1B, and a Qwen 3 of 1.7B with 16 of its 28 layers.
 LLAMA = {"intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64, "vocab_size": 128256}
 QWEN = {"intermediate_size": 6144, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936}
+TINY = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 512}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = ("llama", "qwen", "diffusion")
 
 
-def module_of(name: str, tiny: bool = False) -> Model:
+def module_of(name: str, tiny: bool = False) -> Any:
     """A model in bf16 on the default device, as it comes."""
-    if name == "diffusion":
-        module: nn.Module = Blocks(128, 2, 2) if tiny else Blocks(1024, 16, 28)
-        return Model(name, module.to(torch.bfloat16).eval(), 0)
     import transformers as t
 
-    config, make, sizes = {
-        "llama": (t.LlamaConfig, t.LlamaForCausalLM, LLAMA | {"rope_theta": 500000.0}),
-        "qwen": (t.Qwen3Config, t.Qwen3ForCausalLM, QWEN | {"rope_theta": 1000000.0}),
-    }[name]
-    sizes = LARGE | sizes | (TINY if tiny else {})
-    module = make(config(max_position_embeddings=32768, **sizes))
-    return Model(name, module.to(torch.bfloat16).eval(), sizes["vocab_size"])
+    if name == "diffusion":
+        module: nn.Module = Blocks(128, 2, 2) if tiny else Blocks(1024, 16, 28)
+    else:
+        config, make, sizes = {
+            "llama": (t.LlamaConfig, t.LlamaForCausalLM, LLAMA | {"rope_theta": 500000.0}),
+            "qwen": (t.Qwen3Config, t.Qwen3ForCausalLM, QWEN | {"rope_theta": 1000000.0}),
+        }[name]
+        sizes = LARGE | sizes | (TINY if tiny else {})
+        module = make(config(max_position_embeddings=32768, **sizes))
+    return module.to(torch.bfloat16).eval()
 
 
-def built(name: str, device: str = "cuda", tiny: bool = False) -> Model:
+def built(name: str, device: str = "cuda", tiny: bool = False) -> Any:
     """A model with the same random weights for the same name, which never makes a mask.
 
     Transformers calls scaled_dot_product_attention without one in eager code. In a compiled model
     and in a CUDA graph it may make one, although nothing is padded, and then neither PyTorch's
     fused kernels nor a package can serve the call.
     """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     torch.manual_seed(sum(map(ord, name)))
     with torch.device(device):
-        model = module_of(name, tiny)
-    if model.vocabulary:
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        module = module_of(name, tiny)
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    if name != "diffusion":
+        module.set_attn_implementation(ATTENTION)
+    return module
 
-        AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-        model.module.set_attn_implementation(ATTENTION)
-    return model
+
+def ids_of(module: Any, batch: int, tokens: int) -> torch.Tensor:
+    """Random token numbers, the same for the same number of tokens."""
+    device = next(module.parameters()).device
+    draw = torch.Generator(device).manual_seed(tokens)
+    return torch.randint(0, module.config.vocab_size, (batch, tokens), generator=draw, device=device)
+
+
+def rows_of(module: Any, ids: torch.Tensor, last: int = 1) -> torch.Tensor:
+    """The last rows of the logits of a prefill."""
+    return module(input_ids=ids, use_cache=False, logits_to_keep=last).logits
+
+
+def step(module: Any, ids: torch.Tensor) -> float:
+    """A training step without an optimizer, which leaves no gradients. Returns the loss."""
+    loss = module(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    module.zero_grad(set_to_none=True)
+    return float(loss.detach())
 
 
 @contextlib.contextmanager
-def compiled_layers(model: Model) -> Iterator[None]:
+def compiled_layers(module: Any) -> Iterator[None]:
     """Compile each block of a model anew, for as long as the context lasts."""
     torch.compiler.reset()
-    for layer in model.layers:
+    layers = getattr(module, "model", module).layers
+    for layer in layers:
         layer.compile(dynamic=False)
     try:
         yield
     finally:
-        for layer in model.layers:
+        for layer in layers:
             layer._compiled_call_impl = None
 
 
@@ -172,32 +162,29 @@ def float64_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention in float64, some rows of queries at a time.
+    """scaled_dot_product_attention in float64, head by head.
 
     attn_mask: is added. Groups of queries are seen by the shapes.
     """
     if dropout_p or (attn_mask is not None and attn_mask.dtype == torch.bool):
         raise NotImplementedError("dropout, or a boolean mask")
-    batch, heads, seqlen, head_dim = query.shape
-    q, k, v = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in (query, key, value))
-    rows = max(64, ELEMENTS // (batch * heads * k.shape[2]))
-    parts = []
-    for first in range(0, seqlen, rows):
-        last = min(first + rows, seqlen)
-        scores = q[:, :, first:last] @ k.mT * (scale if scale is not None else head_dim**-0.5)
+    heads, keys, outputs = query.shape[1], key.shape[2], []
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    for head in range(heads):
+        of = head * key.shape[1] // heads
+        scores = query[:, head].double() @ key[:, of].double().mT * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if attn_mask is not None:
-            scores += attn_mask[..., first:last, :]
+            scores = scores + attn_mask[:, min(head, attn_mask.shape[1] - 1)]
         if is_causal:
-            places = torch.arange(k.shape[2], device=q.device)
-            scores = scores.masked_fill(places > places[first:last, None], float("-inf"))
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
-            sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            sink = sinks[head].double().expand(*scores.shape[:2], 1)
             scores = torch.cat((scores, sink), -1)
-        weights = scores.softmax(-1)[..., : k.shape[2]]
-        parts.append((weights @ v).to(query.dtype))
-    return torch.cat(parts, 2)
+        outputs.append(scores.softmax(-1)[..., :keys] @ value[:, of].double())
+    return torch.stack(outputs, 1).to(query.dtype)
 
 
 @contextlib.contextmanager
@@ -249,10 +236,10 @@ def main() -> None:
         if given.model == "vit":
             passes = [vit()]
         else:
-            model = module_of(given.model)
+            module = module_of(given.model)
             batch, usual = (2, 4096) if given.model == "diffusion" else (1, 8192)
-            ids = [model.ids(batch, tokens) for tokens in given.tokens or [usual]]
-            passes = [partial(model.rows, each, 1) for each in ids]
+            ids = [ids_of(module, batch, tokens) for tokens in given.tokens or [usual]]
+            passes = [partial(rows_of, module, each) for each in ids]
         for call in passes:
             for _ in range(given.passes):
                 call()

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/host_cost.py, without a GPU."""
+"""How benchmarks time what a call costs the host, without a GPU."""
 
 import contextlib
 import importlib
@@ -10,15 +10,11 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def host_cost(monkeypatch):
+def test_calls_take_turns_and_the_first_of_each_turn_are_not_counted(monkeypatch, timed_by):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("host_cost")
-
-
-def test_calls_take_turns_and_the_first_is_not_counted(host_cost, timed_by):
+    timing = importlib.import_module("timing")
     now = [0]
-    seen: dict[str, list[int]] = {"quick": [], "slow": []}
+    seen: dict[str, int] = {"quick": 0, "slow": 0}
     inside = []
 
     @contextlib.contextmanager
@@ -29,23 +25,15 @@ def test_calls_take_turns_and_the_first_is_not_counted(host_cost, timed_by):
         inside.remove("slow")
 
     def call(name, ns):
-        def own(number):
+        def own():
             assert inside == (["slow"] if name == "slow" else [])
-            seen[name].append(number)
-            now[0] += ns if number >= 5 else 10**6
+            now[0] += ns if seen[name] % 10 >= 2 else 10**6
+            seen[name] += 1
 
         return own
 
-    timed_by(lambda: now[0], host_cost)
-    waits = []
-    callers = {"quick": host_cost.Caller(call("quick", 2_000)), "slow": host_cost.Caller(call("slow", 9_000), within)}
-    got = host_cost.host_us(callers, turns=4, calls=5, wait=lambda: waits.append(1))
-    assert {name: own["median_us"] for name, own in got.items()} == {"quick": 2.0, "slow": 9.0}
-    assert seen["quick"] == seen["slow"] == list(range(25))
-    assert len(waits) == 10
-
-
-def test_importing_is_timed_in_a_process_of_its_own(host_cost, constants, monkeypatch):
-    constants(host_cost, PROCESSES=1)
-    monkeypatch.chdir(ROOT)
-    assert 0 < host_cost.seconds_of(host_cost.IMPORT) < 5
+    timed_by(lambda: now[0], timing)
+    ways = {"quick": timing.Way(call("quick", 2_000)), "slow": timing.Way(call("slow", 9_000), within)}
+    got = timing.host_us(ways, blocks=4, calls=8)
+    assert got == {"quick": [2.0] * 32, "slow": [9.0] * 32}
+    assert seen == {"quick": 40, "slow": 40}
