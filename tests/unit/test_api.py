@@ -115,9 +115,8 @@ def test_what_a_program_uses_is_found(tmp_path):
 
 def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from attnsweep.choose import lower_bound, race
+    from attnsweep.choose import race
 
-    assert importlib.import_module("skips").SHARE == lower_bound.SHARE
     assert importlib.import_module("stability").REPLAY_US == race.RACE_US
 
 

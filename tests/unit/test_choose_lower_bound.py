@@ -1,6 +1,6 @@
 """Who is skipped by bound: on recorded exhaustive runs nobody who could win, in whatever order."""
 
-import sys
+import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
@@ -12,22 +12,52 @@ import pytest
 from attnsweep.choose.lower_bound import SHARE, Skips, stage_codes
 from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build
-from attnsweep.core.hardware import ARCHS
+from attnsweep.core.hardware import ARCHS, arch_named, bounds
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Measurement, Status, Trial
+from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.store.run import open_run
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-import skips as replay
+RECORDED = Path(__file__).parent.parent.parent / "results" / "h200"
+RUNS = (
+    *("three_kernel", "three_kernel_stages", "three_kernel_h200", "ladder"),
+    *("flash_training", "flash_short", "batched"),
+)
+FINALISTS, ENTRY = 12, 1.25  # as most specs have
 
-ROOT = Path(__file__).parent.parent.parent
+
+def timed_rows(run):
+    """The rows that were timed, by problem and family, with their builds. Nothing is compiled."""
+    kernels, card, spaces = discover(), run.environment, defaultdict(list)
+    compiler = SimpleNamespace(
+        arch=arch_named(card.arch), key=lambda source, defines: repr((source.name, sorted(defines.items())))
+    )
+    for trial in run.trials:
+        if trial.provider == OURS and trial.status is Status.OK:
+            kernel = kernels[trial.kernel]
+            # A parameter newer than the run has its first value, which changes nothing.
+            config = Config({p.name: p.values[0] for p in kernel.params} | trial.config)
+            build = Build.of(kernel, config, trial.problem, compiler, workspace_limit=card.memory_bytes // 4)
+            spaces[trial.problem, trial.kernel].append((build, trial))
+    return list(spaces.values())
+
+
+def skipped_of(rows):
+    """The rows that a sweep that meets the candidates in this order leaves unrun."""
+    skips, skipped = Skips(finalists=FINALISTS, entry=ENTRY), []
+    for build, trial in rows:
+        if skips.verdict(build) is None:
+            skips.learn(build, trial)
+        else:
+            skipped.append(trial)
+    return skipped
 
 
 @lru_cache
 def recorded(name):
     """Of each problem and family: the rows that were timed, with their builds; and who is best."""
-    run = open_run(replay.recorded(name))
+    run = open_run(RECORDED / name)
     ranking = rank(run.trials, run.environment).dropna(subset="rank")
     first = ranking[ranking["winner"]].set_index("problem")["rank"]
     best = {
@@ -35,11 +65,11 @@ def recorded(name):
         for trial, place in zip(ranking["trial"], ranking["rank"], strict=True)
         if trial.provider == OURS and place == first[trial.problem.label]
     }
-    return replay.timed_rows(run), best
+    return timed_rows(run), best
 
 
 @pytest.mark.nightly(push=2)
-@pytest.mark.parametrize("name", replay.RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_nobody_of_the_best_is_ever_skipped(name):
     """Order does not matter: a stage is never taken to be slower than its slowest recorded time,
     the limit never to be less than where all are known, and fewer known stages skip fewer.
@@ -51,7 +81,7 @@ def test_nobody_of_the_best_is_ever_skipped(name):
         for build, trial in rows:
             for stage, code in stage_codes(build).items():
                 slowest[code] = max(slowest[code], trial.stages_us.get(stage, 0.0))
-        skips = Skips(finalists=replay.FINALISTS, entry=replay.ENTRY)
+        skips = Skips(finalists=FINALISTS, entry=ENTRY)
         for build, trial in rows:
             codes = stage_codes(build)
             stages_us = {stage: slowest[code] for stage, code in codes.items() if slowest[code]}
@@ -65,20 +95,39 @@ def test_nobody_of_the_best_is_ever_skipped(name):
 
 @pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("name", replay.RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_who_is_skipped_would_not_have_raced(name, backwards):
     for rows in recorded(name)[0]:
-        skipped = replay.skipped_of(rows[::-1] if backwards else rows)
+        skipped = skipped_of(rows[::-1] if backwards else rows)
         best = min(trial.time_us.median for _, trial in rows)
-        assert all(trial.time_us.median > replay.ENTRY * best for trial in skipped)
+        assert all(trial.time_us.median > ENTRY * best for trial in skipped)
 
 
 def test_the_bound_is_worth_having_and_a_roofline_is_not():
-    """As docs/measuring.md says, in numbers of benchmarks/skips.py."""
-    chip = open_run(ROOT / "results" / "h200" / "three_kernel").environment
-    told = [replay.figures(rows, chip) for rows in recorded("three_kernel")[0]]
-    assert sum(one["skipped"] for one in told) > 0.15 * sum(one["candidates"] for one in told)
-    assert sum(one["excluded_by_roofline"] for one in told) == 0
+    """The roofline: matrix FLOPs at peak on the busiest SM, if blocks are equal."""
+    card = open_run(RECORDED / "three_kernel").environment
+    for rows in recorded("three_kernel")[0]:
+        assert len(skipped_of(rows)) > 0.15 * len(rows)
+        limit_us = ENTRY * min(trial.time_us.median for _, trial in rows)
+        for build, _ in rows:
+            blocks = max(math.prod(launch.grid) for launch in build.launches.values())
+            waves = math.ceil(blocks / card.sm_count)
+            matrix_us = bounds(build.problem, build.arch, card)["matrix"]
+            assert matrix_us * card.sm_count * waves / blocks <= limit_us
+
+
+@pytest.mark.nightly(push=0)
+def test_the_page_says_what_pipelines_took_of_their_stages():
+    rows = [row for name in RUNS for rows in recorded(name)[0] for row in rows]
+    shares = [
+        trial.time_us.median / sum(trial.stages_us.values())
+        for build, trial in rows
+        if len(trial.stages_us) > 1 and build.schedule.streams == 1
+    ]
+    less = [share for share in shares if share < SHARE]
+    page = " ".join((RECORDED.parent.parent / "docs" / "measuring.md").read_text().split())
+    assert len(less) == 2
+    assert f"of {len(shares):,} recorded pipelines two took less: {min(less):.2f}" in page
 
 
 # -- a family made for it -------------------------------------------------------------------
