@@ -2,19 +2,19 @@
 
 As a program it runs one of them, as a stranger's would that knows nothing of attnsweep:
 
-  attnsweep speedup OUT -- python benchmarks/random_models.py llama|qwen|vit|diffusion
+  attnsweep speedup OUT -- python benchmarks/random_models.py llama|qwen|diffusion|vit|all
       [--tokens N ...] [--passes 100]
 
 llama and qwen: prefills by transformers' classes, of about 1B (grouped queries, head_dim 64 and
 128). vit: 64 images of 384 pixels by transformers' ViT-L. diffusion: 28 blocks of full attention in
-plain PyTorch, two items. Nothing is compiled.
+plain PyTorch, two items unless tokens are given. all: the first three. Nothing is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -222,27 +222,29 @@ def vit() -> Callable[[], Any]:
     return lambda: module(pixel_values=images).last_hidden_state
 
 
+def prefills(name: str, tokens: Sequence[int] | None) -> list[Callable[[], Any]]:
+    """A pass of a model at each number of tokens."""
+    module = module_of(name)
+    usual = (2, 4096) if name == "diffusion" else (1, 8192)
+    sizes = [(1, count) for count in tokens] if tokens else [usual]
+    return [partial(rows_of, module, ids_of(module, *size)) for size in sizes]
+
+
 def main() -> None:
     """Make the model, and run it so often at each number of tokens."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("model", choices=(*MODELS, "vit"))
+    parser.add_argument("model", choices=(*MODELS, "vit", "all"))
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 8192; of diffusion 4096")
     parser.add_argument("--passes", type=int, default=100)
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_default_device("cuda")
     with torch.inference_mode():
-        if given.model == "vit":
-            passes = [vit()]
-        else:
-            module = module_of(given.model)
-            batch, usual = (2, 4096) if given.model == "diffusion" else (1, 8192)
-            ids = [ids_of(module, batch, tokens) for tokens in given.tokens or [usual]]
-            passes = [partial(rows_of, module, each) for each in ids]
-        for call in passes:
-            for _ in range(given.passes):
-                call()
+        for name in MODELS if given.model == "all" else [given.model]:
+            for call in [vit()] if name == "vit" else prefills(name, given.tokens):
+                for _ in range(given.passes):
+                    call()
         torch.cuda.synchronize()
 
 

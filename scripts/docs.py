@@ -20,6 +20,7 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "120"  # as wide as a pipe prints; the console reads it once
 
+import accuracy
 import typer.cli
 from cards import cards
 from claims import ENV, Sheet
@@ -40,9 +41,6 @@ from used import (
 import attnsweep
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-import accuracy  # noqa: E402
-
 DATA = Path(__file__).parent / "claims"
 RESULTS = "results/h200"
 # Where each page is. Links between pages follow from it; a page of scripts/pages has its name here.

@@ -1,8 +1,9 @@
 """Blocks about packages: what models, training and masks gained, what dispatch lost when not tuned.
 
-All come from results/: models.json, training.json and masks_served.json are what the programs of
-these names in benchmarks/ wrote (masks.py the last), and the runs whose names begin with `held_out`
-are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
+All come from results/: models.json and training_models.json are what benchmarks/models.py wrote,
+training.json and masks_served.json what training.py and masks.py beside it did, and the runs
+whose names begin with `held_out` are of shapes on which benchmarks/dispatch.py judges a package of
+the other runs.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ _AVERAGES = 512
 
 
 # Multiples of the largest error in those rows, for scores that are not rounded and that are: the
-# whole output has up to a thousand times as many rows. benchmarks/accuracy.py prints how much of
-# each limit kernels and baselines use.
+# whole output has up to a thousand times as many rows. docs/explanation/numerics.md says how much
+# of each limit kernels and baselines use.
 _TIMES = (
     Measures(row=2, element=3, rms=1.3, row_gain=3, tile_gain=4, gain=1, scale=2),
     Measures(row=3, element=3, rms=1.3, row_gain=5, tile_gain=4, gain=2, scale=4),

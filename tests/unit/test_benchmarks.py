@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
-from samples import H200, candidate, full_run, rounds_of
+from samples import H200, candidate, rounds_of
 from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
@@ -20,7 +20,7 @@ from attnsweep.choose.stats import proportion_interval
 from attnsweep.compile.launches import Candidate
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Accuracy, Measurement, Status
+from attnsweep.core.trial import Measurement, Status
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Space
@@ -120,9 +120,6 @@ def test_a_replay_never_uses_the_problem_that_it_searches(module, name):
     assert bool(labels) == (name != "gp, no history")
 
 
-# -- processes.py -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("count", "trials", "low", "high"),
     [  # as tables have them
@@ -137,27 +134,6 @@ def test_a_replay_never_uses_the_problem_that_it_searches(module, name):
 def test_bounds_of_a_proportion(count, trials, low, high):
     found = proportion_interval(count, trials)
     assert found == pytest.approx((low, high), abs=1e-4)
-
-
-def test_the_simulated_table_of_the_docs_is_the_recorded_one():
-    rows = recorded("check_processes.json")["rows"]
-    text = page_of("measuring.md")
-    for row in (row for row in rows if row["offset"] != 0.0025):
-        shown = (row["verdicts"][name] for name in ("pass", "regression", "inconclusive"))
-        shares = [100 * of["count"] / row["trials"] for of in shown]
-        cells = [f"{100 * row['slowdown']:g} %", f"{100 * row['offset']:g} %"]
-        cells += [f"{share:.2f}" for share in shares]
-        assert f"| {' | '.join(cells)} | {row['processes_mean']:.1f} |" in text
-    worst = next(r for r in rows if (r["slowdown"], r["offset"]) == (0.02, 0.005))
-    assert worst["verdicts"]["pass"]["bounds"][1] < 0.02
-
-
-def test_the_recorded_simulation_is_what_the_code_does(module):
-    """A few comparisons of each cell again: the seeds are the same."""
-    for row in recorded("check_processes.json")["rows"]:
-        again = module("processes").simulate(row["slowdown"], row["offset"], 10)
-        for verdict, of in again["verdicts"].items():
-            assert row["verdicts"][verdict]["count"] >= of["count"]
 
 
 def test_the_docs_say_of_recorded_sessions_what_was_counted():
@@ -196,51 +172,6 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module):
     assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 12
     assert len({each["seed"] for each in found["refused"]}) == 12
     assert found["refused_bounds"] == pytest.approx((0.291, 0.709), abs=1e-3)
-
-
-def judged_row(us, **shares):
-    worst = shares.get("row", 0.1)
-    accuracy = Accuracy(rel_err=1e-3 * worst, limit=1e-3, case="normal", shares=shares, seed=7)
-    return candidate("flash_fwd_wgmma", us, A=int(10 * us)).with_(accuracy=accuracy)
-
-
-def a_baseline(name, status=Status.OK, **shares):
-    row = judged_row(9.0, **shares)
-    return row.with_(kernel=name, provider=name, config={}, status=status, detail="it is so")
-
-
-def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
-    rows = [
-        judged_row(1.0, row=0.5, gain=0.25, scale=0.75),
-        judged_row(2.0, row=0.64, gain=0.125, scale=0.9),
-        judged_row(3.0, row=7.0).with_(status=Status.WRONG, detail="wrong"),
-        candidate("naive", 4.0),  # of an older protocol
-        a_baseline("torch_math", row=1.5, rms=1.25),
-        a_baseline("cudnn", Status.NOISY, row=0.5),
-        a_baseline("unfused", Status.SKIPPED, row=0.5),
-    ]
-    accuracy = module("accuracy")
-    found = accuracy.summary([full_run(Path("results/h200/x"), trials=rows)])
-    assert found["runs"] == ["h200/x"]
-    assert found["recorded_on"] == ["NVIDIA H200"]
-    ours, noisy, over = found["of"]
-    assert ours == {
-        "who": "flash_fwd_wgmma",
-        "baseline": False,
-        "dtype": "fp16",
-        "rows": 2,
-        "shares": {"row": 0.64, "gain": 0.25, "scale": 0.9},
-        "error": 1e-3 * 0.64,
-        "limit": 1e-3,
-    }
-    assert (noisy["who"], over["who"], over["baseline"]) == ("cudnn", "torch_math", True)
-    header, _, first, second, third = accuracy.markdown(found).splitlines()
-    assert header == (
-        "| kernel or baseline | dtype | rows | row | RMS | gain of all | softmax scale | largest error | its limit |"
-    )
-    assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
-    assert second.startswith("| cudnn (baseline) | fp16 | 1 | 50 % | – |")
-    assert third.endswith("| 150 % | 125 % | – | – | 0.0015, over the limit | 0.001 |")
 
 
 # ---- the benchmark of the gate with a stand-in for the GPU: it counts what happened ----

@@ -18,10 +18,11 @@ from statistics import median
 import pytest
 import typer
 import yaml
+from samples import candidate, full_run
 from typer.testing import CliRunner
 
 from attnsweep import cli, open_run, rank
-from attnsweep.core.trial import OURS
+from attnsweep.core.trial import OURS, Accuracy, Status
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.model import CheckSpec
 
@@ -322,3 +323,49 @@ def test_each_row_of_the_parts_is_what_a_run_printed():
         waits = of.get("waits for NumPy", "–")
         cells = [f"`{spec}`", took, proof, share, waits, *(of[part] for part in PARTS)]
         assert f"| {' | '.join(cells)} |" in page
+
+
+# ---- docs/explanation/numerics.md has the largest share of each limit that rows used ----
+def judged_row(us, **shares):
+    worst = shares.get("row", 0.1)
+    accuracy = Accuracy(rel_err=1e-3 * worst, limit=1e-3, case="normal", shares=shares, seed=7)
+    return candidate("flash_fwd_wgmma", us, A=int(10 * us)).with_(accuracy=accuracy)
+
+
+def a_baseline(name, status=Status.OK, **shares):
+    row = judged_row(9.0, **shares)
+    return row.with_(kernel=name, provider=name, config={}, status=status, detail="it is so")
+
+
+def test_a_page_has_the_largest_share_of_each_limit(used):
+    rows = [
+        judged_row(1.0, row=0.5, gain=0.25, scale=0.75),
+        judged_row(2.0, row=0.64, gain=0.125, scale=0.9),
+        judged_row(3.0, row=7.0).with_(status=Status.WRONG, detail="wrong"),
+        candidate("naive", 4.0),  # of an older protocol
+        a_baseline("torch_math", row=1.5, rms=1.25),
+        a_baseline("cudnn", Status.NOISY, row=0.5),
+        a_baseline("unfused", Status.SKIPPED, row=0.5),
+    ]
+    accuracy = importlib.import_module("accuracy")
+    found = accuracy.summary([full_run(Path("results/h200/x"), trials=rows)])
+    assert found["runs"] == ["h200/x"]
+    assert found["recorded_on"] == ["NVIDIA H200"]
+    ours, noisy, over = found["of"]
+    assert ours == {
+        "who": "flash_fwd_wgmma",
+        "baseline": False,
+        "dtype": "fp16",
+        "rows": 2,
+        "shares": {"row": 0.64, "gain": 0.25, "scale": 0.9},
+        "error": 1e-3 * 0.64,
+        "limit": 1e-3,
+    }
+    assert (noisy["who"], over["who"], over["baseline"]) == ("cudnn", "torch_math", True)
+    header, _, first, second, third = accuracy.markdown(found).splitlines()
+    assert header == (
+        "| kernel or baseline | dtype | rows | row | RMS | gain of all | softmax scale | largest error | its limit |"
+    )
+    assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
+    assert second.startswith("| cudnn (baseline) | fp16 | 1 | 50 % | – |")
+    assert third.endswith("| 150 % | 125 % | – | – | 0.0015, over the limit | 0.001 |")

@@ -2,7 +2,9 @@
 
 import math
 import random
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from fake_gpu import FakeGpu
@@ -179,3 +181,63 @@ def test_identical_code_passes_almost_always(offset):
 def test_half_the_threshold_is_seldom_called_a_regression(offset):
     verdicts, _ = outcomes(1.01, offset, 150)
     assert verdicts["regression"] <= 1
+
+
+# -- what docs/measuring.md says of old and new code ------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
+
+
+class Simulated:
+    """A card whose rounds scatter by 0.2 %, and whose processes add an offset to the ratio."""
+
+    def __init__(self, slower, offset, number):
+        self._ratio, self._offset = 1 + slower, offset
+        self._random = random.Random(f"{slower} {offset} {number}")
+        self.another()
+
+    def another(self):
+        self._own = self._ratio * math.exp(self._random.gauss(0, self._offset))
+        return self
+
+    def pair(self, *order):
+        times = {"old": 20.0, "new": 20.0 * self._own}
+        return tuple(times[name] * self._random.gauss(1, 0.002) for name in order)
+
+    def nothing(self, *_, **__):
+        return 0
+
+    replay = confirm = add = forget = nothing
+
+
+def simulated(slower, offset):
+    """Percent of each verdict of 2,000 comparisons, and the processes of one."""
+    found = []
+    for number in range(2000):
+        card = Simulated(slower, offset, number)
+        how = {"slower": 0.02, "budget_s": 600, "seed": str(number)}
+        found.append(attnsweep.compare_candidates(None, None, card, card.another, **how))
+    counts = Counter(each.verdict.value for each in found)
+    shares = [100 * counts[name] / 2000 for name in ("pass", "regression", "inconclusive")]
+    return shares, sum(each.processes for each in found) / 2000
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("row", re.findall(r"^\| (\d) % \| ([\d.]+) % \|", PAGE, re.MULTILINE), ids=" ".join)
+def test_a_row_of_the_page_is_what_comparisons_said(row):
+    shares, processes = simulated(*(int(1000 * float(each)) / 1e5 for each in row))
+    cells = [f"{each} %" for each in row] + [f"{share:.2f}" for share in shares]
+    assert f"| {' | '.join(cells)} | {processes:.1f} |" in PAGE
+
+
+@pytest.mark.nightly(push=0)
+def test_the_page_says_what_passes_at_an_offset_of_one_percent():
+    (passed, *_), _ = simulated(0.02, 0.01)
+    assert f"At an offset of 1 %, {passed:.0f} % of the slowdowns of 2 % pass." in PAGE
+
+
+def test_the_page_says_how_sure_the_shares_are():
+    low, high = (100 * limit for limit in attnsweep.proportion_interval(86, 2000))
+    none = 100 * attnsweep.proportion_interval(0, 2000)[1]
+    page = " ".join(PAGE.split())
+    assert f"0.00 is at most {none:.2f}, and 4.30 is {low:.2f} to {high:.2f}, with 95 % confidence" in page

@@ -1,23 +1,19 @@
-"""Print how much of each limit of error the recorded kernels and baselines use.
+"""How much of each limit of error the recorded kernels and baselines use: a table for a page.
 
-Usage: python benchmarks/accuracy.py RUN... Nothing is measured. Rows since protocol 4 say, for the
-case in which they came nearest to a limit, what share of each limit they used there; runs without
-such rows are passed over. For each family and baseline and each dtype, the Markdown table has the
-largest share of each limit, and the error and the limit of the row whose error was the largest
-share of its limit. Wrong rows are left out; a baseline over a limit is not wrong.
+Rows since protocol 4 say, for the case in which they came nearest to a limit, what share of each
+limit they used there; runs without such rows are passed over. For each family and baseline and each
+dtype, the Markdown table has the largest share of each limit, and the error and the limit of the
+row whose error was the largest share of its limit. Wrong rows are left out; a baseline over a limit
+is not wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from setting import console
-
-from attnsweep import Run, Status, Trial, open_run
+from attnsweep import Run, Status, Trial
 
 # As attnsweep gives them: what each is of, for the head of the table.
 MEASURES = {
@@ -53,13 +49,19 @@ def summary(runs: Iterable[Run]) -> dict[str, Any]:
     groups: dict[tuple[bool, str, str], list[Trial]] = defaultdict(list)
     read, places = [], set()
     for run in runs:
-        rows = [t for t in run.trials if t.status in (Status.OK, Status.NOISY) and t.accuracy and t.accuracy.shares]
+        rows = [
+            t
+            for t in run.trials
+            if t.status in (Status.OK, Status.NOISY) and t.accuracy and t.accuracy.shares
+        ]
         if rows:
             read.append(f"{run.directory.parent.name}/{run.directory.name}")
             places |= {run.environment.gpu} if run.environment else set()
         for row in rows:
             baseline = row.provider != "attnsweep"
-            groups[baseline, row.provider if baseline else row.kernel, row.problem.dtype].append(row)
+            groups[baseline, row.provider if baseline else row.kernel, row.problem.dtype].append(
+                row
+            )
     each = [figures(*key, groups[key]) for key in sorted(groups)]
     return {"runs": read, "recorded_on": sorted(places), "of": each}
 
@@ -70,7 +72,14 @@ def markdown(found: dict[str, Any]) -> str:
         return ""
     used = {name for one in found["of"] for name in one["shares"]}
     names = [*(name for name in MEASURES if name in used), *sorted(used - {*MEASURES})]
-    header = ["kernel or baseline", "dtype", "rows", *(MEASURES.get(n, n) for n in names), "largest error", "its limit"]
+    header = [
+        "kernel or baseline",
+        "dtype",
+        "rows",
+        *(MEASURES.get(n, n) for n in names),
+        "largest error",
+        "its limit",
+    ]
     lines = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
     for one in found["of"]:
         name = f"{one['who']} (baseline)" if one["baseline"] else f"`{one['who']}`"
@@ -81,10 +90,3 @@ def markdown(found: dict[str, Any]) -> str:
             error += ", over the limit"
         lines.append([name, one["dtype"], str(one["rows"]), *cells, error, limit])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    table = markdown(summary(map(open_run, parser.parse_args().runs)))
-    console.print(table or "no row of these runs says what share of a limit it used")
