@@ -29,25 +29,8 @@ from typing import Any
 
 from setting import console, described, options, recorded, write
 
-from attnsweep import (
-    Arch,
-    Candidate,
-    CompiledStage,
-    Compiler,
-    Environment,
-    Launch,
-    LaunchPlan,
-    Verdict,
-    Worker,
-    WorkerError,
-    arch_named,
-    compare_candidates,
-    families,
-    open_run,
-    proportion_interval,
-    rebuild,
-    winners,
-)
+import attnsweep
+from attnsweep import Candidate, Compiler, Environment, Verdict, Worker
 
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
@@ -88,7 +71,7 @@ class Series:
 
     def _and_wait(self, candidate: Candidate, cycles: int) -> Candidate:
         """The candidate and then a launch that waits for `cycles` clock cycles."""
-        burn = CompiledStage("burn", self.cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
+        burn = attnsweep.CompiledStage("burn", self.cubin, attnsweep.Launch("burn", (1, 1, 1), 32, (cycles,)))
         timed = replace(candidate.timed, stages=(*candidate.timed.stages, burn))
         return replace(candidate, timed=timed)
 
@@ -123,9 +106,9 @@ class Series:
             return self.opened(next(processes))
 
         try:
-            found = compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
+            found = attnsweep.compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
             self.ended.append(found)
-        except WorkerError as error:
+        except attnsweep.WorkerError as error:
             self.failed.append(str(error))
 
     def row(self) -> dict[str, Any]:
@@ -143,29 +126,25 @@ class Series:
         }
 
 
-def cases(runs: Sequence[Path], arch: Arch, place: Path) -> Iterator[tuple[str, Candidate, Candidate]]:
+def cases(runs: Sequence[Path], arch: Any, place: Path) -> Iterator[tuple[str, Candidate, Candidate]]:
     """Winners of the runs that this GPU can launch: the first of each run, then the next ones."""
-    kernels, of_run = families(), []
-    for directory in runs:
-        won = [t for t in winners(open_run(directory)) if t.kernel in kernels]
-        won = [t for t in won if t.time_us is not None and t.time_us.median <= LONGEST_US]
-        of_run.append([t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None])
-    chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None]
-    builds = ((build, build.candidate()) for build in rebuild(chosen[: 2 * KERNELS], kernels, arch=arch))
+    kernels = attnsweep.families()
+
+    def wanted(t: Any) -> bool:
+        short = t.time_us is not None and t.time_us.median <= LONGEST_US
+        return short and t.kernel in kernels and kernels[t.kernel].refusal(t.problem, arch) is None
+
+    of_run = [[*filter(wanted, attnsweep.winners(attnsweep.open_run(run)))] for run in runs]
+    chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None][: 2 * KERNELS]
+    builds = ((build, build.candidate()) for build in attnsweep.rebuild(chosen, kernels, arch=arch))
     alone = (each for each in builds if each[1].timed.streams == 1 and not each[1].timed.eager)
     for number, (build, new) in enumerate(itertools.islice(alone, KERNELS)):
-        old = replace(new, timed=copied(new.timed, place / str(number)))
+        stages = []
+        for stage in new.timed.stages:  # the same code in other files is loaded to other addresses
+            copy = shutil.copyfile(stage.cubin, place / f"{number}.{len(stages)}.cubin")
+            stages.append(replace(stage, cubin=str(copy)))
+        old = replace(new, timed=replace(new.timed, stages=tuple(stages)))
         yield f"{build.kernel.name} {build.problem.label}", old, new
-
-
-def copied(launches: LaunchPlan, place: Path) -> LaunchPlan:
-    """The same code in other files, so that it is loaded to other addresses."""
-    place.mkdir()
-    stages = []
-    for number, stage in enumerate(launches.stages):  # their files may all have one name
-        path = shutil.copyfile(stage.cubin, place / f"{number}.cubin")
-        stages.append(replace(stage, cubin=str(path)))
-    return replace(launches, stages=tuple(stages))
 
 
 def compare_all(series: Sequence[Series], process: Callable[[], Worker]) -> None:
@@ -214,7 +193,7 @@ def counted(rows: Sequence[dict[str, Any]], verdict: Verdict) -> tuple[int, list
     """How often a verdict came out, and 95 % bounds of its share."""
     count = sum(row["verdicts"].get(verdict.value, 0) for row in rows)
     trials = sum(row["comparisons"] for row in rows)
-    return count, [round(p, 5) for p in proportion_interval(count, trials)]
+    return count, [round(p, 5) for p in attnsweep.proportion_interval(count, trials)]
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -238,7 +217,7 @@ def count(
     compiler: Any = Compiler,
 ) -> dict[str, Any]:
     """All figures. card, compiler: make the GPU's processes, and what compiles the launch that waits."""
-    arch = arch_named(here.arch)
+    arch = attnsweep.arch_named(here.arch)
     with contextlib.closing(compiler(arch)) as compiling, tempfile.TemporaryDirectory() as place:
         cubin = str(compiling.compile(SOURCE, {}).path)
         found = list(cases(runs, arch, Path(place)))

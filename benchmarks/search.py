@@ -43,20 +43,8 @@ from typing import Any
 import numpy as np
 from setting import RESULTS, console, options, recorded_on, write
 
-from attnsweep import (
-    Config,
-    Problem,
-    Search,
-    Space,
-    Status,
-    Trial,
-    families,
-    find_runs,
-    gp,
-    load_spec,
-    open_run,
-    shipped_history,
-)
+import attnsweep
+from attnsweep import Config, Problem, Space, Status, Trial
 
 CARDS = (RESULTS / "h100-80gb-hbm3", RESULTS / "h200")
 LEAST, LARGE, TRIALS, SEEDS = 40, 120, 150, 20
@@ -95,12 +83,12 @@ class Recorded:
 @cache
 def spaces() -> list[Recorded]:
     """Every space of LEAST candidates or more that a recorded run tried whole; read once a process."""
-    kernels, whole = families(), []
-    for directory in (found for place in CARDS for found in find_runs(place)):
-        if load_spec(directory / "spec.yaml", kernels).search.strategy != "exhaustive":
+    kernels, whole = attnsweep.families(), []
+    for directory in (found for place in CARDS for found in attnsweep.find_runs(place)):
+        if attnsweep.load_spec(directory / "spec.yaml", kernels).search.strategy != "exhaustive":
             continue
         groups: dict[tuple[str, Problem], dict[Config, Trial]] = defaultdict(dict)
-        for trial in open_run(directory).trials:
+        for trial in attnsweep.open_run(directory).trials:
             if trial.provider == "attnsweep":
                 groups[trial.kernel, trial.problem][Config(trial.config)] = trial
         for (kernel, problem), rows in groups.items():
@@ -116,8 +104,8 @@ def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str |
         return by_kernel_tuner(recorded, name.removeprefix("kernel_tuner "), seed), None
     strategy: Any = name
     if name in HISTORY:
-        strategy = partial(gp, history=history_of(recorded.space, name))
-    search = Search(strategy, recorded.space, candidates=len(recorded.rows), seed=seed)
+        strategy = partial(attnsweep.gp, history=history_of(recorded.space, name))
+    search = attnsweep.Search(strategy, recorded.space, candidates=len(recorded.rows), seed=seed)
     configs = []
     while (config := search.ask()) is not None:
         configs.append(config)
@@ -131,7 +119,7 @@ def history_of(space: Space, name: str) -> list[Any]:
     def shape(p: Problem) -> tuple[int, ...]:
         return (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim)
 
-    of, all_of_them = space.problem, shipped_history(space.kernel.name)
+    of, all_of_them = space.problem, attnsweep.shipped_history(space.kernel.name)
     if name == "gp":
         return [each for each in all_of_them if each.problem != of]
     return [each for each in all_of_them if name == "gp, other shapes" and shape(each.problem) != shape(of)]
@@ -214,15 +202,12 @@ def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -
 
 def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> list[float | None]:
     """After each trial, the median over the seeds of the best time so far over the best one."""
-    least = min(times.values())
-    after: list[list[float]] = [[] for _ in range(TRIALS)]
-    for configs in tried:
-        best = math.inf
-        for number in range(TRIALS):
-            if number < len(configs):
-                best = min(best, times.get(configs[number], math.inf))
-            after[number].append(best / least)
-    return [finite(statistics.median(ratios), 4) for ratios in after]
+    of_seed = np.full((len(tried), TRIALS), math.inf)
+    for row, configs in zip(of_seed, tried, strict=True):
+        own = [times.get(config, math.inf) for config in configs[:TRIALS]]
+        row[: len(own)] = own
+    best = np.minimum.accumulate(of_seed, axis=1) / min(times.values())
+    return [finite(float(ratio), 4) for ratio in np.median(best, axis=0)]
 
 
 def replays(number: int) -> list[dict[str, Any]]:

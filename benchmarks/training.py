@@ -12,9 +12,8 @@ compiled apart. The four take turns in random order, ROUNDS times.
 - forward, backward: of the device alone, while it has steps of its own to do before.
 - code: what the package says of the call; a call that it hands over is PyTorch's in both.
 
-With `--blocks` only the host's time of steps, of the shapes whose steps it bounds: percentiles of
-the time of each step, from its call to its return, and their ratios. The noise of a host is in the
-upper ones.
+With `--blocks` only the host's time of steps, of the shapes whose steps it bounds: the median of
+each step's, from its call to its return.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import attnsweep
 
 WHO = {"pytorch": nullcontext, "package": attnsweep.enable}
 ROUNDS, SAMPLE_US, MOST_STEPS = 31, 6000, 16
-BLOCKS, BLOCK_STEPS, PERCENTILES = 60, 80, (10, 25, 50)
+BLOCKS, BLOCK_STEPS = 60, 80
 # batch, heads, heads_kv, seqlen, head_dim, causal
 SHAPES = (
     (2, 32, 8, 4096, 128, True),
@@ -126,14 +125,13 @@ def in_turns(ways: dict[Any, Way]) -> dict[Any, Any]:
 
 
 def in_blocks(ways: dict[Any, Way]) -> dict[Any, Any]:
-    """Percentiles of the host's microseconds of a step, and of PyTorch's over the package's."""
+    """Medians of the host's microseconds of a step, and of PyTorch's over the package's."""
     row: dict[Any, Any] = {}
     for mode in ("eager", "compiled"):
-        us = host_us({who: ways[mode, who] for who in WHO}, BLOCKS, BLOCK_STEPS)
-        of = {who: [each[len(each) * part // 100] for part in PERCENTILES] for who, each in us.items()}
-        pairs = zip(of["pytorch"], of["package"], strict=True)
-        row[mode] = {who: [round(each, 1) for each in found] for who, found in of.items()}
-        row[mode]["ratio"] = [round(theirs / ours, 3) for theirs, ours in pairs]
+        times = host_us({who: ways[mode, who] for who in WHO}, BLOCKS, BLOCK_STEPS)
+        us = {who: statistics.median(each) for who, each in times.items()}
+        row[mode] = {who: round(each, 1) for who, each in us.items()}
+        row[mode]["ratio"] = round(us["pytorch"] / us["package"], 3)
     return row
 
 
