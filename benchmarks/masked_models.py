@@ -46,8 +46,8 @@ def inputs(config: Any, batch: int, seqlen: int) -> tuple[dict[str, Any], Any]:
 
 def timed(name: str, config: Any, kind: Any, batch: int, seqlen: int, theirs: str, compiled: bool) -> dict[str, Any]:
     """A row: both ways in turns, and how far each is from attention in float64."""
-    if compiled:
-        torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = kind(config).cuda().bfloat16().eval()
     given, keep = inputs(config, batch, seqlen)
@@ -69,7 +69,6 @@ def timed(name: str, config: Any, kind: Any, batch: int, seqlen: int, theirs: st
         layers = config.encoder_layers + 2 * config.decoder_layers
     else:
         layers = config.num_hidden_layers
-    torch.cuda.empty_cache()
     return {
         "model": f"{name}, {batch} x {seqlen}",
         "compiled": compiled,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 from setting import console, described, label_of, options, spec_of, write
 
 from attnsweep import Build, Environment, Problem, Run, Worker, builds, open_run, rank
@@ -106,18 +106,14 @@ def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Seq
     """Judge the winners. oracle: for each of its processes, the rounds of every candidate.
 
     A candidate's level is the median over the processes of the median over rounds of its time over
-    the round's median.
+    the round's median, relative to the least one.
     """
-    levels: dict[str, list[float]] = {}
-    for rounds in oracle:
-        middles = [statistics.median(times) for times in zip(*rounds.values(), strict=True)]
-        for name, times in rounds.items():
-            ratios = [us / middle for us, middle in zip(times, middles, strict=True)]
-            levels.setdefault(name, []).append(statistics.median(ratios))
-    level = {name: statistics.median(values) for name, values in levels.items()}
-    best = min(level, key=lambda name: level[name])
+    frames = [pandas.DataFrame(rounds) for rounds in oracle]
+    levels = [frame.div(frame.median(axis=1), axis=0).median() for frame in frames]
+    level = pandas.DataFrame(levels).median()
+    level = (level / level.min()).sort_values()
     winners = Counter(run["winner"] for run in runs)
-    regrets = [round(100 * (level[run["winner"]] / level[best] - 1), 3) for run in runs]
+    best, regrets = level.index[0], [round(100 * (level[run["winner"]] - 1), 3) for run in runs]
     launches, of_100_ms = (sum(run[name] for run in runs) for name in LAUNCHES)
     return {
         "processes": len(runs),
@@ -129,7 +125,7 @@ def verdict(runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Seq
         "regret_percent": regrets,
         "largest_regret_percent": max(regrets),
         "race_launch_share": round(launches / max(1, of_100_ms), 4),
-        "oracle_levels": {name: round(level[name] / level[best], 5) for name in sorted(level, key=level.__getitem__)},
+        "oracle_levels": level.round(5).to_dict(),
     }
 
 
