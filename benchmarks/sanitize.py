@@ -60,7 +60,7 @@ PROBLEMS = {
 
 def check(kernel: str, values: str, arch: str) -> None:
     """Check the first candidate of a case, full and causal, and count them."""
-    # All blocks of a cluster have the same number of keys, so CLUSTER goes with full attention alone.
+    # Blocks of a cluster that share keys need the same number of them: full attention alone.
     masks = ("false",) if ", CLUSTER: 2" in values else ("false", "true")
     with tempfile.TemporaryDirectory() as place:
         for seen, causal in enumerate(masks, 1):
