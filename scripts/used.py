@@ -26,16 +26,16 @@ TUNED = {
     "H200": [f"h200/{name}" for name in ("h200", *_BOTH)],
 }
 """The runs of each card that others next to them judge."""
-_SEEN = ("held_out_decode", "held_out_decode_later", "held_out_decode_last")
-_DECODING = ("decode", "decode_models", "decode_heads", "decode_queries")
+_DECODING = (
+    *("decode", "decode_models", "decode_heads", "decode_queries"),
+    *("held_out_decode", "held_out_decode_later"),
+)
 JUDGES = {
     "held_out": (),
     "held_out_later": (),
     "held_out_later, by held_out too": ("held_out",),
-    "held_out_decode, by decoding runs too": _DECODING,
-    "held_out_decode_later, by decoding runs too": _DECODING,
-    "held_out_decode_last, by these two too": (*_DECODING, *_SEEN[:2]),
-    "held_out_few, by these three and decode_dims too": (*_DECODING, *_SEEN, "decode_dims"),
+    "held_out_decode_last, by decoding too": _DECODING,
+    "held_out_few, by decoding too": (*_DECODING, "held_out_decode_last", "decode_dims"),
     "held_out_dims, by head_dims too": ("head_dims",),
     "held_out_value_dims, by value_dims too": ("value_dims",),
     "held_out_backward, by backward, its dims and short too": (

@@ -260,15 +260,6 @@ def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
     assert f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
 
 
-def test_the_page_says_how_many_shapes_were_swept_twice():
-    for card, runs in CARDS.items():
-        places = [ROOT / "results" / FOLDERS[card] / run for run in runs]
-        labels = [one.problem.label for place in places for one in evaluate.swept(place)]
-        assert len(labels) - len(set(labels)) == 4
-    page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
-    assert "Four shapes of each card were swept twice" in page
-
-
 def test_a_shape_is_left_out_of_the_stand_ins_rows_too():
     own = replace(gpu(winner(shape())), key=H200)
     both = known(table(own, gpu(winner(shape(dtype="fp16")), winner(shape(2)))), H200)
