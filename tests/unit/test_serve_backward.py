@@ -1,5 +1,6 @@
 """Gradients of the operator's calls by backward kernels, over a fake driver on the CPU."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import BackwardKernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import Watch, alive, aten, close, flash_backward, gradients_of, make, no_room, tensors, traced  # noqa: E402
+from operators import alive, aten, close, flash_backward, gradients_of, make, no_room, tensors, traced  # noqa: E402
 from packages import PLAIN_BACKWARD, RECOMPUTED, shape, winner, with_config  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.serve.runtime.plans import Plan  # noqa: E402
@@ -193,8 +196,6 @@ def test_deterministic_algorithms_have_a_kernel_that_is(operator, tmp_path, driv
 
 
 def test_checkpointing_and_autocast(operator):
-    from torch.utils.checkpoint import checkpoint
-
     given = tensors()
 
     def kept(*tensors):
@@ -237,12 +238,36 @@ def test_without_memory_for_sums_the_call_is_pytorchs(operator):
     assert operator.counters()["kernel_backward"] == 1
 
 
-def test_a_dispatch_mode_sees_an_operator(operator):
+def test_a_dispatch_mode_sees_pytorchs_operators(operator):
+    """So that FLOPs are counted, for example."""
     given = tensors()
-    with Watch() as watch:
-        got = gradients_of(operator.attention, given)
-    assert right(got, given)
-    assert any("backward" in name for name in watch.seen)
+    with FlopCounterMode(display=False) as theirs:
+        gradients_of(F.scaled_dot_product_attention, given)
+    with FlopCounterMode(display=False) as ours:
+        gradients_of(operator.attention, given)
+    assert ours.get_total_flops() == theirs.get_total_flops() > 0
+    assert operator.counters() == {"subclass": 1}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_policy_of_what_to_keep_has_pytorchs_operators(operator, compiled):
+    """It names those, so that a checkpoint would compute another's output again."""
+    torch._dynamo.reset()
+    seen = []
+
+    def policy(context, op, *_, **__):
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    kept = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def block(q, k, v):
+        return checkpoint(operator.attention, q, k, v, use_reentrant=False, context_fn=kept)
+
+    block = torch.compile(block, backend="aot_eager") if compiled else block
+    given = tensors()
+    assert right(gradients_of(block, given), given)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in seen
 
 
 def test_compiled_code_calls_the_kernels(operator):

@@ -1,6 +1,7 @@
 """`enable`, `disable` and `register` of a package, with a fake driver in place of CUDA's."""
 
 import copy
+import functools
 import importlib
 import itertools
 import pickle
@@ -97,6 +98,7 @@ def test_a_class_a_table_a_copy_and_a_pickle_take_it_for_pytorchs(package, drive
         assert {routed: 1}[SDPA] == 1
         assert {SDPA: 1}[routed] == 1
         assert copy.deepcopy({"attention": routed})["attention"] is routed
+        assert functools.wraps(routed)(lambda: None).__name__ == SDPA.__name__
         assert pickle.loads(pickle.dumps(routed)) is routed
         kept = pickle.dumps(routed)
     assert package.counters() == {"kernel": 1}
@@ -137,6 +139,63 @@ def test_what_no_kernel_serves_is_pytorchs_without_recursion(package, driver):
     assert torch.equal(odd, SDPA(q.float(), k.float(), v.float()))
     assert package.counters() == {"mask": 1, "dtype": 1}
     assert driver.launches == []
+
+
+WRONG = {
+    "is_causal": {"is_causal": 1},
+    "is_causal of nothing": {"is_causal": None},
+    "enable_gqa": {"enable_gqa": 1},
+    "dropout_p": {"dropout_p": "0.1"},
+}
+
+
+@pytest.mark.parametrize("how", WRONG.values(), ids=WRONG)
+def test_arguments_of_another_type_are_pytorchs_error(package, how):
+    """Also where 1 is found as True is, of a call that was met before."""
+    q, k, v = tensors()
+
+    def call(*qkv):
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, **how)
+
+    with package.enable():
+        for flag in (False, True) * 3:
+            F.scaled_dot_product_attention(q, k, v, is_causal=flag, enable_gqa=flag)
+        with pytest.raises(TypeError, match="must be"):
+            call(q, k, v)
+        torch._dynamo.reset()
+        with pytest.raises(TypeError, match="must be"):
+            torch.compile(call, backend="aot_eager")(q, k, v)
+
+
+def test_scale_has_a_name_as_at_pytorchs_own(package):
+    with package.enable(), pytest.raises(TypeError, match="positional"):
+        F.scaled_dot_product_attention(*tensors(), None, 0.0, False, 0.2)
+
+
+class Replaced(torch.overrides.TorchFunctionMode):
+    """Answers calls of attention itself, as what splits a sequence over several GPUs does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == F.scaled_dot_product_attention:
+            return args[0] * 0 + 7
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_function_mode_is_told_of_calls(package, driver, compiled):
+    torch._dynamo.reset()
+    q, k, v = tensors()
+
+    def call(*qkv):
+        return torch.nn.functional.scaled_dot_product_attention(*qkv)
+
+    call = torch.compile(call, backend="aot_eager") if compiled else call
+    with package.enable():
+        with Replaced():
+            assert (call(q, k, v) == 7).all()
+        with torch.device("cpu"):  # another such mode, which hands calls on
+            assert close(call(q, k, v), SDPA(q, k, v))
+    assert package.counters() == {"kernel": 1}
 
 
 def test_statements_nest_and_undo_themselves_alone(package):
@@ -360,6 +419,8 @@ KNOWN_LATE = {
     "dropout_p": (lambda n, *qkv: (qkv, {"dropout_p": n}), 0.0),
     "is_causal": (lambda n, *qkv: (qkv, {"is_causal": n}), True),
     "is_causal by a number": (lambda n, *qkv: (qkv, {"is_causal": n > 3}), 5),
+    "is_causal by a small number": (lambda n, *qkv: (qkv, {"is_causal": n > 3}), 1),
+    "enable_gqa by a number": (lambda n, *qkv: (qkv, {"enable_gqa": n > 3}), 5),
 }
 
 

@@ -70,7 +70,7 @@ def plain_mask(mask: Any) -> bool:
 
 def dropped(dropout_p: float) -> Choice | None:
     """Why no kernel serves a call, whatever its tensors are."""
-    return Choice(None, "dropout", f"dropout_p is {dropout_p:g}") if dropout_p != 0.0 else None
+    return Choice(None, "dropout", f"dropout_p is {dropout_p}") if dropout_p != 0.0 else None
 
 
 def taken_for(

@@ -24,7 +24,7 @@ from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explana
 from .sdpa_patch import pytorchs as _sdpa
 from .sdpa_patch import sdpa
 from .table import Guard, PackageError, Table
-from .traced import Traced, default_scale
+from .traced import Traced
 from .transformers_hook import LazyMask
 
 # Looked up once: each is asked in every call.
@@ -204,13 +204,7 @@ class Operator:
         query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, _ = call
         if transformed():
             return TRANSFORMED
-        if (
-            not plain(query, key, value)
-            or _modes()
-            or query.is_neg()
-            or key.is_neg()
-            or value.is_neg()
-        ):
+        if not _alone(query, key, value):
             return SUBCLASS
         if type(mask) is not _TENSOR and limits is None:
             return Plan(_OTHER_DTYPE)
@@ -301,6 +295,9 @@ class Operator:
         if _is_compiling():  # also one that gave up on the callers, and takes up this frame
             masks = (attn_mask, dropout_p, is_causal)
             return self.traced.call(query, key, value, *masks, scale, enable_gqa)
+        if type(is_causal) is not bool or type(enable_gqa) is not bool:  # 1 would find True's plan
+            how = (dropout_p, is_causal)
+            return _sdpa(query, key, value, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _any_autocast():
@@ -322,7 +319,7 @@ class Operator:
                 done = self.run(seen, query, key, value)
                 if done is not None:
                     return done[0]
-        elif not plain(query, key, value):
+        elif not _alone(query, key, value):
             choice = SUBCLASS.choice
         else:
             grad = _is_grad_enabled() and (
@@ -332,12 +329,6 @@ class Operator:
             if not plan.calls:
                 choice = plan.choice
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
-            elif _modes() or query.is_neg() or key.is_neg() or value.is_neg():
-                # A dispatch mode, or what resolves a negation, must see an operator.
-                ops, by = self.traced.ops, default_scale(query, scale)
-                if grad:
-                    return ops.forward_lse(query, key, value, is_causal, by)[0]
-                return ops.forward(query, key, value, is_causal, by)
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
                 if grad:
@@ -405,7 +396,7 @@ class Operator:
         asked = (attn_mask, is_causal or causal, tuple(limits), softcap, sinks)
         mask, is_causal, diagonals, cap, sinks = understood(query, key, *asked)
         choice = dropped(dropout_p)
-        if choice is None and not plain(query, key, value):
+        if choice is None and not _alone(query, key, value):
             choice = SUBCLASS.choice
         if choice is not None:
             return self.explained(choice, query)
@@ -618,6 +609,16 @@ _EXPECTED = frozenset(
         "head_dim",
     }
 )
+
+
+def _alone(query: Any, key: Any, value: Any) -> bool:
+    """Whether nothing else has a say in a call: no class, no dispatch mode and no negation.
+
+    Modes that count FLOPs and policies of selective checkpoints know PyTorch's operators alone.
+    """
+    return plain(query, key, value) and not (
+        _modes() or query.is_neg() or key.is_neg() or value.is_neg()
+    )
 
 
 def _kind_of(mask: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from . import transformers_hook
 from .about import MASKS_AND_SCORES, PACKED, ends_with
@@ -28,6 +29,7 @@ _fp8 = Fp8Operator(_operator)
 # Looked up once: each is asked in every call.
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
 _is_grad_enabled, _SHORT = torch.is_grad_enabled, SHORT.code
+_in_function_mode = torch._C._is_torch_function_mode_enabled
 _counts, _shorts = _operator.counts, _operator.shorts
 _compiled = _operator.traced.ops.attention_sdpa
 __version__ = _operator.table.attnsweep
@@ -256,6 +258,7 @@ class _Routed(InPlace):
         attn_mask: Any = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
@@ -270,13 +273,14 @@ class _Routed(InPlace):
                 and (attn_mask is None or type(attn_mask) is _Tensor)
                 and (scale is None or (type(scale) is float and abs(scale) < 1e30))
                 and (0.0 <= dropout_p <= 1.0) is True  # a tensor's answer is a tensor
+                and (is_causal is True or is_causal is False)
+                and (enable_gqa is True or enable_gqa is False)
                 and query.dim() == 4
                 and not exports._is_exporting_flag
                 and _routing.on
                 and flash_allowed()
+                and not _in_function_mode()
             ):
-                if is_causal:
-                    is_causal = True
                 return _compiled(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
@@ -299,6 +303,10 @@ class _Routed(InPlace):
                         query, key, value, None, dropout_p, is_causal, scale, enable_gqa
                     )
         if _routing.on and flash_allowed():
+            if _in_function_mode():  # it is told of the call, as PyTorch tells of its own
+                given = (query, key, value, attn_mask, dropout_p, is_causal)
+                how: Any = {"scale": scale, "enable_gqa": enable_gqa}
+                return handle_torch_function(self, given[:4], *given, **how)
             return _operator.eager(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )

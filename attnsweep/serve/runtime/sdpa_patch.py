@@ -92,6 +92,7 @@ class InPlace:
     """
 
     __slots__ = ()
+    __name__ = NAME  # which functools.wraps and torch.overrides read
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, type(self)) or other is sdpa

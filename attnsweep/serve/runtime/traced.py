@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
@@ -69,9 +70,11 @@ class Traced:
             and (scale is None or (isinstance(scale, (int, float)) and abs(scale) < 1e30))
             and isinstance(dropout_p, (int, float))
             and 0.0 <= dropout_p <= 1.0
+            and type(is_causal) is type(enable_gqa) is bool
         ):
-            if is_causal:
-                is_causal = True
+            # No bool(), which would stay in the graph.
+            is_causal = True if is_causal else False  # noqa: SIM210
+            enable_gqa = True if enable_gqa else False  # noqa: SIM210
             how = (dropout_p, is_causal, scale, enable_gqa)
             out: torch.Tensor = self.ops.attention_sdpa(query, key, value, attn_mask, *how)
             return out
@@ -81,13 +84,13 @@ class Traced:
     def attention_sdpa(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
         """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
 
-        PyTorch where torch.func transforms it: it has rules for its own operator alone. And where
-        sizes are known on the device alone, so that nothing can be asked of them.
+        PyTorch where torch.func transforms it: it has rules for its own operator alone. And where a
+        policy says which operators' outputs are kept for the backward, or sizes are known on the device alone, so that nothing can be asked of them.
         """
         given = self._operator.cast(query, key, value)
         *masks, scale, enable_gqa = asked
         out: Any = None
-        if not transformed():
+        if not transformed() and not _saves_selected():
             try:
                 out = self._served(*given, *asked)
             except RuntimeError as error:  # to import its class takes as long as a compiler
@@ -202,6 +205,12 @@ class Traced:
         if done is not None:
             return done
         return like(_masked_by_pytorch(query, key, value, mask, *how), query, value)
+
+
+def _saves_selected() -> bool:
+    """Whether a policy of a selective checkpoint looks at operators: it names PyTorch's own."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes)
 
 
 def default_scale(query: Any, scale: float | None) -> float:
