@@ -90,8 +90,8 @@ def swept(run: Path) -> list[Swept]:
     families = discover()
     ours: dict[Problem, dict[str, float]] = {}
     theirs: dict[Problem, dict[str, float]] = {}
-    trials = open_run(run).trials
-    for trial in trials:
+    opened = open_run(run)
+    for trial in opened.trials:
         if trial.status is not Status.OK or trial.time_us is None or trial.problem.scaled:
             continue
         problem, time_us = trial.problem, trial.time_us.median
@@ -100,7 +100,7 @@ def swept(run: Path) -> list[Swept]:
             theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
             ours.setdefault(problem, {})[config_of(trial, family).label] = time_us
-    both = ours.keys() & (theirs.keys() - lost_sdpa(trials, theirs).keys())
+    both = ours.keys() & (theirs.keys() - lost_sdpa(opened, theirs).keys())
     return [Swept(run.name, each, us, theirs[each]) for each, us in ours.items() if each in both]
 
 

@@ -314,7 +314,7 @@ def chosen_of(
     timed_sdpa: dict[Problem, list[str]] = {trial.problem: [] for trial in ranked["trial"]}
     for trial in filter(is_sdpa, ranked["trial"]):
         timed_sdpa[trial.problem].append(trial.provider)
-    lost = lost_sdpa(run.trials, timed_sdpa)
+    lost = lost_sdpa(run, timed_sdpa)
     for problem, rows in ranked.groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
         family = families.get(family_of(trials[0].problem))

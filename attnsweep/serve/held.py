@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+
+import yaml
 
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.ops import Op
@@ -17,6 +19,7 @@ from attnsweep.serve.export_code import FP8_FAMILY, Families, family_of, why_unp
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
 from attnsweep.serve.runtime.served import DECLARED
 from attnsweep.serve.runtime.table import GpuKey, kind_of_code
+from attnsweep.store.run import Run
 
 # How many configs are looked at for a tuned shape and the shapes near it. The first number is of
 # every shape, the winner included. Where few shapes of a kind were tuned, they share the second,
@@ -35,6 +38,8 @@ from attnsweep.serve.runtime.table import GpuKey, kind_of_code
 _HELD, _HELD_OF_A_KIND, _HELD_OF_OTHERS = 1, 20, 6
 # Gradients that only winners compute, on the very shapes: see `dispatch.exactly`.
 _WINNERS_ALONE = ("window backward", "padded backward")
+
+_SDPA = "torch_"  # how names of PyTorch's own attention begin
 
 Kind = tuple[int, str]
 """head_dim and kind of mask: kernels of one kind are compared on a shape."""
@@ -69,19 +74,18 @@ class Chosen:
 
 def is_sdpa(trial: Trial) -> bool:
     """Whether a row is of PyTorch's own attention."""
-    return trial.provider.startswith("torch_")
+    return trial.provider.startswith(_SDPA)
 
 
-def lost_sdpa(
-    trials: Iterable[Trial], timed: Mapping[Problem, Collection[str]]
-) -> dict[Problem, str]:
+def lost_sdpa(run: Run, timed: Mapping[Problem, Collection[str]]) -> dict[Problem, str]:
     """Problems with a baseline of PyTorch's that was neither timed nor skipped, and which.
 
     What users would get there is not known: next to torch_flash alone a gain of 1.26 stood as 1.76.
-    timed: the baselines of PyTorch's with a time, by problem.
+    So one that the run's spec names counts without any row. timed: the baselines of PyTorch's with
+    a time, by problem.
     """
-    rows = [trial for trial in trials if is_sdpa(trial)]
-    every = dict.fromkeys(trial.provider for trial in rows)
+    rows = [trial for trial in run.trials if is_sdpa(trial)]
+    every = dict.fromkeys((*_asked_for(run.spec_text), *(trial.provider for trial in rows)))
     spared = {(t.problem, t.provider) for t in rows if t.status is Status.SKIPPED}
     return {
         problem: name
@@ -89,6 +93,15 @@ def lost_sdpa(
         for name in every
         if name not in names and (problem, name) not in spared
     }
+
+
+def _asked_for(spec_text: str | None) -> list[str]:
+    """Baselines of PyTorch's that a run's spec names; none if it cannot be read."""
+    try:
+        named = yaml.safe_load(spec_text or "")["baselines"]
+        return [name for name in map(str, named) if name.startswith(_SDPA)]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return []
 
 
 def kind_of(problem: Problem) -> Kind:

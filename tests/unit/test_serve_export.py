@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -208,6 +209,15 @@ def test_a_winner_without_the_time_of_one_of_pytorchs_is_left_out(tmp_path, lost
     held = {w.problem.label for w in read_table(done.directory / "my_attention").gpus[H100].winners}
     assert held
     assert row.problem.label not in held
+
+
+def test_a_baseline_that_the_spec_names_and_no_row_has_leaves_all_out(tmp_path):
+    run = store_run.open_run(H100_RUN)
+    rows = [t for t in run.trials if t.provider != "torch_cudnn"]
+    without = changed(run, tmp_path / "run", rows)
+    shutil.copy(run.directory / "spec.yaml", without)
+    with pytest.raises(StoreError, match="no time of torch_cudnn"):
+        export(tmp_path, [without])
 
 
 # ---- packed heads ----

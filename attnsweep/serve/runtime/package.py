@@ -305,8 +305,8 @@ class _Routed(InPlace):
         if _routing.on and flash_allowed():
             if _in_function_mode():  # it is told of the call, as PyTorch tells of its own
                 given = (query, key, value, attn_mask, dropout_p, is_causal)
-                how: Any = {"scale": scale, "enable_gqa": enable_gqa}
-                return handle_torch_function(self, given[:4], *given, **how)
+                names: Any = {"scale": scale, "enable_gqa": enable_gqa}
+                return handle_torch_function(self, given[:4], *given, **names)
             return _operator.eager(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )

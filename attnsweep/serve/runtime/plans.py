@@ -88,4 +88,6 @@ FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"
 TRANSFORMED = Plan(
     Choice(None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives")
 )
-SUBCLASS = Plan(Choice(None, "subclass", "an argument is no plain tensor, or a dispatch mode is on"))
+SUBCLASS = Plan(
+    Choice(None, "subclass", "an argument is no plain tensor, or a dispatch mode is on")
+)

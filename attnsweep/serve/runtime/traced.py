@@ -85,7 +85,8 @@ class Traced:
         """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
 
         PyTorch where torch.func transforms it: it has rules for its own operator alone. And where a
-        policy says which operators' outputs are kept for the backward, or sizes are known on the device alone, so that nothing can be asked of them.
+        policy says which operators' outputs are kept for the backward, or sizes are known on the
+        device alone, so that nothing can be asked of them.
         """
         given = self._operator.cast(query, key, value)
         *masks, scale, enable_gqa = asked
