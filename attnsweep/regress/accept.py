@@ -14,6 +14,7 @@ from attnsweep.choose.ranking import rank, winners
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.specs.load import load_spec
 from attnsweep.store.code import read_code
+from attnsweep.store.outputs import others_in
 from attnsweep.store.run import LOCK, SPEC, Run, damage, open_run, pack, trials_of
 
 
@@ -22,8 +23,8 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
 
     The copy is made next to the target and replaces it by renaming: a reader sees the whole old
     one, the whole new one, or, for the moment between two renames, none. Raises StoreError, without
-    any change, if there are objections and force is not set; if `baseline` is not a run; if the run
-    is still being written; or if it cannot be copied.
+    any change, if there are objections and force is not set; if `baseline` is not a run, or holds
+    more; if the run is still being written; or if it cannot be copied.
     """
     source, target = run.directory.resolve(), baseline.resolve()
     where = str(baseline)
@@ -34,6 +35,9 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
         if not empty:
             hint = "give the directory of a baseline, or a new one"
             raise StoreError("exists, and is not a run", where=where, hint=hint)
+    elif target.exists() and (others := others_in(target)):
+        hint = "move it away, or give another directory"
+        raise StoreError(f"it holds more than a run: {', '.join(others)}", where=where, hint=hint)
     if _being_written(source):
         hint = "wait until it ends"
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)

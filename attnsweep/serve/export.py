@@ -557,6 +557,11 @@ def _check_replaceable(whole: Path, out: Path) -> None:
     if names and not earlier:
         what = "there are files, and they are no earlier export"
         raise StoreError(what, where=str(out), hint=_HINT)
+    made = [project.name, "build", *(n for n in names if n.endswith(".egg-info"))]  # by pip, too
+    others = [n for n in sorted(names) if n not in made and not (whole / n / TABLE).is_file()]
+    if others:  # such as .git
+        what = f"next to an earlier export there is {', '.join(others)}"
+        raise StoreError(what, where=str(out), hint="move that away, or choose another --out")
 
 
 def _write(out: Path, contents: Mapping[str, bytes]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import write_file
-from attnsweep.store.run import CUBINS, ENVIRONMENT, ROWS, SPACES, SPEC
+from attnsweep.store.run import CUBINS, DERIVED, ENVIRONMENT, LOCK, ROWS, SPACES, SPEC
 
 FILE = "counters.json"
 _WRITABLE = "give a file in a writable directory"
@@ -26,6 +26,14 @@ def refuse_recorded(path: Path) -> None:
     within = folder.name == CUBINS or path.name in _PARTS or path.suffix == ".ncu-rep"
     if within and any((run / name).is_file() for name in ROWS):
         raise StoreError("is part of a run", where=str(path), hint="choose another name")
+
+
+def others_in(run: Path) -> list[str]:
+    """Names in a run's directory of what is no part of it: what would be lost with the run."""
+    own = {*_PARTS, *DERIVED, CUBINS, LOCK}
+    ours = ("trials.*.jsonl", "*.ncu-rep", ".*.tmp")
+    here = [path for path in run.iterdir() if path.name not in own]
+    return sorted(path.name for path in here if not any(map(path.match, ours)))
 
 
 def check_output(path: Path, *, force: bool = True) -> None:

@@ -445,3 +445,14 @@ def test_accept_spares_what_is_no_run(accept, recorded, tmp_path):
     assert "exists, and is not a run" in err
     assert accept(recorded, recorded)[0] == 2
     assert accept(recorded, recorded.parent)[0] == 2
+
+
+def test_accept_spares_a_run_and_notes_within_the_baseline(accept, recorded, tmp_path):
+    accept(recorded, tmp_path / "base")
+    accept(recorded, tmp_path / "base" / "another")
+    (tmp_path / "base" / "notes.txt").write_text("why")
+    before = files(tmp_path)
+    code, _, err = accept(recorded, tmp_path / "base", "--force")
+    assert code == 2
+    assert "more than a run: another, notes.txt" in err
+    assert files(tmp_path) == before

@@ -161,6 +161,10 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path):
     export(tmp_path, [H100_RUN])
     assert not stale.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "my_attention"]
+    (done.directory / ".git").mkdir()
+    with pytest.raises(StoreError, match=r"next to an earlier export there is \.git"):
+        export(tmp_path, [H100_RUN])
+    assert (done.directory / ".git").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(StoreError, match="no earlier export"):
