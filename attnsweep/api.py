@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def tune(
     threads: Given = 128,
     smem_bytes: Given = 0,
     rules: Mapping[str, Rule] | None = None,
-    kernels: Sequence[str] = (),
+    kernels: str | Sequence[str] = (),
     budget_s: int | None = None,
     limit: int | None = None,
     replay: str | Path | None = None,
@@ -116,6 +117,7 @@ def tune(
     shapes = [str(getattr(one, "label", one)) for one in each]
     problems = read_shapes(shapes, dtype=dtype, causal=causal)
     known = families()
+    kernels = (kernels,) if isinstance(kernels, str) else kernels
     if not shipped:
         own = inline.family_of(
             source,
@@ -176,7 +178,7 @@ def run(
         None if gpus is None else Fleet(chosen(gpus, installed())),
         results=Path(results),
         fresh=fresh,
-        limit=limit,
+        limit=_at_least_1(limit),
         wait=wait,
         cache_dir=None if cache_dir is None else Path(cache_dir),
         observer=observer,
@@ -198,7 +200,7 @@ def compile_spec(
     from attnsweep.tools.compile import compile_all
 
     target = _target(spec, arch)
-    return compile_all(_bound(spec, kernels), target, limit=limit)
+    return compile_all(_bound(spec, kernels), target, limit=_at_least_1(limit))
 
 
 def builds(
@@ -219,7 +221,7 @@ def builds(
 
     target = _target(spec, arch)
     compiler = compiler_for(spec, target)
-    cap = limit or spec.search.candidates
+    cap = _at_least_1(limit) or spec.search.candidates
     distinct: dict[tuple[object, ...], Build] = {}
     try:
         found = [
@@ -317,7 +319,7 @@ def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
     """
     from attnsweep.regress.recorded import compare
 
-    return compare(old, new, slower=slower)
+    return compare(old, new, slower=_share(slower))
 
 
 def compare_candidates(
@@ -342,7 +344,8 @@ def compare_candidates(
     from attnsweep.regress.ab_test import compare
 
     try:
-        return compare(gpu, another, old, new, slower=slower, budget_s=budget_s, seed=seed)
+        share = _share(slower)
+        return compare(gpu, another, old, new, slower=share, budget_s=budget_s, seed=seed)
     except Exception as error:
         if not isinstance(error.__cause__, WorkerError):
             raise
@@ -358,7 +361,7 @@ def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
 
 
 def export(
-    runs: Iterable[str | Path],
+    runs: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
     name: str | None = None,
@@ -374,11 +377,11 @@ def export(
     from attnsweep.serve.export import export as write
 
     known = families() if kernels is None else kernels
-    return write([Path(run) for run in runs], Path(out), known, name=name, guard=guard)
+    return write(_paths(runs), Path(out), known, name=name, guard=guard)
 
 
 def exported_table(
-    runs: Iterable[str | Path],
+    runs: str | Path | Iterable[str | Path],
     *,
     kernels: Mapping[str, Family] | None = None,
     guard: Guard | None = None,
@@ -393,12 +396,12 @@ def exported_table(
     from attnsweep.serve.export import outline
 
     known = families() if kernels is None else kernels
-    return outline([Path(run) for run in runs], known, guard=guard, slower=slower)
+    return outline(_paths(runs), known, guard=guard, slower=slower)
 
 
 def judge_dispatch(
-    runs: Iterable[str | Path],
-    held_out: Iterable[str | Path] = (),
+    runs: str | Path | Iterable[str | Path],
+    held_out: str | Path | Iterable[str | Path] = (),
     *,
     leave_one_out: bool = False,
     slower: float = 0.0,
@@ -411,7 +414,7 @@ def judge_dispatch(
     """
     from attnsweep.serve.evaluate import judged
 
-    tuned, others = ([Path(run) for run in each] for each in (runs, held_out))
+    tuned, others = map(_paths, (runs, held_out))
     return list(judged(tuned, others, leave_one_out=leave_one_out, slower=slower))
 
 
@@ -434,6 +437,30 @@ def schema() -> str:
     from attnsweep.specs.load import schema_text
 
     return schema_text()
+
+
+def _paths(runs: str | Path | Iterable[str | Path]) -> list[Path]:
+    """The directories of runs; one alone need not stand in a list."""
+    return [Path(run) for run in ((runs,) if isinstance(runs, str | Path) else runs)]
+
+
+def _at_least_1(limit: int | None) -> int | None:
+    """A limit as a whole number, or None. Raises SpecError, or TypeError for what is no number."""
+    limit = None if limit is None else index(limit)
+    if limit is None or limit >= 1:
+        return limit
+    from attnsweep.core.errors import SpecError
+
+    raise SpecError(f"limit must be at least 1, not {limit}", hint="None is no limit")
+
+
+def _share(slower: float) -> float:
+    """The share by which something may be slower. Raises SpecError, for one that is NaN too."""
+    if 0 <= slower <= 10:
+        return float(slower)
+    from attnsweep.core.errors import SpecError
+
+    raise SpecError(f"slower must be between 0 and 10, not {slower}", hint="0.03 is 3 %")
 
 
 def _bound(spec: SweepSpec, kernels: Mapping[str, Family] | None) -> SweepSpec:

@@ -263,18 +263,18 @@ def _first(error: ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def find_runs(results_dir: Path) -> list[Path]:
+def find_runs(results_dir: str | Path) -> list[Path]:
     """Every run directory at or below `results_dir`, sorted by path."""
-    found = {path.parent for name in ROWS for path in results_dir.rglob(name)}
+    found = {path.parent for name in ROWS for path in Path(results_dir).rglob(name)}
     return sorted(directory for directory in found if trials_of(directory).is_file())
 
 
-def latest_run(results_dir: Path) -> Run:
+def latest_run(results_dir: str | Path) -> Run:
     """The run below `results_dir` whose trials were written last; of equals, the last by path.
 
     Runs without rows do not count. Raises StoreError if there is none, OSError as `os.scandir`.
     """
-    if results_dir.is_dir():
+    if Path(results_dir).is_dir():
         os.scandir(results_dir).close()  # find_runs takes one that may not be read for empty
     written = []
     for directory in find_runs(results_dir):

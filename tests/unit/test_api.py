@@ -12,6 +12,7 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 from sweeping import use
@@ -23,6 +24,7 @@ ROOT = PACKAGE.parent
 PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
 # Scripts about what is inside: machine code of two trees, and the package that attnsweep holds.
 INSIDE = {"same_sass.py", "winners.py"}
+RUN = ROOT / "results" / "h100-80gb-hbm3" / "flash_long"
 PROGRAMS = sorted(
     path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py") if path.name not in INSIDE
 )
@@ -311,9 +313,30 @@ def test_a_file_with_a_callable_that_sweeps_where_it_is_imported_is_told_so(tmp_
 
 
 def test_a_shape_alone_has_the_shipped_families(gpu):
-    outcome = attnsweep.tune(SHAPE, causal=True, kernels=["naive"], limit=2)
+    outcome = attnsweep.tune(SHAPE, causal=True, kernels="naive", limit=np.int64(2))
     assert {t.kernel for t in outcome.run.trials if t.provider == "attnsweep"} == {"naive"}
     assert all(t.problem.causal for t in outcome.run.trials)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(limit, tmp_path):
+    """0 was no limit, and -1 left out the last candidate."""
+    with pytest.raises(attnsweep.SpecError, match="at least 1"):
+        attnsweep.run("quickstart", limit=limit, results=tmp_path)
+
+
+@pytest.mark.parametrize("slower", [float("nan"), -0.03])
+def test_a_share_that_no_winner_could_exceed_is_refused(slower):
+    run = attnsweep.open_run(RUN)
+    with pytest.raises(attnsweep.SpecError, match="between 0 and 10"):
+        attnsweep.compare_runs(run, run, slower=slower)
+
+
+def test_one_run_need_not_stand_in_a_list_nor_be_a_path():
+    """The characters of a string were taken for runs, of which the first is the whole disk."""
+    assert attnsweep.exported_table(str(RUN)) == attnsweep.exported_table([RUN])
+    assert attnsweep.find_runs(str(RUN)) == [RUN]
+    assert attnsweep.latest_run(str(RUN)).directory == RUN
 
 
 def test_without_a_gpu_a_recording_answers(tmp_path, monkeypatch):
