@@ -189,7 +189,7 @@ def test_a_function_mode_is_told_of_calls(package, driver, compiled):
     def call(*qkv):
         return torch.nn.functional.scaled_dot_product_attention(*qkv)
 
-    call = torch.compile(call, backend="aot_eager") if compiled else call
+    call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     with package.enable():
         with Replaced():
             assert (call(q, k, v) == 7).all()

@@ -267,7 +267,13 @@ class _Routed(InPlace):
         # again before each call what it sees asked here. What this does not take, `Traced.call`
         # decides; one function for both would ask six things more. Numbers are looked at, so that
         # one that the device alone knows ends a graph, as it does at PyTorch's own.
-        if _is_compiling():
+        if _in_function_mode():  # it is told of the call, as PyTorch tells of its own
+            if _routing.on:
+                given = (query, key, value, attn_mask, dropout_p, is_causal)
+                names: Any = {"scale": scale, "enable_gqa": enable_gqa}
+                tensors = given[: 3 if attn_mask is None else 4]
+                return handle_torch_function(self, tensors, *given, **names)
+        elif _is_compiling():
             if (
                 type(query) is type(key) is type(value) is _Tensor
                 and (attn_mask is None or type(attn_mask) is _Tensor)
@@ -279,7 +285,6 @@ class _Routed(InPlace):
                 and not exports._is_exporting_flag
                 and _routing.on
                 and flash_allowed()
-                and not _in_function_mode()
             ):
                 return _compiled(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -303,10 +308,6 @@ class _Routed(InPlace):
                         query, key, value, None, dropout_p, is_causal, scale, enable_gqa
                     )
         if _routing.on and flash_allowed():
-            if _in_function_mode():  # it is told of the call, as PyTorch tells of its own
-                given = (query, key, value, attn_mask, dropout_p, is_causal)
-                names: Any = {"scale": scale, "enable_gqa": enable_gqa}
-                return handle_torch_function(self, given[:4], *given, **names)
             return _operator.eager(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
