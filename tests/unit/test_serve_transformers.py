@@ -525,6 +525,15 @@ def test_what_nobody_computes_beside_a_changed_score_is_an_error(package, option
         attend(torch.nn.Module(), q, q, q, None, position_bias=q, **changed)
 
 
+def test_a_traced_call_is_pytorchs(package):
+    """While torch.jit.trace looks, sizes are tensors, which PyTorch takes for no booleans."""
+    attention = transformers.AttentionInterface()[package.register()]
+    q, k, v = (torch.randn(2, 4, SEQLEN, 64).bfloat16() for _ in "qkv")
+    traced = torch.jit.trace(lambda *qkv: attention(torch.nn.Module(), *qkv, None)[0], (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(traced(q, k, v), expected.transpose(1, 2))
+
+
 def test_an_encoder_is_not_causal(package):
     attend = transformers.AttentionInterface()[package.register()]
     theirs = transformers.AttentionInterface()["sdpa"]

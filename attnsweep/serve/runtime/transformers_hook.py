@@ -277,7 +277,7 @@ def _implementation(
                 f"this model's attention has {'softcap' if softcap else 'sinks'} and "
                 f'{found[0]}; use attn_implementation="eager"'
             )
-        grouped = query.shape[1] != key.shape[1]
+        grouped = bool(query.shape[1] != key.shape[1])  # a tensor while torch.jit.trace looks
         # PyTorch has no fused attention of grouped heads with these: theirs repeats k and v for it.
         unfused = key.shape[-1] > 256 or (grouped and key.shape[-1] != value.shape[-1])
         others = bool(found) or (not changed and (dropout != 0.0 or unfused))
