@@ -18,6 +18,7 @@ import json
 import lzma
 import marshal
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -127,10 +128,19 @@ def share(trial: Trial, known: dict[object, Any]) -> None:
                 set_in_frozen(part, "__pydantic_extra__", empty)
 
 
+_CONTROL = re.compile(rb"\\u00(?:0[1-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.I)
+
+
+def _printable(data: bytes) -> bytes:
+    """JSON whose texts have no control characters, which a terminal would obey."""
+    odd = b"\\u00" in data or not data.isascii() or b"\x7f" in data
+    return _CONTROL.sub(rb"\\ufffd", data) if odd else data
+
+
 def _parse_row(line: bytes) -> Trial | str:
     """The Trial in one line, or the reason why there is none."""
     try:
-        return Trial.model_validate_json(line)
+        return Trial.model_validate_json(_printable(line))
     except ValidationError as error:
         return _first(error)
     except AttnsweepError as error:
@@ -229,7 +239,7 @@ T = TypeVar("T")
 def _read(path: Path, parse: Callable[[bytes], T], missing: T) -> tuple[T, str | None]:
     """What a file next to the trials holds, and a warning if it is damaged."""
     try:
-        return parse(path.read_bytes()), None
+        return parse(_printable(path.read_bytes())), None
     except FileNotFoundError:
         return missing, None
     except OSError as error:

@@ -121,6 +121,17 @@ def test_a_compiler_log_that_is_not_utf8_is_stored(tmp_path: Path) -> None:
     assert trials[0].detail == "error: ? \x00 \u2028 end"
 
 
+def test_what_a_terminal_would_obey_is_not_read(tmp_path: Path) -> None:
+    """A run may be somebody else's, and its texts are printed."""
+    with Store.open(tmp_path) as store:
+        store.append(trial(1, detail="line\n\x1b]0;title\x07\x9b2J \x7f µ"))
+        store.describe("name: x\n", ENVIRONMENT.model_copy(update={"gpu": "\x1b[2J"}), [])
+    run = open_run(tmp_path)
+    assert run.trials[0].detail == "line\n\ufffd]0;title\ufffd\ufffd2J \ufffd µ"
+    assert run.environment is not None
+    assert run.environment.gpu == "\ufffd[2J"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
