@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attnsweep.core.errors import SpecError, StoreError
@@ -76,22 +76,40 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
                 "on there if it is run again"
             )
     with _opened(out) as store:
-        wanted = [entry.problem.label for entry in spec.problems]
-        spaces = list(itertools.chain.from_iterable(run.spaces for run in runs))
-        spaces.sort(key=lambda facts: _place(wanted, facts.get("problem")))
-        store.describe(spec.resolved(store.directory), environment, spaces)
-        for problem in (entry.problem for entry in spec.problems):
-            if problem in measured:
-                for trial in measured[problem].trials:
-                    if trial.problem == problem:
-                        store.append(trial)
-        for run in runs:
-            for name, data in _cubins(run):
-                store.keep(name, data)
-        counters = [each for run in runs for each in read(run.directory)]
-        if counters:
-            (out / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
-        return store.finish(tables.files)
+        try:
+            return _filled(store, spec, environment, measured, runs)
+        except BaseException as error:  # Ctrl-C, too: a part of the rows would look like all
+            store.path.unlink(missing_ok=True)
+            if isinstance(error, StoreError) and error.where == str(store.path):
+                hint = "once this is fixed, run the same command again"
+                raise StoreError(error.what, where=error.where, hint=hint) from error
+            raise
+
+
+def _filled(
+    store: Store,
+    spec: SweepSpec,
+    environment: Environment,
+    measured: Mapping[Problem, Run],
+    runs: Sequence[Run],
+) -> Run:
+    """The run of a directory that gets the rows of these runs. measured: who has each problem."""
+    wanted = [entry.problem.label for entry in spec.problems]
+    spaces = list(itertools.chain.from_iterable(run.spaces for run in runs))
+    spaces.sort(key=lambda facts: _place(wanted, facts.get("problem")))
+    store.describe(spec.resolved(store.directory), environment, spaces)
+    for problem in (entry.problem for entry in spec.problems):
+        if problem in measured:
+            for trial in measured[problem].trials:
+                if trial.problem == problem:
+                    store.append(trial)
+    for run in runs:
+        for name, data in _cubins(run):
+            store.keep(name, data)
+    counters = [each for run in runs for each in read(run.directory)]
+    if counters:
+        (store.directory / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+    return store.finish(tables.files)
 
 
 def _opened(out: Path) -> Store:

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,22 @@ def test_a_run_that_is_there_is_not_overwritten(tmp_path):
     one = written(tmp_path / "a", OTHER)
     with pytest.raises(StoreError, match="a run is there already"):
         merge([one], tmp_path / "a", print)
+
+
+def test_what_a_full_disk_ends_is_no_run_and_can_be_made_again(tmp_path):
+    parts = [written(tmp_path / "1of2", PROBLEM), written(tmp_path / "2of2", OTHER)]
+    whole = merge(parts, tmp_path / "first", print).directory / "trials.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole.stat().st_size - 1, hard))
+    try:
+        with pytest.raises(StoreError, match="cannot store a row") as raised:
+            merge(parts, tmp_path / "whole", print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.hint == "once this is fixed, run the same command again"
+    with pytest.raises(StoreError, match="not a run directory"):
+        open_run(tmp_path / "whole")
+    assert len(merge(parts, tmp_path / "whole", print).trials) == 2
 
 
 def test_a_replay_in_parts_is_the_replay(tmp_path):
