@@ -71,12 +71,6 @@ def test_rounds_taken_later_are_paired_by_their_position() -> None:
     assert common_rounds(own, beyond) == ([], [])
 
 
-def test_a_baseline_timed_again_may_share_the_first_rank() -> None:
-    rows = [ours([20.0] * 6 + [10.0] * 6), baseline("torch_cudnn", [1.0])]
-    rows[1] = rows[1].with_(time_us=timed([10.0] * 6, first_round=6))
-    assert list(rank(rows, None)["rank"]) == [1, 1]
-
-
 def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
     alone = ours([1.0]).with_(time_us=once(10.0))
     row = best(alone, baseline("torch_cudnn", [12.0] * 9))

@@ -39,12 +39,6 @@ def test_the_pairs_of_a_full_grid_tell_each_factor_and_the_shares_add_up() -> No
     assert m.share + n.share == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_parameter_that_never_varied_is_not_listed() -> None:
-    trials = grid()
-    assert "FIXED" not in {effect.name for effect in effects(trials, trials[0])}
-    assert effects(trials[:1], trials[0]) == []
-
-
 def test_chance_alone_explains_nothing() -> None:
     """Many values of one row each would explain everything without the adjustment."""
     noise = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8, 10.1, 10.2, 9.9, 10.0]
@@ -67,12 +61,6 @@ def test_only_right_candidates_of_the_family_with_a_first_time_count() -> None:
     assert effects(trials, trials[0])[0].candidates == 12
 
 
-def test_first_times_are_used_although_rounds_replaced_the_best_ones() -> None:
-    trials = grid()
-    trials[0] = candidate("flash", 1.0).with_(config=trials[0].config, first_us=11.0)
-    assert effects(trials, trials[3])[0].values[1].ratio == pytest.approx(2.0)
-
-
 def test_parameters_that_change_together_are_paired_by_their_axis() -> None:
     variants = {
         "p": {"shared": {"P": [1], "MAX": [2]}, "registers": {"P": [0], "MAX": [1]}},
@@ -91,8 +79,3 @@ def test_parameters_that_change_together_are_paired_by_their_axis() -> None:
     assert {e.name: e.pairs for e in found} == {"N": 2, "p": 2}
     assert found[-1].sets == ("P", "MAX")
     assert {v.value: v.ratio for v in found[-1].values} == {"shared": None, "registers": pytest.approx(1.3)}
-
-
-def test_true_is_not_one() -> None:
-    trials = [row(10.0, X=True), row(20.0, X=1)]
-    assert [v.value for v in effects(trials, trials[0])[0].values] in ([True, 1], [1, True])

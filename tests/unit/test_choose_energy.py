@@ -1,9 +1,7 @@
 """Energies in a sweep: of whom, how often, what they rank, and what is said without a counter."""
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_gpu import FakeGpu
@@ -19,10 +17,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.regress.recorded import compare
 from attnsweep.reports import tables
-from attnsweep.reports.explain import explain
-from attnsweep.reports.explain_text import verdict
 from attnsweep.specs.load import load_spec
-from attnsweep.specs.yaml_file import Document
 from attnsweep.sweep import session
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 21.0, "torch_flash": 25.0}
@@ -108,23 +103,6 @@ def test_every_finalist_and_baseline_has_one_and_times_still_rank(go, gpu):
     assert set(ranking["ranked_as"]) == {"warm"}
 
 
-def test_it_is_in_tables_and_files(go):
-    run = go(", energy: true")
-    text = tables.files(run)
-    header = text["ranking.csv"].splitlines()[0]
-    assert {"energy_uj", "energy_spread_uj", "power_w", "ranked_as"} <= set(header.split(","))
-    assert "12 mJ at 600 W" in text["ranking.md"].replace("\u00a0", " ")
-    (problem,) = tables.to_json(run)["problems"]
-    assert problem["winner"]["energy_uj"] == pytest.approx(12_000)
-    assert problem["winner"]["power_w"] == 600
-    (row,) = (
-        json.loads(line)
-        for line in (run.directory / "trials.jsonl").read_text().splitlines()
-        if '"THREADS":64' in line and '"energy_uj":{' in line
-    )
-    assert len(row["energy_uj"]["rounds"]) == SHOWN
-
-
 def test_the_least_energy_wins_if_it_ranks(go, gpu):
     run = go(", rank_by: energy")
     assert won(run) == 128, "5 % slower, and a third less power"
@@ -149,17 +127,6 @@ def test_a_baseline_that_takes_less_energy_is_named_and_not_the_one_that_is_fast
     assert ranking.iloc[0]["best_baseline"] == "flash_attn_3", "× base is of times"
     text = tables.files(run)["ranking.md"].replace("\u00a0", " ")
     assert "torch_flash takes less energy (1.09×)" in text
-
-
-def test_explain_says_what_ranked(go):
-    run = go(", rank_by: energy")
-    ((best, *_), (other, *_)) = (explain(run, [f"THREADS={n}"], None, discover()) for n in (128, 64))
-    assert other.ratio == pytest.approx(12 / 8.4)
-    said = [verdict(found)[0].replace("\u00a0", " ") for found in (best, other)]
-    assert said[0].startswith("It won: 8.4")
-    assert said[1].startswith("It lost: 12")
-    assert "1.43 times the winner's 8.4" in said[1]
-    assert all("mJ" in text for text in said)
 
 
 def test_those_far_off_are_measured_less(go, gpu):
@@ -239,20 +206,3 @@ def test_recorded_runs_ranked_by_energy_are_not_compared_as_times(go, gpu, measu
     (finding,) = compare(old, new, slower=0.02).findings
     assert finding.verdict.value == "inconclusive"
     assert "ranked by energy, then by" in finding.why
-
-
-class TestSpec:
-    def test_ranking_by_it_measures_it(self):
-        settings = load_spec_text(", rank_by: energy").measure
-        assert (settings.energy, settings.timed_by) == (True, "warm")
-        assert not load_spec_text("").measure.energy
-
-    def test_it_reads_back_equal(self):
-        spec = load_spec_text(", rank_by: energy")
-        assert load_spec_text(None, spec.resolved()) == spec
-
-
-def load_spec_text(measure, text=None):
-    from attnsweep.specs.load import spec_of
-
-    return spec_of(Document.parse(Path("test.yaml"), text or SPEC % measure), discover())

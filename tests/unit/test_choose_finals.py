@@ -168,16 +168,6 @@ def test_the_race_leaves_few_and_the_best_among_them():
     assert out.time_us.samples == out.race["rounds"] > 5
 
 
-def test_long_calls_are_raced_too_in_rounds_of_one_call():
-    medians = [5000.0 * (1 + 0.004 * n) for n in range(20)]
-    done = sweep(medians, seed=3, noise=0.01, first_noise=0.05)
-    raced = [row for row in done.rows.values() if row.race]
-    assert len(raced) >= 15
-    assert all(5 < row.race["rounds"] <= 20 for row in raced)
-    assert done.card.launched <= 40 * len(raced)
-    assert 0 in done.finals
-
-
 def test_few_candidates_are_all_finalists_without_a_race():
     done = sweep(spread(4))
     assert sorted(done.finals) == [0, 1, 2, 3]

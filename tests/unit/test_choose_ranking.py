@@ -292,14 +292,6 @@ def test_a_row_with_a_nan_never_ranks(changes: dict[str, object], status: Status
     assert [row.config["ID"] for row in winners(rank([bad, good], None))] == [2]
 
 
-@pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
-def test_only_ok_ranks(status: Status) -> None:
-    fast = trial("k1", timed([5.0] * 8), status=status, detail="why")
-    frame = rank([fast, trial("k2", timed([7.0] * 8))], None)
-    assert list(frame["status"]) == ["ok", status.value]
-    assert frame["rank"].isna().tolist() == [False, True]
-
-
 def test_a_later_row_of_the_same_candidate_counts() -> None:
     assert places(trial("k1", once(5.0)), trial("k1", once(9.0)), trial("k2", once(7.0))) == {"k2": 1, "k1": 2}
 
@@ -401,11 +393,6 @@ def test_none_wins_where_all_that_were_timed_in_rounds_were_noisy() -> None:
 def row(us: float, error: float | None, number: int = 0, **changes: object) -> Trial:
     accuracy = Accuracy(rel_err=0.02, limit=0.1, timed_err=error)
     return candidate("flash", us, ID=number).with_(accuracy=accuracy, **changes)
-
-
-def test_without_a_bound_a_row_is_left_as_it_is():
-    before = row(10.0, 0.05)
-    assert held_to(before, None) is before
 
 
 @pytest.mark.parametrize("error", [0.0501, 1.0, math.nan])

@@ -67,19 +67,6 @@ def test_what_a_family_serves_only_stands_in_its_results(count):
     assert out.getvalue().count("k serves only one length; no groups") == count
 
 
-def test_a_config_says_in_what_it_differs_from_the_first_of_its_family():
-    rows = [
-        candidate("k", 10.0, BLOCK_M=64, BLOCK_N=32, STAGES=2, WARPS=4),
-        candidate("k", 11.0, BLOCK_M=64, BLOCK_N=64, STAGES=2, WARPS=4),
-        candidate("k", 12.0, BLOCK_M=128, BLOCK_N=32, STAGES=2, WARPS=4),
-        candidate("k", 13.0, BLOCK_M=64, BLOCK_N=32, STAGES=3, WARPS=4),
-        baseline("torch_cudnn", 20.0),
-    ]
-    lines = printed(full_run(trials=rows), 120)
-    cells = [re.split(r"  +", line.strip())[5:] for line in lines[2:6]]
-    assert cells == [["BLOCK_N=32 BLOCK_M=64"], ["BLOCK_N=64"], ["BLOCK_M=128"], ["base"]]
-
-
 def test_the_end_is_a_sentence_and_the_rows_are_counted_by_kind():
     *before, count, last = printed(full_run())
     assert count.startswith("37 candidates, 3 baselines: results/h200/h100 (--full")

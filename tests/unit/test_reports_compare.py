@@ -109,12 +109,6 @@ def test_problems_of_one_run_alone_are_named():
     assert OTHER.label in caught.value.render()
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_wider_than_the_terminal(width):
-    runs = (open_run(RESULTS / card / "batched") for card in ("h100-80gb-hbm3", "h200"))
-    assert max(len(line) for line in text(compare(*runs), width).splitlines()) <= width
-
-
 def test_as_data_it_names_configs_and_ratios():
     runs = [open_run(RESULTS / card / "batched") for card in ("h100-80gb-hbm3", "h200")]
     data = compare(*runs).to_json()

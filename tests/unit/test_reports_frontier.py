@@ -2,9 +2,7 @@
 
 import io
 
-import pytest
 from fp8_rows import fp8_run
-from rich.cells import cell_len
 from rich.console import Console
 from samples import full_run
 
@@ -43,11 +41,6 @@ def test_a_bound_on_the_error_is_said_with_what_it_left_out() -> None:
     on = {point["us"]: point["kind"] for point in points if point["on"]}
     assert on == {100.0: "inaccurate", 104.0: "kernel", 120.0: "kernel"}
     assert {point["kind"] for point in points} == {"inaccurate", "kernel", "baseline"}
-
-
-@pytest.mark.parametrize("width", [40, 80, 160])
-def test_the_frontier_is_no_wider_than_the_terminal(width: int) -> None:
-    assert max(map(cell_len, printed(fp8_run(0.03), width).splitlines())) <= width
 
 
 def test_other_formats_have_no_frontier() -> None:

@@ -17,9 +17,7 @@ from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports import html as page
-from attnsweep.reports.explain import explain
 from attnsweep.reports.html_data import best_so_far
-from attnsweep.reports.terminal import aligned, cut, wrap
 from attnsweep.store.run import Run, open_run
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
@@ -104,18 +102,6 @@ def test_the_data_holds_every_candidate_whatever_became_of_it():
         assert len(row[5]) == len(data["kernels"][row[1]]["params"])
 
 
-def test_chained_calls_are_named_so():
-    trials = full_run().trials
-    chained = [row.with_(chained_us=27.0) if row.time_us and row.time_us.median == 28.1 else row for row in trials]
-    text = page.render(full_run(trials=chained))
-    assert "chained, not ranked 27.0 µs" in visible(text)
-    assert "chained, not ranked" not in visible(page.render(full_run()))
-    baselines = data_of(text)["problems"][0]["baselines"]
-    assert {baseline["who"]: baseline["chained"] for baseline in baselines if baseline["chained"]} == {
-        "three_kernel_wgmma": 27.0
-    }
-
-
 def test_what_rules_removed_is_told_beside_what_was_pruned():
     label = candidate("flash", 1.0).problem.label
     planned = [
@@ -133,17 +119,6 @@ def test_what_rules_removed_is_told_beside_what_was_pruned():
     assert "flash_fwd_wgmma 1,480 36 warp_rows 1,400, block_limits 44" in text
     assert "old – 0 cannot run this: needs sm_100a" in text
     assert "no_idle_block" not in text
-
-
-def test_variants_are_parameters_to_choose_too():
-    trials = [
-        candidate("flash", 10.0 + m + n, BLOCK_M=m, ROWS=n).with_(variant={"softmax": name})
-        for m in (1, 2)
-        for n, name in enumerate(("whole", "split"))
-    ]
-    data = data_of(page.render(full_run(trials=trials)))
-    assert data["kernels"] == [{"name": "flash", "params": ["softmax", "BLOCK_M", "ROWS"]}]
-    assert {row[5][0] for row in data["trials"]} == {"whole", "split"}
 
 
 def test_what_a_run_holds_cannot_leave_its_place():
@@ -242,60 +217,12 @@ def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page():
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
 
 
-def test_time_and_ratio_are_next_to_the_problem_where_a_narrow_window_shows_them():
-    (summary,) = re.findall('<table class="summary">.*?</table>', page.render(full_run()), re.S)
-    header = re.findall(r"<th [^>]*>([^<]*)</th>", summary.split("</thead>")[0])
-    assert header[:3] == ["problem", "µs", "against the fastest baseline known"]
-    row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
-    assert row[1] == "28.10"
-    assert re.sub("<.*?>|\\s+", " ", row[2]).split() == [*("2.04×", "(2.04", "to", "2.04)", "torch_cudnn")]
-    assert row[4] == "three_kernel_wgmma"
-
-
-def test_no_column_of_the_ranking_repeats_another_or_says_nothing():
-    def header(run):
-        (ranking, *_) = re.findall('<table class="ranking">.*?</thead>', page.render(run), re.S)
-        return {*re.findall(r"<th [^>]*>([^<]*)</th>", ranking)}
-
-    assert {"cold µs", "% bound"} <= header(full_run())  # it does not know the clock
-    assert not {"spill B", "warm µs"} & header(full_run())
-    known = header(open_run(SEVERAL))
-    assert "% light" in known
-    assert not {"% bound", "spill B", "warm µs"} & known
-    spilled = full_run(trials=[with_spills(trial) for trial in full_run().trials])
-    assert "spill B" in header(spilled)
-
-
-def with_spills(trial):
-    """The same row, whose code spills 8 bytes."""
-    if trial.resources is None:
-        return trial
-    return trial.with_(resources=trial.resources.model_copy(update={"spill_bytes": 8}))
-
-
 @browser
 def test_on_a_desktop_the_ranking_fits_and_on_a_phone_the_ratio_is_in_sight(pages):
     phone, desktop = pages["several on a phone"], pages["several"]
     assert desktop.sideways == []
     assert "summary" in phone.sideways
     assert phone.ratio_right < 360
-
-
-@browser
-def test_each_dot_has_a_label_and_letters_are_told(pages):
-    figure = plots(pages["several"].html, 0)["effects"]
-    assert re.search(r'<p class="legend">p: a [^<]* · b [^<]*</p>', figure)
-    assert {*"abcde"} <= {*re.findall(r">(\w)</text>", figure)}
-
-
-@browser
-def test_bounds_in_one_place_share_a_name_and_baselines_have_colours_of_their_own(pages):
-    figure = plots(pages["several"].html, 0)["roofline"]
-    names = re.findall(r">([^<>]*TFLOP/s[^<>]*)</text>", figure)
-    assert "matrix 1071 TFLOP/s · exp2 1071 TFLOP/s, head_dim 64" in names
-    shades = {*re.findall(r'aria-roledescription="point"[^>]*fill="(.*?)"', figure)}
-    assert {f"var(--s{number})" for number in range(1, 6)} <= shades
-    assert "var(--baseline)" not in shades
 
 
 def test_a_baseline_that_is_faster_wins_no_card_for_us():
@@ -310,11 +237,6 @@ def test_a_baseline_that_is_faster_wins_no_card_for_us():
 
 DRAWN = '<html lang="en" data-drawn="yes"'
 SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"
-
-
-def with_seconds(run: Run) -> Run:
-    run.trials[:] = [t.with_(tried_s=0.5 * i) for i, t in enumerate(run.trials)]
-    return run
 
 
 def problems(count: int) -> Run:
@@ -334,7 +256,6 @@ def problems(count: int) -> Run:
 # Name to run, what the address names, and the style of the frame.
 PAGES = {
     "scaled": (scaled_run, "#problem=1", ""),
-    "seconds": (lambda: with_seconds(scaled_run()), "", ""),
     "chosen": (scaled_run, "#problem=0&kernel=flash&x=N&y=M", ""),
     "recorded": (lambda: open_run(RECORDED), "", "color-scheme:dark;"),
     "several": (lambda: open_run(SEVERAL), "#problem=0", ""),
@@ -400,24 +321,6 @@ def test_a_browser_draws_every_plot(pages, name, problem, expected):
 
 
 @browser
-def test_the_recorded_run_names_its_kernels_and_bounds(pages):
-    figures = plots(pages["recorded"].html, 0)
-    for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
-        assert kernel in figures["baselines"]
-        assert kernel in figures["roofline"]
-    assert all(bound in figures["roofline"] for bound in ("matrix", "exp2", "memory"))
-
-
-@browser
-@pytest.mark.parametrize(("name", "seconds"), [("seconds", True), ("chosen", False)])
-def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(pages, name, seconds):
-    figure = plots(pages[name].html, 0)["search"]
-    assert "against candidates tried" in figure
-    assert ("against seconds" in figure, "by the seconds" in figure) == (seconds, seconds)
-    assert figure.count('role="graphics-document"') == 1 + seconds
-
-
-@browser
 def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(pages):
     svg = plots(pages["fp8"].html, 0)["frontier"]
     assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
@@ -470,34 +373,6 @@ def test_what_is_wrong_with_a_page_would_be_seen(tmp_path):
     assert asked == ["http://example.invalid/x.png"]
 
 
-def test_the_page_has_the_effects_that_explain_tells() -> None:
-    run = open_run(SEVERAL)
-    drawn = data_of(page.render(run))["problems"]
-    for shown, told in zip(drawn, explain(run, [], None, {}), strict=True):
-        assert shown["effects"]["kernel"] == told.kernel
-        names = [effect["name"] for effect in shown["effects"]["parameters"]]
-        assert names == [effect.name for effect in told.effects]
-        assert shown["effects"]["parameters"][0]["pairs"] == told.effects[0].pairs
-
-
-@browser
-def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(pages):
-    figures = plots(pages["several"].html, 0)
-    baselines = re.sub(r"<title>.*?</title>", "", figures["baselines"])
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", baselines)
-    assert {"memory", "matrix, exp2"} <= set(texts)
-    whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
-    ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, baselines)}
-    labels = re.findall(r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', baselines)
-    assert len(labels) == len(ends) >= 7
-    assert "flash_attn_3_fp8" not in ends, "it computes in another format"
-    for who, at in labels:
-        assert float(at) > ends[who] + 4
-    assert marks(figures["effects"]) > 10
-    for name in ("BLOCKS_PER_SM", "WARPGROUPS"):
-        assert name in figures["effects"]
-
-
 # ---- the course of a search ----
 def rows_of(*times):
     rows = [candidate("a", us or 1.0, N=i).with_(first_us=us) for i, us in enumerate(times)]
@@ -513,30 +388,3 @@ def test_the_best_so_far_only_falls_and_counts_what_failed():
         {"kernel": "b", "trial": 1, "us": 3.0},
         {"kernel": "a", "trial": 5, "us": 7.0},
     ]
-
-
-def test_seconds_are_there_if_the_rows_have_them():
-    rows = [row.with_(tried_s=2.5 * i) for i, row in enumerate(rows_of(9.0, 7.0, 8.0))]
-    assert best_so_far(rows) == [
-        {"kernel": "a", "trial": 1, "us": 9.0, "s": 0.0},
-        {"kernel": "a", "trial": 2, "us": 7.0, "s": 2.5},
-        {"kernel": "a", "trial": 3, "us": 7.0, "s": 5.0},
-    ]
-
-
-# ---- layout of text: columns that give way, and lines that break between words ----
-def test_cells_are_aligned_and_only_named_columns_give_way() -> None:
-    lines = [["name", "µs"], ["a-long-kernel-name", "1.5"], ["b", "123.5"]]
-    assert aligned(lines, "lr", 40) == [
-        "name                   µs",
-        "a-long-kernel-name    1.5",
-        "b                   123.5",
-    ]
-    assert aligned(lines, "lr", 17, shrink=(0,)) == ["name           µs", "a-long-ke…    1.5", "b           123.5"]
-
-
-def test_wrap_breaks_between_words_but_not_before_a_unit() -> None:
-    assert wrap("it took 12.5\u00a0µs in all", 16) == ["it took 12.5 µs", "    in all"]
-    assert wrap("it took 12.5\u00a0µs in all", 14) == ["it took", "    12.5 µs in", "    all"]
-    assert cut("abcdef", 4) == "abc…"
-    assert cut("abcd", 4) == "abcd"

@@ -228,21 +228,3 @@ def test_a_count_in_json(clock, talk):
     }  # fmt: skip
     assert [event.get("done") for event in events] == [0, 1, 2, 3, None]
     assert events[-1]["event"] == "end"
-
-
-def test_a_bar_and_a_log_name_the_baseline_that_is_prepared(clock):
-    out = io.StringIO()
-    console = Console(file=out, width=160, force_terminal=True, color_system=None)
-    with progress.watch(console) as observer:
-        observer.planned([40])
-        observer.opening(PROBLEM, 40, 0)
-        observer.preparing("triton_flash", 3, 8)
-    bar = next(line for line in out.getvalue().splitlines() if "triton_flash" in line)
-    assert "baselines" in bar
-    assert "3/8" in bar
-    log = io.StringIO()
-    with progress.watch(Console(file=log, width=100), Form.PLAIN) as observer:
-        observer.opening(PROBLEM, 40, 0)
-        clock.now += 20
-        observer.preparing("triton_flash", 3, 8)
-    assert "  prepare triton_flash, baseline 4 of 8" in log.getvalue()

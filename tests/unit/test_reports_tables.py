@@ -5,7 +5,6 @@ import math
 import re
 from pathlib import Path
 
-import pandas
 import pytest
 from pages import visible
 from pydantic_core import to_json
@@ -13,7 +12,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from samples import H200, NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
-from attnsweep.choose.ranking import rank
 from attnsweep.cli.app import json_texts
 from attnsweep.core.length import slower_on
 from attnsweep.core.problem import Problem
@@ -61,15 +59,6 @@ def test_no_line_is_wider_than_the_terminal_and_numbers_are_whole(width: int) ->
     assert "\x1b" not in text
 
 
-def test_columns_come_with_width() -> None:
-    headers = {width: table(printed(full_run(), width))[0] for width in (40, 60, 80, 100, 160)}
-    assert headers[80][3:8] == ["µs", "±", "× base", "95\u00a0%", "TFLOP/s"]
-    assert {"µs/head", "95\u00a0%", "smem"} <= set(headers[100])
-    assert {"error", "cold µs"} <= set(headers[160])
-    for narrow, wide in ((40, 60), (60, 80), (80, 100), (100, 160)):
-        assert set(headers[narrow]) < set(headers[wide])
-
-
 def test_a_row_says_the_figures_of_its_trial() -> None:
     header, best, *_, last = table(printed(full_run(), 160))
     row = dict(zip(header, best, strict=True))
@@ -103,14 +92,6 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
     assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
     assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest baseline" in text
     assert "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
-
-
-def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
-    schedule = {"chunks": 4, "heads": 2, "rows": 512, "streams": 2, "workspace_bytes": 3 << 20}
-    row = candidate("three", 9.0).with_(stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule)
-    text = " ".join(printed(full_run(trials=[row]), 120).split())
-    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · launches alone 1.2 µs · 4 chunks of 2" in text
-    assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
 
 
 def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
@@ -159,21 +140,6 @@ def test_a_winner_without_rounds_says_so() -> None:
     text = printed(full_run(trials=[rows[0], rows[1].with_(time_us=earlier)]), 160)
     assert "20.69 µs, timed in an earlier session, " in text
     assert "timed once, " not in printed(full_run(), 160)
-
-
-def test_the_best_rows_decide_the_decimals() -> None:
-    tight = candidate("flash", 13.52, A=1).with_(time_us=rounds_of(13.52, 0.047))
-    rows = [tight, candidate("flash", 13.9, A=2), baseline("unfused", 71.0)]
-    slow = candidate("naive", 5498.1).with_(time_us=rounds_of(5498.1, 11.46))
-    header, *lines = table(printed(full_run(trials=[*rows, slow]), 160))
-    cells = [dict(zip(header, line, strict=True)) for line in lines]
-    assert [row["µs"] for row in cells] == ["13.52", "13.90", "71.00", "5498.10"]
-    assert [row["±"] for row in cells] == ["0.047", "0.010", "0.010", "11.460"]
-    assert (cells[0]["TFLOP/s"], cells[-1]["TFLOP/s"]) == ("1270.7", "3.1")
-    (times, spreads) = zip(
-        *((line[3], line[4]) for line in table(printed(full_run(trials=[slow]), 160))[1:]), strict=True
-    )
-    assert (times, spreads) == (("5498",), ("11",))
 
 
 def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
@@ -352,22 +318,6 @@ def test_a_tie_with_a_baseline_or_a_baseline_of_another_format_is_still_won() ->
         assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, other]), 120)
 
 
-def test_a_reason_keeps_the_figures_within_it() -> None:
-    details = [
-        "takes at least 31.2 us by its stages in other configs (scores 4.1, pv 2)",
-        "takes at least 55 us by its stages in other configs (scores 4.4, pv 3)",
-        "stages too slow in other configs: at least 12.0 us (qk 3.1)",
-        "spills 24 bytes, the spec allows 0",
-        "spills 8 bytes, the spec allows 0",
-    ]
-    rows = [failed("flash", Status.PRUNED, detail, BLOCK_M=number) for number, detail in enumerate(details)]
-    text = " ".join(printed(full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), *rows])).split())
-    assert "takes at least 31.2–55 us by its stages in other configs 2" in text
-    assert "stages too slow in other configs 1" in text
-    assert "spills 2" in text
-    assert "at least us" not in text
-
-
 def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
     first = 'k.cu(5): error: identifier "y" is undefined'
     broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG}", N=1)
@@ -541,16 +491,3 @@ def test_json_in_parts_is_the_json_of_the_whole(data) -> None:
     if isinstance(data, dict):
         parts = {n: iter(v) if n == "problems" else v for n, v in data.items()}
     assert "".join(json_texts(parts)) == whole
-
-
-def test_every_column_of_a_row_is_the_one_of_the_data_frame() -> None:
-    run = full_run()
-    frame = rank(run.trials, run.environment)
-    rows = [row for section in by_problem(run.trials, run.environment) for row in section.rows]
-    assert [*frame.columns] == [*rows[0]]
-    for column in frame.columns:
-        told = [None if value is pandas.NA or value != value else value for value in frame[column]]
-        assert [row[column] for row in rows] == told, column
-    best = rows[0]
-    assert {**best} == dict(best) == {name: best.get(name) for name in best}
-    assert (best.get("nonsense"), "nonsense" in best) == (None, False)
