@@ -13,7 +13,7 @@ import numpy as np
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
 from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
 from attnsweep.baselines.registry import BACKENDS, backend_of
-from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.callables import Asked
 from attnsweep.core.length import has_shorter, shorter
@@ -66,7 +66,7 @@ class BoundBaseline:
         held: it is a callable of the user's, whose outputs must be as `callable.breach` says, and
         which is issued call by call if no graph can hold it. flags: settings that it must leave.
         """
-        self._torch = _import_torch()
+        self._torch = import_torch()
         self._dtype = copies[0][0].dtype if dtype is None else dtype
         self._way, self._copies, self._held, self._flags = way, copies, held, flags
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
@@ -355,7 +355,7 @@ def prepare(
     the reason if anything goes wrong inside the baseline.
     """
     with step("PyTorch"):
-        torch = _import_torch()
+        torch = import_torch()
     backend = backend_of(name)
     if (reason := backend.supports(problem)) is not None:
         raise Unavailable(reason)

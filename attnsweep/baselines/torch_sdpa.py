@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
 
-def _import_torch() -> Any:
+def import_torch() -> Any:
+    """PyTorch. Raises Unavailable, with how to install it, where it is missing or has no CUDA."""
     try:
         import torch
     except ImportError as error:

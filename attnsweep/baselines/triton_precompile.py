@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import NotInstalled, Way
 from attnsweep.baselines.flash import importable
-from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
 from attnsweep.device.process import Beside
@@ -104,7 +104,7 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
 
 def compile_triton(problem: Problem) -> None:
     """Compile all configs of `triton_flash` for a problem, or read them from Triton's cache."""
-    _compile_triton(_import_torch(), problem)
+    _compile_triton(import_torch(), problem)
 
 
 def _triton(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

@@ -115,7 +115,7 @@ def _answer(
 
     try:
         if method == "describe":
-            return _Reply(_describe(**options)), bench
+            return _Reply(describe(**options)), bench
         if method == "open":
             bench = open_problem(*args, **options)
             if card is not None and (seen := bench.card()) not in (None, card):
@@ -141,9 +141,13 @@ def _answer(
         return _Reply(None, Status.LAUNCH_ERROR, detail), bench
 
 
-def _describe(
+def describe(
     preload: Sequence[str], first: tuple[Problem, int] | None, owned: Owned | None
 ) -> Environment:
+    """The card of this process, and versions; `owned` begins what is asked for ahead.
+
+    Raises NoGpuError if this machine cannot run CUDA; nothing is begun then.
+    """
     from attnsweep.compile.nvrtc import nvrtc_version
     from attnsweep.device.cuda import CudaSession, driver_cuda
 

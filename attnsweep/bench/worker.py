@@ -64,7 +64,8 @@ class Worker:
         self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._called = False
         """Whether the child may have run a callable's code."""
-        self._environment: Environment | None = None
+        self.environment: Environment | None = None
+        """What describe() told; every process that opens a problem must see this card."""
         self._locks = ExitStack()
         self._locked = card_held or bench is not None
         self.restarts = 0
@@ -89,7 +90,7 @@ class Worker:
         """
         options = {"preload": tuple(preload), "first": first}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
-        self._environment = environment
+        self.environment = environment
         return environment
 
     def open(self, *args: Any, **options: Any) -> None:
@@ -98,7 +99,7 @@ class Worker:
             self.stop()  # a callable may have changed what would judge the next one
             self._called = False
         if not self._locked:
-            card = self._environment or self.describe()
+            card = self.environment or self.describe()
             self._locks.enter_context(held(card.uuid, card.gpu))
             self._locked = True
         options |= self._options
@@ -219,7 +220,7 @@ class Worker:
         ours, theirs = self._context.Pipe()
         child = self._context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), self._bench, self._environment and self._environment.uuid),
+            args=(theirs, os.getpid(), self._bench, self.environment and self.environment.uuid),
             name="attnsweep-gpu",
             daemon=True,
         )
@@ -257,7 +258,7 @@ class Worker:
             self.restarts += 1
             self._kill()
         if reply.no_gpu is not None:
-            if self._environment is None:
+            if self.environment is None:
                 raise reply.no_gpu
             raise CardLostError(reply.no_gpu.what, hint=reply.no_gpu.hint) from reply.no_gpu
         if reply.failure is not None:

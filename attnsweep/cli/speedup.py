@@ -91,7 +91,7 @@ def speedup(
     """
     _begin(out, command)
     spec = _recorded(out / "model.yaml", command)
-    _export(out, _costliest(spec, budget_s), form, wait)
+    _export(out, costliest(spec, budget_s), form, wait)
     digest = hashlib.sha256(next(out.glob("package/*/table.json")).read_bytes()).hexdigest()[:16]
     pairs = list(_timed(out, command, digest, budget_s))
     console.print(said_of(shlex.join(command), pairs), markup=False, soft_wrap=True)
@@ -198,7 +198,7 @@ class _Failed(AttnsweepError):
         self.exit_code = code
 
 
-def _costliest(spec: SweepSpec, budget_s: int) -> SweepSpec:
+def costliest(spec: SweepSpec, budget_s: int) -> SweepSpec:
     """The spec of the problems that take most of the time, as many as the budget has time for."""
     from attnsweep.serve.recorded_calls import cost_us
 

@@ -24,7 +24,7 @@ from attnsweep.specs import require
 from attnsweep.specs.load import SweepSpec
 
 # Most characters of a compiler's log in a row.
-_LOG_LENGTH = 4000
+LOG_LENGTH = 4000
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
 # The template without a body, whose launches show what launching costs.
@@ -252,20 +252,20 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
 
 
 def _uncompiled(build: Build, error: CompileError) -> Trial:
-    detail = f"{error.what}\n{_shortened(error.log)}"
+    detail = f"{error.what}\n{shortened(error.log)}"
     return build.row(status=Status.COMPILE_ERROR, detail=detail)
 
 
-def _shortened(log: str) -> str:
+def shortened(log: str) -> str:
     """The log if a row can hold it; otherwise as many whole errors as fit, and how many do not."""
     errors = compiler_errors(log)
-    if len(log) <= _LOG_LENGTH or not errors:
-        return log[:_LOG_LENGTH]
+    if len(log) <= LOG_LENGTH or not errors:
+        return log[:LOG_LENGTH]
     kept: list[str] = []
     length = 0
     for text in errors:
         length += len(text) + 2
-        if kept and length > _LOG_LENGTH:
+        if kept and length > LOG_LENGTH:
             break
         kept.append(text)
     rest = len(errors) - len(kept)

@@ -70,7 +70,7 @@ def serve(name: str, version: str, command: Sequence[str] | None, silent_s: floa
         return
     tell({"say": "begun"})
     with tempfile.TemporaryDirectory(prefix="attnsweep-") as place:
-        carrier = _Carrier(Path(place), tell)
+        carrier = Carrier(Path(place), tell)
         # Dask's own, such as one thread for BLAS, would make this child unlike that of --gpus.
         daskish = dask.config.get("distributed.nanny.pre-spawn-environ", {})
         child = Process(command or COMMAND, {}, carrier.told, without=daskish)
@@ -83,7 +83,7 @@ def serve(name: str, version: str, command: Sequence[str] | None, silent_s: floa
             tell({"say": "over", "why": carrier.ended})  # a child's `ended` is of its searches
 
 
-def _carry(queue: Any, carrier: _Carrier, child: Process, silent_s: float) -> None:
+def _carry(queue: Any, carrier: Carrier, child: Process, silent_s: float) -> None:
     def listen() -> None:
         with contextlib.suppress(Exception):  # the asker is silent, or the scheduler is gone
             while (message := json.loads(queue.get(timeout=silent_s)))["do"] != "end":
@@ -103,7 +103,7 @@ def _carry(queue: Any, carrier: _Carrier, child: Process, silent_s: float) -> No
             queue.put(json.dumps({"do": "end"}))  # the listener's turn
 
 
-class _Carrier:
+class Carrier:
     """Turns the asker's paths into those of this host, and back."""
 
     def __init__(self, place: Path, tell: Any) -> None:

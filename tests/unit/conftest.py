@@ -12,7 +12,6 @@ import typer
 from fake_cards import FakeCards
 from fake_gpu import FakeGpu
 from once import once
-from rich.progress import Progress
 from samples import TEST_GPU
 from sweeping import SPEC, TIMES, use, use_fake_compiler
 
@@ -221,20 +220,6 @@ def lookahead(constants):
 def every_step(constants):
     """Progress leaves no line out, however soon it comes."""
     constants(progress, JSON_INTERVAL_S=-1.0, PLAIN_INTERVAL_S=-1.0)
-
-
-@pytest.fixture
-def bars(monkeypatch):
-    """Every bar of `progress` as it is after each step: description, completed, total."""
-    shown = []
-
-    class Bars(Progress):
-        def advance(self, *step):
-            super().advance(*step)
-            shown.extend((task.description, task.completed, task.total) for task in self.tasks)
-
-    monkeypatch.setattr(progress, "Progress", Bars)
-    return shown
 
 
 @pytest.fixture

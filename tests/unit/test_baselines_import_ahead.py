@@ -138,7 +138,7 @@ def test_nothing_is_begun_without_a_driver(monkeypatch):
     """It would go on for seconds after the command has said why it ended."""
     monkeypatch.setattr(cuda, "driver_cuda", lambda: None)
     with pytest.raises(NoGpuError, match="no NVIDIA driver"):
-        process._describe(NAMES, (PROBLEM, 3), SimpleNamespace())  # which begins nothing
+        process.describe(NAMES, (PROBLEM, 3), SimpleNamespace())  # which begins nothing
 
 
 # -- steps ----------------------------------------------------------------------------------

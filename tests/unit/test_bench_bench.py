@@ -7,7 +7,6 @@ from bench_parts import LONG, PROBLEM, FakeBaseline, FakeBuffer, FakePipeline, F
 
 from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.bench import bench as measure
-from attnsweep.core import timings
 from attnsweep.core.trial import Accuracy
 from attnsweep.verify.device_case import WrongResult
 
@@ -102,15 +101,6 @@ def test_outputs_of_cold_copies_are_compared_too(bench):
     with pytest.raises(WrongResult, match="1 of 4"):
         bench.replay("a", "cold")
     assert bench.session.rotated == [True]
-
-
-def test_a_race_tells_how_many_calls_it_launched(bench):
-    bench.add("a", candidate(64), cold=False)
-    for _ in range(2):
-        bench.session.replayed.clear()
-        before, (_, launched) = bench.session.issued, bench.race("a", 300.0, "warm")
-        assert launched == bench.session.issued - before + 300 * len(bench.session.replayed)
-    assert launched == 600
 
 
 @pytest.fixture
@@ -267,38 +257,6 @@ def test_a_race_that_only_short_turns_show_is_named_so(bench):
     assert workspaces(bench) == [64]
 
 
-def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench):
-    """So that the look is ready when the time is: nothing is launched between."""
-    bench.add("a", candidate(64), cold=False)
-    bench.replay("a", "warm")
-    order = []
-
-    def time_us(work, then):
-        work()
-        order.append("replayed")
-        then()
-        order.append("waited")
-        return 10.0
-
-    bench.session.time_us = time_us
-    bench.session.write(lambda look, mix: order.append("look") or right(look, mix))
-    bench.replay("a", "warm")
-    assert order == ["replayed", "look", "waited"]
-
-
-def test_what_preparing_inputs_takes_of_the_device_is_counted_once():
-    proof = FakeProof()
-    proof.card.record = iter([0.0, 40e6, 100e6, 130e6]).__next__
-    timings.proof_taken()
-    proof.begin()
-    proof.begin()
-    assert timings.proof_taken() == {"replays": pytest.approx(40)}
-    for took_s in (30, 0):
-        proof.look(proof.proven())
-        proof.end(proof.proven(), looked=True)
-        assert took_s <= timings.proof_taken()["replays"] < took_s + 10
-
-
 @pytest.mark.parametrize("once_us", [5_000.0, 9.0])
 def test_a_host_that_stood_still_at_first_makes_no_graph_of_one_call(bench, once_us):
     """Or an eager call's time is taken for one of a graph."""
@@ -362,11 +320,3 @@ def test_two_calls_of_the_winner_are_compared_and_none_of_others(long, call_us):
     long.session.write(wrong_at(1))
     with pytest.raises(WrongResult, match="a race"):
         long.confirm("a", 200_000.0)
-
-
-@pytest.mark.parametrize(("problem", "calls"), [(LONG, 5), (PROBLEM, 100)])
-def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(bench_of, problem, calls):
-    bench = bench_of(problem)
-    bench.add("a", candidate(64), cold=False)
-    bench.eager_us("a")
-    assert bench.session.issued == calls

@@ -89,7 +89,7 @@ def test_times_of_a_problem_are_of_one_card(monkeypatch, seen):
     """CUDA counts the cards anew in a process that starts after one has fallen off."""
     monkeypatch.setenv("FAKE_CARD", "one")
     with Worker(timeout_s=1.0, bench=FakeBench) as worker:
-        worker._environment = TEST_GPU.model_copy(update={"uuid": "one"})
+        worker.environment = TEST_GPU.model_copy(update={"uuid": "one"})
         worker.open("problem")
         with pytest.raises(WorkerError):
             worker.call("crash")

@@ -14,7 +14,6 @@ import pytest
 
 from attnsweep.compile import nvrtc
 from attnsweep.core.errors import ToolchainError
-from attnsweep.specs import yaml_file
 from attnsweep.store.run import open_run
 from attnsweep.tools import doctor
 
@@ -118,30 +117,6 @@ def test_with_nvrtc_compiling_is_offered(attnsweep, spec, found):
     assert "pip install" not in out
 
 
-@pytest.mark.usefixtures("without_gpu")
-def test_what_works_repeats_shapes_and_settings(attnsweep, spec, found):
-    found(why_no_compiling=None)
-    asked = ("--problem", "1,2,256,64 bf16", "--set", "measure.rounds=7")
-    said = attnsweep("run", spec, *asked, width=10_000).stderr
-    for command in re.findall(r"attnsweep ((?:run --dry-run|compile) .*?)  ", said):
-        assert command.endswith("--problem '1,2,256,64 bf16' --set measure.rounds=7")
-    assert said.count("--set") == 2
-
-
-@pytest.mark.usefixtures("without_gpu")
-def test_what_works_repeats_the_users_families_in_columns(attnsweep, tmp_path, found):
-    found(nvrtc_version=(13, 0))
-    path = tmp_path / "own.yaml"
-    path.write_text(SPEC.replace("naive", "twice"))
-    done = attnsweep("run", path, "--kernels", FAMILIES, width=10_000)  # however long the path
-    said = done.stderr.splitlines()
-    rows = [line for line in said if line.startswith("    attnsweep")]
-    compiling = next(line for line in rows if "attnsweep compile" in line)
-    assert f"{path} --arch sm_90a --kernels {FAMILIES}  " in compiling
-    column = compiling.index("compile, prune")
-    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in rows)
-
-
 @pytest.mark.skipif(has_driver(), reason="this machine has a driver")
 @pytest.mark.parametrize("words", ["judge mine:f 1,16,1024,64", "speedup out -- python -c 1"])
 def test_a_command_that_cannot_do_without_a_gpu_names_doctor(attnsweep, words):
@@ -228,12 +203,6 @@ def test_a_closed_pipe_is_quiet(environment, asked, begins, code):
     assert done.returncode == code
 
 
-def test_help_for_a_reader_that_is_gone_is_no_failure(environment):
-    command = f"{sys.executable} -m attnsweep tune --help | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_an_ascii_terminal_gets_question_marks_not_a_traceback(environment):
     done = subprocess.run(
         [sys.executable, "-m", "attnsweep", "run", "µ.yaml"],
@@ -254,27 +223,6 @@ def test_a_fifo_is_no_spec(attnsweep, tmp_path):
     done = attnsweep("run", "spec.yaml", "--dry-run")
     assert done.returncode == 2
     assert "spec.yaml: is not a regular file" in done.stderr
-
-
-def test_many_problems_are_not_blamed_on_an_alias(attnsweep, tmp_path, constants):
-    constants(yaml_file, _MAX_VALUES=1000)
-    line = "  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64, dtype: fp16}\n"
-    path = tmp_path / "many.yaml"
-    path.write_text("problems:\n" + line * 200 + "kernels: {naive: {}}\n")
-    done = attnsweep("run", path, "--dry-run")
-    assert done.returncode == 2
-    assert "too many values: at most 1000" in done.stderr
-    assert "alias" not in done.stderr
-
-
-@pytest.mark.parametrize("width", [60, 120])
-@pytest.mark.parametrize("command", [("list",), ("run", "quickstart", "--dry-run"), ("doctor",)])
-def test_printed_lines_fit_the_width_and_end_in_no_blank(attnsweep, command, width):
-    lines = attnsweep(*command, width=width).stdout.splitlines()
-    assert lines
-    for line in lines:
-        assert line == line.rstrip()
-        assert len(line) <= width or command == ("doctor",)  # its paths and commands stay whole
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
@@ -319,20 +267,6 @@ def test_problems_and_settings_make_a_run_of_their_own(attnsweep, tmp_path):
     assert "quickstart" in names
     attnsweep("run", "quickstart", "--problem", "B=4 H=32 S=4096 D=64 bf16")
     assert {path.name for path in directory.parent.iterdir()} == names
-
-
-def test_exhaustive_tries_what_the_search_of_a_spec_leaves_out(attnsweep, tmp_path):
-    path = tmp_path / "some.yaml"
-    text = (ROOT / "configs" / "quickstart.yaml").read_text()
-    text = text.replace("../results", str(ROOT / "results")).replace("quickstart\n", "some\n")
-    path.write_text(text + "search: {strategy: random, candidates: 5}\n")
-
-    def tried(*options):
-        assert attnsweep("run", path, *options).returncode == 0
-        rows = open_run(tmp_path / "results" / "replay" / "some").trials
-        return sum(row.provider == "attnsweep" for row in rows)
-
-    assert tried() < 20 < 100 < tried("--exhaustive")
 
 
 @pytest.mark.parametrize("command", [("run", "--dry-run"), ("compile",)])
@@ -428,15 +362,3 @@ def test_version(environment):
     command = [sys.executable, "-m", "attnsweep", "--version"]
     said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert re.fullmatch(r"attnsweep \d+\.\d+.*\n", said.stdout)
-
-
-def test_doctor_says_in_a_line_how_to_get_each_baseline(installed, found):
-    found(driver_cuda=(13, 0))
-    installed("fa3-fwd 0.0.3")
-    findings = {finding.name: finding for finding in doctor.examine()}
-    assert findings["cudnn"].fix == "pip install nvidia-cudnn-frontend"
-    assert findings["flash_attn_4"].fix == "pip install flash-attn-4"
-    assert findings["triton_flash"].fix.endswith("(on Linux it brings Triton)")
-    assert (findings["flash_attn_3"].ok, findings["flash_attn_3"].detail) == (True, "fa3-fwd 0.0.3")
-    text = "\n".join(line.plain for line in doctor.lines_of(list(findings.values()), 100))
-    assert "pip install nvidia-cudnn-frontend" in text

@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import typer
 from fake_compiler import FakeCompiler
-from samples import full_run
 from sweeping import use_fake_compiler
 from typer.testing import CliRunner
 
 from attnsweep import cli
 from attnsweep.compile import nvrtc
 from attnsweep.compile.cache import entries, fault
-from attnsweep.core.errors import StoreError
-from attnsweep.tools import inspect as inspect_tool
 
 ROOT = Path(__file__).parent.parent.parent
 RUN = ROOT / "results" / "h100-80gb-hbm3" / "h100"
@@ -84,22 +81,6 @@ def test_every_help_ends_in_examples_that_can_be_called(attnsweep, words):
         command.make_context(" ".join(names), arguments)  # raises UsageError
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "other"),
-    [
-        ("run", "--arch", "--dry-run"),
-        ("tune", "--arch", "--dry-run"),
-        ("tune", "--force", "--save-spec"),
-        ("report", "--target-us", "--html"),
-        ("check", "--budget-s", "--against"),
-        ("check", "--other-driver", "--against"),
-    ],
-)
-def test_an_option_that_goes_with_another_says_so(command, option, other):
-    (found,) = (p for p in COMMANDS[command,].params if option in p.opts)
-    assert found.help.startswith(f"With {other}: ")
-
-
 # -- how much is said -----------------------------------------------------------------------
 
 
@@ -113,19 +94,6 @@ def test_quiet_prints_the_result_alone(attnsweep):
         assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", answer)
     assert attnsweep(*one).stderr == loud.stderr, "it stayed quiet"
     assert "no such file" in attnsweep("run", "nowhere", "--quiet").stderr
-
-
-def test_the_quickstart_fits_a_screen_and_its_counts_agree(attnsweep):
-    done = attnsweep("run", "quickstart", width=80)
-    lines = done.stdout.splitlines()
-    wrapped = sum(-(-len(line) // 80) for line in (*done.stderr.splitlines(), *lines))
-    assert wrapped <= 30
-    counts = [int(n) for n in re.findall(r"(\d+) candidates", done.stderr)]
-    assert f"{sum(counts)} candidates, 10 baselines: " in done.stdout
-    assert [line.partition(" is ")[0] for line in lines[-2:]] == ["flash_fwd_wgmma"] * 2
-    full = attnsweep("report", "--full", width=80).stdout
-    assert full.splitlines()[-2:] == lines[-2:]
-    assert "\nbound 4.01 µs by matrix" in full
 
 
 def test_a_report_takes_problems_of_its_run_alone(attnsweep):
@@ -154,29 +122,12 @@ def test_the_specs_that_ship_are_listed_a_line_each(attnsweep):
     assert "NAME does nothing with --specs" in attnsweep("list", "naive", "--specs").stderr
 
 
-def test_help_has_commands_in_groups_and_no_type_for_flags(attnsweep):
-    groups = [line for line in attnsweep("--help").stdout.splitlines() if line[:2] == "╭─"]
-    named = [line.strip("╭─╮ ") for line in groups]
-    assert named == [
-        *("Options", "Find the fastest kernel", "Read a run", "Guard and ship", "Look at code"),
-        "This machine",
-    ]
-    for command in ((), ("run",), ("cache",), ("cache", "prune")):
-        assert "<bool>" not in attnsweep(*command, "--help").stdout
-    assert "--top" in attnsweep("run", "--help").stdout
-
-
 def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
     said = attnsweep("compile", spec, "--verbose", "--arch", "sm_80").stderr.splitlines()
     rows = [line for line in said if line.startswith("  naive")]
     assert len(rows) == 5
     assert "  naive  THREADS=128  ok" in rows
     assert "exclude each other" in attnsweep("list", "-q", "-v").stderr
-
-
-def test_words_after_two_dashes_are_no_options(attnsweep):
-    done = attnsweep("list", "--", "-q")
-    assert (done.returncode, "unknown kernel '-q'" in done.stderr) == (2, True)
 
 
 # -- options that would do nothing ----------------------------------------------------------
@@ -188,12 +139,7 @@ def test_words_after_two_dashes_are_no_options(attnsweep):
         ("report RUN --target-us 3", "--target-us does nothing without --html"),
         ("report RUN --full --csv -", "--full does nothing here"),
         ("report RUN --json --top 3", "--top does nothing here"),
-        ("report RUN --csv x.csv --top 3", "--top does nothing here"),
         ("report RUN --csv - --markdown -", "only one of"),
-        ("report RUN --csv - --json", "only one of"),
-        ("check --recorded RUN RUN --budget-s 3", "--budget-s does nothing with --recorded"),
-        ("check --recorded RUN RUN --other-driver", "--other-driver does nothing with"),
-        ("check --recorded RUN RUN --kernels .", "--kernels does nothing with --recorded"),
         (
             "check --recorded RUN RUN --kernels . --other-driver --budget-s 0",
             "--budget-s, --other-driver and --kernels do nothing with --recorded",
@@ -201,14 +147,10 @@ def test_words_after_two_dashes_are_no_options(attnsweep):
         ("check --recorded RUN RUN --progress json", "--progress does nothing with --recorded"),
         ("check --recorded RUN RUN --json --markdown -", "only one of --markdown - and --json"),
         ("run quickstart --dry-run --resume --wait", "--resume and --wait do nothing with --dry"),
-        ("run quickstart --dry-run --results x", "--results does nothing with --dry-run"),
         ("run quickstart --fresh", "--fresh does nothing here: a replay keeps no rows"),
         ("run quickstart --wait", "--wait does nothing here"),
-        ("run quickstart --json --top 3", "--top does nothing with --json"),
-        ("merge RUN RUN --out x --json --top 3", "--top does nothing with --json"),
         ("compile quickstart --json --all", "--all does nothing with --json"),
         ("report RUN --results x", "--results does nothing next to RUN"),
-        ("explain RUN --results x", "--results does nothing next to RUN"),
         ("cache --json prune", "--json does nothing before a subcommand"),
         ("cache prune --all --days 3", "--all and --days exclude each other"),
     ],
@@ -244,12 +186,6 @@ def test_inspect_says_what_it_does_not_know(attnsweep):
     assert "2 shapes" in attnsweep("inspect", RUN, "--problem", "1,8,1,64 1,8,2,64").stderr
 
 
-def test_a_run_without_a_winner_has_none_to_inspect():
-    trials = [trial for trial in full_run().trials if trial.provider != "attnsweep"]
-    with pytest.raises(StoreError, match="no winner"):
-        inspect_tool.winner_of(full_run(trials=trials), None)
-
-
 def test_report_writes_the_tables_of_a_finished_run(attnsweep, tmp_path):
     attnsweep("run", "quickstart")
     directory = tmp_path / "results" / "replay" / "quickstart"
@@ -267,14 +203,6 @@ def test_report_writes_the_tables_of_a_finished_run(attnsweep, tmp_path):
     done = attnsweep("report", "--csv", directory / "trials.jsonl")
     assert (done.returncode, "is part of a run" in done.stderr) == (2, True)
     assert (directory / "trials.jsonl").read_bytes() == before
-
-
-def test_a_damaged_environment_is_named_without_an_empty_place(attnsweep, tmp_path):
-    attnsweep("run", "quickstart")
-    (tmp_path / "results" / "replay" / "quickstart" / "environment.json").write_text("{")
-    said = attnsweep("report").stderr
-    assert "not an environment: Invalid JSON" in said
-    assert ": :" not in said
 
 
 # -- compile --------------------------------------------------------------------------------
@@ -382,20 +310,15 @@ def test_the_schema_is_printed_and_is_in_the_wheel(attnsweep):
     ("typed", "completed"),
     [
         ("run qui", {"quickstart"}),
-        ("run own", {"own.yaml"}),
         ("run dir/", {"dir/two.yml"}),
         ("tune 1,2,3,64 --kernel flash_fwd_mm", {"flash_fwd_mma"}),
         ("list nai", {"naive"}),
         ("compile h100 --arch sm_8", {"sm_80", "sm_86", "sm_89"}),
         ("report res", {"results/replay/quickstart"}),
-        ("report results/re", {"results/replay/quickstart"}),
-        ("inspect nai", {"naive"}),
         ("inspect results", {"results/replay/quickstart"}),
         ("check h10", {"h100"}),
         ("profile nowhere/", set()),
-        ("cac", {"cache"}),
         ("tune shap", {"shapes.csv"}),
-        ("tune 1,2,3,64 --replay res", {"results/replay/quickstart"}),
     ],
 )
 def test_a_shell_completes_names(attnsweep, tmp_path, typed, completed):

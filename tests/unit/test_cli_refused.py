@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from ordinary import locked
 
-from attnsweep.cli import completion
 from attnsweep.core.files import shipped
 from attnsweep.regress import recorded as recordings
 from attnsweep.specs import load as loading
@@ -103,21 +102,6 @@ def test_a_directory_that_may_not_be_read_is_not_called_empty(attnsweep, tmp_pat
     assert re.match(r"error: \S*closed\b.* Permission denied\n  check its perm", done.stderr)
 
 
-@pytest.mark.parametrize("command", ["accept RUN PATH", "export RUN --out PATH"])
-def test_a_link_to_itself_is_a_message(attnsweep, tmp_path, command):
-    (tmp_path / "loop").symlink_to("loop")
-    done = attnsweep(*words(command, "loop"), width=1000)
-    assert done.returncode == 2
-    assert re.match(r"error: \S*loop: cannot be used: Too many levels of symbolic", done.stderr)
-
-
-@pytest.mark.parametrize("complete", [completion.specs_and_runs, completion.tables])
-def test_a_shell_completes_nothing_below_what_may_not_be_read(tmp_path, complete):
-    (folder := tmp_path / "closed").mkdir()
-    with locked(folder):
-        assert complete(f"{folder}/mine/") == complete(f"{LONG}/") == []
-
-
 def test_merge_does_not_leave_out_machine_code_that_may_not_be_read(attnsweep, tmp_path):
     shutil.copytree(RUN, tmp_path / "part")
     with locked(tmp_path / "part" / "cubins"):
@@ -176,17 +160,6 @@ def test_a_fault_of_ours_is_no_verdict(attnsweep, comparing, fault, code, said):
     traceback = done.stderr.startswith("Traceback (most recent call last)")
     assert traceback == (FAULT[:22] in said)
     assert f"error: {said}" in done.stderr
-
-
-def test_an_endless_recursion_is_shown_in_part(attnsweep, comparing):
-    def compare(*options, **__):
-        return compare(*options)
-
-    comparing(compare)
-    done = attnsweep("check", "--recorded", RUN, RUN)
-    assert done.returncode == 70
-    assert "error: attnsweep has a fault: RecursionError" in done.stderr
-    assert done.stderr.count("\n") < 120
 
 
 def test_a_file_of_ours_that_is_missing_is_to_be_installed_again(attnsweep, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from samples import NVRTC_LOG, PROBLEM, candidate, full_run
 
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.candidate import _LOG_LENGTH, _shortened
+from attnsweep.compile.candidate import LOG_LENGTH, shortened
 from attnsweep.compile.cubin import resources
 from attnsweep.compile.nvrtc import Cubin
 from attnsweep.core.errors import CompileError, compiler_errors
@@ -111,9 +111,9 @@ def test_a_function_that_is_not_there_is_answered_with_those_that_are(tmp_path) 
 
 def test_a_long_log_is_cut_between_errors() -> None:
     log = "\n".join(f'k.cu({n}): error: identifier "v{n}" is undefined\n  v{n}\n  ^\n' for n in range(200))
-    kept = _shortened(log)
-    assert len(kept) < _LOG_LENGTH + 100
+    kept = shortened(log)
+    assert len(kept) < LOG_LENGTH + 100
     shown = len(compiler_errors(kept))
     assert kept.endswith(f"and {200 - shown} more errors")
     assert kept.count("  ^") == shown
-    assert _shortened(NVRTC_LOG) == NVRTC_LOG
+    assert shortened(NVRTC_LOG) == NVRTC_LOG

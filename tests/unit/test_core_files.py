@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from attnsweep.baselines.backend import Unavailable
-from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.compile.nvrtc import nvrtc_version
 from attnsweep.core import files
 from attnsweep.core.errors import ToolchainError
@@ -41,7 +41,7 @@ def test_the_hint_for_a_missing_compiler_suits_a_clone(monkeypatch, bindings, fo
 def test_the_reason_of_a_baseline_without_pytorch_suits_a_clone(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Unavailable) as caught:
-        _import_torch()
+        import_torch()
     assert "pip install -e '" in str(caught.value)
 
 

@@ -1,9 +1,7 @@
 """The order in which a call is issued: stages, streams, forks and joins, graph or eager."""
 
 import contextlib
-import lzma
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -254,41 +252,6 @@ def test_a_row_names_the_whole_machine():
     assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
 
 
-class Loading(cuda.CudaSession):
-    """Keeps what is loaded: the path of each module, and its bytes where it has some."""
-
-    def __init__(self):
-        self.loaded = {}
-        self._cupy, self._functions = SimpleNamespace(RawModule=self.module), {}
-
-    def module(self, path):
-        self.loaded[path] = Path(path).read_bytes() if Path(path).exists() else None
-        function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
-        return SimpleNamespace(get_function=lambda name: function)
-
-    def _allow_cluster(self, function):
-        pass
-
-
-def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches():
-    """A trial binds a dozen launches of the same code."""
-    session = Loading()
-    launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
-    functions = [session.function("one.cubin", launch) for launch in launches]
-    assert functions[0] is functions[1] is functions[2]
-    assert functions[0].max_dynamic_shared_size_bytes == 100 << 10
-    session.function("other.cubin", launches[0])
-    assert [*session.loaded] == ["one.cubin", "other.cubin"]
-
-
-def test_a_cubin_of_a_run_is_loaded_from_what_is_in_it(tmp_path):
-    session, path = Loading(), tmp_path / "k.cubin.xz"
-    path.write_bytes(lzma.compress(b"\x7fELF"))
-    session.function(str(path), Launch("f", (1, 1, 1), 32, ()))
-    assert [*session.loaded.values()] == [b"\x7fELF"]
-    assert not any(Path(path).exists() for path in session.loaded)
-
-
 # ---- how many calls a timed graph holds ----
 LAUNCH_US = 13.0  # what a graph's own launch adds if nothing hides it
 
@@ -306,14 +269,6 @@ def lengthened(each_us: float, once_us: float, target_us: float = 300.0, most: i
     assert calls == made[-1]
     assert launched >= 2 * sum(made[:-1])
     return calls, made
-
-
-@pytest.mark.parametrize("once_us", [9.0, 20.0, 150.0, 299.0, 301.0, 5_000.0, 1e6])
-def test_a_host_that_stood_still_at_first_makes_no_graph_of_one_call(once_us):
-    """300 us hold 33 calls of 9 us, and 70 % of that, which is enough, holds 23."""
-    calls, made = lengthened(9.0, once_us)
-    assert 22 <= calls <= 34
-    assert len(made) <= 4
 
 
 def test_a_call_that_outlasts_the_graph_is_captured_once():

@@ -1,13 +1,11 @@
 """The energy of a call, from a counter that moves in steps, on a simulated card and clock."""
 
-import random
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from attnsweep.device import energy
-from attnsweep.device.energy import Replays, Stretch, stretch
+from attnsweep.device.energy import Replays, stretch
 
 CALL_US = 100.0
 
@@ -64,16 +62,6 @@ def test_power_is_that_between_two_steps_whatever_their_length(step_s):
     assert board.fed > 100, "the card is kept busy"
 
 
-def test_reading_around_the_same_time_would_be_far_off():
-    """The counter's steps are why: at 0.1 s, 0.53 s hold four or five of them or six."""
-    board = Board(begin_mj=0)
-    board.now = 0.29
-    first = board.counter()
-    board.now += 0.53
-    naive = (board.counter() - first) / 1e3 / 0.53
-    assert abs(naive / 500 - 1) > 0.1
-
-
 def test_the_rise_of_the_power_at_the_beginning_does_not_count():
     board = Board(watts=lambda at_s: 100.0 if at_s < energy.SETTLE_S else 600.0)
     assert board.measured().power_w == pytest.approx(600, rel=0.003)
@@ -112,14 +100,6 @@ def test_a_counter_that_begins_anew_begins_the_stretch_anew():
     found = board.measured()
     assert found.power_w == pytest.approx(500, rel=0.003)
     assert len(board.marked) == 2
-
-
-def test_noise_of_the_power_is_in_the_result_and_no_more():
-    source = random.Random(1)
-    found = [Board(lambda _: source.gauss(500, 50)).measured().power_w for _ in range(20)]
-    # Five to six steps: 50 W over their root.
-    assert max(abs(power - 500) for power in found) < 4 * 50 / 5**0.5
-    assert max(found) - min(found) > 1
 
 
 class Event:
@@ -165,19 +145,6 @@ def test_replays_keep_some_work_ahead_and_time_what_follows_the_mark(calls_us):
     assert load.time_us() == pytest.approx(call_us)
 
 
-def test_a_call_longer_than_a_stretch_is_timed_too():
-    stream = Stream()
-
-    def replay():
-        stream.enqueued_us += 2e6
-
-    load = Replays(stream, replay, 1, 2e6)
-    load.feed()
-    load.mark()
-    load.feed()  # two are still enqueued
-    assert load.time_us() == pytest.approx(2e6)
-
-
 def test_without_nvml_or_with_an_old_card_there_is_no_counter():
     def refuse(card):
         raise RuntimeError("Not Supported")
@@ -190,8 +157,3 @@ def test_without_nvml_or_with_an_old_card_there_is_no_counter():
     assert energy.counter(SimpleNamespace(nvml=missing)) is None
     new = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=lambda card: 12)
     assert energy.counter(SimpleNamespace(nvml=lambda: (new, "card")))() == 12
-
-
-def test_it_needs_no_cuda():
-    assert Stretch(1.0, 2.0).power_w == 2.0
-    assert "cupy" not in sys.modules

@@ -12,8 +12,9 @@ from fake_gpu import FakeGpu
 from samples import TEST_GPU
 from sweeping import use
 
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.core.observer import Observer
+from attnsweep.core.errors import NoGpuError
 from attnsweep.device import lock
 from attnsweep.device.cards import hashed
 from attnsweep.device.lock import BusyError, held
@@ -48,6 +49,12 @@ def other(tmp_path):
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()
+
+
+def is_busy():
+    """Whether another process is refused the card."""
+    code = f"from attnsweep.device.lock import held\nwith held({UUID!r}, 'card'): pass"
+    return "BusyError" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
 
 
 def test_a_second_process_is_told_who_holds_the_card(other):
@@ -93,9 +100,7 @@ def test_one_process_may_hold_a_card_twice():
     with held(UUID, "card"):
         with held(UUID, "card"):
             pass
-        code = f"from attnsweep.device.lock import held\nwith held({UUID!r}, 'card'): pass"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "BusyError" in done.stderr
+        assert is_busy()
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"pid": 1}', "\xff"])
@@ -163,25 +168,11 @@ def test_a_second_run_on_one_card_measures_nothing(go, other, tmp_path):
     assert go().exit_code == 0
 
 
-def test_a_run_that_waits_is_told_for_whom(go, other):
-    notes = []
-
-    class Notes(Observer):
-        def note(self, text):
-            notes.append(text)
-
-    threading.Timer(0.3, other.stdin.close).start()
-    assert go(wait=True, observer=Notes()).exit_code == 0
-    assert notes[0].startswith("waiting for NVIDIA Test 1, in use by process")
-
-
 def test_the_card_is_held_while_a_run_measures_and_no_longer(go, gpu):
     seen, first_times = [], gpu.first_times
 
     def look(candidate):
-        code = f"from attnsweep.device.lock import held\nwith held({UUID!r}, 'card'): pass"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        seen.append("BusyError" in done.stderr)
+        seen.append(is_busy())
         return first_times(candidate) if candidate else None
 
     gpu.first_times = look
@@ -191,28 +182,25 @@ def test_the_card_is_held_while_a_run_measures_and_no_longer(go, gpu):
     assert seen == [True, False]
 
 
-def test_a_worker_that_opens_a_problem_takes_the_lock(other, monkeypatch):
+class Described(Worker):
+    """One that knows its card, and whose process fails to open a problem."""
+
+    def describe(self, **_):
+        return TEST_GPU.model_copy(update={"uuid": UUID})
+
+
+def test_a_worker_that_opens_a_problem_takes_the_lock(other):
     """Whatever times through it: scripts and benchmarks too."""
-    card = TEST_GPU.model_copy(update={"uuid": UUID})
-    asked = []
-
-    def request(self, method, *_):
-        asked.append(method)
-        return card
-
-    monkeypatch.setattr(Worker, "_request", request)
-    with Worker(5) as gpu, pytest.raises(BusyError):
+    with Described(5) as gpu, pytest.raises(BusyError):
         gpu.open("problem")
-    assert asked == ["describe"]
-    with Worker(5, card_held=True) as gpu:
+    with Described(5, card_held=True) as gpu, pytest.raises((NoGpuError, WorkerError)) as failed:
         gpu.open("problem")
-    assert asked == ["describe", "open"]
+    assert not isinstance(failed.value, BusyError)
     other.stdin.close()
     other.wait(10)
-    with Worker(5) as gpu:
-        gpu.open("problem")
-        gpu.open("problem")
-        assert lock.FileLock(lock.lock_dir() / f"{UUID}.lock", thread_local=False,
-                             is_singleton=True).lock_counter == 1  # fmt: skip
-    with held(UUID, "card"):
-        pass
+    with Described(5) as gpu:
+        for _ in range(2):
+            with pytest.raises((NoGpuError, WorkerError)):
+                gpu.open("problem")
+        assert is_busy()
+    assert not is_busy()

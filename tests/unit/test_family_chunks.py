@@ -213,11 +213,6 @@ class TestVariants:
         }
         assert space.total == 4
 
-    def test_a_mode_not_named_by_a_variant_has_its_first_value_alone(self):
-        selection = Selection({}, {"mode": {"default": {}, "eager": {"LAUNCH": ("eager",)}}})
-        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
-        assert [c["LAUNCH"] for c in space.configs] == ["graph", "graph", "eager", "eager"]
-
     def test_a_mode_that_one_variant_names_is_in_every_config(self):
         space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
         assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
@@ -242,24 +237,6 @@ def test_no_rule_of_a_family_trips_over_a_mode(kernel):
         assert all(is_used(config, problem) for config in configs)
         refusals = {kernel.refused_by(config, problem, arch) for config in configs}
         assert None in refusals, f"{name}={value}: {refusals}"
-
-
-@pytest.mark.parametrize(
-    "selection",
-    [
-        Selection(),
-        Selection({"LAUNCH": ("graph", "eager"), "THREADS": (64, 512)}),
-        Selection({}, {"mode": {"whole": {}, "parts": {"CHUNK_HEADS": (1, 2)}}}),
-    ],
-    ids=["own", "named", "variants"],
-)
-def test_candidates_one_by_one_are_those_of_the_space(selection):
-    kernel = discover()["naive"]
-    found = candidates(kernel, PROBLEM, ARCHS["sm_90a"], selection)
-    space = Space.build(kernel, PROBLEM, ARCHS["sm_90a"], selection)
-    assert tuple(dict.fromkeys(found)) == space.configs != ()
-    drawn = candidates(kernel, PROBLEM, ARCHS["sm_90a"], selection, seed=0)
-    assert set(drawn) == set(space.configs)
 
 
 # ---- configs recorded before their family had a parameter ----

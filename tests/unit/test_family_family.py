@@ -48,12 +48,6 @@ class TestConfig:
         assert Config(mapping) == backwards
         assert hash(Config(mapping)) == hash(backwards)
 
-    def test_does_not_follow_changes_of_what_it_was_made_from(self):
-        mapping = {"A": 1}
-        config = Config(mapping)
-        mapping["A"] = 2
-        assert config.A == 1
-
     def test_an_unknown_attribute_names_the_known(self):
         with pytest.raises(AttributeError, match="no parameter 'BLOCK_K'; it has A, B"):
             _ = Config({"A": 1, "B": 2}).BLOCK_K

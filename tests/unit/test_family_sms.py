@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import H200, TEST_GPU
+from samples import TEST_GPU
 from sweeping import use
 
 from attnsweep.choose.strategies.history import history_on, shipped_history
 from attnsweep.core.errors import SpecError
-from attnsweep.core.hardware import ARCHS, arch_on
+from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.device.cards import installed_arch
 from attnsweep.family.discover import discover, load_kernel
-from attnsweep.family.family import SMS, Config, Param
+from attnsweep.family.family import SMS, Config
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.explain import explain
 from attnsweep.specs.load import load_spec
@@ -24,7 +24,6 @@ from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
 from attnsweep.sweep import session
 from attnsweep.tools import compile as compile_tool
-from attnsweep.tools.inspect import _config
 
 FAMILIES = discover()
 FLASH = FAMILIES["flash_fwd_wgmma"]
@@ -64,13 +63,6 @@ def test_a_number_stays_and_each_value_comes_once():
     space = Space.build(FLASH, LONG, HOPPER, Selection(SMALL, selection.variants))
     assert persistent(space) == {66, 132}
     assert space.total == Space.build(FLASH, LONG, HOPPER, Selection(SMALL)).total
-
-
-def test_a_text_of_the_same_name_is_a_text():
-    text = Param("WHERE", ("sms", "gpcs"), "which units take turns")
-    assert not text.counts_sms
-    assert text.on(HOPPER) == ("sms", "gpcs")
-    assert Param("BLOCKS", (SMS,), "blocks").on(HOPPER) == (132,)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +105,6 @@ def test_what_was_recorded_on_another_card_begins_the_search_of_this_one():
     assert 114 in counts
     assert 132 not in counts
     assert 132 in {c["PERSISTENT"] for h in there for c in h.configs}
-
-
-def test_inspect_takes_sms_and_the_number():
-    arch = replace(HOPPER, sm_count=114)
-    shape = "BLOCK_N=64 WARPGROUPS=2 PERSISTENT="
-    for text in ("sms", "114"):
-        assert _config(FLASH, shape + text, LONG, arch).PERSISTENT == 114
 
 
 def test_explain_takes_sms_for_the_number_of_the_runs_card():
@@ -225,9 +210,3 @@ def test_a_dry_run_plans_for_the_card_that_a_run_would_have(gpu, here, sms):
     spec, gpu.installed = load_spec(Path("h100")), here
     assert compile_tool.target_arch(spec, None) == replace(HOPPER, sm_count=sms)
     assert compile_tool.target_arch(spec, "sm_90a") == HOPPER
-
-
-def test_an_environment_gives_its_own_number():
-    assert arch_on(H200) == HOPPER
-    assert arch_on(H200.model_copy(update={"sm_count": 78})).sm_count == 78
-    assert all(arch.sm_count > 0 for arch in ARCHS.values())

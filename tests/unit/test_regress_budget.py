@@ -200,15 +200,3 @@ def test_verdicts_are_printed_as_they_fall(command, card):
     assert done.stdout.index(line) < done.stdout.index("new/old")
     assert "the budget ended before 8 of 9 problems were decided, raise --budget-s" in (" ".join(done.stdout.split()))
     assert re.search("took (5[5-9]|6[0-3]) s, budget 60 s", done.stdout)
-
-
-@pytest.mark.parametrize("option", ["--json", "--markdown=-"])
-def test_one_document_stays_one_and_verdicts_are_told_beside_it(command, card, option):
-    card.ratios = (1.05,) * 80
-    done = command(option)
-    assert set(card.printed) == {""}
-    if option == "--json":
-        assert len(json.loads(done.stdout)["problems"]) == 9
-    else:
-        assert done.stdout.startswith("# ")
-    assert done.stderr.count(": regression, 1.0") == 9

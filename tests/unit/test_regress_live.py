@@ -139,13 +139,6 @@ def test_changed_code_is_timed(check, changed, card, ratios, verdict, code):
     assert min(ratios) - 0.01 < of_medians < max(ratios) + 0.01
 
 
-def test_a_regression_says_by_how_much_and_how_sure(check, changed, card):
-    card.ratios = (1.05,) * 20
-    why = check()[1]["problems"][0]["why"]
-    assert why.startswith("slower by at least 3.")
-    assert why.endswith("in 2 processes")
-
-
 def test_noise_beyond_the_budget_is_inconclusive(check, changed, card):
     card.noise, card.replay_s = 0.3, 0.02
     code, data, _ = check("--budget-s", "10")
@@ -369,14 +362,6 @@ def test_junit_shows_damage_as_an_error_of_its_own(check, baseline, tmp_path):
     check("--junit", tmp_path / "check.xml")
     suite = ElementTree.parse(tmp_path / "check.xml").getroot().find("testsuite")
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "1")
-
-
-def test_a_summary_that_cannot_be_written_says_so(check, tmp_path, monkeypatch):
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
-    code, _, err = check()
-    assert code == 2
-    assert "cannot write the job's summary" in err
-    assert "--markdown FILE" in err
 
 
 @pytest.mark.parametrize("options", [[], ["--recorded", "--against", "x"], ["--recorded"]])

@@ -21,24 +21,15 @@ class TestErrors:
         [
             ("a: [1, 2\nb: 3", "2:2: not valid YAML: expected ',' or ']', but got ':'\n"
              "  while parsing a flow sequence that begins in line 1"),
-            ("a: b: c", "1:5: not valid YAML: mapping values are not allowed here"),
             ("a:\n\tb: c", "2:1: not valid YAML: found character '\\t' that cannot start any token\n"
              "  write spaces in place of the tab"),
-            ("a: *b", "1:4: not valid YAML: found undefined alias 'b'"),
-            (f"{MINIMAL}---\na: 1\n",
-             "3:1: not valid YAML: expected a single document in the stream, but found another document"),
             ("a: b\nc: d\x01", "2:5: not valid YAML: character U+0001 is not allowed"),
-            ("name: caf\u00e9\nb: \x02", "2:4: not valid YAML: character U+0002 is not allowed"),
             (b"a: 1\nb: \xff", "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8"),
             ("name: a\nname: b", "2:1: duplicate key 'name'\n  first in line 1: drop one"),
-            ("problems: [{batch: 1,\n 'batch': 2}]", "2:2: duplicate key 'batch'\n  first in line 1: drop one"),
             ("? [a]\n: 1", "1:3: a key must be text, not a list or a mapping"),
-            ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
             ("a: &x {<<: *x}", "1:4: this alias contains itself\n  write the values out"),
-            ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "1:14: duplicate key 'b'\n  first in line 1: drop one"),
             ("name: !!python/name:os.system x",
              "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n  remove the tag"),
-            ("name: !!int x", "1:7: a spec cannot use tag tag:yaml.org,2002:int\n  remove the tag"),
         ],
     )  # fmt: skip
     def test_not_yaml(self, error_of, text, message):
@@ -70,11 +61,8 @@ class TestErrors:
         ("batch", "message"),
         [
             ("'8'", "3:13: batch must be a whole number, not '8'\n  write 8"),
-            ("true", "3:13: batch must be a whole number, not true"),
             ("yes", "3:13: batch must be a whole number, not yes"),
             ("1e3", "3:13: batch must be a whole number, not 1e3\n  write 1000"),
-            ("2.0", "3:13: batch must be a whole number, not 2.0\n  write 2"),
-            ("2.5", "3:13: batch must be a whole number, not 2.5"),
             # Numbers to YAML 1.1, where these are 8, 90, 1000 and 16; each is a trap.
             ("010", "3:13: batch must be a whole number, not 010\n  write 10"),
             ("1:30", "3:13: batch must be a whole number, not 1:30"),
@@ -82,15 +70,10 @@ class TestErrors:
                 "1:8:*2",
                 "3:13: batch must be a whole number, not 1:8:*2\n  write a list, [1024, 2048]; --problem takes ranges",
             ),
-            ("1_000", "3:13: batch must be a whole number, not 1_000\n  write 1000"),
-            ("0x10", "3:13: batch must be a whole number, not 0x10"),
             ("0", "3:13: batch must be at least 1, not 0"),
-            ("-3", "3:13: batch must be at least 1, not -3"),
             ("3000000000", "3:13: batch must be at most 2147483647, not 3000000000"),
             ("9" * 5000, f"3:13: batch must be a whole number, not {'9' * 60}…"),
             ("[]", "3:13: batch must not be empty"),
-            ("null", "3:13: batch must be a whole number, not null"),
-            ("{a: 1}", "3:13: batch must be a whole number, not a mapping"),
             ("[1, [2]]", "3:17: batch[1] must be a whole number, not a list"),
             (
                 "[1, x, 2, true]",
@@ -107,12 +90,8 @@ class TestErrors:
         ("causal", "message"),
         [
             ("1", "59: causal must be true or false, not 1\n  write true"),
-            ("0", "59: causal must be true or false, not 0\n  write false"),
             ("yes", "59: causal must be true or false, not yes\n  write true"),
-            ("Off", "59: causal must be true or false, not Off\n  write false"),
-            ("'true'", "59: causal must be true or false, not 'true'\n  write true"),
             ("maybe", "59: causal must be true or false, not maybe"),
-            ("null", "59: causal must be true or false, not null"),
             ("[true, no]", "66: causal[1] must be true or false, not no\n  write false"),
         ],
     )
@@ -127,15 +106,10 @@ class TestErrors:
              "5: heads_kv must divide heads: 16 is not a multiple of 3"),
             ("batch: 1, heads: 1, head_dim: 64, seqlen_q: 8",
              "5: seqlen_k is missing\n  give seqlen, or both seqlen_q and seqlen_k"),
-            ("batch: 1, heads: 1, head_dim: 64, seqlen: 8, seqlen_k: 8",
-             "5: seqlen already sets both seqlen_q and seqlen_k\n  give seqlen alone, or seqlen_q and seqlen_k"),
             ("batch: 1, heads: 1, seqlen: 8", "5: 'head_dim' is missing\n  Elements per head and row."),
             ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
              "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
              "e4m3, e4m3_tensor, e4m3_block"),
-            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: torch.bfloat16",
-             "58: dtype cannot be torch.bfloat16\n  did you mean 'bf16'? there are: fp16, bf16, "
-             "fp32, e4m3, e4m3_tensor, e4m3_block"),
             ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
              "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
              "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, "
@@ -168,13 +142,9 @@ class TestErrors:
             ("device: replay",
              "9: device replay needs a recording\n  add recording: the run to replay, relative to this file"),
             ("recording: runs", "1: recording is for device replay\n  add device: replay, or drop recording"),
-            ("recording: ''", "12: recording must not be empty"),
             ("arch: sm_91a",
              f"7: unknown architecture 'sm_91a'\n  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}"),
-            ("arch: 90", "7: arch must be text, not 90\n  write it in quotes"),
             ("name: a/b", "7: name must be of a-z, 0-9, _ and - only, not a/b"),
-            ("name: ..", "7: name must be of a-z, 0-9, _ and - only, not .."),
-            ("name: 200", "7: name must be text, not 200\n  write it in quotes"),
             ("baseline: all", "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
              "recording, arch, kernel_dir, problems, kernels, baselines, candidates, search, "
              "measure, limits, require, check, unserved"),
@@ -183,28 +153,20 @@ class TestErrors:
             ("baselines: [unfused, torch_flsh]", "22: baselines[1] cannot be torch_flsh\n"
              f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}, or a "
              "callable of yours as MODULE:FUNCTION"),
-            ("baselines: none", "12: baselines cannot be none\n  write [] for none, or all"),
             ("baselines:", "11: baselines cannot be null\n  write [] for none, or all"),
             ("search: {strategy: random}", "9: search: strategy random needs candidates\n"
              "  set the number per kernel and problem, or budget_s: {strategy: random, candidates: 100}"),
-            ("search: random", "9: search must be a mapping, not random\n  Which candidates are tried."),
             ("search: {strategy: randm, seed: -1}", "20: strategy cannot be randm\n"
              "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
              "sweep.yaml:3:33: seed must be at least 0, not -1"),
             ("measure: {round: 3}", "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
              "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s"),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
-            ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),
             ("measure: {timeout_s: 1e999}", "22: timeout_s must be a finite number, not 1e999"),
-            ("measure: {timeout_s: .inf}", "22: timeout_s must be a number, not .inf"),
             ("limits: {workspace_bytes: 2 gigs}",
              "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
              "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'"),
-            ("limits: {workspace_bytes: true}", "27: workspace_bytes must be a whole number, not true"),
-            ("limits: {spill_bytes: -1}", "23: spill_bytes must be at least 0, not -1"),
             ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
-            ("check: {slower: 0}", "17: slower must be at least 0.001, not 0"),
-            ("check: {budget_s: 0}", "19: budget_s must be more than 0, not 0"),
         ],
     )  # fmt: skip
     def test_key(self, error_of, line, message):
@@ -218,10 +180,7 @@ class TestErrors:
                 "10: kernels must be a mapping, not a list\n"
                 "  Family name to parameter values that replace its own; {} keeps its own.",
             ),
-            ("{}", "10: kernels must not be empty"),
             ("{naive: {THREADS: []}}", "28: THREADS must not be empty"),
-            ("{naive: {THREADS: }}", "27: THREADS must be a whole number, true or false, or text, not null"),
-            ("{naive: {THREADS: [1, 0.5]}}", "32: THREADS[1] must be a whole number, true or false, or text, not 0.5"),
             ("{naive: 64}", "18: naive must be a mapping, not 64\n  write {} for the family's own values"),
         ],
     )
@@ -262,20 +221,12 @@ class TestAgainstFamilies:
              "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
             ("{toy: {BLOCK_M: [64, big]}}", "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             (
-                "{toy: {BLOCK_M: [64, 64, true]}}",  # the repeat does not move the position
-                "35: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
-            ),
-            (
                 "{toy: {BLOCK_M: [1, true]}}",  # equal to Python
                 "30: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
             ),
             ("{toy: {BLOCK_M: 0}}", "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128"),
-            ("{toy: {SPLIT: -1}}", "24: toy: SPLIT must be at least 0, not -1\n  its own values: 0, 1"),
-            ("{toy: {FAST: 1}}", "23: toy: FAST cannot be 1\n  its own values: true"),
             ("{toy: {LAYOUT: colunm}}",
              "25: toy: LAYOUT cannot be 'colunm'\n  did you mean 'column'? there are: row, column"),
-            ("{a: {}, toy: {X: 1}}", "11: unknown kernel 'a'\n  there are: toy\n"
-             "sweep.yaml:2:24: toy has no parameter 'X'\n  there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
         ],
     )  # fmt: skip
     def test_refused(self, error_of, kernels, message):
@@ -295,17 +246,11 @@ class TestAgainstFamilies:
              "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
             ("{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
              "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?"),
-            ("{toy: all}", "16: toy must be a mapping, not all\n  write {} for the family's own values"),
-            ("{toy: {variants: {tile: {small: {block_m: 64}}}}}",
-             "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
-             "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
             ("{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
              "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             ("{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
              "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis"),
             ("{toy: {variants: {tile: {}}}}", "28: axis 'tile' has no variant"),
-            ("{toy: {variants: 3}}", "27: variants must be a mapping, not 3"),
-            ("{toy: {variants: {tile: [1]}}}", "34: tile must be a mapping, not a list"),
         ],
     )  # fmt: skip
     def test_variants_refused(self, error_of, kernels, message):

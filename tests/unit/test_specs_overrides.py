@@ -58,39 +58,21 @@ def test_values_anywhere_in_a_spec(load):
     assert (spec.search.seed, spec.limits.spill_bytes, spec.baselines) == (3, 0, ())
 
 
-def test_without_settings_it_is_the_spec(load):
-    assert load() == load_spec(load().document.path, FAMILIES)
-
-
-def test_what_is_set_is_in_the_resolved_text(load, tmp_path):
-    spec = load("kernels.flash_fwd_mma.BLOCK_M=128", "measure.rounds=7")
-    path = tmp_path / "again.yaml"
-    path.write_text(spec.resolved())
-    assert load_spec(path, FAMILIES) == spec
-
-
 @pytest.mark.parametrize(
     ("setting", "answer"),
     [
         ("rounds", "is not PATH=VALUE\n  write the spec's keys and a value"),
-        ("=3", "is not PATH=VALUE"),
         ("measure..rounds=3", "is not PATH=VALUE"),
-        ("measure.=3", "is not PATH=VALUE"),
         ('measure."rounds=3', "is not PATH=VALUE"),
         ("measure.rounds=", "is empty\n  write a value"),
         ("measure.rounds=[1", "not valid YAML"),
-        ("measure.rounds=a", "rounds must be a whole number, not a"),
         ("measure.round=3", "unknown key 'round'\n  did you mean 'rounds'?"),
         ("mesure.rounds=3", "the spec has no 'mesure'\n  did you mean 'measure'?"),
-        ("search.strategy=rndom", "strategy cannot be rndom\n  did you mean 'random'?"),
         ("kernels.naiv.THREADS=64", "kernels has no 'naiv'\n  did you mean 'naive'?"),
-        ("kernels.naiv={}", "unknown kernel 'naiv'\n  did you mean 'naive'?"),
         ("kernels.naive.THREAD=64", "naive has no parameter 'THREAD'\n  did you mean 'THREADS'?"),
-        ("kernels.naive.THREADS=yes", "naive: THREADS cannot be 'yes'"),
         ("problems[2].causal=true", "problems has no place 2\n  it has problems[0] to problems[1]"),
         ("problems.causal=true", "problems is a list\n  write problems[0].causal"),
         ("measure.replay_us.x=3", "measure.replay_us is 500, which holds nothing"),
-        ("name=Not a name", "name must be of a-z, 0-9, _ and - only, not Not a name"),
         (
             "kernels.flash_fwd_mma.NUM_STAGES=2",
             "the variants of 'stages of copies' set NUM_STAGES, so that this would do nothing\n"
@@ -178,6 +160,3 @@ class TestKernelDirectory:
         load_spec(path, FAMILIES)
         with pytest.raises(KernelError, match="ran"):
             load_spec(path, discover)
-
-    def test_there_is_none_by_default(self, tmp_path):
-        assert load_spec(Path("h100")).kernel_dir is None

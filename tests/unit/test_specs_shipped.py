@@ -13,7 +13,6 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import json_schema, load_spec, schema_text
-from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
 
 
@@ -119,33 +118,3 @@ class TestShipped:
         assert quickstart.kernels == recorded.kernels
         assert set(quickstart.baselines) <= set(recorded.baselines)  # those that it recorded
         assert set(quickstart.problems) <= set(recorded.problems)
-
-    @pytest.mark.parametrize("name", ["flash_training", "flash_short", "flash_dims", "flash_long", "batched"])
-    def test_the_fused_kernel_meets_the_baselines_that_a_user_would_pick(self, name):
-        spec = load_spec(Path(name))
-        baselines = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
-        assert spec.baselines == baselines
-
-    def test_decoding_packs_grouped_heads_and_sweeps_them_apart_too(self):
-        kernels = discover()
-        spec = load_spec(Path("decode"), kernels)
-        assert spec.baselines == ("flash_attn_3", "torch_flash", "torch_cudnn", "cudnn")
-        for item in plan(spec, arch_named("sm_90a")):
-            p, (space,) = item.problem, item.spaces
-            assert p.heads == 8 * p.heads_kv
-            alone, packed = (max((c.SPLITS for c in space.configs if c.PACK_GQA == n), default=None) for n in (0, 1))
-            if p.seqlen_q == 64:  # which fill a tile of 64 rows alone
-                assert {c.WARPGROUPS for c in space.configs if c.PACK_GQA} == {2}
-            elif p.batch == 1:  # eight times fewer tiles, so that more splits fit
-                assert (alone, packed) == (2, 16)
-            else:
-                assert (alone, packed) == (None, 2)
-
-    @pytest.mark.parametrize("name", ["flash_short", "batched"])
-    def test_one_tile_of_short_calls_may_be_chained(self, name):
-        kernels = discover()
-        for item in plan(load_spec(Path(name), kernels), arch_named("sm_90a")):
-            (space,) = item.spaces
-            chained = [config for config in space.configs if config.PDL]
-            assert 0 < len(chained) < 0.4 * len(space.configs)
-            assert len({(config.BLOCK_N, config.P_SHARED) for config in chained}) == 1

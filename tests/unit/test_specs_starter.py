@@ -14,7 +14,7 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec, spec_of
 from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
-from attnsweep.specs.starter import Request, Target, run_name, starter, what_runs, with_more
+from attnsweep.specs.starter import Request, Target, run_name, starter, what_runs
 from attnsweep.specs.yaml_file import Document
 
 FAMILIES = discover()
@@ -92,15 +92,6 @@ def test_the_space_follows_the_shape(shape, name):
     assert spec.kernels == {"flash_fwd_wgmma": shipped.kernels["flash_fwd_wgmma"]}
     assert f"its space is that of {name}.yaml" in text
     assert spec.baselines == load_spec(shipped_specs()["h100"]).baselines
-
-
-def test_few_queries_have_candidates_that_pack_groups_and_split_the_keys():
-    spec, _ = made(Problem(1, 32, 8, 1, 32768, 128, "bf16"))
-    (item,) = plan(spec, ARCHS["sm_90a"])
-    configs = item.spaces[0].configs
-    assert {config["PACK_GQA"] for config in configs} == {0, 1}
-    assert any(c["SPLITS"] == 8 and c["SPLIT_CLUSTER"] for c in configs)
-    assert any(c["SPLITS"] == 16 and c["PACK_GQA"] for c in configs)
 
 
 def test_shapes_of_several_kinds_have_a_space_each():
@@ -184,13 +175,6 @@ def test_a_shape_that_no_space_has_is_answered_with_why_and_what_runs_it():
     assert "flash_fwd_wgmma: dtype fp32 is not one of" in str(caught.value)
     with pytest.raises(SpaceError, match="add --kernel flash_fwd_mma"):
         made(SHAPE, target=Target(ARCHS["sm_80"]), kernels=("flash_fwd_wgmma",))
-
-
-def test_only_sections_that_are_left_out_are_added_as_comments():
-    more = with_more("name: mine\nsearch: {seed: 3}\n")
-    assert more.startswith("name: mine\nsearch: {seed: 3}\n# ")
-    assert "# limits: " in more
-    assert "# search: " not in more
 
 
 def test_the_search_is_written_out():

@@ -173,14 +173,14 @@ def test_the_sentence_claims_no_difference_where_the_interval_holds_one():
 
 
 def test_the_costliest_problems_share_the_budget(place):
-    from attnsweep.cli.speedup import _costliest
+    from attnsweep.cli.speedup import costliest
     from attnsweep.family.discover import discover
     from attnsweep.specs.load import load_spec
 
     (place / "s.yaml").write_text(SPEC.replace("calls: 1}", "calls: 200}"))
-    spec = _costliest(load_spec(place / "s.yaml", discover), 100)
+    spec = costliest(load_spec(place / "s.yaml", discover), 100)
     assert len(spec.problems) == 2
     assert spec.search.budget_s == 50
     assert spec.baselines == ("torch_flash",)
-    few = _costliest(load_spec(place / "s.yaml", discover), 20)
+    few = costliest(load_spec(place / "s.yaml", discover), 20)
     assert [entry.problem for entry in few.problems] == [Problem(1, 4, 4, 2048, 2048, 64)]

@@ -1,26 +1,12 @@
 """Who gets which problem: longest first, a lost one to another; and a fleet of 64, simulated."""
 
-import heapq
-import random
 import re
-import time
-from collections import Counter
-from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.store.run import open_run
 from attnsweep.sweep.assign import MOST_FAULTS, Assignment, Loss, Task
-
-RESULTS = Path(__file__).parent.parent.parent / "results"
-# Sweeps as users run them; specs that judge dispatch leave out most rounds and baselines.
-SPECS = (
-    *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long", "ladder"),
-    *("three_kernel", "wide_head"),
-)
 
 
 def fleet(costs, *workers, **options):
@@ -174,106 +160,3 @@ def test_whatever_happens_every_task_is_with_one_worker_done_or_given_up(data):
         held.pop(at, None)
         everywhere = [*assignment.done, *assignment.given_up, *assignment.pending, *held.values()]
         assert sorted(everywhere) == list(range(len(costs)))
-
-
-# -- a fleet -----------------------------------------------------------------------------------
-
-
-@cache
-def recorded_problems():
-    """(seconds, rows) of each problem of the recorded runs.
-
-    Rows say no wall time, so a row's seconds are those of its work: 20 ms to check, 30 calls for
-    the first time, and 2 ms for each round.
-    """
-    found = []
-    for directory in (RESULTS / "h100-80gb-hbm3" / name for name in SPECS):
-        work = Counter()
-        rows = Counter()
-        for trial in open_run(directory).trials:
-            rows[trial.problem] += 1
-            if trial.time_us is None:
-                continue
-            seconds = 0.02 + 30e-6 * (trial.first_us or trial.time_us.median)
-            work[trial.problem] += seconds + 2e-3 * len(trial.time_us.rounds)
-        found += [(work[problem], rows[problem]) for problem in work if work[problem]]
-    return found
-
-
-class Fleet:
-    """Workers that take the recorded seconds for a problem, and some that die."""
-
-    def __init__(self, workers, problems, deaths, seed):
-        rng = random.Random(seed)
-        self.problems = [rng.choice(recorded_problems()) for _ in range(problems)]
-        names = [f"card {number}" for number in range(workers)]
-        ideal_s = sum(seconds for seconds, _ in self.problems) / workers
-        dying = rng.sample(names, deaths)
-        self.dies_s = {name: rng.uniform(0, ideal_s) for name in dying}
-        # Estimated as `--gpus` does, by a rule that does not know what a problem really takes.
-        costs = [seconds * rng.uniform(0.5, 2) for seconds, _ in self.problems]
-        self.assignment = Assignment(costs)
-        self.names = names
-        self.store = {}
-        self.lost_s = self.own_s = 0.0
-
-    def timed(self, call, *arguments, **options):
-        began = time.thread_time()  # which a busy machine does not change
-        try:
-            return call(*arguments, **options)
-        finally:
-            self.own_s += time.thread_time() - began
-
-    def run(self):
-        """Returns the makespan in seconds."""
-        events, begun, number_of, idle = [], {}, {}, []
-        order = 0
-
-        def ask(name, now):
-            nonlocal order
-            task = self.timed(self.assignment.assign, name)
-            if task is None:
-                idle.append(name)
-                return
-            self.timed(self.assignment.ahead, name)
-            begun[name], number_of[name] = now, task.number
-            ends = now + self.problems[task.number][0]
-            dies = self.dies_s.get(name, float("inf"))
-            order += 1
-            heapq.heappush(events, (min(ends, dies), order, name, dies < ends))
-
-        for name in self.names:
-            self.timed(self.assignment.join, name)
-            ask(name, 0.0)
-        now = 0.0
-        while events:
-            now, _, name, died = heapq.heappop(events)
-            number = number_of[name]
-            if died:
-                self.lost_s += now - begun[name]
-                self.timed(self.assignment.lose, name, gone=True)
-                waiting, idle[:] = list(idle), []
-                for other in waiting:
-                    ask(other, now)
-            else:
-                assert number not in self.store, "done twice"
-                self.store[number] = (name, self.problems[number][1])
-                self.timed(self.assignment.finish, name)
-                ask(name, now)
-        return now
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_64_workers_do_1000_recorded_problems_though_a_tenth_of_them_die(seed):
-    fleet = Fleet(64, 1000, 7, seed)
-    makespan_s = fleet.run()
-    work_s = sum(seconds for seconds, _ in fleet.problems)
-    there_s = sum(min(fleet.dies_s.get(name, makespan_s), makespan_s) for name in fleet.names)
-    rows = sum(rows for _, rows in fleet.problems)
-    assert fleet.assignment.over
-    assert not fleet.assignment.given_up
-    assert sum(rows for _, rows in fleet.store.values()) == rows  # none is lost
-    assert sorted(fleet.assignment.done) == list(range(1000))
-    assert work_s / there_s >= 0.90
-    assert fleet.lost_s / work_s <= 0.02
-    assert fleet.own_s / rows < 1e-3

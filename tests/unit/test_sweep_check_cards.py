@@ -142,21 +142,9 @@ def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, share
     assert given == pytest.approx(shares)
 
 
-def test_each_verdict_is_told_when_it_is_there(check, cards):
-    _, _, said = check(edit=True)
-    lines = [said.index(f"{label}: regression, 1.050 times the old time") for label in LABELS]
-    assert max(lines) < said.index("took ")
-
-
 def test_without_a_card_nothing_is_compared(check, cards):
     for number in (0, 1):
         cards.on(number, at_start="off")
     code, data, said = check()
     assert (code, data) == (3, None)
     assert "Nothing was compared" in said
-
-
-def test_two_recordings_need_no_cards(attnsweep, tmp_path):
-    done = attnsweep("check", "--recorded", tmp_path, tmp_path, "--gpus", "all")
-    assert done.returncode == 2
-    assert "--gpus does nothing with --recorded" in done.stderr

@@ -1,17 +1,10 @@
 """`run --gpus` on the command line, with fake cards: tables, progress, exit codes, refusals."""
 
-import io
 import json
 
 import pytest
 from filelock import FileLock
 from fleets import TWO
-from rich.console import Console
-from samples import PROBLEM, candidate
-
-from attnsweep.reports import progress
-from attnsweep.reports.eta import Eta
-from attnsweep.reports.terminal import Form
 
 
 @pytest.fixture
@@ -42,12 +35,6 @@ def test_json_events_say_the_card(attnsweep, cards):
     assert (planned["problems"], planned["candidates"]) == (2, 6)
     assert events[-1]["event"] == "end"
     assert "ranked" in {event["event"] for event in events}
-
-
-def test_the_page_is_of_the_whole_run(attnsweep, cards, tmp_path):
-    done = attnsweep("run", "small.yaml", "--gpus", "all", "--html", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
-    assert "(1,2,512,64)" in (tmp_path / "page.html").read_text()
 
 
 def test_what_is_not_measured_is_said_with_how_to_go_on(attnsweep, cards):
@@ -99,68 +86,3 @@ def test_a_replay_is_refused(attnsweep, cards):
     done = attnsweep("run", "quickstart", "--gpus", "all")
     assert done.returncode == 2
     assert "--gpus does nothing here: a replay" in done.stderr
-
-
-# -- progress ---------------------------------------------------------------------------------
-
-
-def test_the_time_left_is_that_of_the_problems_left_shared_by_the_cards():
-    now = [0.0]
-    left = Eta(2, lambda: now[0])
-    left.planned([1] * 10)
-    for at_s in (0.0, 30.0, 40.0, 50.0):
-        now[0] = at_s
-        left.opening(0, measures=True)
-        left.opening(1, measures=True)
-        assert (left.left is None) == (at_s < 50)
-    assert left.left.seconds == 20  # of 4 problems, 10 s each, without the first one of each card
-
-
-def test_a_card_that_joins_late_shares_the_problems_that_are_left():
-    now = [0.0]
-    left = Eta(1, lambda: now[0])
-    left.planned([1] * 8)
-    for _ in range(4):
-        left.opening(0, measures=True)
-        now[0] += 10.0
-        left.resting(0, done=True)
-    assert left.left.seconds == 40
-    left.joined(1)
-    assert left.left.seconds == 20
-    left.joined(0)  # again
-    assert left.left.seconds == 20
-
-
-@pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
-def test_each_card_has_a_line(form):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
-    with progress.watch(console, form, 2) as observer:
-        observer.planned([3, 3])
-        on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
-        for each in on:
-            each.opening(PROBLEM, 3, 0)
-            each.compiled(1, 3)
-            each.tried(candidate("flash", 7.5, BLOCK_M=64))
-            each.racing(1, 2)
-            each.preparing("torch_flash", 0, 2)
-            each.prepared("torch_flash", 1.0, {"first calls": 1.0})
-            each.timing(1, 4)
-        if form is Form.AUTO:
-            observer.progress.refresh()
-        on[0].resting(done=True)
-        on[1].resting(done=False)
-        observer.note("card 1 [is] lost")
-        late = observer.on(2, "uuid2")
-        late.opening(PROBLEM, 3, 0)
-        late.tried(candidate("flash", 6.5, BLOCK_M=64))
-        if form is Form.AUTO:
-            observer.progress.refresh()
-    shown = out.getvalue()
-    assert "card 0" in shown
-    assert "card 1" in shown
-    assert "card 1 [is] lost" in shown
-    assert "card 2" in shown
-    if form is Form.AUTO:
-        assert "best 7.50 µs flash" in shown
-        assert "sweep of 2 problems" in shown

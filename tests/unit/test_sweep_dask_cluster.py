@@ -7,14 +7,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import fleets
 import psutil
@@ -138,49 +134,6 @@ def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards, workers
     assert sum(measured(cards).values()) == 12
 
 
-class SlowNetwork(socketserver.ThreadingTCPServer):
-    """A way to a scheduler on which whatever is sent arrives late; a context manager."""
-
-    daemon_threads = True
-    late_s = 0.05
-    carried = 0
-
-    def __init__(self, scheduler):
-        self.there = urlsplit(scheduler)
-        super().__init__(("127.0.0.1", 0), self.carry)
-        self.scheduler_address = f"tcp://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    def __exit__(self, *error):
-        self.shutdown()
-        super().__exit__(*error)
-
-    def carry(self, here, *_):
-        with socket.create_connection((self.there.hostname, self.there.port)) as there:
-            back = threading.Thread(target=self.forward, args=(there, here), daemon=True)
-            back.start()
-            self.forward(here, there)
-            back.join()
-
-    def forward(self, one, other):
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                time.sleep(self.late_s)
-                other.sendall(data)
-                self.carried += 1
-            other.shutdown(socket.SHUT_WR)
-
-
-def test_a_slow_network_loses_nothing_and_why_a_search_ended_comes_back_too(go, cards, workers):
-    with SlowNetwork(workers.scheduler_address) as network:
-        outcome, _ = go(network, SPEC + "search: {strategy: gp}\n")
-        assert network.carried > 20
-    assert is_whole(outcome)
-    assert measured(cards) == dict.fromkeys(LABELS, 3)
-    spaces = json.loads((outcome.run.directory / "spaces.json").read_text())
-    assert {facts["ended"] for facts in spaces} == {"all are tried"}
-
-
 def test_kernels_of_the_user_travel(go, cards, workers):
     text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace("256, 512, 1024, 2048", "64, 128")
     outcome, _ = go(workers, text, FAMILIES)
@@ -197,30 +150,6 @@ def test_a_lost_child_costs_its_problem_alone(go, cards, workers, fault):
     assert sum(measured(cards).values()) == 12 + 2
     assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
     assert not heard.about("another run")  # that is what is left of the lost child
-
-
-@LOST
-def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, own_workers):
-    cards.on(0, holds=1)
-    worker = own_workers.workers["card0"]
-    outcome, heard = go(own_workers, on=[0], do=lambda: os.kill(worker.pid, signal.SIGKILL))
-    assert is_whole(outcome)
-    assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
-
-
-@LOST
-def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
-    """The whole worker hangs, so nobody there can tell its child to stop."""
-    cards.on(0, holds=1)
-    hung = psutil.Process(own_workers.workers["card0"].pid)
-    try:
-        outcome, heard = go(own_workers, on=[0], do=hung.suspend, silence_s=2.0)
-    finally:
-        hung.resume()
-    assert is_whole(outcome)
-    [note] = heard.about("no word for 2 s")
-    assert note.startswith("worker card0: ")
-    assert "goes to another card" in note
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -325,16 +254,6 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
     assert sum(measured(cards).values()) <= tried + 12 - stored + 2
 
 
-@LOST
-def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, constants):
-    constants(sweep_cards, AWAY_S=1.0)
-    cards.facts["all"]["holds"] = 3
-    outcome, _ = go(own_workers, after=6, do=lambda: own_workers.sync(own_workers.scheduler.close))
-    assert outcome.no_card
-    assert outcome.exit_code == 3
-    assert len(outcome.run.trials) >= 2
-
-
 def fake_children(place):
     """The processes of fake cards on all workers."""
     found = []
@@ -437,29 +356,6 @@ def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, h
     (joined,) = heard.about("joins the run")
     assert ("with the card that was worker tcp" in joined) is not options
     assert list(heard.lines) == [0]
-
-
-@LATE
-def test_late_workers_of_another_kind_or_version_are_refused_once_and_cost_nothing(go, cards, dask, constants):
-    cards.on(1, environment={"gpu": "NVIDIA Other"})
-    cards.on(0, holds=2)
-    dask.worker(0)
-    kind = "another gpu than the others: NVIDIA Other, not NVIDIA Test 1"
-    version = "not 9.9; the card is left out"
-
-    def come():
-        constants(dask_cluster, __version__="9.9")
-        dask.worker(1)
-
-    when = {kind: come, version: cards.go_on}
-    outcome, heard = go(dask, do=lambda: dask.worker(1), when=when)
-    assert is_whole(outcome)
-    assert measured(cards) == dict.fromkeys(LABELS, 3)
-    for words in (kind, version):
-        (note,) = heard.about(words)
-        assert note.startswith("worker tcp://")
-        assert note.endswith("the card is left out")
-    assert {card for card, _ in cards.calls("open")} == {0}
 
 
 @LATE

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from attnsweep.core.files import shipped
-from attnsweep.sweep.dask_worker import _Carrier, digest_of, texts_of
+from attnsweep.sweep.dask_worker import Carrier, digest_of, texts_of
 
 CODE = b"\x7fELF machine code"
 
@@ -14,7 +14,7 @@ CODE = b"\x7fELF machine code"
 @pytest.fixture
 def carrier(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
-    return _Carrier(tmp_path / "job", lambda message: None)
+    return Carrier(tmp_path / "job", lambda message: None)
 
 
 def cubin(code=CODE, of=CODE):

@@ -19,7 +19,7 @@ from fleets import LABELS, SPEC, TIMES, is_whole, measured, swept
 from samples import TEST_GPU, candidate
 
 import attnsweep
-from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status, cards_of
 from attnsweep.device.lock import BusyError, held
@@ -88,11 +88,6 @@ def test_options_of_a_run_hold(go, cards, options):
         assert measured(cards) == dict.fromkeys(LABELS, 1)
     else:
         assert measured(cards) == dict.fromkeys(LABELS, 6)
-
-
-def test_a_replay_needs_no_cards(go, tmp_path):
-    with pytest.raises(SpecError, match="--gpus needs GPUs"):
-        go(SPEC + f"device: replay\nrecording: {tmp_path}\n")
 
 
 # -- faults -----------------------------------------------------------------------------------
@@ -311,32 +306,6 @@ def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, disk, moment):
     assert not list(outcome.run.directory.glob("trials.2*.jsonl"))
 
 
-def test_ctrl_c_keeps_every_row_and_resumes(go, cards, tmp_path):
-    cards.facts["all"]["trial_s"] = 0.15
-
-    def press():
-        log = Path(cards.facts["log"])
-        while not log.exists() or log.read_text().count("trial") < 4:
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    outcome, _ = go()
-    thread.join()
-    assert outcome.exit_code == 130
-    assert outcome.interrupted
-    assert 2 <= len(outcome.run.trials) < 12
-    assert all_ended(cards)
-    stored = len(outcome.run.trials)
-    before = sum(measured(cards).values())
-    assert before - stored <= 2  # at most the one that each card had in its hands
-    outcome, _ = go()
-    assert is_whole(outcome)
-    assert sum(measured(cards).values()) == before + 12 - stored
-    assert not list(outcome.run.directory.glob("trials.2*.jsonl"))
-
-
 PARENT = """
 import sys
 sys.path[:0] = {paths!r}
@@ -401,7 +370,6 @@ def test_a_card_in_use_is_named_and_nothing_is_started(go, cards):
         pass
 
 
-# ---- A long problem on one of several fake cards: what is tried on a shorter one is told as well
 # ----
 LONG, SHORT, OTHER = (f"(1,2,{seqlen},64) fp16 full" for seqlen in (262144, 65536, 256))
 

@@ -170,16 +170,6 @@ def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path
     assert measured(cards)[LABELS[0]] == 2 + 2
 
 
-def test_a_card_that_comes_when_nothing_is_left_is_not_started(go, cards):
-    cards.on(0, holds=10)
-    outcome, heard = go(
-        lambda trials: cards.cards if trials >= 10 else None, until=lambda: count(cards, "trial", 0) >= 10
-    )
-    assert is_whole(outcome)
-    assert cards.started == {0: 1}
-    assert about(heard, "on 1 cards")
-
-
 @pytest.mark.parametrize("name", ["the same", "another"])
 def test_the_only_card_comes_back_and_goes_on_where_it_was(go, cards, name):
     cards.on(0, fault="kill", after=2, once=True)

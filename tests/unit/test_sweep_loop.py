@@ -1,7 +1,6 @@
 """The loop with a stand-in for the GPU process: rows, resume, faults, Ctrl-C, exit codes."""
 
 import copy
-import itertools
 import json
 import math
 import time
@@ -22,7 +21,6 @@ from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import arch_named, arch_on
-from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
 from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
@@ -103,13 +101,6 @@ def test_a_row_keeps_the_clock_of_its_first_time(go, gpu):
     assert {rows[threads,].first_mhz for threads in (32, 64, 128)} == {1395.0}
 
 
-def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path):
-    gpu.proof_s = {"inputs": 1.04, "replays": 0.01, "candidates": 2.25}
-    (tmp_path / "test.yaml").write_text(SPEC)
-    done = attnsweep("run", tmp_path / "test.yaml", "--results", tmp_path / "results")
-    assert "3.3 s of them proved outputs right (candidates 2.2" in " ".join(done.stderr.split())
-
-
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
 def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, there):
     """The spec names another one, or NVML does not tell."""
@@ -181,13 +172,6 @@ def test_fresh_measures_again_and_keeps_the_old_rows(go, gpu, tmp_path):
     go(fresh=True)
     assert ("trial", "THREADS=32") in gpu.calls
     assert len(list(tmp_path.rglob("trials.*.jsonl"))) == 1
-
-
-def test_a_changed_parameter_list_keeps_what_holds(go, gpu):
-    go(SPEC.replace("[32, 64, 128]", "[32, 64]"))
-    gpu.calls.clear()
-    go()
-    assert gpu.names("trial") == ["THREADS=128"]
 
 
 @pytest.mark.parametrize("more", ["[32, 64]", "[64, 32]"])
@@ -271,14 +255,6 @@ def test_every_candidate_wrong_is_exit_code_1(go, gpu):
     assert go().exit_code == 1
 
 
-def test_a_spread_out_time_is_noisy(go, gpu):
-    times, sample = itertools.cycle([20.0, 60.0]), gpu.sample
-    gpu.sample = lambda name, kind: next(times) if "=64" in name else sample(name, kind)
-    row = by_config(go())[(64,)]
-    assert row.status is Status.NOISY
-    assert "quartiles" in row.detail
-
-
 def test_a_spec_for_another_architecture_is_refused(go):
     with pytest.raises(NoGpuError, match="for sm_80, this machine's NVIDIA Test 1 is sm_90a"):
         go("arch: sm_80\n" + SPEC)
@@ -315,27 +291,6 @@ def test_workspace_over_the_limit_is_pruned(go):
     reasons = {t.detail for t in outcome.run.trials if t.provider == "attnsweep"}
     assert reasons == {"needs 0.0 GiB of workspace, 0.0 allowed"}
     assert outcome.exit_code == 1
-
-
-def test_the_observer_sees_each_row_once_tried(go):
-    class Watch(Observer):
-        def __init__(self):
-            self.rows, self.rounds, self.opened = [], [], []
-
-        def opening(self, problem, candidates, kept):
-            self.opened.append((problem.label, candidates, kept))
-
-        def tried(self, trial, *, kept=False):
-            self.rows.append(trial)
-
-        def timing(self, done, total):
-            self.rounds.append((done, total))
-
-    watch = Watch()
-    go(observer=watch)
-    assert watch.opened == [("(1,2,256,64) fp16 full", 3, 0)]
-    assert {t.kernel for t in watch.rows} == {"naive", "torch_flash", "flash_attn_3"}
-    assert watch.rounds[-1][0] == watch.rounds[-1][1]
 
 
 def test_replay_marks_every_row_and_invents_none(go, tmp_path):
@@ -428,7 +383,6 @@ def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gp
         go(kernels=kernels)
 
 
-# ---- what a sweep makes of errors: which rows take part in rounds under `max_error`, and limits
 # ----
 @pytest.fixture
 def accuracies(gpu):

@@ -1,7 +1,6 @@
 """Sweeps of problems whose calls take long, with a stand-in for the GPU process."""
 
 import io
-import itertools
 import json
 
 import pytest
@@ -130,13 +129,6 @@ def test_fewer_candidates_are_tried_where_calls_take_longer(go, gpu):
     assert timed(outcome) == [32, 64]
     gpu.times = {name: time / 1.6 for name, time in gpu.times.items()}
     assert timed(go(f"name: faster\n{slow}")) == [32, 64, 96, 128]
-
-
-def test_a_fast_baseline_in_another_format_ends_nobodys_rounds(go, gpu):
-    gpu.times |= {"flash_attn_3_fp8": 1700.0, "triton_flash": 3300.0}
-    outcome = go(SPEC.replace("[torch_flash]", "[torch_flash, flash_attn_3_fp8, triton_flash]"))
-    rounds = {t.provider: len(t.time_us.rounds) for t in outcome.run.trials if t.time_us}
-    assert rounds == {"attnsweep": 6, "torch_flash": 6, "flash_attn_3_fp8": 1, "triton_flash": 1}
 
 
 @pytest.mark.parametrize("finalists", [1, 3])
@@ -324,20 +316,6 @@ def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_afforda
     assert rows[32].warm_us == rows[32].time_us.median
 
 
-def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu):
-    sample, noise, notes = gpu.sample, itertools.cycle([1.0, 1.3]), Notes()
-
-    def noisy(name, kind):
-        return sample(name, kind) * (next(noise) if name == "torch_flash" else 1.0)
-
-    gpu.sample = noisy
-    row = by_config(go(SPEC, observer=notes))["torch_flash"]
-    assert row.status is Status.NOISY
-    assert len(row.time_us.rounds) == gpu.names("replay").count("torch_flash") == 8
-    assert row.time_us.discarded == []
-    assert not [text for text in notes.texts if "timed again" in text]
-
-
 @pytest.mark.usefixtures("every_step")
 def test_progress_counts_no_candidate_twice(go):
     out = io.StringIO()
@@ -352,25 +330,3 @@ def test_progress_counts_no_candidate_twice(go):
     assert max(done for on, done, _ in told if on is None) == 5
     assert [each for each in told if each[1] > each[2]] == []
     assert {on for on, _, _ in told} == {SHORT, None}
-
-
-def test_bars_count_no_candidate_twice_and_name_the_shorter_problem(go, bars):
-    with progress.watch(Console(file=io.StringIO(), force_terminal=True)) as observer:
-        go(SPEC, observer=observer)
-    assert {("sweep", 10, 10), (f"  check on {SHORT}", 10, 10), ("  check", 5, 5)} <= {*bars}
-    assert [bar for bar in bars if bar[2] is not None and bar[1] > bar[2]] == []
-
-
-@pytest.mark.usefixtures("every_step")
-def test_plain_lines_name_the_shorter_problem(go):
-    out = io.StringIO()
-    with progress.watch(Console(file=out, width=200), Form.PLAIN) as observer:
-        go(SPEC, observer=observer)
-    lines = [line.strip() for line in out.getvalue().splitlines()]
-    assert f"{LONG}: its entrants are chosen on {SHORT}" in lines
-    assert f"compiled 10, checked 10 of 10 on {SHORT}" in lines
-    assert f"compiled 10, checked 0 of 10 on {SHORT}" in lines
-    of_five = [line for line in lines if line.startswith("compiled 5, checked ")]
-    assert of_five[0].startswith("compiled 5, checked 0 of 5")
-    assert of_five[-1].startswith("compiled 5, checked 5 of 5")
-    assert not any(" on (" in line for line in of_five)

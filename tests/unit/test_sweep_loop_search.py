@@ -73,14 +73,6 @@ def test_json_never_tells_of_more_candidates_done_than_there_are(go):
     assert sorted(told) == told
 
 
-@pytest.mark.usefixtures("one_by_one")
-def test_bars_never_show_more_candidates_than_there_are(go, bars):
-    with progress.watch(Console(file=io.StringIO(), force_terminal=True)) as observer:
-        go(observer=observer)
-    assert ("sweep", 3, 3) in bars
-    assert [bar for bar in bars if bar[1] > bar[2]] == []
-
-
 @pytest.fixture
 def stops(constants):
     """Sets after how few candidates a search may stop: stops(LEAST=2, PATIENCE=1)."""

@@ -99,36 +99,8 @@ def test_who_ran_and_lost_its_place_keeps_its_code_and_first_time_and_nothing_el
     assert same.of(second) == (first, heir)
 
 
-def test_a_noisy_twin_stands_for_others_too():
-    first, second = Stub(1), Stub(2)
-    same = SameCode()
-    same.asked([first, second])
-    same.add(second, measured(second, Status.NOISY))
-    _, (_, heir) = same.replace(first, compiled(first))
-    assert (heir.status, heir.detail) == (Status.NOISY, "quartiles")
-
-
 @pytest.mark.parametrize("status", [s for s in Status if s not in RAN], ids=str)
 def test_who_did_not_run_stands_for_nobody(status):
     same = SameCode()
     same.add(Stub(1), compiled(Stub(1)).with_(status=status))
     assert same.of(Stub(2)) is None
-
-
-def test_of_two_measured_same_the_first_that_came_stands_for_others():
-    first, second, third = Stub(1), Stub(2), Stub(3)
-    same = SameCode()
-    same.asked([first, second, third])
-    same.add(first, measured(first))
-    same.add(second, measured(second))
-    ((_, row),) = same.replace(third, compiled(third))
-    assert row.detail == "same machine code as k A=1"
-
-
-def test_other_code_is_no_twin_nor_is_what_did_not_compile():
-    same = SameCode()
-    same.add(Stub(1), measured(Stub(1)))
-    broken = Stub(3)
-    broken.compiled = False
-    assert same.of(Stub(2, "other")) is None
-    assert same.of(broken) is None

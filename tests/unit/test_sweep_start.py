@@ -1,20 +1,12 @@
 """What the cards of a fleet begin as they start."""
 
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from fake_gpu import FakeGpu
-from fleets import LABELS, SPEC, is_whole, swept
-from samples import TEST_GPU
-from sweeping import use_gpu
+from fleets import SPEC, is_whole, swept
 
-from attnsweep.compile.candidate import Build
-from attnsweep.core.hardware import arch_on
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import Shard
@@ -51,36 +43,6 @@ def test_a_card_knows_as_it_starts_what_it_opens_first(go, cards, late):
     assert dict(reversed(cards.calls("opened"))) == expected  # also if the other is ready earlier
 
 
-CHILD = """
-import sys, time
-from contextlib import contextmanager
-from attnsweep.core.errors import NoGpuError
-from attnsweep.sweep import card_worker as child
-
-class Gpu:
-    def describe(self, **_):
-        while "attnsweep.sweep.card_tasks" not in sys.modules:
-            time.sleep(0.01)
-        raise NoGpuError("asked")
-
-@contextmanager
-def opened(begin):
-    assert "attnsweep.sweep.loop" not in sys.modules
-    yield Gpu()
-
-child.main(opened)
-"""
-
-
-def test_a_child_starts_its_gpu_process_before_it_imports_what_a_sweep_needs():
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b'{"do": "begin", "preload": [], "cache_dir": null}\n')
-        process.stdin.flush()
-        assert json.loads(process.stdout.readline()) == {"say": "gone", "why": "asked"}
-
-
 def test_a_card_that_is_started_again_is_told_nothing_that_it_may_not_open(go, cards):
     cards.on(0, fault="kill", after=2, once=True)
     assert is_whole(go()[0])
@@ -92,22 +54,6 @@ def test_cards_are_expected_to_open_nothing_that_another_part_may_have(go, cards
     go(shard=Shard(2, 2))
     assert len(cards.calls("open")) == 2
     assert not cards.calls("first")
-
-
-def test_what_the_first_problems_need_compiles_first(go, cards, monkeypatch):
-    """Not what the spec names first, nor all of one problem before the other."""
-    submitted, submit = [], Build.submit
-
-    def told(build):
-        submitted.append(build.problem.label)
-        submit(build)
-
-    monkeypatch.setattr(Build, "submit", told)
-    gpu = FakeGpu()
-    gpu.installed = arch_on(TEST_GPU)
-    use_gpu(monkeypatch, gpu)
-    go()
-    assert submitted[:6] == [LABELS[2], LABELS[3]] * 3
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")

@@ -1,6 +1,5 @@
 """`run --watch`, `--html` and `--progress json`, with a stand-in for the GPU."""
 
-import json
 import re
 import shutil
 import sys
@@ -205,25 +204,9 @@ def test_options_that_contradict_each_other_are_refused(gpu, mine, options, said
     assert gpu.calls == []
 
 
-def test_the_page_is_written_at_the_end(gpu, mine, tmp_path) -> None:
-    page = tmp_path / "page.html"
-    done = CliRunner().invoke(app, arguments(mine, "--html", str(page)))
-    assert done.exit_code == 0, done.output
-    assert "<!doctype html>" in page.read_text()[:100]
-    assert f"{page}: " in done.stderr
-
-
 def test_a_page_that_cannot_be_written_is_refused_before_the_sweep(gpu, mine, tmp_path) -> None:
     for place in (tmp_path / "no" / "page.html", tmp_path):
         done = CliRunner().invoke(app, arguments(mine, "--html", str(place)))
         assert re.search("is a directory|cannot be written", str(done.exception))
     assert gpu.calls == []
     assert not (tmp_path / "results").exists()
-
-
-def test_progress_as_json_leaves_the_output_alone(gpu, mine) -> None:
-    done = CliRunner().invoke(app, arguments(mine, "--progress", "json", "--json"))
-    assert json.loads(done.stdout)["problems"][0]["winner"]["time_us"] == 20.0
-    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
-    assert [event["event"] for event in events[:2]] == ["planned", "problem"]
-    assert events[-1]["event"] == "end"
