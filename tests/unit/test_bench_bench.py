@@ -320,3 +320,11 @@ def test_two_calls_of_the_winner_are_compared_and_none_of_others(long, call_us):
     long.session.write(wrong_at(1))
     with pytest.raises(WrongResult, match="a race"):
         long.confirm("a", 200_000.0)
+
+
+@pytest.mark.parametrize(("problem", "calls"), [(LONG, 5), (PROBLEM, 100)])
+def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(bench_of, problem, calls):
+    bench = bench_of(problem)
+    bench.add("a", candidate(64), cold=False)
+    bench.eager_us("a")
+    assert bench.session.issued == calls

@@ -17,6 +17,8 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.regress.recorded import compare
 from attnsweep.reports import tables
+from attnsweep.reports.explain import explain
+from attnsweep.reports.explain_text import verdict
 from attnsweep.specs.load import load_spec
 from attnsweep.sweep import session
 
@@ -127,6 +129,17 @@ def test_a_baseline_that_takes_less_energy_is_named_and_not_the_one_that_is_fast
     assert ranking.iloc[0]["best_baseline"] == "flash_attn_3", "× base is of times"
     text = tables.files(run)["ranking.md"].replace("\u00a0", " ")
     assert "torch_flash takes less energy (1.09×)" in text
+
+
+def test_explain_says_what_ranked(go):
+    run = go(", rank_by: energy")
+    ((best, *_), (other, *_)) = (explain(run, [f"THREADS={n}"], None, discover()) for n in (128, 64))
+    assert other.ratio == pytest.approx(12 / 8.4)
+    said = [verdict(found)[0].replace("\u00a0", " ") for found in (best, other)]
+    assert said[0].startswith("It won: 8.4")
+    assert said[1].startswith("It lost: 12")
+    assert "1.43 times the winner's 8.4" in said[1]
+    assert all("mJ" in text for text in said)
 
 
 def test_those_far_off_are_measured_less(go, gpu):

@@ -186,3 +186,21 @@ def test_the_command_prints_text_and_json(tmp_path: Path) -> None:
     latest = CliRunner().invoke(app, ["explain", "--results", run])
     assert latest.stdout == shown.stdout
     assert latest.stderr == f"the latest run: {run}\n"
+
+
+def test_the_command_takes_a_shape_in_any_words_and_a_config_of_the_latest_run() -> None:
+    def explained(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["explain", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    run = str(RESULTS / "h100-80gb-hbm3" / "h100")
+    label = explained(run, "--problem", "(1,16,1024,64) fp16 causal")
+    assert label.startswith("(1,16,1024,64) fp16 causal")
+    assert explained(run, "--problem", "B=1 H=16 S=1024 D=64 causal") == label
+    wrong = CliRunner().invoke(app, ["explain", run, "--problem", "1,16,1024"])
+    assert "--problem '1,16,1024': a shape has four numbers, not 3" in str(wrong.exception)
+    two = CliRunner().invoke(app, ["explain", run, "--problem", "1,16,1024,64 1,8,512,64"])
+    assert "--problem: 2 shapes\n  name one" in str(two.exception)
+    ladder = str(RESULTS / "h200" / "ladder")
+    assert explained("THREADS=64", "--results", ladder) == explained(ladder, "THREADS=64")

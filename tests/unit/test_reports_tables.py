@@ -94,6 +94,14 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
     assert "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
 
 
+def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
+    schedule = {"chunks": 4, "heads": 2, "rows": 512, "streams": 2, "workspace_bytes": 3 << 20}
+    row = candidate("three", 9.0).with_(stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule)
+    text = " ".join(printed(full_run(trials=[row]), 120).split())
+    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · launches alone 1.2 µs · 4 chunks of 2" in text
+    assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
+
+
 def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
     run = full_run()
     label = run.trials[0].problem.label

@@ -1,10 +1,16 @@
 """`run --gpus` on the command line, with fake cards: tables, progress, exit codes, refusals."""
 
+import io
 import json
 
 import pytest
 from filelock import FileLock
 from fleets import TWO
+from rich.console import Console
+from samples import PROBLEM, candidate
+
+from attnsweep.reports import progress
+from attnsweep.reports.terminal import Form
 
 
 @pytest.fixture
@@ -86,3 +92,38 @@ def test_a_replay_is_refused(attnsweep, cards):
     done = attnsweep("run", "quickstart", "--gpus", "all")
     assert done.returncode == 2
     assert "--gpus does nothing here: a replay" in done.stderr
+
+
+@pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
+def test_each_card_has_a_line(form):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
+    with progress.watch(console, form, 2) as observer:
+        observer.planned([3, 3])
+        on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
+        for each in on:
+            each.opening(PROBLEM, 3, 0)
+            each.compiled(1, 3)
+            each.tried(candidate("flash", 7.5, BLOCK_M=64))
+            each.racing(1, 2)
+            each.preparing("torch_flash", 0, 2)
+            each.prepared("torch_flash", 1.0, {"first calls": 1.0})
+            each.timing(1, 4)
+        if form is Form.AUTO:
+            observer.progress.refresh()
+        on[0].resting(done=True)
+        on[1].resting(done=False)
+        observer.note("card 1 [is] lost")
+        late = observer.on(2, "uuid2")
+        late.opening(PROBLEM, 3, 0)
+        late.tried(candidate("flash", 6.5, BLOCK_M=64))
+        if form is Form.AUTO:
+            observer.progress.refresh()
+    shown = out.getvalue()
+    assert "card 0" in shown
+    assert "card 1" in shown
+    assert "card 1 [is] lost" in shown
+    assert "card 2" in shown
+    if form is Form.AUTO:
+        assert "best 7.50 µs flash" in shown
+        assert "sweep of 2 problems" in shown

@@ -101,6 +101,13 @@ def test_a_row_keeps_the_clock_of_its_first_time(go, gpu):
     assert {rows[threads,].first_mhz for threads in (32, 64, 128)} == {1395.0}
 
 
+def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path):
+    gpu.proof_s = {"inputs": 1.04, "replays": 0.01, "candidates": 2.25}
+    (tmp_path / "test.yaml").write_text(SPEC)
+    done = attnsweep("run", tmp_path / "test.yaml", "--results", tmp_path / "results")
+    assert "3.3 s of them proved outputs right (candidates 2.2" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
 def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, there):
     """The spec names another one, or NVML does not tell."""
