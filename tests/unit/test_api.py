@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -106,15 +105,6 @@ def test_a_program_uses_public_names_alone(path):
     assert names_used(path) <= {*attnsweep.__all__, "__version__"}
 
 
-def test_what_a_program_uses_is_found(tmp_path):
-    file = tmp_path / "program.py"
-    file.write_text(
-        "import attnsweep as a\nimport attnsweep.cli\nfrom attnsweep import run\n"
-        "from attnsweep.store.store import Store\na.rank\n"
-    )
-    assert names_used(file) == {"attnsweep.cli", "run", "attnsweep.store.store", "rank"}
-
-
 def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from attnsweep.choose import race
@@ -162,15 +152,6 @@ def test_a_candidate_that_cannot_run_ends_the_comparison(side):
 
 
 # -- how it is shipped and described ----------------------------------------------------------
-
-
-def test_the_wheel_carries_the_types():
-    assert (PACKAGE / "py.typed").is_file()
-    assert (PACKAGE / "__init__.pyi").is_file()
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    wheel = build["targets"]["wheel"]
-    assert wheel["packages"] == ["attnsweep"]  # whole
-    assert not {"exclude", "only-include"} & {*build, *wheel}
 
 
 def test_the_page_names_every_public_name():

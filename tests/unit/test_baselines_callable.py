@@ -82,14 +82,6 @@ def test_a_digest_runs_no_code_not_even_of_a_package(mine, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_packages_without_init_have_digests(mine, tmp_path):
-    (tmp_path / "outer" / "inner").mkdir(parents=True)
-    (tmp_path / "outer" / "attn.py").write_text(SOURCE)
-    (tmp_path / "outer" / "inner" / "attn.py").write_text(SOURCE)
-    assert source_digest("outer.attn:f") == source_digest("outer.inner.attn:f") == source_digest("mine_attn:f")
-    assert source_digest("outer.inner:f") is source_digest("outer.inner.nowhere:f") is None
-
-
 def test_a_problem_that_it_cannot_do_is_refused_before_anything_is_imported():
     assert backend_of("no_such_module:f").supports(PROBLEM) is None
     capped = replace(PROBLEM, scores=Scores(softcap=50.0))
@@ -104,11 +96,6 @@ def spec(tmp_path, baselines):
         f"kernels: {{naive: {{}}}}\nbaselines: {baselines}\n"
     )
     return load_spec(path)
-
-
-def test_a_spec_names_it_beside_the_known_ones(tmp_path):
-    asked = spec(tmp_path, "[torch_flash, 'my_pkg.attn:forward']")
-    assert asked.baselines == ("torch_flash", "my_pkg.attn:forward")
 
 
 @pytest.mark.parametrize("name", ["my_pkg.attn:", "my pkg:f", "a:b:c", "torch-flash"])

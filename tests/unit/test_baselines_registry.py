@@ -148,13 +148,6 @@ def test_of_a_long_problem_the_way_that_is_fastest_on_a_shorter_one_is_left(torc
     assert called_on(torch, monkeypatch, ways) == ["abc", "c"]
 
 
-def test_of_a_long_problem_spare_ways_stay_and_are_not_tried(torch, monkeypatch):
-    ways = {"a": 40.0, "b": 10.0, "spare": 1.0}
-    assert called_on(torch, monkeypatch, ways) == ["ab", "b"]
-    on_long = {**ways, "b": RuntimeError("out of memory")}
-    assert called_on(torch, monkeypatch, ways, **on_long) == ["ab", "bspare"]
-
-
 @pytest.mark.parametrize(
     "ways",
     [{"a": RuntimeError("no"), "b": RuntimeError("no"), "c": RuntimeError("no")}, {"a": 1.0}],
@@ -352,21 +345,6 @@ def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, c
         assert [stride // laid.itemsize for stride in laid.strides] == [*STRIDES["bshd"]]
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_cudnn_gets_v_and_o_of_their_own_head_dim(torch, layout):
-    problem, cudnn = Problem.parse("(2,8/2,64x128,192/128) bf16 causal"), Cudnn()
-    forward = baselines_cudnn.build(torch, cudnn, problem, 77, layout).forward
-    (graph,) = cudnn.graphs
-    dims = {name: graph.tensors[name]["dim"] for name in "qkv"}
-    assert dims == {"q": [2, 8, 64, 192], "k": [2, 2, 128, 192], "v": [2, 2, 128, 128]}
-    of_v = [16384, 128, 1] if layout == "bhsd" else [128, 256, 1]
-    assert graph.tensors["v"]["stride"][1:] == of_v
-    assert graph.out.told["dim"] == [2, 8, 64, 128]
-    assert graph.options["attn_scale"] == problem.scale
-    out = forward(*(Tensor(np.zeros(problem.shape_of(t))) for t in "qkv"))
-    assert out.strides == tuple(graph.out.told["stride"])
-
-
 def integers(graph, name):
     """The numbers of an input in the last call, as they are told and as they are."""
     told, (buffers, *_) = graph.tensors[name], graph.executed[-1]
@@ -478,14 +456,6 @@ def test_a_cudnn_that_is_not_timed_is_a_reason(torch, monkeypatch, module, said)
         prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
 
 
-def test_a_handle_ends_with_its_call(torch):
-    cudnn = Cudnn()
-    forward = baselines_cudnn.build(torch, cudnn, PROBLEM, 77, "bhsd").forward
-    assert cudnn.destroyed == []
-    del forward
-    assert cudnn.destroyed == [cudnn.graphs[0].handle]
-
-
 # -- Triton ---------------------------------------------------------------------------------
 
 
@@ -540,22 +510,6 @@ def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, tr
         assert arguments[5:] == (4, 100, 128) == warm[5:]
         assert constants == same  # what was compiled ahead is what is launched
         assert (constants["HEAD_DIM"], constants["BLOCK_D"]) == (96, 128)
-
-
-def test_the_launcher_that_all_configs_share_is_made_when_they_are_compiled(triton):
-    """Triton 3.6 runs a C compiler for it at the first launch, which a user then waits for."""
-    made = []
-    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *of: made.append(of)))
-    sys.modules["triton"].runtime = SimpleNamespace(driver=driver)
-    Kernel.compiled = iter([None, *[SimpleNamespace(src="source", metadata="facts")] * 99])
-    triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
-    assert made == [("source", "facts")]  # the first config did not compile
-
-
-def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
-    monkeypatch.delattr(sys.modules["triton"], "AsyncCompileMode")
-    triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
-    assert Kernel.warmed == []
 
 
 def test_no_garbage_is_collected_while_a_baseline_is_captured(torch):
@@ -627,7 +581,6 @@ def test_a_callable_that_was_called_out_of_step_is_freed_with_its_entry(torch):
         gc.enable()
 
 
-# ---- baselines of problems in FP8: which bytes and scales they get, and which cannot run them
 # ----
 def fp8(dtype="e4m3", causal=True, keys=128, **sizes):
     return Problem(2, 8, 2, 64, keys, 64, dtype, causal=causal)
@@ -728,13 +681,6 @@ def test_where_cudnn_writes_bf16_its_other_output_is_spare(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn())
     ways = BACKENDS["cudnn"].ways(torch, fp8("e4m3_tensor"), Session([0.0]))
     assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [(True, False)] * 2
-
-
-def test_cudnn_that_does_neither_is_a_reason(torch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={"bf16", "e4m3"}))
-    problem = fp8("e4m3_tensor")
-    with pytest.raises(Unavailable, match=r"^No bf16 output$"):
-        prepare("cudnn", problem, fp8_inputs(problem), Session([0.0]))
 
 
 @pytest.fixture

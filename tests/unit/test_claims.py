@@ -209,13 +209,3 @@ def test_bounds_of_a_stage_come_from_measured_rates():
 )  # fmt: skip
 def test_a_recording_says_its_protocol(run, protocol):
     assert Book(docs.ROOT / docs.RESULTS).protocol(run) == protocol
-
-
-def test_a_run_recorded_under_an_earlier_name_counts_until_it_is_recorded_anew(tmp_path):
-    (tmp_path / "renamed.json").write_text('{"run": "run_h200"}')
-    book = Book(tmp_path / "results")
-    assert not book.has("run")
-    (tmp_path / "results" / "run_h200").mkdir(parents=True)
-    assert (book.place("run"), book.has("run")) == ("run_h200", True)
-    (tmp_path / "results" / "run").mkdir()
-    assert book.place("run") == "run"

@@ -81,11 +81,6 @@ def test_unknown_dtype():
         Problem(1, 1, 1, 1, 1, 64, "fp8")
 
 
-def test_dtype_and_mask_may_be_left_out():
-    assert Problem.parse("1,16,1024,64") == Problem(1, 16, 16, 1024, 1024, 64)
-    assert Problem.parse(" (2, 8/2, 7x9, 64) bf16 ") == Problem(2, 8, 2, 7, 9, 64, "bf16")
-
-
 @pytest.mark.parametrize("dtype", ["e4m3", "e4m3_tensor", "e4m3_block"])
 def test_an_fp8_row_has_a_multiple_of_16_bytes(dtype):
     with pytest.raises(ProblemError, match="head_dim 72: FP8 tiles have rows of 16 bytes"):
@@ -93,9 +88,3 @@ def test_an_fp8_row_has_a_multiple_of_16_bytes(dtype):
     made = Problem(1, 4, 2, 8, 300, 80, dtype)
     assert made.inputs == ("q", "k", "v", "q_scale", "k_scale", "v_scale")
     assert made.out_dtype == "bf16"
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_other_dtypes_have_no_scales(dtype):
-    made = Problem(1, 1, 1, 8, 8, 72, dtype)
-    assert (made.inputs, made.out_dtype, made.scaled) == (("q", "k", "v"), dtype, False)

@@ -85,15 +85,6 @@ def test_a_head_dim_that_no_fp8_tile_takes_is_an_error_with_its_place(tmp_path, 
         read_shapes([f"1,4,256,{head_dim}", "e4m3"])
 
 
-def test_a_launch_names_scales_as_it_names_q():
-    config, arch = Config({"A": 1}), ARCHS["sm_90a"]
-    kernel = family("q", "k", "v", "o", "q_scale", "k_scale", "v_scale", dtypes=("fp16", "e4m3"))
-    (launch,) = kernel.launches(config, FP8, arch).values()
-    assert launch.args[4:] == ("q_scale", "k_scale", "v_scale")
-    with pytest.raises(KernelError, match="names the buffer 'q_scale'; there are k, o, q, v"):
-        kernel.launches(config, replace(FP8, dtype="fp16"), arch)
-
-
 def test_a_workspace_may_not_take_the_name_of_a_scale():
     kernel = family("o", dtypes=("fp16", "e4m3"), workspace={"k_scale": 16})
     config = Config({"A": 1})

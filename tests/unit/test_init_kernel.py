@@ -51,13 +51,6 @@ def test_a_new_kernel_has_seqlen_before_heads_if_that_is_asked_for(attnsweep, he
     assert "tensors (batch, seqlen, heads, head_dim)" in " ".join(done.stdout.split())
 
 
-def test_problem_and_arch_are_the_specs(attnsweep, here):
-    words = ("--problem", "2,8,512,128 bf16 causal", "--arch", "sm_80")
-    assert attnsweep("init", "--kernel", "mine", *words).returncode == 0
-    done = attnsweep("run", "mine/mine.yaml", "--dry-run")
-    assert "(2,8,512,128) bf16 causal" in done.stdout + done.stderr
-
-
 def test_a_template_of_ones_own_gets_the_arguments_that_its_names_say(attnsweep, here):
     (here / "attention.cu").write_text(OWN)
     done = attnsweep("init", "--kernel", "mine", "--from", "attention.cu")

@@ -93,17 +93,3 @@ def test_sums_of_rounded_weights_need_little_headroom(headroom, least, most):
     values = config(SUMS=2, HEADROOM=headroom)
     allowed = FAMILY.refused_by(values, LONG, ARCH) is None
     assert allowed == (most <= 0.01)
-
-
-def test_sums_of_a_wide_head_are_of_a_part_of_a_tile():
-    wide = replace(LONG, head_dim=256)
-    for interval, rule in ((64, None), (32, None), (128, "intervals")):
-        values = config(BLOCK_N=64, INTERVAL=interval)
-        assert FAMILY.refused_by(values, wide, ARCH) == rule
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_other_dtypes_are_refused(dtype):
-    assert FAMILY.refusal(replace(LONG, dtype=dtype), ARCH) == (
-        f"dtype {dtype} is not one of e4m3, e4m3_tensor, e4m3_block"
-    )

@@ -60,12 +60,6 @@ def test_causal_turns_are_even(shape, warpgroups, blocks_per_sm):
     assert busiest(problem, config, heads_together(problem, config)) < 1.06
 
 
-def test_full_tiles_take_as_many_heads_as_fit():
-    problem = Problem(16, 16, 16, 1024, 1024, 128)
-    values = {param.name: param.values[0] for param in FAMILY.params} | {"WARPGROUPS": 2, "PERSISTENT": 132}
-    assert heads_together(problem, Config(values)) == 64
-
-
 def split(**values: int) -> Config:
     """These values, and 64 queries a block."""
     first = {param.name: param.values[0] for param in FAMILY.params}
@@ -84,13 +78,6 @@ def test_splits_of_a_cluster_need_no_workspace_and_no_second_launch():
     assert list(FAMILY.workspaces(joined, problem)) == ["lse"]
     combined = split(SPLITS=2)
     assert list(FAMILY.launches(combined, problem, arch)) == ["fwd", "combine"]
-
-
-def test_splits_are_one_wave():
-    """64 tiles of queries: two splits of each are 128 blocks for 132 SMs, four would be 256."""
-    problem, arch = Problem(1, 8, 8, 512, 512, 64), ARCHS["sm_90a"]
-    assert FAMILY.refused_by(split(SPLITS=2), problem, arch) is None
-    assert FAMILY.refused_by(split(SPLITS=4), problem, arch) == "split_grid"
 
 
 @pytest.mark.parametrize(
@@ -144,33 +131,6 @@ def test_packed_heads_leave_room_for_more_splits(splits, alone):
     arch = ARCHS["sm_90a"]
     assert FAMILY.refused_by(packed(SPLITS=splits, PACK_GQA=0), DECODE, arch) == alone
     assert FAMILY.refused_by(packed(SPLITS=splits), DECODE, arch) is None
-
-
-def test_packed_heads_make_one_wave_of_splits():
-    """128 tiles for 264 blocks, where there were 1024."""
-    batched, arch = replace(DECODE, batch=32), ARCHS["sm_90a"]
-    assert FAMILY.launches(packed(SPLITS=2), batched, arch)["fwd"].grid == (1, 128, 2)
-    refused = {n: FAMILY.refused_by(packed(SPLITS=n), batched, arch) for n in (1, 2, 4)}
-    assert refused == {1: None, 2: None, 4: "split_grid"}
-    assert FAMILY.refused_by(packed(SPLITS=2, PACK_GQA=0), batched, arch) == "split_grid"
-
-
-def test_rows_of_packed_heads_fill_larger_blocks():
-    """Of 8 heads with 20 queries, 160 rows are two blocks of 128; a head alone fills none."""
-    problem, arch = replace(DECODE, seqlen_q=20, seqlen_k=4096), ARCHS["sm_90a"]
-    larger = packed(WARPGROUPS=2, BLOCKS_PER_SM=1, SPLITS=2)
-    assert FAMILY.refused_by(larger, problem, arch) is None
-    assert FAMILY.launches(larger, problem, arch)["fwd"].grid == (2, 4, 2)
-    alone = packed(WARPGROUPS=2, BLOCKS_PER_SM=1, SPLITS=2, PACK_GQA=0)
-    assert FAMILY.refused_by(alone, problem, arch) == "no_idle_tile"
-
-
-def test_packed_causal_heads_have_more_rows_than_there_are_keys():
-    """8 heads of 40 queries are 320 rows and see 40 keys; as one causal head they could not be."""
-    problem = replace(DECODE, seqlen_q=40, seqlen_k=40, causal=True)
-    config, arch = packed(BLOCK_N=64), ARCHS["sm_90a"]
-    assert FAMILY.refused_by(config, problem, arch) is None
-    assert FAMILY.launches(config, problem, arch)["fwd"].grid == (5, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +187,6 @@ def test_blocks_look_up_the_keys_of_their_item(problem):
     assert (alone.grid, alone.args[-2]) == ((1, 8 * 32, 1), 32), "32 query heads of an item"
 
 
-def test_one_mask_of_all_items_has_no_step_between_them():
-    problem = Problem.parse("(8,32/8,1x1000,128) bf16 boolean(full)")
-    scan = FAMILY.launches(of_items(), problem, ARCHS["sm_90a"])["mask"]
-    assert scan.args[-4:] == (0, 0, 1000, 1)
-    assert FAMILY.workspaces(of_items(), problem)["bits"] == 4 * 8 * 4 * 9
-
-
 @pytest.mark.parametrize(
     ("label", "values", "rule"),
     [
@@ -271,36 +224,3 @@ def test_one_mask_of_all_items_has_no_step_between_them():
 )
 def test_whose_keys_blocks_may_look_up(label, values, rule):
     assert FAMILY.refused_by(of_items(**values), Problem.parse(label), ARCHS["sm_90a"]) == rule
-
-
-def refusing(problem, **given):
-    """A function that says which rule refuses the given values with others changed."""
-    values = {param.name: param.values[0] for param in FAMILY.params} | given
-
-    def refused(**changed: int) -> str | None:
-        return FAMILY.refused_by(Config(values | changed), problem, ARCHS["sm_90a"])
-
-    return refused
-
-
-def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
-    problem = Problem(4, 16, 16, 4096, 4096, 128)
-    refused = refusing(problem, BLOCK_N=128, WARPGROUPS=2, MAXIMA=2, NUM_STAGES=2)
-    # 64 scores, 32 of P, 64 accumulators and 38 others leave 42 of 240 registers.
-    assert refused(Q_REGISTERS=8) is None
-    assert refused(Q_REGISTERS=8, BLOCK_N=144) == "registers"
-    assert refused(Q_REGISTERS=4, BLOCK_N=144) is None
-    assert refused(Q_REGISTERS=9) == "q_in_registers"
-    assert refused(Q_REGISTERS=2, WARPGROUPS=3, BLOCK_N=64) is None  # of 160
-    assert refused(Q_REGISTERS=4, WARPGROUPS=3, BLOCK_N=64) == "registers"
-
-
-def test_blocks_take_turns_at_head_dim_256_where_the_output_goes_over_q():
-    problem = Problem(4, 16, 16, 2048, 2048, 256)
-    refused = refusing(problem, BLOCK_N=64, WARPGROUPS=2, NUM_STAGES=2, PERSISTENT=132)
-    assert refused() == "blocks_fit"  # Q 64 KiB, the rings 128, the output 64
-    assert refused(O_OVER_Q=1) is None
-    assert refused(O_OVER_Q=1, BLOCK_N=80) is None
-    assert refused(O_OVER_Q=1, PERSISTENT=0) == "output_over_q"
-    assert refused(O_OVER_Q=1, KEY_GROUPS=2) == "output_over_q"
-    assert refused(O_OVER_Q=2) == "known_values"

@@ -9,21 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import dense
 
-from attnsweep.baselines.registry import backend_of
 from attnsweep.core import drawn
 from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case, Inputs, short_turns, small_cases
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import DENSE, Padded
-from attnsweep.core.length import shorter, shorter_of, slower_on
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
 from attnsweep.specs.model import ProblemSpec
-from attnsweep.specs.shapes import read_shapes
-from attnsweep.specs.starter import Request, Target, starter
 from attnsweep.verify import rounded
 from attnsweep.verify.encoding import from_bits, mask_of
 from attnsweep.verify.inputs import make_inputs
@@ -51,22 +47,6 @@ def test_equal_lengths_have_one_name_for_one_mask(left, right):
     assert problem(9, 30, Interval(top_left=True)) == problem(9, 30, FULL)
 
 
-@given(SIDES, SIDES)
-def test_top_left_problems_are_full_or_of_a_window(left, right):
-    made = problem(9, 30, Interval(left, right, top_left=True))
-    assert made.mask.kind in ("full", "window")
-
-
-def test_top_left_in_words():
-    assert problem(9, 30, TOP_LEFT).label == "(2,4/2,9x30,64) bf16 causal_top_left"
-    window = problem(9, 30, Interval(512, 0, top_left=True))
-    assert window.label.endswith(" window_top_left(512,0)")
-    assert problem(9, 30, TOP_LEFT) != problem(9, 30, CAUSAL)
-    facts = problem(9, 30, TOP_LEFT).facts
-    assert (facts["causal"], facts["top_left"]) == (True, True)
-    assert "top_left" not in problem(9, 30, CAUSAL).facts
-
-
 ENTRY = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 30, "head_dim": 64}
 ENTRY |= {"dtype": "bf16"}
 
@@ -74,21 +54,6 @@ ENTRY |= {"dtype": "bf16"}
 def of_entry(**more):
     (made,) = ProblemSpec.model_validate(ENTRY | more).expand()
     return made
-
-
-def test_top_left_in_a_spec():
-    assert of_entry(causal=True, top_left=True) == problem(9, 30, TOP_LEFT)
-    window = problem(9, 30, Interval(5, 0, top_left=True))
-    assert of_entry(window=[5, 0], top_left=True) == window
-    with pytest.raises(Exception, match="top_left without a mask"):
-        of_entry(top_left=True)
-
-
-def test_baselines_that_align_bottom_right_alone_refuse_top_left():
-    asked = problem(9, 30, TOP_LEFT)
-    assert "aligned top-left" in backend_of("flash_attn_3").supports(asked)
-    assert backend_of("torch_cudnn").supports(asked) is None
-    assert backend_of("flash_attn_3").supports(problem(9, 30, CAUSAL)) is None
 
 
 # -- queries that see no key ----------------------------------------------------------------------
@@ -194,36 +159,6 @@ def test_lengths_are_spread_from_the_least_to_all_keys(layout, batch, seqlen_k):
     assert end - first == lengths[0]
 
 
-def test_the_seed_draws_the_order_of_lengths():
-    orders = {Padded("right", 0, seed).ranges(4, 300) for seed in range(300)}
-    assert len(orders) == 24
-    assert len({Padded("right", 40, seed).ranges(2, 300) for seed in range(4)}) == 2
-
-
-def test_padding_in_words():
-    made = problem(9, 30, CAUSAL, layout=Padded("right", 40))
-    assert made.kind == "padded"
-    assert made.label == "(2,4/2,9x30,64) bf16 causal padded(right,40)"
-    assert made.facts["padding"] == ["right", 40, 0]
-    assert "padding" not in problem(9, 30, CAUSAL).facts
-    assert made.inputs == ("q", "k", "v", "key_range")
-    assert (made.shape_of("key_range"), made.bytes_of("key_range")) == ((2, 2), 16)
-    scaled = replace(made, dtype="e4m3")
-    assert scaled.inputs == ("q", "k", "v", "q_scale", "k_scale", "v_scale", "key_range")
-    assert problem(9, 30, CAUSAL).kind == "causal"
-
-
-def test_padding_in_a_spec_and_on_the_command_line():
-    wanted = problem(9, 30, CAUSAL, layout=Padded("left", 25))
-    assert of_entry(causal=True, padding=["left", 25]) == wanted
-    assert of_entry(causal=True, padding=["left", 25, 0]) == wanted
-    seeded = replace(wanted, layout=Padded("left", 25, 3))
-    assert of_entry(causal=True, padding=["left", 25, 3]) == seeded
-    sizes = ["2,4/2,9x30,64", "bf16"]
-    assert read_shapes(sizes, causal=True, padding="left,25") == [wanted]
-    assert read_shapes([*sizes, "causal", "padded(left,25)"], padding="right,40") == [wanted]
-
-
 @pytest.mark.parametrize(
     ("padding", "says"), [(["up", 40], "right or left"), (["right", 101], "0 to 100"), (["right", 40, -1], "seed")]
 )
@@ -278,15 +213,6 @@ def test_cases_of_padded_problems(mask):
     assert (turns.layout.side, turns.layout.least) == ("right", 0)
 
 
-def test_a_longer_and_a_shorter_problem_have_the_same_rule():
-    long = Problem(4, 32, 8, 65536, 65536, 128, "bf16", CAUSAL, Padded("right", 40))
-    short = shorter(long)
-    assert short.layout == long.layout
-    assert short.seqlen_k < long.seqlen_k or short.batch < long.batch
-    said = slower_on(short.label, 5.0, 4.0)
-    assert shorter_of(said) == short.label
-
-
 def test_families_declare_padding_with_empty_rows():
     asked = Problem(2, 1, 1, 200, 200, 64, "bf16", CAUSAL, Padded("right", 40))
     refused = discover()["flash_fwd_mma"].refusal(asked, arch_named("sm_90a"))
@@ -295,15 +221,6 @@ def test_families_declare_padding_with_empty_rows():
         Family("some", "", (), layouts=("dense", "padded"))
     with pytest.raises(KernelError, match="layouts are a tuple"):
         Family("some", "", (), layouts=("sparse",))
-
-
-def test_tune_asks_for_baselines_that_take_masks():
-    target = Target(arch_named("sm_90a"), "NVIDIA H100 80GB HBM3")
-    window = Problem(1, 4, 4, 2048, 2048, 64, "bf16", Interval(512, 0))
-    kernels = ("flash_fwd_mma",)
-    made = [starter(Request([p], "mine", kernels), target, discover()) for p in (window, replace(window, mask=CAUSAL))]
-    assert "torch_efficient, flex]" in made[0]
-    assert "flex" not in made[1]
 
 
 # -- boolean masks --------------------------------------------------------------------------------
@@ -327,13 +244,6 @@ def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
     for item in range(batch):
         assert (hidden_keys(made, rows, item) == ~pairs[item, rows]).all()
     assert (mask_of(made)["mask"] == tensor).all()
-
-
-@given(BOOLEANS)
-def test_boolean_problems_are_read_from_a_spec(mask):
-    made = problem(9, 30, mask)
-    assert of_entry(boolean=made.facts["boolean"]) == made
-    assert made.kind == "boolean"
 
 
 def test_patterns_of_boolean_masks():

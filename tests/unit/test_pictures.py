@@ -10,7 +10,6 @@ pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-pytho
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-MB = 1_000_000
 
 
 @pytest.fixture
@@ -32,18 +31,6 @@ def test_the_speeds_are_those_of_the_run(pictures, theme):
     quiet = pictures.SPEEDS.find("flash_training", provider=list(pictures.BASELINES), take="all")
     assert len(values) == len(won) + len(quiet)  # a noisy baseline is not drawn
     assert {value["of"] for value in values} == {"flash_fwd_wgmma (ours)", *pictures.BASELINES.values()}
-
-
-def test_the_rungs_go_down_and_are_drawn_as_bars(pictures):
-    spec = pictures.ladder("light")
-    times = [value["us"] for value in spec["layer"][0]["data"]["values"]]
-    assert times == sorted(times, reverse=True)
-    assert len(times) == 6
-    drawing = ElementTree.fromstring(pictures.svg(spec, "light"))
-    bars = [e for e in drawing.iter() if e.get("aria-roledescription") == "bar"]
-    widths = [float(re.search(r"h(-?[\d.]+)", bar.get("d"))[1]) for bar in bars]
-    assert [abs(width) for width in widths] == sorted(map(abs, widths), reverse=True)
-    assert min(map(abs, widths)) > 20
 
 
 def test_what_the_readme_shows_and_links_is_there(pictures):

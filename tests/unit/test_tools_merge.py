@@ -75,13 +75,6 @@ def test_every_problem_is_in_exactly_one_part(heads, of):
         assert part  # no part is empty while there are problems left
 
 
-def test_parts_are_of_about_equal_cost():
-    planned = planned_of([40, 1, 1, 1, 39, 1])
-    first, second = (Shard(number, 2).take(planned) for number in (1, 2))
-    assert {40, 39} & {item.problem.heads for item in first} != {40, 39}
-    assert abs(len(first) - len(second)) <= 2
-
-
 @pytest.mark.parametrize("text", ["3/2", "0/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
 def test_what_is_no_part_is_refused(text):
     with pytest.raises(SpecError, match="not a part"):
@@ -124,13 +117,6 @@ def test_what_was_interrupted_is_told(tmp_path):
     merge([replace(run, trials=rows)], tmp_path / "whole", notes.append)
     [note] = notes
     assert note.startswith(f"begun and not finished in {tmp_path / 'a'}: {PROBLEM.label}; ")
-
-
-def test_where_the_whole_run_cannot_be_the_option_that_helps_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError) as caught:
-        merge([written(tmp_path / "a", OTHER, PROBLEM)], tmp_path / "file", print)
-    assert caught.value.hint == "the name is taken: move that file away, or use --out"
 
 
 @pytest.mark.parametrize("lost", ["environment.json", "spec.yaml"])

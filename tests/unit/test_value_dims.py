@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.cases import Case, short_turns, small_cases
-from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family
-from attnsweep.specs.model import ProblemSpec
-from attnsweep.specs.shapes import read_csv, read_shapes
+from attnsweep.family.family import Config
 from attnsweep.specs.starter import Request, Target, starter
 from attnsweep.store.run import open_run
 from attnsweep.verify.inputs import make_inputs
@@ -49,12 +46,6 @@ def test_tensors_and_counts_follow_both(head_dim, of_v, dtype, causal):
     assert p.variant == (code if head_dim == of_v else f"{code} v{of_v}")
 
 
-def test_padding_counts_each_row_of_k_and_of_v():
-    padded = Problem.parse("(4,8,512,192/128) bf16 full padded(right,40)")
-    hidden = sum(512 - end + first for first, end in padded.key_ranges)
-    assert padded.tensor_bytes - padded.min_bytes == 8 * hidden * (192 + 128) * 2
-
-
 def test_what_says_nothing_new_is_left_out():
     """Rows and fingerprints of recorded runs hold these forms."""
     plain = Problem(1, 16, 16, 2048, 2048, 192, "bf16", causal=True)
@@ -77,28 +68,6 @@ def test_cases_have_it_too():
 
 
 # -- specs and shapes -----------------------------------------------------------------------------
-
-
-def test_lists_are_multiplied():
-    entry = {"batch": 1, "heads": 2, "seqlen": 64, "head_dim": [64, 128], "head_dim_v": [64, 256]}
-    spec = ProblemSpec.model_validate(entry)
-    labels = [problem.label for problem in spec.expand()]
-    sizes = ("64", "64/256", "128/64", "128/256")
-    assert labels == [f"(1,2,64,{each}) fp16 full" for each in sizes]
-
-
-def test_a_table_may_have_a_column(tmp_path):
-    path = tmp_path / "shapes.csv"
-    path.write_text("B,H,S,D,Dv,dtype,mask\n1,16,2048,192,128,bf16,causal\n1,2,64,64,,fp16,full\n")
-    assert read_csv(path) == [MLA, Problem(1, 2, 2, 64, 64, 64)]
-    path.write_text("1,16,2048,192/128,bf16,causal\n")
-    assert read_csv(path) == [MLA]
-
-
-def test_named_sizes():
-    assert read_shapes(["B=1 H=16 S=2048 D=192 Dv=128 bf16 causal"]) == [MLA]
-    with pytest.raises(ProblemError, match="head_dim_v must be a whole number, not 'x'"):
-        read_shapes(["1,16,2048,192/x"])
 
 
 def test_a_starter_spec_has_the_space_made_for_it():
@@ -124,12 +93,6 @@ def test_families_without_it_say_so():
     assert FAMILIES["naive"].refusal(replace(other, head_dim_v=None), ARCH) is None
     expected = "v has as many columns as q and k, and not head_dim_v 128"
     assert FAMILIES["naive"].refusal(other, ARCH) == expected
-
-
-@pytest.mark.parametrize("dims", [64, ("64",), (0, 64)])
-def test_a_declaration_that_names_no_sizes_is_refused(dims):
-    with pytest.raises(KernelError, match="head_dims_v are"):
-        Family("toy", summary="", params=(), head_dims_v=dims)
 
 
 def test_launches_define_it_where_it_differs():
@@ -171,14 +134,6 @@ def test_limits_admit_rounding_and_refuse_columns_in_the_place_of_others(dims, m
     wrong[..., -8:] = wrong[..., :8]
     shares = measures(wrong, expected, "fp16").shares(limits(Case(problem), 0))
     assert (max(shares.values()) > 1) == (problem.value_dim > 8)
-
-
-@pytest.mark.parametrize("inputs", ["one_hot", "tiny_ends", "far_below", "sink", "wide", "exact"])
-def test_hard_inputs_can_be_made(inputs):
-    case = Case(Problem.parse("(1,2/1,70x140,192/128) bf16 causal"), inputs)
-    made = make_inputs(case, 3)
-    assert {name: made[name].shape[3] for name in "qkv"} == {"q": 192, "k": 192, "v": 128}
-    assert np.isfinite(limits(case, 0).row)
 
 
 # -- a sweep, on a stand-in for the GPU -----------------------------------------------------------

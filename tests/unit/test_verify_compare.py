@@ -141,16 +141,6 @@ def test_a_log_sum_exp_over_its_limit_is_refused(wrong, fixture):
         fixture.accuracy(Errors([finding()], {}, wrong), 0)
 
 
-def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixture, monkeypatch):
-    def limit(case):
-        raise AssertionError("computed")
-
-    monkeypatch.setattr(limits, "lse_limit", limit)
-    fixture.accuracy(Errors([finding()], {"o": 0}), 0)
-    with pytest.raises(AssertionError, match="computed"):
-        fixture.accuracy(Errors([finding()], {"o": 0}, math.nan), 0)
-
-
 @pytest.mark.parametrize("times", [5.0, math.inf])
 def test_of_a_baseline_an_error_is_shown(times, fixture):
     shown = fixture.accuracy(Errors([finding(row=LIMITS.row * times)], {}), 0, baseline=True)
