@@ -39,11 +39,6 @@ for (const [address, style] of %s) {
     clearInterval(timer);
     const found = { html: page.documentElement.outerHTML, cut: text(page) };
     found.width = page.documentElement.scrollWidth;
-    found.sideways = [...page.querySelectorAll(".scroll")]
-      .filter((part) => part.offsetParent && part.scrollWidth > part.clientWidth)
-      .map((part) => part.querySelector("table").className);
-    const ratio = page.querySelector("td.ratio");
-    found.ratio_right = ratio ? ratio.getBoundingClientRect().right : null;
     const kept = document.body.appendChild(document.createElement("pre"));
     kept.dataset.page = address;
     kept.textContent = JSON.stringify(found);
@@ -60,10 +55,6 @@ class Page:
     cut: list[str]
     """Text of plots that is not all in sight."""
     width: int
-    sideways: list[str]
-    """Classes of the tables that are wider than the window."""
-    ratio_right: float | None
-    """Where the first ratio of the summary ends."""
 
 
 def drawn(directory: Path, pages: dict[str, str]) -> tuple[dict[str, Page], list[str], list[str]]:

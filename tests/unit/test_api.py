@@ -253,9 +253,7 @@ def test_rules_leave_out_configs_and_options_reach_the_compiler(gpu):
     [
         ({"source": "__global__ void f() {}"}, 'extern "C"'),
         ({"source": SOURCE + SOURCE.replace("mine", "other")}, "2 kernels"),
-        ({"source": "absent.cu"}, "No such file"),
         ({"args": ("q", "length")}, "names the buffer 'length'"),
-        ({"grid": lambda config, problem: problem.length}, "raised AttributeError"),
         ({"params": {"THREADS": (0.5,)}}, "whole numbers"),
         ({"supports": (("nothing", lambda problem: False),)}, "serves only nothing"),
     ],
@@ -265,7 +263,7 @@ def test_a_wrong_call_says_what_and_where(gpu, how, said):
     with pytest.raises(attnsweep.AttnsweepError) as caught:
         attnsweep.tune(how.pop("source"), how.pop("problem"), **how)
     assert said in caught.value.render()
-    if "raised" in said or "buffer" in said or "whole" in said:
+    if "buffer" in said or "whole" in said:
         assert Path(__file__).name in caught.value.render()
 
 

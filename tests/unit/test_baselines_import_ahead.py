@@ -1,10 +1,7 @@
 """Baselines' packages are imported in a thread, which is over before rounds are timed."""
 
 import importlib
-import os
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -94,31 +91,6 @@ def test_flash_attention_3_is_called_without_its_operator(there, forward):
     assert sys.modules["flash_attn_interface"].flash_attn_func(1) == 2
 
 
-def test_an_operator_of_pytorch_has_a_function(tmp_path):
-    """Which is no public name: without it, the import would be back, and only cost its time."""
-    pytest.importorskip("torch")
-    (tmp_path / "flash_attn_interface.py").write_text(
-        "import torch\n"
-        "@torch.library.custom_op('test::forward', mutates_args=())\n"
-        "def _flash_attn_forward(x: torch.Tensor) -> torch.Tensor:\n"
-        "    return x + 1\n"
-        "def flash_attn_func(x):\n"
-        "    return _flash_attn_forward(x)\n"
-    )
-    done = "import sys, torch; from attnsweep.baselines import import_ahead; "
-    done += "import_ahead.load(['flash_attn_3']); import flash_attn_interface as flash; "
-    done += "print(flash.flash_attn_func(torch.zeros(1)).item(), 'torch._dynamo' in sys.modules)"
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    said = subprocess.run(
-        [sys.executable, "-c", done],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout.split() == ["1.0", "False"]
-
-
 def test_rounds_wait_for_imports_within_bounds(there):
     """The call that waits is an entrant's, which would fail in the place of a hanging import."""
     imported = there({"torch.py": "import time\ntime.sleep(0.4)\nhere = True\n"})
@@ -139,18 +111,3 @@ def test_nothing_is_begun_without_a_driver(monkeypatch):
     monkeypatch.setattr(cuda, "driver_cuda", lambda: None)
     with pytest.raises(NoGpuError, match="no NVIDIA driver"):
         process.describe(NAMES, (PROBLEM, 3), SimpleNamespace())  # which begins nothing
-
-
-# -- steps ----------------------------------------------------------------------------------
-
-
-def test_steps_add_up_and_are_told_once():
-    for _ in range(2):
-        with timings.step("first calls"):
-            time.sleep(0.01)
-    with pytest.raises(ValueError, match="no engine"), timings.step("set up"):
-        raise ValueError("no engine")
-    told = timings.taken()
-    assert list(told) == ["first calls", "set up"]
-    assert told["first calls"] >= 0.02
-    assert timings.taken() == {}

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from types import ModuleType
 
-import psutil
 import pytest
 
 from attnsweep.baselines.triton_precompile import TritonPrecompile
@@ -80,19 +79,6 @@ def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
         time.sleep(0.01)
     assert slow.done(ONE)
     assert slow.wait(ONE)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other priorities")
-def test_the_process_steps_back_behind_candidates_as_their_threads_do():
-    real = TritonPrecompile()
-    try:
-        real.begin(["triton_flash"], ONE)
-        assert real.wait(ONE)  # it answers, whatever it could compile
-        own, children = psutil.Process(), psutil.Process().children()
-        its = [each.nice() for each in children if "triton_precompile" in str(each.cmdline())]
-    finally:
-        real.close()
-    assert its == [min(19, own.nice() + 10)]
 
 
 def test_only_what_triton_can_take_is_begun(beside):

@@ -114,16 +114,6 @@ def test_the_process_outlives_the_thread_that_started_it():
         assert worker.call("state")[0] == started
 
 
-def test_seconds_of_steps_in_the_process_add_up_until_they_are_shown(worker):
-    for _ in range(2):
-        worker.call("prepare")
-    assert list(worker.steps_s) == ["import torch"]
-    assert 0.02 <= worker.steps_s["import torch"] < 10
-    worker.steps_s.clear()
-    worker.call("state")
-    assert worker.steps_s == {}
-
-
 def test_a_process_that_died_between_calls_is_replaced(worker):
     os.kill(worker.call("state")[0], signal.SIGKILL)
     time.sleep(0.2)

@@ -11,17 +11,13 @@ from samples import TEST_GPU
 from sweeping import use
 
 from attnsweep.choose.strategies.history import history_on, shipped_history
-from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.device.cards import installed_arch
 from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.family import SMS, Config
 from attnsweep.family.space import Selection, Space
-from attnsweep.reports.explain import explain
 from attnsweep.specs.load import load_spec
-from attnsweep.specs.plan import plan
-from attnsweep.store.run import open_run
 from attnsweep.sweep import session
 from attnsweep.tools import compile as compile_tool
 
@@ -30,7 +26,6 @@ FLASH = FAMILIES["flash_fwd_wgmma"]
 HOPPER = ARCHS["sm_90a"]
 LONG = Problem(4, 32, 32, 4096, 4096, 64)
 CARDS = {"H20": 78, "H100 PCIe": 114, "H100": 132}
-RESULTS = Path(__file__).parents[2] / "results"
 SMALL = {"BLOCK_N": (64,), "WARPGROUPS": (2,), "KEY_GROUPS": (1,), "SPLITS": (1,)}
 
 
@@ -57,27 +52,6 @@ def test_on_132_sms_the_space_is_that_of_the_number():
     assert any("PERSISTENT=132" in config.label for config in named.configs)
 
 
-def test_a_number_stays_and_each_value_comes_once():
-    selection = Selection({}, {"turns": {"all": {"PERSISTENT": (66, SMS, 132)}}})
-    assert selection.on(FLASH, HOPPER).variants["turns"]["all"] == {"PERSISTENT": (66, 132)}
-    space = Space.build(FLASH, LONG, HOPPER, Selection(SMALL, selection.variants))
-    assert persistent(space) == {66, 132}
-    assert space.total == Space.build(FLASH, LONG, HOPPER, Selection(SMALL)).total
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [("{BLOCK_N: sms}", "BLOCK_N cannot be 'sms'"), ("{PERSISTENT: [0, smx]}", "did you mean 'sms'")],
-)
-def test_only_what_counts_sms_may_be_sms(tmp_path, values, said):
-    path = tmp_path / "one.yaml"
-    path.write_text(
-        f"problems: [{{batch: 1, heads: 2, seqlen: 64, head_dim: 64}}]\nkernels: {{flash_fwd_wgmma: {values}}}\n"
-    )
-    with pytest.raises(SpecError, match=said):
-        load_spec(path, FAMILIES)
-
-
 def test_a_split_fills_the_sms_of_the_card():
     """128 blocks leave SMs of an H100 idle, and none of an H20."""
     values = {param.name: param.values[0] for param in FLASH.params}
@@ -85,16 +59,6 @@ def test_a_split_fills_the_sms_of_the_card():
     problem = Problem(1, 8, 8, 1024, 1024, 64)  # 64 tiles of queries
     answers = [FLASH.refused_by(config, problem, replace(HOPPER, sm_count=n)) for n in (132, 78)]
     assert answers == [None, "split_grid"]
-
-
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("name", ["h100", "flash_training", "batched"])
-def test_a_shipped_spec_suits_every_hopper_card(name):
-    spec = load_spec(Path(name), FAMILIES)
-    for sms in CARDS.values():
-        for item in plan(spec, replace(HOPPER, sm_count=sms)):
-            (space, *_) = item.spaces
-            assert persistent(space) <= {0, sms}
 
 
 def test_what_was_recorded_on_another_card_begins_the_search_of_this_one():
@@ -105,13 +69,6 @@ def test_what_was_recorded_on_another_card_begins_the_search_of_this_one():
     assert 114 in counts
     assert 132 not in counts
     assert 132 in {c["PERSISTENT"] for h in there for c in h.configs}
-
-
-def test_explain_takes_sms_for_the_number_of_the_runs_card():
-    run = open_run(RESULTS / "h100-80gb-hbm3" / "flash_training")
-    (one, *_), (other, *_) = (explain(run, [f"PERSISTENT={text}"], None, FAMILIES) for text in ("sms", "132"))
-    assert one.config["PERSISTENT"] == 132
-    assert one.config == other.config
 
 
 class Turns(FakeGpu):

@@ -8,7 +8,7 @@ import pytest
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, TensorMap
+from attnsweep.family.family import Config
 from attnsweep.verify.encoding import round_to
 
 FAMILY = discover()["flash_fwd_fp8_wgmma"]
@@ -19,19 +19,6 @@ LONG = Problem(4, 16, 8, 4096, 4096, 128, "e4m3")
 def config(**values: int) -> Config:
     """The first values, but for these."""
     return Config({param.name: param.values[0] for param in FAMILY.params} | values)
-
-
-@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 128), (256, 128)])
-def test_maps_count_pairs_of_bytes(head_dim, width):
-    """A tensor map is of 16-bit numbers; a box is a panel of `width` bytes, swizzled over it."""
-    problem = replace(LONG, head_dim=head_dim)
-    launch = FAMILY.launches(config(BLOCK_N=96), problem, ARCH)["fwd"]
-    q, k, v, o = (arg for arg in launch.args if isinstance(arg, TensorMap))
-    assert (q.dims, q.strides) == ((head_dim // 2, 4096, 64), (head_dim, 4096 * head_dim))
-    assert k.dims == v.dims == (head_dim // 2, 4096, 32)
-    assert [made.box for made in (q, k, v)] == [(width // 2, 64, 1)] + 2 * [(width // 2, 96, 1)]
-    assert {made.swizzle_bytes for made in (q, k, v)} == {width}
-    assert (o.dims, o.strides[0], o.box) == ((head_dim, 4096, 64), 2 * head_dim, (64, 16, 1))
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e4m3_tensor", "e4m3_block"])

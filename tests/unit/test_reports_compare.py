@@ -9,7 +9,7 @@ from samples import baseline, candidate, full_run
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.reports.compare import compare, config_changes, lines, verdict
+from attnsweep.reports.compare import compare, config_changes, lines
 from attnsweep.store.run import open_run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -22,16 +22,6 @@ def run(*trials, **changes):
 
 def text(found, width=110):
     return "\n".join(line.plain for line in lines(found, width))
-
-
-def test_a_run_beside_itself_agrees_everywhere():
-    recorded = open_run(RESULTS / "h200" / "batched")
-    found = compare(recorded, recorded)
-    assert len(found.pairs) == 9
-    assert all(pair.same_winner and pair.agree for pair in found.pairs)
-    assert found.differences == {}
-    assert verdict(found).startswith("9 problems: the winners agree on 9; the second run's times")
-    assert "are 1.000 times" in verdict(found)
 
 
 def test_winners_that_differ_say_what_each_costs_in_the_other_run():

@@ -17,7 +17,6 @@ from attnsweep.core.errors import StoreError, ToolchainError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Status
 from attnsweep.reports import html as page
-from attnsweep.reports.html_data import best_so_far
 from attnsweep.store.run import Run, open_run
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
@@ -25,7 +24,6 @@ pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDED = ROOT / "results" / "h200" / "mma_h200"
-MB = 1_000_000
 
 
 class Elements(HTMLParser):
@@ -102,25 +100,6 @@ def test_the_data_holds_every_candidate_whatever_became_of_it():
         assert len(row[5]) == len(data["kernels"][row[1]]["params"])
 
 
-def test_what_rules_removed_is_told_beside_what_was_pruned():
-    label = candidate("flash", 1.0).problem.label
-    planned = [
-        {
-            "problem": label,
-            "kernel": "flash_fwd_wgmma",
-            "configs": 1480,
-            "candidates": 36,
-            "removed": {"warp_rows": 1400, "block_limits": 44, "unused": 0},
-        },
-        {"problem": label, "kernel": "old", "candidates": 0, "refused": "needs sm_100a"},
-        {"problem": "another", "kernel": "naive", "configs": 2, "removed": {"no_idle_block": 1}},
-    ]
-    text = visible(page.render(full_run(spaces=planned)))
-    assert "flash_fwd_wgmma 1,480 36 warp_rows 1,400, block_limits 44" in text
-    assert "old – 0 cannot run this: needs sm_100a" in text
-    assert "no_idle_block" not in text
-
-
 def test_what_a_run_holds_cannot_leave_its_place():
     wicked = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     trials = [
@@ -163,27 +142,6 @@ def test_recorded_rows_stay_marked():
     assert "† recorded on NVIDIA H200, 2026-07-26, not measured in this run" in text
 
 
-@pytest.mark.parametrize(
-    ("count", "most"), [(250, 1.75 * MB), pytest.param(1000, 3 * MB, marks=pytest.mark.nightly(push=0))]
-)
-def test_ten_thousand_trials_of_a_thousand_problems_are_less_than_three_megabytes(count, most, tmp_path):
-    """A page without a trial has 1.3; a quarter of the trials gets a quarter of the rest."""
-    run = problems(count)
-    size = page.write(run, tmp_path / "many.html")
-    assert len(run.trials) == 10 * count
-    assert size == (tmp_path / "many.html").stat().st_size < most
-
-
-def test_the_same_run_gives_the_same_page_and_the_usual_permissions(tmp_path):
-    run = full_run()
-    page.write(run, tmp_path / "one.html")
-    page.write(run, tmp_path / "two.html")
-    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
-    (tmp_path / "usual").write_text("")
-    assert (tmp_path / "one.html").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    assert {path.name for path in tmp_path.iterdir()} == {"one.html", "two.html", "usual"}
-
-
 def test_a_page_that_cannot_be_written_says_where(tmp_path):
     with pytest.raises(StoreError, match=r"no/such/x\.html: cannot be written"):
         page.write(full_run(), tmp_path / "no/such/x.html")
@@ -215,14 +173,6 @@ def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page():
     assert "at least 2.04×" in text
     assert "torch_cudnn stayed noisy" in text
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
-
-
-@browser
-def test_on_a_desktop_the_ranking_fits_and_on_a_phone_the_ratio_is_in_sight(pages):
-    phone, desktop = pages["several on a phone"], pages["several"]
-    assert desktop.sideways == []
-    assert "summary" in phone.sideways
-    assert phone.ratio_right < 360
 
 
 def test_a_baseline_that_is_faster_wins_no_card_for_us():
@@ -350,41 +300,3 @@ def test_a_later_problem_of_many_is_unpacked_and_drawn(pages):
 def test_no_text_of_a_plot_is_cut_on_a_phone(pages):
     phone = pages["several on a phone"]
     assert (phone.cut, phone.width) == ([], 360)
-
-
-@browser
-@pytest.mark.nightly(push=0)
-def test_what_is_wrong_with_a_page_would_be_seen(tmp_path):
-    """The net that the other tests are: a plot that fails, and a request, must fail them."""
-    text = page.render(full_run())
-    image = text.replace("</main>", '<img src="http://example.invalid/x.png"></main>')
-    policy = '<meta http-equiv="Content[^>]*>'
-    for name, wrong in {
-        "broken": text.replace('type: "bar", height: 15', 'type: "barr"'),
-        "refused": image,
-        "asks": re.sub(policy, "", image),
-    }.items():
-        assert wrong != text
-        (tmp_path / f"{name}.html").write_text(wrong)
-    found, said, asked = drawn(tmp_path, {f"{n}.html": "" for n in ("broken", "refused", "asks")})
-    assert DRAWN not in found["broken.html"].html
-    assert "This plot failed" in found["broken.html"].html
-    assert any("Content Security Policy" in line for line in said)
-    assert asked == ["http://example.invalid/x.png"]
-
-
-# ---- the course of a search ----
-def rows_of(*times):
-    rows = [candidate("a", us or 1.0, N=i).with_(first_us=us) for i, us in enumerate(times)]
-    return [row if row.first_us else row.with_(status=Status.WRONG, time_us=None) for row in rows]
-
-
-def test_the_best_so_far_only_falls_and_counts_what_failed():
-    other = candidate("b", 3.0, N=1).with_(first_us=3.0)
-    points = best_so_far([*rows_of(9.0, None, 12.0, 7.0, 8.0), baseline("cudnn", 1.0), other])
-    assert points == [
-        {"kernel": "a", "trial": 1, "us": 9.0},
-        {"kernel": "a", "trial": 4, "us": 7.0},
-        {"kernel": "b", "trial": 1, "us": 3.0},
-        {"kernel": "a", "trial": 5, "us": 7.0},
-    ]

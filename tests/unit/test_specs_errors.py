@@ -39,17 +39,6 @@ class TestErrors:
     def test_empty(self, error_of, text):
         assert error_of(text) == f"sweep.yaml: is empty\n  shipped specs: {', '.join(shipped_specs())}"
 
-    @pytest.mark.parametrize(("text", "what"), [("[1, 2]", "a list"), ("naive", "naive"), ("null", "null"), ("3", "3")])
-    def test_wrong_top_level(self, error_of, text, what):
-        assert error_of(f"# a comment\n{text}") == f"sweep.yaml:2:1: a spec must be a mapping, not {what}"
-
-    def test_a_shape_of_the_command_line_is_no_problem(self, error_of):
-        text = MINIMAL.replace(PROBLEM, "'1,16,1024,64'")
-        assert error_of(text) == (
-            "sweep.yaml:1:12: problems[0] must be a mapping, not '1,16,1024,64'\n"
-            "  write {batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"
-        )
-
     def test_a_spec_nested_without_end_is_refused_quickly(self, error_of):
         assert error_of("[" * 5000) == "sweep.yaml: nested too deeply"
         aliases = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 12)]
@@ -61,19 +50,15 @@ class TestErrors:
         ("batch", "message"),
         [
             ("'8'", "3:13: batch must be a whole number, not '8'\n  write 8"),
-            ("yes", "3:13: batch must be a whole number, not yes"),
             ("1e3", "3:13: batch must be a whole number, not 1e3\n  write 1000"),
             # Numbers to YAML 1.1, where these are 8, 90, 1000 and 16; each is a trap.
             ("010", "3:13: batch must be a whole number, not 010\n  write 10"),
-            ("1:30", "3:13: batch must be a whole number, not 1:30"),
             (
                 "1:8:*2",
                 "3:13: batch must be a whole number, not 1:8:*2\n  write a list, [1024, 2048]; --problem takes ranges",
             ),
             ("0", "3:13: batch must be at least 1, not 0"),
             ("3000000000", "3:13: batch must be at most 2147483647, not 3000000000"),
-            ("9" * 5000, f"3:13: batch must be a whole number, not {'9' * 60}…"),
-            ("[]", "3:13: batch must not be empty"),
             ("[1, [2]]", "3:17: batch[1] must be a whole number, not a list"),
             (
                 "[1, x, 2, true]",
@@ -90,8 +75,6 @@ class TestErrors:
         ("causal", "message"),
         [
             ("1", "59: causal must be true or false, not 1\n  write true"),
-            ("yes", "59: causal must be true or false, not yes\n  write true"),
-            ("maybe", "59: causal must be true or false, not maybe"),
             ("[true, no]", "66: causal[1] must be true or false, not no\n  write false"),
         ],
     )
@@ -102,18 +85,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ("batch: 1, heads: 16, heads_kv: 3, seqlen: 8, head_dim: 64",
-             "5: heads_kv must divide heads: 16 is not a multiple of 3"),
             ("batch: 1, heads: 1, head_dim: 64, seqlen_q: 8",
              "5: seqlen_k is missing\n  give seqlen, or both seqlen_q and seqlen_k"),
             ("batch: 1, heads: 1, seqlen: 8", "5: 'head_dim' is missing\n  Elements per head and row."),
             ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
              "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
              "e4m3, e4m3_tensor, e4m3_block"),
-            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
-             "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
-             "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, "
-             "window, top_left, padding, packed, boolean, softcap, sinks, bias, op, kernels, slower, calls"),
             ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
              "68: kernel 'naiv' is not among this spec's kernels\n  did you mean 'naive'? there are: naive"),
             (f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
@@ -142,8 +119,6 @@ class TestErrors:
             ("device: replay",
              "9: device replay needs a recording\n  add recording: the run to replay, relative to this file"),
             ("recording: runs", "1: recording is for device replay\n  add device: replay, or drop recording"),
-            ("arch: sm_91a",
-             f"7: unknown architecture 'sm_91a'\n  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}"),
             ("name: a/b", "7: name must be of a-z, 0-9, _ and - only, not a/b"),
             ("baseline: all", "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
              "recording, arch, kernel_dir, problems, kernels, baselines, candidates, search, "
@@ -159,39 +134,12 @@ class TestErrors:
             ("search: {strategy: randm, seed: -1}", "20: strategy cannot be randm\n"
              "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
              "sweep.yaml:3:33: seed must be at least 0, not -1"),
-            ("measure: {round: 3}", "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
-             "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s"),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: 1e999}", "22: timeout_s must be a finite number, not 1e999"),
-            ("limits: {workspace_bytes: 2 gigs}",
-             "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
-             "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'"),
-            ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
         ],
     )  # fmt: skip
     def test_key(self, error_of, line, message):
         assert error_of(f"{MINIMAL}{line}\n") == f"sweep.yaml:3:{message}"
-
-    @pytest.mark.parametrize(
-        ("kernels", "message"),
-        [
-            (
-                "[naive]",
-                "10: kernels must be a mapping, not a list\n"
-                "  Family name to parameter values that replace its own; {} keeps its own.",
-            ),
-            ("{naive: {THREADS: []}}", "28: THREADS must not be empty"),
-            ("{naive: 64}", "18: naive must be a mapping, not 64\n  write {} for the family's own values"),
-        ],
-    )
-    def test_kernels(self, error_of, kernels, message):
-        text = MINIMAL.replace("{naive: {}}", kernels)
-        assert error_of(text) == f"sweep.yaml:2:{message}"
-
-    def test_errors_come_in_the_file_s_order(self, error_of):
-        text = "limits: 1\nkernels: 2\nproblems: 3\ndevice: 4\n"
-        found = re.findall(r"^sweep\.yaml:(\d)", error_of(text), re.MULTILINE)
-        assert found == ["1", "2", "3", "4"]
 
     def test_five_are_shown_in_order_and_the_rest_counted(self, error_of):
         lines = error_of("".join(f"k{n}: 1\n" for n in range(8)) + MINIMAL).splitlines()
@@ -219,12 +167,10 @@ class TestAgainstFamilies:
             ("{tyo: {}}", "11: unknown kernel 'tyo'\n  did you mean 'toy'? there are: toy"),
             ("{toy: {BLOCKM: 64}}", "17: toy has no parameter 'BLOCKM'\n"
              "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
-            ("{toy: {BLOCK_M: [64, big]}}", "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             (
                 "{toy: {BLOCK_M: [1, true]}}",  # equal to Python
                 "30: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
             ),
-            ("{toy: {BLOCK_M: 0}}", "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128"),
             ("{toy: {LAYOUT: colunm}}",
              "25: toy: LAYOUT cannot be 'colunm'\n  did you mean 'column'? there are: row, column"),
         ],
@@ -241,13 +187,8 @@ class TestAgainstFamilies:
     @pytest.mark.parametrize(
         ("kernels", "message"),
         [
-            ("{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
-             "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
-             "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES),
             ("{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
              "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?"),
-            ("{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
-             "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128"),
             ("{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
              "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis"),
             ("{toy: {variants: {tile: {}}}}", "28: axis 'tile' has no variant"),
@@ -265,10 +206,6 @@ class TestAgainstFamilies:
         )
         again = load(spec.resolved(), self.FAMILIES, name="again.yaml")
         assert again.kernels == spec.kernels
-
-    def test_accepted(self, load):
-        kernels = "{toy: {BLOCK_M: [32, 1], SPLIT: 0, FAST: [true, false], LAYOUT: row}}"
-        assert load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES).used == ("toy",)
 
 
 def test_where_rules_leave_no_candidate_the_values_that_are_to_blame_are_named(tmp_path):

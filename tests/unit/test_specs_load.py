@@ -81,9 +81,6 @@ class TestWhatItBecomes:
         spec = load(f"{MINIMAL}limits: {{workspace_bytes: {written}}}\n")
         assert spec.limits.workspace_bytes == size
 
-    def test_arch_is_the_full_name(self, load):
-        assert load(f"{MINIMAL}arch: sm_90\n").arch == "sm_90a"
-
     def test_a_recording_is_relative_to_the_spec(self, load, tmp_path, monkeypatch):
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
@@ -246,10 +243,8 @@ def required(tmp_path):
 @pytest.mark.parametrize(
     ("text", "read"),
     [
-        ("{}", {}),
         ("{spill_bytes: 0}", {"spill_bytes": ("== 0",)}),
         ("{predicated_branches: '<= 4'}", {"predicated_branches": ("<= 4",)}),
-        ("{predicated_branches: '<=4'}", {"predicated_branches": ("<= 4",)}),
         ("{registers: ['> 32', <= 128]}", {"registers": ("> 32", "<= 128")}),
         ("{occupancy: '>= 0.25', hgmma: 2.0}", {"occupancy": (">= 0.25",), "hgmma": ("== 2.0",)}),
     ],
@@ -268,13 +263,9 @@ def test_requirements_are_read_and_written_back_equal(required, tmp_path, text, 
     [
         ("{predicated_branch: 0}", "sweep.yaml:3:11: unknown key 'predicated_branch'\n"
          "  did you mean 'predicated_branches'? there are: registers"),
-        ("{registers: few}", "sweep.yaml:3:22: registers must be a number or a comparison, not few\n"
-         "  write a number, or one of <=, >=, ==, <, > and a number: '<= 4'"),
-        ("{registers: -1}", "sweep.yaml:3:22: registers must be a number or a comparison"),
         ("{registers: true}", "sweep.yaml:3:22: registers must be a number or a comparison"),
         ("{registers: ['<= 4', '=< 4']}", "sweep.yaml:3:31: registers[1] must be a number or"),
         ("{registers: []}", "sweep.yaml:3:22: registers must not be empty"),
-        ("4", "sweep.yaml:3:10: require must be a mapping, not 4"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(required, tmp_path, text, said):
@@ -296,19 +287,9 @@ def test_a_replay_has_no_code_to_require_anything_of(tmp_path):
         ({"spill_bytes": ("== 0",)}, "spill_bytes: 8 (qk 0, pv 8), the spec requires == 0"),
         ({"spill_bytes": ("<= 8",)}, None),
         ({"registers": ("<= 128",)}, "registers: 168 (qk 168, pv 96), the spec requires <= 128"),
-        ({"registers": ("< 169", "< 9")}, "registers: 168 (qk 168, pv 96), the spec requires < 9"),
         ({"occupancy": (">= 0.5",)}, "occupancy: 0.25 (qk 0.25, pv 0.5), the spec requires >= 0.5"),
-        (
-            {"predicated_branches": ("<= 4",)},
-            "predicated_branches: 5 (qk 2, pv 3), the spec requires <= 4",
-        ),
         ({"predicated_branches": ("<= 5",), "registers": ("< 169",)}, None),
     ],
 )  # fmt: skip
 def test_the_first_broken_requirement_is_named_with_its_values(asked, said):
     assert policy.broken(asked, STAGES) == said
-
-
-def test_only_instructions_need_a_disassembler():
-    assert not policy.needs_sass({"spill_bytes": ("== 0",), "cubin_bytes": ("< 99",)})
-    assert policy.needs_sass({"spill_bytes": ("== 0",), "hmma": ("> 0",)})

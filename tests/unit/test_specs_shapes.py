@@ -48,32 +48,21 @@ class TestWhatFits:
         ("arguments", "label"),
         [
             (["4,32,4096,128"], "(4,32,4096,128) fp16 full"),
-            (["4,", "32,", "4096,", "128"], "(4,32,4096,128) fp16 full"),
             (["2,32/8,512x2048,128"], "(2,32/8,512x2048,128) fp16 full"),
             (["B=4", "H=32", "Hkv=8", "S=4096", "D=128"], "(4,32/8,4096,128) fp16 full"),
-            (["b=4,h=32,s=4096,d=128"], "(4,32,4096,128) fp16 full"),
             (["batch=4 heads=32 seqlen_q=1 Sk=9 head_dim=64"], "(4,32,1x9,64) fp16 full"),
             (["4,32,4096,128", "bf16", "causal"], "(4,32,4096,128) bf16 causal"),
             (["4,32,4096,128,bf16,causal"], "(4,32,4096,128) bf16 causal"),
-            (["B=1 H=2 S=3 D=64 dtype=bf16 causal=true"], "(1,2,3,64) bf16 causal"),
             (["1,2,3,64", "window(2,0)", "bf16"], "(1,2,3,64) bf16 window(2,0)"),
-            (["1,2,3,64,bf16,window(2, all)"], "(1,2,3,64) bf16 window(2,all)"),
             (["(1,2,3,64) fp16 window(-1,1)"], "(1,2,3,64) fp16 window(all,1)"),
         ],
     )
     def test_one_shape(self, arguments, label):
         assert labels(*arguments) == [label]
 
-    def test_several_in_either_form(self):
-        found = labels("1,2,3,64", "B=4", "H=4", "S=5", "D=64", "b=6", "h=6", "s=7", "d=64")
-        assert found == ["(1,2,3,64) fp16 full", "(4,4,5,64) fp16 full", "(6,6,7,64) fp16 full"]
-
     def test_the_options_are_for_shapes_that_do_not_say(self):
         found = labels("1,2,3,64", "1,2,4,64 fp16 full", dtype="bf16", causal=True)
         assert found == ["(1,2,3,64) bf16 causal", "(1,2,4,64) fp16 full"]
-
-    def test_each_once(self):
-        assert len(labels("1,2,3,64", "B=1 H=2 S=3 D=64", "(1,2,3,64) fp16 full")) == 1
 
     @given(problems())
     def test_a_label_is_a_shape(self, problem):
@@ -100,20 +89,14 @@ class TestWhatDoesNot:
             (["4x32x4096x128"], ["write commas: 4,32,4096,128"]),
             (["4,32,4k,128"], ["seqlen must be a whole number, not '4k'", "write 4096"]),
             (["4,32,4096," + "9" * 5000], ["head_dim must be 1 to 2147483647"]),
-            (["4,٣٢,4096,128"], ["heads must be a whole number"]),
             (["4,32/5,4096,128"], ["heads_kv must divide heads"]),
             (["B=4", "H=32", "S=4096"], ["D (head_dim) is missing"]),
             (["B=4 H=2 S=1 Sq=2 D=64"], ["S sets both Sq and Sk"]),
-            (["B=4 H=2 Sq=2 D=64"], ["Sk (seqlen_k) is missing"]),
             (["B=4", "head=32"], ["'head' is no part of a shape", "'heads'"]),
-            (["B=4,32"], ["'32' is no NAME=NUMBER"]),
             (["4,32,64,64", "casual"], ["'casual' is no shape", "did you mean 'causal'?"]),
             (["bf16", "4,32,64,64"], ["'bf16' stands before its shape"]),
-            (["4,32,64,64 bf16 fp16"], ["'fp16' is the second dtype"]),
             # By its letters bfloat16 is nearest to fp16.
             (["B=1 H=1 S=1 D=64 dtype=bfloat16"], ["did you mean 'bf16'?"]),
-            (["4,32,64,64,float8_e4m3fn"], ["did you mean 'e4m3'?"]),
-            (["B=1 H=1 S=1 D=64 causal=maybe"], ["mask cannot be 'maybe'"]),
             ([], ["no shape"]),
             (["nowhere.csv"], ["nowhere.csv: cannot be read"]),
         ],
@@ -156,9 +139,7 @@ class TestCsv:
             ("B,H,S,D\n1,2,x,64\n", "shapes.csv:2: seqlen must be a whole number, not 'x'"),
             ("B,H,S,D\n1,2,3\n", "shapes.csv:2: D (head_dim) is missing"),
             ("B,H,S,D\n1,2,3,64,5\n", "shapes.csv:2: 5 cells below 4 names of columns"),
-            ("B,H,S,D,heads\n", "shapes.csv:1: column heads is there twice"),
             ("B,head,S,D\n", "shapes.csv:1: unknown column 'head'\n  did you mean 'heads'?"),
-            ("1,2/4,9,64,fp16,causal\n", "shapes.csv:1: heads_kv must divide heads"),
             ("", "shapes.csv: holds no shape"),
             ("B,H,S,D\n", "shapes.csv: has names of columns and no row below them"),
             (b"B,H,S,D\n1,2,\xff,64\n", "shapes.csv: not UTF-8"),
@@ -193,12 +174,9 @@ HUGE = "(99999,128,131072,128) fp16 full: its tensors need 1,599,984 GiB, and th
     ("command", "where"),
     [
         ("tune 99999,128,131072,128 --dry-run --arch sm_90a", "'99999,128,131072,128'"),
-        ("tune B=99999 H=128 S=131072 D=128 --dry-run --arch sm_90a", "'B=99999 H=128 S=131072"),
         ("tune huge.csv --dry-run --arch sm_90a", "huge.csv:2"),
         ("run quickstart --dry-run --problem 99999,128,131072,128", "--problem '99999,128,1310"),
-        ("compile h100 --problem 99999,128,131072,128", "--problem '99999,128,131072,128'"),
         ("run huge.yaml --dry-run", "huge.yaml:2:5"),
-        ("init --arch sm_90a --problem 99999,128,131072,128", "--problem '99999,128,131072,128'"),
     ],
 )
 def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(attnsweep, tmp_path, monkeypatch, command, where):
@@ -254,8 +232,6 @@ def test_ranges_of_several_sizes_are_combined_and_a_file_may_have_them(tmp_path)
         ("1024:4096", "'1024:4096' is no range of seqlen"),
         ("4096:1024:*2", "its first is larger than its last"),
         ("1:8:*1", "a factor is 2 or more"),
-        ("1:8:0", "seqlen must be 1 to"),
-        ("1:k:2", "seqlen must be a whole number, not 'k'"),
         ("1:2000000000:1", "has 2000000000 values; a sweep may have 1000"),
     ],
 )

@@ -14,7 +14,7 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec, spec_of
 from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
-from attnsweep.specs.starter import Request, Target, run_name, starter, what_runs
+from attnsweep.specs.starter import Request, Target, run_name, starter
 from attnsweep.specs.yaml_file import Document
 
 FAMILIES = discover()
@@ -32,15 +32,11 @@ def made(*problems, target=HOPPER, kernels=(), **search):
     [
         ("sm_90a", "NVIDIA H100 80GB HBM3", "h100"),
         ("sm_90a", "NVIDIA H200", "h200"),
-        ("sm_90a", "NVIDIA GH200 480GB", "h100"),
         ("sm_80", "NVIDIA A100-SXM4-80GB", "a100"),
-        ("sm_80", "NVIDIA A30", "a100"),
         ("sm_86", "NVIDIA A10G", "l4"),
         ("sm_89", "NVIDIA L4", "l4"),
-        ("sm_89", "NVIDIA L40S", "l4"),
         ("sm_120a", "NVIDIA GeForce RTX 5090", "l4"),
         ("sm_100a", "NVIDIA B200", "a100"),
-        ("sm_80", "NVIDIA H100 of another make", "a100"),
         ("sm_90a", "", "h100"),
     ],
 )
@@ -79,11 +75,8 @@ def test_the_space_is_the_shipped_one_with_its_comments():
         ((1, 16, 16, 1024, 1024, 64), "flash_short"),
         ((4, 16, 16, 2048, 2048, 192), "flash_dims"),
         ((8, 16, 16, 729, 729, 72), "head_dims"),
-        ((2, 8, 8, 4096, 4096, 40), "head_dims"),
-        ((2, 8, 8, 4096, 4096, 248), "head_dims"),
         ((1, 32, 32, 131072, 131072, 128), "flash_training"),
         ((8, 16, 16, 2048, 2048, 128), "h100"),
-        ((64, 16, 16, 64, 64, 64), "h100"),
     ],
 )
 def test_the_space_follows_the_shape(shape, name):
@@ -177,11 +170,6 @@ def test_a_shape_that_no_space_has_is_answered_with_why_and_what_runs_it():
         made(SHAPE, target=Target(ARCHS["sm_80"]), kernels=("flash_fwd_wgmma",))
 
 
-def test_the_search_is_written_out():
-    spec, _ = made(SHAPE, strategy="random", candidates=7, seed=3)
-    assert (spec.search.strategy, spec.search.candidates, spec.search.seed) == ("random", 7, 3)
-
-
 sizes = st.integers(1, 64)
 shapes = st.builds(
     lambda b, kv, group, q, k, d, dtype, causal, of_v: Problem(
@@ -228,8 +216,3 @@ def test_a_name_is_of_the_set_of_problems(problems, random):
 @given(shapes, shapes)
 def test_two_shapes_have_two_names(one, other):
     assert (run_name([one]) == run_name([other])) == (one == other)
-
-
-def test_what_runs_names_every_family_and_architecture():
-    text = what_runs(FAMILIES)
-    assert all(name in text for name in (*FAMILIES, *ARCHS))

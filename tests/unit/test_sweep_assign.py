@@ -110,26 +110,6 @@ def test_what_a_worker_has_lost_counts_when_it_comes_back_under_any_name(back):
     assert not assignment.given_up
 
 
-def test_a_worker_first_gets_what_it_was_expected_to_get_unless_that_is_short():
-    assignment = Assignment([9, 8, 7, 4], guesses={"a": 2, "b": 3, "c": 1})
-    assert set(assignment.expected) == {2, 1}
-    for worker in "bac":
-        assignment.join(worker)
-    assert assignment.assign("b").number == 0  # it was expected to get 3, which is short
-    assert assignment.ahead("b") == 3  # 2 is prepared by `a`, and 1 by `c`
-    assert assignment.assign("a").number == 2
-    assignment.finish("b")
-    assert assignment.assign("b").number == 3
-    assignment.finish("b")
-    assert assignment.assign("b").number == 1  # nothing waits for `c`, which is not ready
-
-
-def test_what_a_worker_was_expected_to_get_is_free_when_it_is_lost():
-    assignment = fleet([9, 8, 7], guesses={"a": 1, "b": 0})
-    assignment.lose("b", gone=True)
-    assert (assignment.assign("a").number, assignment.ahead("a")) == (1, 0)
-
-
 @given(st.data())
 def test_whatever_happens_every_task_is_with_one_worker_done_or_given_up(data):
     """And a worker that is there always has one, as long as one is left."""

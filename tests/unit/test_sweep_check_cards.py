@@ -2,23 +2,16 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCards
 from fake_gpu import FakeGpu
-from samples import TEST_GPU
 from sweeping import use
 
-from attnsweep.core.observer import Observer
-from attnsweep.core.problem import Problem
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
-from attnsweep.regress import budget
-from attnsweep.regress.budget import Budget
 from attnsweep.specs.load import load_spec
-from attnsweep.store.run import Run
-from attnsweep.sweep import check_cards, session
+from attnsweep.sweep import session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -111,35 +104,6 @@ def test_time_that_is_up_leaves_all_inconclusive_and_opens_nothing(check, cards)
         assert (each["verdict"], each["budget_ended"]) == ("inconclusive", True)
         assert each["why"] == "not begun when the budget of 0.001 s ended: raise --budget-s"
     assert cards.calls("open") == []
-
-
-@pytest.mark.parametrize(
-    ("problems", "after_s", "shares"),
-    [
-        (9, 0, [120 * 2 / 9, 120 * 2 / 8, 120 * 2 / 7]),  # two cards have twice the time
-        (3, 50, [70 * 2 / 3, 70, 70]),  # the last ones may take all that is left
-        (30, 0, [15, 15, 15]),  # a share in which nothing can be decided is of no use
-        (3, 119, [1, 1, 1]),
-        (3, 121, [0, 0, 0]),
-    ],
-)
-def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, shares, timed_by):
-    now_s = 0.0
-    timed_by(lambda: now_s, budget)
-    entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
-    spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
-    job = check_cards.Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), Observer(), None)
-    for card in ("a", "b", "c"):
-        job.assignment.join(card)
-    job.assignment.lose("c", gone=True)  # two cards are left
-    now_s = after_s
-    given = []
-    for _ in shares:
-        message = job.task(job.assignment.assign("a"), None)
-        assert message["budget_s"] == 120
-        given.append(message["left_s"])
-        job.assignment.finish("a")
-    assert given == pytest.approx(shares)
 
 
 def test_without_a_card_nothing_is_compared(check, cards):

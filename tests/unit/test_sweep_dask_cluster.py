@@ -229,7 +229,6 @@ def test_no_scheduler_is_an_error(constants):
     [
         *(("nonsense", "port"), ("tcp://host", "port"), ("tls://host", "port"), ("", "port")),
         *(("host:port", "invalid"), ("tcp://:8786", "tcp://HOST"), ("tcp://h:99999", "tcp://HOST")),
-        *(("other://h:1", "tcp://HOST"), ("inproc://1", "port"), ("ucx://h:1", "tcp://HOST")),
         ("tls://host:8786", "needs certificates"),
     ],
 )
@@ -238,20 +237,6 @@ def test_what_is_no_address_is_refused_at_once(address, why):
         pass
     assert caught.value.where == "--scheduler"
     assert caught.value.hint
-
-
-@LOST
-def test_ctrl_c_keeps_every_row_and_resumes(go, cards, workers):
-    cards.facts["all"]["holds"] = 3
-    outcome, _ = go(workers, after=6, do=lambda: signal.raise_signal(signal.SIGINT))
-    assert outcome.exit_code == 130
-    stored = len(outcome.run.trials)
-    tried = sum(measured(cards).values())
-    assert stored >= 2
-    assert tried - stored <= 4
-    outcome, _ = go(workers)
-    assert is_whole(outcome)
-    assert sum(measured(cards).values()) <= tried + 12 - stored + 2
 
 
 def fake_children(place):

@@ -54,21 +54,6 @@ def test_whole_problems_are_spread_over_the_cards(go, cards, tmp_path):
     assert len(heard.ranking) == 3
 
 
-def test_the_same_command_again_measures_nothing(go, cards):
-    go()
-    before = cards.calls("trial")
-    outcome, heard = go()
-    assert is_whole(outcome)
-    assert cards.calls("trial") == before
-    assert {kept for *_, kept in heard.opened_on} == {3}
-
-
-def test_one_card_is_enough(go, cards):
-    outcome, _ = go(on=[1])
-    assert is_whole(outcome)
-    assert outcome.run.environment.uuid == cards.cards[1].hashed
-
-
 def test_what_a_card_that_is_not_there_has_finished_stays(go, cards):
     go()
     before = cards.calls("trial")

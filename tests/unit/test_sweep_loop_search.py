@@ -1,6 +1,5 @@
 """Sweeps with budgets and model-based searches, with a stand-in for the GPU process."""
 
-import io
 import itertools
 import json
 import re
@@ -8,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from sweeping import SPEC, Notes, by_config
 
 from attnsweep.choose import search
@@ -16,8 +14,6 @@ from attnsweep.choose.strategies import gp
 from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.trial import Status
 from attnsweep.family.family import Config
-from attnsweep.reports import progress
-from attnsweep.reports.terminal import Form
 from attnsweep.sweep import candidates, loop, session
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -53,24 +49,6 @@ baselines: []
 measure: {rounds: 4, finalists: 3}
 search: {strategy: gp, candidates: 6, seed: 4}
 """
-
-
-@pytest.fixture
-def one_by_one(lookahead):
-    """A search that asks for one candidate at a time, as one that learns may."""
-    lookahead(1)
-
-
-@pytest.mark.usefixtures("one_by_one", "every_step")
-def test_json_never_tells_of_more_candidates_done_than_there_are(go):
-    out = io.StringIO()
-    with progress.watch(Console(file=out), Form.JSON) as observer:
-        go(observer=observer)
-    events = [json.loads(line) for line in out.getvalue().splitlines()]
-    told = [(e["done"], e["total"], e["compiled"]) for e in events if e.get("phase") == "search"]
-    assert told[-1] == (3, 3, 3)
-    assert [each for each in told if each[0] > each[1]] == []
-    assert sorted(told) == told
 
 
 @pytest.fixture

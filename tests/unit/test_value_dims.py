@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.baselines.registry import BACKENDS
-from attnsweep.core.cases import Case, short_turns, small_cases
+from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config
 from attnsweep.specs.starter import Request, Target, starter
 from attnsweep.store.run import open_run
 from attnsweep.verify.inputs import make_inputs
@@ -62,11 +61,6 @@ def test_what_says_nothing_new_is_left_out():
     assert replace(MLA, head_dim=128).facts == replace(plain, head_dim=128).facts
 
 
-def test_cases_have_it_too():
-    for case in (*small_cases(MLA), short_turns(MLA, 132)):
-        assert case.problem.head_dims == (192, 128)
-
-
 # -- specs and shapes -----------------------------------------------------------------------------
 
 
@@ -93,17 +87,6 @@ def test_families_without_it_say_so():
     assert FAMILIES["naive"].refusal(replace(other, head_dim_v=None), ARCH) is None
     expected = "v has as many columns as q and k, and not head_dim_v 128"
     assert FAMILIES["naive"].refusal(other, ARCH) == expected
-
-
-def test_launches_define_it_where_it_differs():
-    values = {param.name: param.values[0] for param in FAMILY.params}
-    config = Config(values | {"WARPGROUPS": 2, "SPLITS": 2})
-    plain = replace(MLA, head_dim_v=None)
-    for stage in ("fwd", "combine"):
-        for problem, own in ((plain, None), (MLA, 128)):
-            launch = FAMILY.launches(config, problem, ARCH)[stage]
-            assert launch.defines.get("HEAD_DIM_V") == own
-    assert FAMILY.workspaces(config, MLA)["partial"] == 2 * 4 * 16 * 2048 * 128
 
 
 def test_each_baseline_takes_it_or_says_why_not():
