@@ -9,7 +9,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
-from attnsweep.store.run import find_runs, open_run
+from attnsweep.store.run import open_run
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -26,12 +26,6 @@ class Winner:
 
     def __str__(self) -> str:
         return f"{self.run} {self.problem.label} {self.kernel} {self.config.label}"
-
-
-def winners(families: Mapping[str, Family], results: Path = RESULTS) -> Iterator[Winner]:
-    """Those of each recorded run."""
-    for directory in find_runs(results):
-        yield from winners_of(directory, families)
 
 
 def winners_of(directory: Path, families: Mapping[str, Family]) -> Iterator[Winner]:

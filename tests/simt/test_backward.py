@@ -191,24 +191,13 @@ def test_right_where_blocks_convert_heads_of_waves_before(simulator, case):
 # What is wrong with a block's work for other heads.
 WRONG_WAVES = {
     "sums that are not cleared": ("keys", "of + call.ring < heads_kv", "false"),
-    "sums that are added to before they are cleared": ("keys", "if (head_kv >= ring) flag_wait",
-        "if (false) flag_wait"),
     "a head converted before all of it is added": ("keys", "flag_wait(call.count(of, Call::ADDED), gridDim",
         "if (false) flag_wait(call.count(of, Call::ADDED), gridDim"),
     "counted before it is added": ("keys", "    bulk_wait_all();\n#if DQ_RING", "#if DQ_RING"),
-    "counted before it is converted": ("keys", "bulk_wait_all(), flag", "flag"),
-    "the last share is left": ("keys", "(number + 1) * tiles", "number * tiles"),
-    "sums of the first heads": ("keys", "head_kv % ring - head_kv", "-head_kv"),
     "dQ without its scale": ("keys", "pack(b.x * scale", "pack(b.x"),
     "a panel overwritten before it is stored": ("keys",
         "if (lane == 0) tma_store_wait_read<0>();\n                __syncwarp();", ""),
-    "a unit loaded before it is read": ("keys", "            round(Memory::at(Memory::UNITS)",
-        "            if (lane == 0 && i + 2 < count) load(i + 2);\n            round(Memory::at(Memory::UNITS)"),
-    "zeros stored before they are there": ("keys",
-        "            fence_async_proxy();\n            __syncwarp();\n            if (lane != 0)",
-        "            __syncwarp();\n            if (lane != 0)"),
     "delta of other rows": ("keys", "put(query, first + 32, sum_32)", "put(query, first + 32, sum)"),
-    "delta of the first columns": ("keys", "sum = sum_32 = 0.f;", ""),
 }  # fmt: skip
 
 
@@ -231,10 +220,7 @@ WRONG = {
 WRONG_CAUSAL = {
     "a tile is passed by too early": ("keys", "row + BLOCK_M <= seen", "row + 1 <= seen"),
     "a tile is masked too late": ("keys", "last = own + 63;", "last = own;"),
-    "the other key of a thread counts as the first": ("keys", "begin + 8 :", "begin :"),
     "a query sees a key too many": ("queries", "query + end) :", "query + end + 1) :"),
-    "keys that the last query sees are passed by": ("queries", "seen_by(own + 63)", "seen_by(own)"),
-    "keys of another head": ("queries", "of_keys(work.head, group)", "of_keys(work.head, 1)"),
     "V given back before it is read": ("queries", "wgmma_wait<1>();\n            warpgroup_fence_operand(s);",
         "wgmma_wait<1>(); arrive(at.v_empty(now.stage)); warpgroup_fence_operand(s);"),
 }  # fmt: skip
@@ -244,9 +230,6 @@ WRONG_CAUSAL = {
 WRONG_FIRST = {
     "delta added to dP": ("keys", "Memory::DELTA, at.stage, -1.f", "Memory::DELTA, at.stage, 1.f"),
     "S begins with a log-sum-exp of base 2": ("queries", "LSE_FIRST ? 1.f / scale : LOG2E", "LOG2E / scale"),
-    "the first query's statistics for both of a thread": ("keys", "x[i + 1] = x[i + 3] = sign * l.y",
-        "x[i + 1] = x[i + 3] = sign * l.x"),
-    "dP begins with the other query's delta": ("queries", "dp[i] = -delta[i / 2 % 2]", "dp[i] = -delta[i % 2]"),
 }  # fmt: skip
 # The same where tiles that are seen whole have a loop of their own.
 WRONG_LOOPS = {
@@ -264,67 +247,43 @@ WRONG_LAST_KEYS = {
 WRONG_WINDOWS = {
     "a tile is not masked where its last queries are too late": ("keys", "row + BLOCK_M > own + 1 + call.reach",
         "row > own + 1 + call.reach"),
-    "a query too many sees a key": ("keys", "(i & 2 ? most + other : most)", "(i & 2 ? most + 9 : most + 1)"),
-    "the other key of a thread is seen as long as the first": ("keys", "? most + other :", "? most :"),
     "a warpgroup ends with its first key": ("keys", "min(own + 64, call.seqlen_k) + call.reach",
         "own + 1 + call.reach"),
-    "a block ends with its first key": ("keys", "min((work.tile + 1) * CLUSTER_N, seqlen_k)",
-        "min(work.tile * CLUSTER_N + 1, seqlen_k)"),
     "a warpgroup leaves tiles that only others see": ("keys", "for (; row < end; row += BLOCK_M, ++j) pass(j);", ""),
-    "a tile is not masked where its first keys are too early": ("queries", "key(j) < own + 63 + low",
-        "key(j) < own + low"),
     "a query sees a key too early": ("queries", "< row + low)", "< row + low - 1)"),
-    "the other query of a thread sees what the first does": ("queries", "of_i - (i & 2 ? 8 : 0) <", "of_i <"),
     "a warpgroup ends with the first key of its last query": ("queries", "max(PADDED ? first_key : 0, own + low)",
         "max(0, own + 63 + low)"),
-    "a block begins with the first key of its last query": ("queries", "max(first_key, query + low)",
-        "max(0, query + BLOCK_M - 1 + low)"),
     "a warpgroup of queries begins a tile late": ("queries", "seen - before)", "seen - before - 1)"),
-    "keys as if the block began at the first": ("queries", "(after - 1 - j)", "(tiles - 1 - j)"),
 }  # fmt: skip
 
 
 # The same where items of the batch have fewer keys than the tensors: padding is on the right.
 WRONG_LENGTHS = {
     "keys of the first item": ("keys", "work.head / heads_of_item,", "0,"),
-    "queries of the first item": ("queries", "work.head / heads_of_item,", "0,"),
-    "the item after its own": ("keys", "work.head / heads_of_item,", "(work.head + 1) / heads_of_item,"),
     "a key too many in dK": ("keys", "min(seqlen_k, end)", "min(seqlen_k, end + 1)"),
-    "a key too few in dK": ("keys", "min(seqlen_k, end)", "end - 1"),
-    "a key too many in dQ": ("queries", "min(seqlen_k, end)", "min(seqlen_k, end + 1)"),
     "the last tile of keys is left out of dQ": ("queries", "+ BLOCK_N - 1) / BLOCK_N;", ") / BLOCK_N;", 2),
     "the gradients of padding are not written": ("keys", "<= first_key) end = 0;", "<= first_key) return;"),
     "a block with some keys of the item computes nothing": ("keys", "work.tile * CLUSTER_N >= seqlen_k",
         "(work.tile + 1) * CLUSTER_N >= seqlen_k"),
     "a tile with padding is not masked": ("keys", "last = last_key;", "last = own + 63;"),
-    "the other key of a thread is there if the first is": ("keys", "opaque(key_8) - key", "8"),
-    "the length of all": ("keys", "seqlen_k = own_keys.end, first_key", "first_key"),
 }  # fmt: skip
 # The same with padding on the left, which leaves some queries no key.
 WRONG_FIRST_KEYS = {
     "a key too many in dK": ("keys", "max(0, first)", "max(0, first - 1)"),
-    "a key too few in dQ": ("queries", "max(0, first)", "first + 1"),
     "padding is seen": ("queries", "if (PADDED && of_i < first_key)", "if (false)"),
-    "a tile with padding is not masked": ("queries", "!(PADDED && key(j) < first_key)", "true"),
     "queries without a key wait for some": ("queries", "if (PADDED) unseen =", "if (false) unseen ="),
     "a warpgroup with some keys of the item passes them by": ("keys", "own + 64 <= call.first_key",
         "own <= call.first_key"),
-    "a block with some keys of the item computes nothing": ("keys", "(work.tile + 1) * CLUSTER_N <= first_key",
-        "work.tile * CLUSTER_N <= first_key"),
 }  # fmt: skip
 
 
 # The same where one warpgroup has dV of its keys, and another dK; of 256 columns.
 WRONG_APART = {
     "P overwritten before the other has read it": ("keys", "p_empty(at.stage), at.phase ^ 1", "p_empty(0), 1"),
-    "P read before it is there": ("keys", "mbarrier_wait(Memory::p_full(at.stage), at.phase);", ""),
     "dO given back before dV has read it": ("keys", "if constexpr (Second) take_p(x, a, j);",
         "if (lane == 0 && !Second) mbarrier_arrive(Memory::o_empty(i)); if constexpr (Second) take_p(x, a, j);"),
     "dV written over V before dP has read it": ("keys", "named_barrier_sync(K_READ_BARRIER, 128 * (CONSUMERS + DQ));",
         ""),
-    "the second half of the columns has the first one's": ("keys", "(Width / 64 * Panel + i", "(0 * Panel + i"),
-    "dQ of the first columns in all parts": ("keys", "part % PARTS_OF_ROW * KTile::PANEL_BYTES",
-        "0 * KTile::PANEL_BYTES"),
     "dQ added to another head's": ("keys", "call.at(j / call.tiles,", "call.at(0,"),
 }  # fmt: skip
 # Where two blocks with neighbouring keys load half of the queries each.
@@ -334,8 +293,6 @@ WRONG_CLUSTERS = {
     "each begins at its own keys": ("keys", "max(0, work.tile * CLUSTER_N + diagonal)", "max(0, key + diagonal)"),
     "a block ends before the other has told it": ("keys",
         "if (CLUSTER > 1) __syncwarp(), cluster_arrive(), cluster_wait();", ""),
-    "addresses as if the block were alone": ("keys", "if constexpr (CLUSTER == 1) return place;", "return place;"),
-    "heads dealt to blocks and not to clusters": ("keys", "work(blockIdx.x / CLUSTER,", "work(blockIdx.x,"),
 }  # fmt: skip
 # The same where queries see a window.
 WRONG_WINDOWS_OF_CLUSTERS = {

@@ -93,13 +93,6 @@ PAIRS = [(words, dim) for words in CONFIGS for dim in DIMS if problems_of(words,
 VALUE_PAIRS = [(words, dims) for words in CONFIGS for dims in VALUE_DIMS if problems_of(words, dims)]
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_head_dim_has_configs_of_many_kinds(dim):
-    assert sum(own == dim for _, own in PAIRS) >= (12 if dim <= 128 else 6)
-    kinds = {p.variant for words, own in PAIRS if own == dim for p in problems_of(words, dim)}
-    assert len(kinds) >= 7
-
-
 @pytest.mark.nightly(push=6)
 @pytest.mark.parametrize(("words", "dim"), PAIRS + VALUE_PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):

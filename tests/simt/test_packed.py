@@ -6,7 +6,6 @@ import pytest
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.verify import encoding
 from attnsweep.verify.inputs import make_inputs
 
 from .harness import COMPILER, config_of
@@ -60,14 +59,3 @@ def test_each_row_is_written_wherever_a_caller_says_that_sequences_begin(simulat
     given = make_inputs(case, 1) | {name: np.array(begins, np.int32)}
     result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,), inputs=given)
     assert np.isfinite(result.error), (words, begins, str(result))
-
-
-def test_where_sequences_begin_is_what_the_kernel_gets():
-    problem = Problem.parse("(1,2,300x420,64) bf16 full packed(4,0)")
-    given = encoding.mask_of(problem)
-    for of, seqlen in (("q", 300), ("k", 420)):
-        begins = given[f"cu_seqlens_{of}"]
-        assert begins[0] == 0
-        assert begins[-1] == seqlen
-        assert (np.diff(begins) >= 0).all()
-        assert (np.diff(begins) == 0).any()

@@ -23,8 +23,6 @@ from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
-from attnsweep.verify.reference_pool import ReferencePool
-from attnsweep.verify.verifier import Verifier
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -66,22 +64,6 @@ def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, no_smal
 
     with pytest.raises(WrongResult, match=r"a race.*1 of \d+ repeated"):
         bench.repeat(last_element_is_wrong_once)
-
-
-@pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
-def test_limits_of_rounded_scores_are_asked_of_the_process_beside_once(dtype, asked, device, no_small_cases):
-    said = []
-
-    class Pool(ReferencePool):
-        def rounding(self, problem, often):
-            said.append(often)
-            return super().rounding(problem, often)
-
-    proof = Verifier(problem := replace(PROBLEM, dtype=dtype), 3, device, pool=Pool())
-    call = Call(attend, LaunchPlan(problem, (), {}), proof.timed.buffers)
-    for rounds_scores in (0, 2) * 2:
-        proof.of_baseline(call, lambda *_: 0, rounds_scores)
-    assert said == asked
 
 
 # -- answers that were kept -----------------------------------------------------------------------
@@ -411,28 +393,11 @@ def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
     assert words in refused.value.detail
 
 
-def test_no_two_looks_share_a_slot(bench, monkeypatch):
-    judge, slots = bench.proof.timed.judge, []
-    looks = [(judge, "count_outside"), (judge, "compare_lse"), (bench.proof.timed, "look_at_inputs")]
-    for owner, name in looks:
-
-        def look(*args, right=getattr(owner, name)):  # noqa: B008
-            before = len(slots)
-            right(*args)
-            slots[before:] = [args[-1]]
-
-        monkeypatch.setattr(owner, name, look)
-    bench.prove(attend_with_lse, lse=True, workspaces={"a": 8, "lse": 4 * ROWS, "b": 5})
-    # twice: o, a, lse, b, and the error of lse; the inputs once
-    assert sorted(slots) == list(range(11))
-
-
 def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
     with pytest.raises(WrongResult, match=f"has 16 bytes, and {ROWS} rows of float32 need"):
         bench.prove(attend, lse=True, workspaces={"lse": 16})
 
 
-# -- baselines, and the judge itself
 # ------------------------------------------------------------------
 
 

@@ -155,14 +155,3 @@ def test_log_sum_exps_of_small_cases_are_compared(odd):
 
     with pytest.raises(WrongResult, match=f"log-sum-exp off.*{re.escape(wrong.case.label)}"):
         odd.prove(write, **how)
-
-
-def test_small_cases_take_four_launches_more_however_many_they_are(device):
-    odd, launched = Bench(device, ODD), device.launched
-    launched.clear()
-    odd.prove(attend)
-    without = len(launched)
-    odd.prove(attend, small=True)
-    more = launched[without:]
-    assert len(more) == without + 4
-    assert {"renew", "judge_each", "summary_each", "look"} <= set(more)

@@ -187,14 +187,3 @@ def test_random_config_of_keys_of_an_item_is_right(simulator, drawn_by, number):
 @pytest.mark.parametrize("name", OTHERS)
 def test_random_config_of_another_family_is_right(simulator, drawn_by, name, number):
     run(simulator, name, number, drawn_by)
-
-
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("name", HOPPER)
-def test_random_configs_take_values_that_no_space_has(name):
-    kernel = KERNELS[name]
-    found = [drawn(kernel, str(number))[0] for number in range(25)]
-    taken = {item for config in found for item in config.items()}
-    beyond = {(param, value) for param, values in MORE[name].items() for value in values}
-    assert len(beyond & taken) > len(beyond) / 2
-    assert drawn(kernel, "1") == drawn(kernel, "1") != drawn(kernel, "2")

@@ -206,16 +206,6 @@ def test_any_layout_is_right(simulator, layout, number):
     check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
 
 
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("head_dim", [64, 72, 40])
-def test_the_usual_layouts_of_models(simulator, head_dim):
-    """Every push: slices of one packed tensor, an output of (batch, seqlen, heads, head_dim)."""
-    problem = Problem(2, 4, 2, 100, 100, head_dim, "bf16", causal=True)
-    layouts = dict.fromkeys("qkv", "packed") | {"o": "rows_first"}
-    for words in PLAIN[:2]:
-        check(simulator, words, problem, layouts, lse=True)
-
-
 VALUE_WORDS = (*PLAIN[:2], "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 PDL=2")
 
 

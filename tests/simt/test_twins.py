@@ -63,12 +63,6 @@ def test_every_primitive_has_its_twin():
         assert not {each for each in there if f" {each}" not in twin}, header.name
 
 
-def test_constants_are_the_same():
-    constant = re.compile(r"(\w+) = (0x[0-9a-f]+)ull")
-    text, twin = ((place / "common/ptx/cache.cuh").read_text() for place in (KERNELS, HERE))
-    assert dict(constant.findall(text)) == dict(constant.findall(twin)) != {}
-
-
 @pytest.mark.parametrize(("header", "define"), [("wgmma.cuh", "WGMMA_DEFINE"), ("fp8.cuh", "WGMMA_E4M3_DEFINE")])
 def test_the_twin_multiplies_the_widths_that_there_are(header, define):
     text = (KERNELS / "common/ptx" / header).read_text()
@@ -97,8 +91,3 @@ def test_e4m3_is_rounded_as_numpy_rounds_it(tmp_path):
     compile_cpp([*FLAGS, "-O1", "-I", str(HERE), str(tmp_path / "round.cpp"), "-o", str(program)])
     done = subprocess.run([program], input=x.tobytes(), capture_output=True, check=True)
     assert np.array_equal(np.frombuffer(done.stdout, np.uint8), to_bits(x, "e4m3"))
-
-
-def test_ptx_is_written_in_one_place():
-    sources = [path for path in KERNELS.rglob("*.cu*") if path.parent.name != "ptx"]
-    assert not [path.name for path in sources if re.search(r"\basm\b", path.read_text())]

@@ -14,33 +14,11 @@ from attnsweep.family.discover import discover
 from attnsweep.family.launch import TensorMap
 
 from .harness import ARCH, COMPILER, SimtError, config_of
-from .test_head_dims import VALUE_DIMS as DIMS
-from .test_head_dims import VALUE_PAIRS as PAIRS
-from .test_head_dims import problems_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FAMILY = discover()["flash_fwd_wgmma"]
 CASE = Case(Problem.parse("(2,4/2,97x161,192/128) bf16 causal"))
 PLAIN = "BLOCK_N=64 WARPGROUPS=2 LSE=1"
-
-
-@pytest.mark.parametrize("dims", DIMS)
-def test_sizes_have_configs_of_many_kinds(dims):
-    able = [words for words, own in PAIRS if own == dims]
-    assert len(able) >= (6 if "256" in dims or "192" in dims else 12)
-    assert any("SPLITS" in words for words in able)
-    assert any("PERSISTENT" in words for words in able)
-    assert len({p.variant for words in able for p in problems_of(words, dims)}) >= 7
-
-
-@pytest.mark.nightly(push=3)
-@pytest.mark.parametrize("dims", DIMS[:4])
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_right_on_some_of_each_push(simulator, dims, mask):
-    for words in (PLAIN, f"{PLAIN} SPLITS=2"):
-        case = Case(Problem.parse(f"(1,4/2,97x161,{dims}) bf16 {mask}"))
-        result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=(0,))
-        assert result.ok, (words, case.label, str(result))
 
 
 def is_wrong(simulator, words, case=CASE):

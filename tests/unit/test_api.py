@@ -226,12 +226,6 @@ def launches(**how):
     return kernel.launches(config, Problem.parse(SHAPE), ARCHS["sm_90a"])["tuned"]
 
 
-def test_arguments_are_the_names_of_the_parameters(gpu):
-    launch = launches()
-    assert launch.args == ("q", "k", "v", "o", 2, 256, 0.125)
-    assert (launch.function, launch.grid, launch.threads) == ("mine", (256, 2, 1), 64)
-
-
 def test_arguments_may_be_names_numbers_and_functions(gpu):
     given = ("o", "batch", 7, 0.5, "ROWS", "seqlen", lambda config, problem: problem.heads * 3)
     how = {"grid": ("seqlen", 3), "smem_bytes": lambda config, problem: config.THREADS * 2}

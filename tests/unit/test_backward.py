@@ -269,72 +269,11 @@ def test_few_baselines_have_a_backward():
     assert backend_of("some.module:gradients").supports(problem) is None
 
 
-@pytest.mark.parametrize("name", ["torch_cudnn", "torch_flash"])
-def test_pytorchs_backward_is_called_with_what_a_forward_leaves(name):
-    asked, torch = [], torch_of()
-
-    def called(by):
-        def backward(*given, scale):
-            asked.append((by, given, scale))
-            return given[1:4]
-
-        return SimpleNamespace(default=backward)
-
-    torch.ops = SimpleNamespace(
-        aten=SimpleNamespace(
-            _scaled_dot_product_cudnn_attention_backward=called("torch_cudnn"),
-            _scaled_dot_product_flash_attention_backward=called("torch_flash"),
-        )
-    )
-    torch.int64, torch.empty = "int64", lambda size, dtype, device: "no seed"
-    problem = Problem(2, 4, 2, 8, 8, 64, "bf16", CAUSAL, op=BACKWARD)
-    ways = BACKENDS[name].ways(torch, problem, None)
-    inputs = {n: SimpleNamespace(name=n, unsqueeze=lambda axis: f"lse {axis}") for n in problem.values}
-    assert ways[0].forward(*inputs.values()) == tuple(inputs[n] for n in "qkv")
-    ((by, given, scale),) = asked
-    assert (by, scale) == (name, problem.scale)
-    lse = "lse -1" if name == "torch_cudnn" else inputs["lse"]
-    assert given[:6] == (inputs["do"], *(inputs[n] for n in "qkvo"), lse)
-    rest = (8, 8, 0.0, True)
-    own = ("no seed", "no seed", None, None, None, *rest)
-    assert given[6:] == (own if name == "torch_cudnn" else (None, None, *rest, *own[:2]))
-    assert [way.convert is None for way in ways] == [True, False]
-    # Queries and keys of other numbers, and a window that hides all keys of some queries.
-    for other in (PROBLEMS[0], PROBLEMS[2]):
-        with pytest.raises(Unavailable, match="PyTorch's backward"):
-            BACKENDS[name].ways(torch, other, None)
-
-
 def on_host(torch, **own):
     """PyTorch whose new tensors are on the host, whatever device is named; own: other parts."""
     made = {name: getattr(torch, name) for name in ("arange", "tensor", "empty")}
     here = {name: lambda *a, of=f, **o: of(*a, **o | {"device": "cpu"}) for name, f in made.items()}
     return SimpleNamespace(**vars(torch) | here | own)
-
-
-def test_pytorchs_flash_backward_gets_a_window_and_cudnns_a_mask():
-    torch, asked = pytest.importorskip("torch"), []
-
-    def backward(*given, **options):
-        asked.append((given, options))
-        return given[1:4]
-
-    names = ("_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward")
-    called = SimpleNamespace(default=backward)
-    aten = SimpleNamespace(**dict.fromkeys(names, called))
-    host = on_host(torch, ops=SimpleNamespace(aten=aten))
-    problem = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, None), op=BACKWARD)
-    tensors = {name: torch.zeros(problem.shape_of(name)) for name in problem.values}
-    for name in ("torch_flash", "torch_cudnn"):
-        found = BACKENDS[name].ways(host, problem, None)[0].forward(*tensors.values())
-        assert [each.shape for each in found] == [tensors[n].shape for n in "qkv"]
-    (flash, window), (cudnn, _) = asked
-    assert flash[1].shape == (1, 5, 2, 8)
-    assert window == {"scale": problem.scale, "window_size_left": 3, "window_size_right": -1}
-    assert (torch.isinf(cudnn[8])[0, 0].numpy() == hidden_keys(problem, np.arange(5), 0)).all()
-    of = Problem(1, 2, 1, 5, 9, 8, "bf16", Interval(3, 0, top_left=True), op=BACKWARD)
-    with pytest.raises(Unavailable, match="bottom-right"):
-        BACKENDS["torch_flash"].ways(host, of, None)
 
 
 OF_A_LIBRARY = Problem(2, 4, 2, 8, 16, 64, "bf16", CAUSAL, op=BACKWARD)

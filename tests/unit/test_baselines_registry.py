@@ -20,15 +20,7 @@ from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import BoundBaseline, prepare
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
-from attnsweep.specs.model import (
-    BASELINES,
-    CUDNN_DETERMINISTIC,
-    FLEX,
-    KNOWN_BASELINES,
-    OWN_BF16,
-    VARLEN,
-    in_other_format,
-)
+from attnsweep.specs.model import BASELINES, CUDNN_DETERMINISTIC, FLEX, KNOWN_BASELINES, OWN_BF16, VARLEN
 
 PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 
@@ -243,14 +235,11 @@ def test_flash_attention_3_takes_padded_problems_as_caches_that_are_filled_in_pa
     ("name", "text", "reason"),
     [
         ("flash_attn_3", "(3,8/2,1x200,64) bf16 full padded(right,0)", None),
-        ("flash_attn_3", "(3,8/2,50x200,64) bf16 full padded(right,100)", None),
         ("flash_attn_3", "(3,8/2,1x200,64) bf16 full padded(left,30)", "no padding on the left"),
         ("flash_attn_3", "(3,8,200,64) bf16 causal padded(right,30)", "beside no other mask"),
-        ("flash_attn_3", "(3,8,20x200,64) bf16 window(9,0) padded(right,30)", "beside no other mask"),
         ("flash_attn_3", "(3,8,200,64) bf16 full padded(right,30) backward", "beside no other mask"),
         ("flash_attn_3", "(3,8,1x200,64) bf16 boolean(padding,7)", "boolean"),
         ("flash_attn_2", "(3,8,1x200,64) bf16 full padded(right,30)", "no padding"),
-        ("flash_attn_4", "(3,8,1x200,64) bf16 full padded(right,30)", "no padding"),
         ("flash_attn_3_fp8", "(3,8,1x200,64) e4m3 full padded(right,30)", "no padding"),
     ],
 )
@@ -421,11 +410,8 @@ def test_offsets_of_large_tensors_have_64_bits(torch, monkeypatch):
     ("text", "reason"),
     [
         ("(2,8,64,64) bf16 full padded(left,40)", "no padding on the left"),
-        ("(2,8,64x128,64) bf16 causal padded(right,40)", "to the last key of each item"),
-        ("(2,8,64x128,64) bf16 window(9,0) padded(right,40)", "to the last key of each item"),
         ("(2,8,64,64) bf16 boolean(causal,item)", "has no mask"),
         ("(2,8,64x128,64) bf16 full padded(right,40)", None),
-        ("(2,8,64,64) bf16 causal padded(right,40)", None),
         ("(2,8,64,64) bf16 causal padded(right,40) backward", None),
         ("(1,8,256,64) bf16 window(9,0) packed(3)", None),
         ("(2,8,64,64) e4m3_tensor causal padded(right,40)", None),
@@ -617,11 +603,8 @@ def test_flash_attention_3_takes_the_same_bytes_and_scales(torch, monkeypatch, d
     [
         ("flash_attn_3_fp8", "e4m3_block", "FlashAttention-3 has one scale of each head of keys"),
         ("cudnn", "e4m3", "cuDNN has one scale of each tensor: dtype e4m3_tensor"),
-        ("cudnn", "e4m3_block", "cuDNN has one scale of each tensor"),
         ("torch_flash", "e4m3", "torch_flash does not do e4m3"),
         ("flash_attn_3", "e4m3_tensor", "flash_attn_3 does not do e4m3_tensor"),
-        ("triton_flash", "e4m3", "does not do e4m3"),
-        ("unfused", "e4m3", "does not do e4m3"),
     ],
 )
 def test_a_baseline_without_this_fp8_says_so(torch, monkeypatch, name, dtype, reason):
@@ -724,10 +707,3 @@ def test_our_bf16_is_a_row_that_says_why_where_pytorch_would_answer(torch, ours)
         prepare(OWN_BF16, fp8(), fp8_inputs(fp8()), Session([0.0]))
     with pytest.raises(Unavailable, match="attnsweep_bf16 does not do fp16"):
         prepare(OWN_BF16, PROBLEM, fp8_inputs(PROBLEM), Session([0.0]))
-
-
-def test_a_baseline_in_the_problems_own_format_is_a_base():
-    assert in_other_format("flash_attn_3_fp8", PROBLEM)
-    assert not in_other_format("flash_attn_3_fp8", fp8())
-    assert not in_other_format("cudnn", fp8("e4m3_tensor"))
-    assert in_other_format(OWN_BF16, fp8())

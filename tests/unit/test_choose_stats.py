@@ -93,6 +93,15 @@ def test_few_rounds_say_nothing():
     assert interval([1.0, 2.0], [1.0, 1.0], math.log2(20)) == (0.0, math.inf)
 
 
+def test_an_entry_that_is_dropped_is_out():
+    race = Race(("a", "b"))
+    race.add_round({"a": 1.0, "b": 2.0})
+    race.drop("a", "launch_error")
+    race.add_round({"b": 2.0})
+    assert race.alive == ["b"]
+    assert race.decided(0.0)
+
+
 # -- two sides in turns: intervals are those of the book, errors as rare as it says ----------
 
 

@@ -277,13 +277,6 @@ class TestInit:
         on(gpu, gpu="NVIDIA H200", sm_count=132)
         assert "after h200.yaml" in attnsweep("init", "-").stdout
 
-    def test_printing_writes_no_file_and_the_note_is_apart(self, attnsweep, tmp_path):
-        done = attnsweep("init", "-", "--arch", "sm_100a")
-        assert (done.returncode, [*tmp_path.iterdir()]) == (0, [])
-        assert done.stdout.startswith("# A sweep for sm_100a")
-        assert done.stdout.rstrip().splitlines()[-1].startswith("# ")
-        assert done.stderr.startswith("note: no shipped spec was made on sm_100a")
-
     def test_what_it_comments_out_is_valid_too(self, attnsweep):
         attnsweep("init", "--arch", "sm_90a")
         path = Path("sweep.yaml")

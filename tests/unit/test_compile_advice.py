@@ -14,7 +14,7 @@ from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Resources, Status
 from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.family import Launch
-from attnsweep.family.space import Selection, Space
+from attnsweep.family.space import Space
 from attnsweep.reports.views import compiled
 from attnsweep.specs.load import load_spec
 
@@ -45,12 +45,6 @@ def test_a_swept_parameter_that_nothing_uses_is_warned_of_once(tmp_path) -> None
     # THREADS is a launch's, ORDER a header's, FIXED is not swept.
     both = list(unused_parameters([space(tmp_path, "")], ARCH))
     assert [w.split(" uses ")[1].split(",")[0] for w in both] == ["UNROLL", "NEVER"]
-
-
-def test_one_selected_value_is_not_warned_of(tmp_path) -> None:
-    made = space(tmp_path, "int x = UNROLL;")
-    one = Space.build(made.kernel, PROBLEM, ARCH, Selection({"NEVER": (2,)}))
-    assert list(unused_parameters([one], ARCH)) == []
 
 
 def test_no_shipped_family_is_warned_of() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.device import cards
-from attnsweep.device.cards import InstalledCard, chosen, hashed, installed
+from attnsweep.device.cards import InstalledCard, chosen, installed
 
 A, B, C = "GPU-aaaa1111-2222", "GPU-aabb1111-2222", "GPU-cccc1111-2222"
 THERE = [InstalledCard(n, uuid, "NVIDIA H200") for n, uuid in enumerate((A, B, C))]
@@ -30,14 +30,11 @@ def test_cards_are_named_by_number_or_uuid(text, found):
     [
         ("3", "'3' is no card"),
         ("GPU-aa", "'GPU-aa' is the beginning of several cards"),
-        ("GPU-", "'GPU-' is"),
         ("0,0", "'0' names a card again"),
         (f"0,{A}", "names a card again"),
         ("", "'' is no card"),
-        ("0,", "'' is no card"),
         ("-1", "'-1' is no card"),
         ("MIG-1234", "a part of a card"),
-        ("ALL", "'ALL' is no card"),
     ],
 )
 def test_anything_else_is_refused_with_the_cards_that_are_there(text, why):
@@ -112,8 +109,3 @@ def test_a_driver_that_fails_is_no_gpu(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoGpuError, match="--gpus needs nvidia-ml-py"):
         installed()
-
-
-def test_rows_name_a_card_by_the_same_digits():
-    assert THERE[0].hashed == hashed(A)
-    assert len(hashed(A)) == 12

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import TEST_GPU
 
 from attnsweep.compile.launches import CompiledStage, LaunchPlan
 from attnsweep.core.problem import Problem
@@ -243,13 +242,6 @@ def test_what_a_program_may_set_of_a_card_is_told_by_name():
     assert whole["SM clock for programs (MHz)"] == 1980
     part = cuda.CudaSession.settings(nvml(nvmlDeviceGetApplicationsClock=True))
     assert part == {"power limit (mW)": 700_000, "compute mode": 0}
-
-
-def test_a_row_names_the_whole_machine():
-    facts = {"uuid": "hashed", "sku": "part", "power_limit_w": 700.0, "host": "a CPU"}
-    named = TEST_GPU.model_copy(update=facts).machine
-    own = ("gpu", "sm_count", "l2_bytes", "driver")
-    assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
 
 
 # ---- how many calls a timed graph holds ----

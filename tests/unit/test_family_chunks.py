@@ -190,14 +190,6 @@ def test_an_auto_chunk_is_of_heads_first_and_then_of_queries():
     assert chunk(1) == (64, 1, 256)
 
 
-def test_a_whole_call_is_the_problem_itself():
-    schedule = schedule_of(FAMILY, Config({}), PROBLEM)
-    assert schedule.whole
-    assert schedule.pieces[0].problem is PROBLEM
-    assert schedule.widest is PROBLEM
-    assert not schedule_of(FAMILY, Config({"LAUNCH": "eager"}), PROBLEM).whole
-
-
 class TestVariants:
     SELECTION = Selection(
         {"A": (1, 2)}, {"tile": {"one": {"A": (1,)}, "any": {}}, "mode": {"graph": {}, "streams": {"STREAMS": (2,)}}}
@@ -212,10 +204,6 @@ class TestVariants:
             (2, 2): {"tile": "any", "mode": "streams"},
         }
         assert space.total == 4
-
-    def test_a_mode_that_one_variant_names_is_in_every_config(self):
-        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
-        assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
 
 
 FORWARD = [family for family in discover().values() if "forward" in family.ops]

@@ -227,6 +227,17 @@ def test_the_same_row_passes_whatever_it_was_timed_with():
         assert (found.low, found.ratio, found.high) == (1, 1, 1)
 
 
+def test_sentences_of_one_table_agree_on_a_percent():
+    faster = run(candidate("flash", 10.0, M=64), baseline("torch_cudnn", 30.0))
+    found = judged(BEFORE, faster)
+    assert found.verdict is Verdict.IMPROVEMENT
+    assert found.why == f"faster by at least {100 * (1 - found.high):.1f} %"
+    noisy = run(wide(candidate("flash", 20.0, M=64), 0.2), baseline("torch_cudnn", 30.0))
+    found = judged(BEFORE, noisy)
+    limits = f"{100 * (1 - found.low):.1f} % faster and {100 * (found.high - 1):.1f} % slower"
+    assert found.why == f"between {limits}"
+
+
 def test_what_was_never_ok_and_now_is_improved():
     before = run(failed("flash", Status.WRONG, "err", M=64), baseline("torch_cudnn", 30.0))
     assert judged(before, BEFORE).verdict is Verdict.IMPROVEMENT
@@ -387,3 +398,12 @@ def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, 
         assert "not accepted: " in err
         assert "with --fresh if its machine code is lost" in err
         assert not (tmp_path / "baseline").exists()
+
+
+@with_code
+def test_a_place_that_cannot_be_written_is_named_with_the_remedy(accept, tmp_path):
+    (tmp_path / "taken").touch()
+    code, _, err = accept(RESULTS / "h200" / "flash_short", tmp_path / "taken" / "baseline")
+    assert code == 2
+    assert "Errno" not in err
+    assert f"{tmp_path}/taken must be a writable directory with room for a copy" in err

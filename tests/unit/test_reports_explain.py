@@ -77,33 +77,6 @@ def test_a_loser_differs_from_the_winner_in_parameters_and_resources(short, fami
     assert "59 candidates fit" in said
 
 
-def test_the_figures_of_a_neighbour_are_those_of_the_rows(short, families) -> None:
-    (found,) = explain(short, [], SHORT, families)
-    near = {(n.parameter, n.value): n for n in found.neighbours}
-    own = found.row["trial"]
-    other = next(
-        t
-        for t in short.trials
-        if t.problem == own.problem
-        and t.provider == "attnsweep"
-        and {**t.config, "BLOCK_N": own.config["BLOCK_N"]} == own.config
-        and t.config["BLOCK_N"] == 64
-    )
-    assert near["BLOCK_N", 64].first_us == other.first_us
-    assert near["BLOCK_N", 64].ratio == pytest.approx(other.first_us / own.first_us)
-
-
-def test_the_rule_that_removed_a_neighbour_is_named_with_its_meaning(short, families) -> None:
-    (found,) = explain(short, [], SHORT, families)
-    near = {(n.parameter, n.value): n for n in found.neighbours}
-    assert near["KEY_GROUPS", 2].fate == "removed"
-    assert near["KEY_GROUPS", 2].why.startswith("groups: BLOCK_N is 64 to 256")
-    assert found.removed["registers"] == 450
-    without = explain(short, [], SHORT, {})[0]
-    assert without.unknown == "the family is not here today, so its rules cannot be asked"
-    assert {n.fate for n in without.neighbours} <= {"ok", "not tried"}
-
-
 def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
     given = ["WARPGROUPS=2", "BLOCKS_PER_SM=2", "NUM_STAGES=4", "BLOCK_N=128"]
     (found,) = explain(short, given, SHORT, families)

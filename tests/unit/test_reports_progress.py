@@ -72,14 +72,6 @@ def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> Non
     assert not [line for line in lines if " left" in line.replace("5 of 10 left", "")]
 
 
-def test_a_log_says_how_long_the_run_still_takes(clock) -> None:
-    out = io.StringIO()
-    with progress.watch(Console(file=out, width=100), Form.PLAIN) as observer:
-        three_problems(clock, observer)
-    (_, said) = [line for line in out.getvalue().splitlines() if "compiled" in line]
-    assert said.split("  ")[1:3] == ["compiled 11, checked 10 of 40", "about 50 s left"]
-
-
 def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
     events = [json.loads(line) for line in watched(clock, Form.JSON).splitlines()]
     names = [event["event"] for event in events]
@@ -218,13 +210,3 @@ def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, talk):
     assert counted(Form.PLAIN, clock, on_terminal=True) == lines
     talk(Talk.QUIET)
     assert counted(Form.AUTO, clock) == counted(Form.AUTO, clock, on_terminal=True) == ""
-
-
-def test_a_count_in_json(clock, talk):
-    talk(Talk.QUIET)  # which JSON overrides, as elsewhere
-    events = [json.loads(line) for line in counted(Form.JSON, clock).splitlines()]
-    assert events[1] == {
-        "event": "progress", "elapsed_s": 6.0, "phase": "compile", "done": 1, "total": 3
-    }  # fmt: skip
-    assert [event.get("done") for event in events] == [0, 1, 2, 3, None]
-    assert events[-1]["event"] == "end"

@@ -3,14 +3,13 @@ import io
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from pages import visible
 from pydantic_core import to_json
 from rich.cells import cell_len
 from rich.console import Console
-from samples import H200, NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
+from samples import H200, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
 from attnsweep.cli.app import json_texts
 from attnsweep.core.length import slower_on
@@ -73,25 +72,6 @@ def test_a_row_says_the_figures_of_its_trial() -> None:
     assert (row["error"], row["regs"], row["smem"]) == ("2.7e-04", "168", "96K")
     assert row["cold µs"] == "29.10"
     assert last[:3] == ["25", "unfused", "baseline"]
-
-
-def test_only_what_differs_is_in_the_table_and_the_rest_is_said_once() -> None:
-    narrow, wide = printed(full_run(), 80), printed(full_run(), 200)
-    assert [row[2] for row in table(narrow)[1:4]] == ["(below)", "64/16", "64/32"]
-    assert "\nthree_kernel_wgmma: QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128\n" in narrow
-    assert "flash_fwd_wgmma: BLOCK_M / BLOCK_N; all NUM_WARPS=8" in narrow
-    assert "flash_fwd_wgmma: all NUM_WARPS=8" in wide
-    assert "BLOCK_M=64 BLOCK_N=16" in [row[2] for row in table(wide)]
-    for text in (narrow, wide):
-        assert "NUM_WARPS" not in " ".join(" ".join(row) for row in table(text))
-
-
-def test_the_winner_is_told_in_full_with_its_stages() -> None:
-    text = " ".join(printed(full_run(), 100).split())
-    assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
-    assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
-    assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest baseline" in text
-    assert "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
 
 
 def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
@@ -170,14 +150,6 @@ def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
     assert "\nclock 1680–1980 MHz in the rounds, power_cap\n" in text
 
 
-def test_the_heading_says_where_when_and_what_binds() -> None:
-    lines = printed(full_run(), 120).splitlines()
-    assert lines[1] == ("(4,16,1024,64) fp16 full · measured on NVIDIA H200 · driver 580.95.05 · 2026-07-26")
-    assert lines[2].startswith("bound 16.0")
-    assert "µs by matrix (exp2 16.0" in lines[2]
-    assert "memory 6.99 µs if not all in L2" in lines[2]
-
-
 def test_what_is_not_in_the_table_is_counted_and_reasons_are_grouped() -> None:
     lines = printed(full_run(), 160).splitlines()
     (rest,) = [line for line in lines if " more: " in line]
@@ -191,15 +163,6 @@ def test_what_is_not_in_the_table_is_counted_and_reasons_are_grouped() -> None:
     assert "1 launch error: naive: invalid argument (N=3)" in lines
     assert "baseline flash_attn_3 skipped: FlashAttention-3 is not installed" in lines
     assert not any("lots more" in line for line in lines)
-
-
-def test_top_shows_that_many_candidates_and_every_baseline(tmp_path: Path) -> None:
-    (tmp_path / "ranking.csv").write_text("")
-    text = printed(full_run(tmp_path), 160, top=3)
-    assert [row[0] for row in table(text)[1:]] == ["*1", "2", "3", "24", "25"]
-    assert "34 more: 20 ok, 4 wrong, 1 launch error, 1 timeout, 1 compile error, 7 pruned" in text
-    assert str(tmp_path / "ranking.csv") in text
-    assert " more: " not in printed(full_run(trials=[candidate("a", 3.0)]), 160)
 
 
 def test_every_tie_is_named_even_beyond_the_table() -> None:
@@ -270,12 +233,6 @@ def test_what_a_recording_does_not_hold_is_not_called_recorded() -> None:
     assert "\n2 no record; " in text
 
 
-def test_colours_are_for_terminals_only() -> None:
-    assert "\x1b[" in printed(full_run(), terminal=True)
-    stripped = re.sub(r"\x1b\[[0-9;]*m", "", printed(full_run(), terminal=True))
-    assert stripped == printed(full_run())
-
-
 def test_several_problems_end_in_a_summary() -> None:
     other = Problem(1, 8, 8, 512, 512, 64, "bf16", causal=True)
     run = full_run()
@@ -324,21 +281,6 @@ def test_a_tie_with_a_baseline_or_a_baseline_of_another_format_is_still_won() ->
     run = full_run()
     for other in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
         assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, other]), 120)
-
-
-def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
-    first = 'k.cu(5): error: identifier "y" is undefined'
-    broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG}", N=1)
-    other = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG.replace('foo', 'bar')}", N=2)
-    run = full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), broken, other])
-    lines = printed(run).splitlines()
-    assert sum(line.startswith("2 compile error: naive: k.cu(5)") for line in lines) == 1
-    at = lines.index("          int x = y;")
-    assert lines[at + 1] == "                  ^"
-    text = "\n".join(lines)
-    for name in ("y", "foo", "bar"):
-        assert text.count(f'    k.cu({5 if name == "y" else 6}): error: identifier "{name}"') == 1
-    assert "warning #177" not in text
 
 
 # ---- the files of a run: Markdown, CSV and JSON hold what the terminal shows, and all of it ----

@@ -96,10 +96,6 @@ class TestShipped:
         assert name.startswith(load_spec(path, discover()).name)
         SCHEMA.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
-    def test_each_has_a_run_directory_of_its_own(self):
-        named = [load_spec(path).name for path in shipped_specs().values()]
-        assert len(set(named)) == len(named)
-
     @pytest.mark.parametrize("name", NAMES)
     def test_every_family_has_candidates_on_every_problem(self, name):
         spec, kernels = load_spec(Path(name)), discover()

@@ -201,16 +201,6 @@ def test_a_problem_whose_candidates_all_fail_on_every_card_is_rows(go, cards):
     assert not outcome.unmeasured
 
 
-@pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("name", ["gpu", "driver", "power_limit_w"])
-def test_a_card_unlike_the_others_is_left_out_by_name(go, cards, name):
-    cards.on(1, environment={name: 1.0 if name == "power_limit_w" else "other"})
-    cards.on(0, at_start=None)
-    outcome, heard = go()
-    assert len(cards_of(outcome.run.trials)) == 1
-    assert [n for n in heard.notes if f"another {name} than the others" in n and "left out" in n]
-
-
 NONSENSE = [
     5,
     {"say": []},

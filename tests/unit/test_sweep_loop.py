@@ -20,11 +20,10 @@ from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.core.files import read_code
-from attnsweep.core.hardware import arch_named, arch_on
+from attnsweep.core.hardware import arch_on
 from attnsweep.core.trial import Status
 from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
-from attnsweep.specs.plan import Shard
 from attnsweep.store.run import pack, read_trials
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -76,14 +75,6 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu):
     assert by_config(go())[(64,)].status is Status.OK
 
 
-def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu):
-    go()
-    (opened,) = gpu.opened
-    assert gpu.first == (opened["problem"], opened["seed"])  # also of a seed that was drawn
-    go(shard=Shard(1, 1))
-    assert gpu.first is None  # a part may not have the spec's first problem
-
-
 def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu):
     seeded = SPEC.replace("{rounds: 4}", "{rounds: 4, input_seed: 7}")
     for number, text in enumerate((SPEC, SPEC, seeded, seeded)):
@@ -106,14 +97,6 @@ def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path)
     (tmp_path / "test.yaml").write_text(SPEC)
     done = attnsweep("run", tmp_path / "test.yaml", "--results", tmp_path / "results")
     assert "3.3 s of them proved outputs right (candidates 2.2" in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize("there", ["sm_80", None], ids=str)
-def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, there):
-    """The spec names another one, or NVML does not tell."""
-    gpu.installed = there and arch_named(there)
-    assert go(f"arch: {TEST_GPU.arch}\n{SPEC}").exit_code == 0
-    assert [arch.name for arch in FakeCompiler.made] == [TEST_GPU.arch]
 
 
 def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch):
@@ -286,11 +269,6 @@ def test_no_candidate_left_names_the_rules_and_what_they_say(go):
         go(short.replace("[32, 64, 128]", "[128, 256]"))
 
 
-def test_a_shape_no_family_supports_says_why(go):
-    with pytest.raises(SpaceError, match="head_dim 96 is not one of 64, 128, 256"):
-        go(SPEC.replace("head_dim: 64", "head_dim: 96"))
-
-
 def test_workspace_over_the_limit_is_pruned(go):
     kernels = "{three_kernel_mma: {}}"
     text = SPEC.replace("{naive: {THREADS: [32, 64, 128]}}", kernels)
@@ -330,14 +308,6 @@ def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go):
     assert rows[(64,)].status is Status.LAUNCH_ERROR
     assert "raised ValueError: seventeen" in rows[(64,)].detail
     assert rows[(32,)].status is Status.OK
-
-
-def test_a_replay_leaves_one_file_of_trials(go, tmp_path):
-    go()
-    recording = tmp_path / "results" / "test-1" / "test"
-    for _ in range(3):
-        go(f"name: again\ndevice: replay\nrecording: {recording}\n" + SPEC)
-    assert len(list((tmp_path / "results" / "replay" / "again").glob("trials*"))) == 1
 
 
 def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, gpu):
@@ -437,14 +407,6 @@ def test_nothing_accurate_enough_is_no_result_and_says_so(go, accuracies):
     assert outcome.exit_code == 1
     ranking = (outcome.run.directory / "ranking.md").read_text()
     assert "no candidate is as accurate as max_error asks" in ranking
-
-
-def test_a_replay_can_ask_for_another_accuracy(go, tmp_path, accuracies):
-    recorded = go(SPEC).run.directory
-    text = f"{BOUNDED}device: replay\nrecording: {recorded}\n"
-    rows = by_config(go(text))
-    assert rows[64,].status is Status.INACCURATE
-    assert rows[32,].status is Status.OK
 
 
 def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):

@@ -247,16 +247,6 @@ def test_what_an_interrupted_run_tried_on_the_long_problem_is_not_tried_again(go
     assert timed(outcome) == THREADS[1:5]
 
 
-def test_a_candidate_that_failed_on_the_long_problem_stays_so_if_it_is_not_chosen_again(go, gpu):
-    gpu.wrong = {(LONG, 32)}
-    gpu.faults["add_baseline", "torch_flash"] = KeyboardInterrupt()
-    assert go(SPEC).interrupted
-    gpu.faults.clear()
-    gpu.times["THREADS=32"] = 3400.0
-    row = ours(go(SPEC))[32]
-    assert (row.status, row.detail) == (Status.WRONG, "too far off")
-
-
 def test_without_the_shorter_problem_all_are_tried_on_the_long_one(go, gpu):
     gpu.faults["open", SHORT] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
     notes = Notes()
@@ -284,15 +274,6 @@ def test_the_search_of_a_long_problem_has_seven_seconds_at_most(go, gpu, clock):
     clock.trial_s = 1.6
     go(SPEC)
     assert len(gpu.tried_on(SHORT)) == 5
-
-
-def test_a_long_problem_of_few_queries_has_all_candidates_tried(go, gpu):
-    few = SPEC.replace("heads: 32", "heads: 128").replace("causal: true, ", "")
-    few = few.replace("seqlen: 131072", "seqlen_q: 4096, seqlen_k: 1048576")
-    outcome = go(few)
-    assert gpu.names("open") == ["(1,128,4096x1048576,128) bf16 full"]
-    assert len(gpu.names("trial")) == 10
-    assert set(statuses(outcome).values()) == {Status.OK}
 
 
 def test_a_long_problem_that_fails_to_open_leaves_a_row_of_each_entrant(go, gpu):

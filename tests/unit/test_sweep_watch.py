@@ -15,7 +15,7 @@ from sweeping import use
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
-from attnsweep.core.errors import CompileError, KernelError
+from attnsweep.core.errors import CompileError
 from attnsweep.core.files import shipped
 from attnsweep.sweep import watch
 
@@ -151,24 +151,6 @@ def test_an_edit_during_the_sweep_is_not_lost(tmp_path, edits) -> None:
     assert calls == ["1", "2", "3"]
 
 
-def test_the_first_call_raises_what_is_wrong(tmp_path, edits) -> None:
-    def once() -> None:
-        raise KernelError("no")
-
-    with pytest.raises(KernelError):
-        watch.keep_running(once, lambda: [tmp_path / "a"], lambda _: None)
-
-
-def test_the_files_are_the_spec_declarations_templates_and_headers() -> None:
-    from attnsweep.family.discover import discover
-
-    kernel = discover()["flash_fwd_mma"]
-    names = [path.name for path in watch.files_of(Path("x.yaml"), [kernel])]
-    assert {"x.yaml", "flash_fwd_mma.py", "flash_fwd_mma.cu"} <= set(names)
-    assert any(name.endswith(".cuh") for name in names)
-    assert len(names) == len(set(names))
-
-
 def test_the_real_watcher_wakes_on_an_edit(tmp_path) -> None:
     pytest.importorskip("watchfiles")
     path = tmp_path / "a"
@@ -202,11 +184,3 @@ def test_options_that_contradict_each_other_are_refused(gpu, mine, options, said
     done = CliRunner().invoke(app, arguments(mine, *options))
     assert said in str(done.exception)
     assert gpu.calls == []
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_the_sweep(gpu, mine, tmp_path) -> None:
-    for place in (tmp_path / "no" / "page.html", tmp_path):
-        done = CliRunner().invoke(app, arguments(mine, "--html", str(place)))
-        assert re.search("is a directory|cannot be written", str(done.exception))
-    assert gpu.calls == []
-    assert not (tmp_path / "results").exists()

@@ -1,6 +1,5 @@
 """Hardware counters without hardware: a stand-in for ncu that prints what ncu prints."""
 
-import errno
 import stat
 import sys
 from pathlib import Path
@@ -112,17 +111,6 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
     assert "wait\u00a02.0" in text.replace(" 2.0", "\u00a02.0")
 
 
-def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, disk) -> None:
-    one, two = full_run().trials[:2]
-    stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
-    counters.write(tmp_path, [(one, stages)], "here")
-    before = (tmp_path / outputs.FILE).read_bytes()
-    disk.fails = errno.ENOSPC
-    with pytest.raises(StoreError, match=r"counters\.json: cannot be written: No space left"):
-        counters.write(tmp_path, [(two, stages)], "here")
-    assert (tmp_path / outputs.FILE).read_bytes() == before
-
-
 def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
     run = full_run(environment=H200)
     assert [t.time_us.median for t in counters.chosen(run)] == [28.1]
@@ -135,9 +123,7 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
     ("text", "error", "words"),
     [
         ("FOO=1", SpecError, r"a parameter 'FOO'\n  there are: kernel, .*QK_BLOCK_M, .*, BLOCK_N"),
-        ("BLOCKM=64", SpecError, r"did you mean 'BLOCK_M'\? there are: kernel, "),
         ("BLOCK_M=7", SpecError, r"run has BLOCK_M=7\n  there are: \d+, "),
-        ("kernel=flash_wgmma", SpecError, r"=flash_wgmma\n  did you mean 'flash_fwd_wgmma'\?"),
         # Of no candidate both, though each is of some.
         ("kernel=three_kernel_wgmma BLOCK_M=64", SpecError, "no ranked candidate of the run is 'k"),
         ("BLOCK_M", KernelError, "not a parameter's value: 'BLOCK_M'\n  write NAME=VALUE"),
