@@ -198,12 +198,6 @@ def test_an_error_carries_the_log_and_leaves_nothing(source, tmp_path):
     assert not list((tmp_path / "cache").rglob("stage.cubin"))
 
 
-def test_a_missing_header_is_an_error_of_its_line(source, tmp_path):
-    source.with_name("part.cuh").unlink()
-    with pytest.raises(CompileError, match=r"f\.cu\(1\)"):
-        compiler(tmp_path).compile(source, {"VALUE": "1.0f"})
-
-
 def test_an_unwritable_cache_says_so(source, tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
     with pytest.raises(ToolchainError, match="ATTNSWEEP_CACHE_DIR"):

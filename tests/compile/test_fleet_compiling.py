@@ -8,23 +8,17 @@ import time
 import psutil
 import pytest
 from fake_cards import FakeCards
-from spaces import candidates
 
-from attnsweep.compile.candidate import Build
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.core.errors import CompileError
 from attnsweep.core.hardware import ARCHS
-from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
 from attnsweep.device.lock import LOCK_VARIABLE
-from attnsweep.family.discover import discover
 from attnsweep.sweep import dask_cluster, dask_compile
 
-distributed = pytest.importorskip("distributed")
 clusters = pytest.importorskip("clusters")
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 ARCH = ARCHS["sm_90a"]
-PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 LONGEST_S = 60.0
 FAULTS = "ATTNSWEEP_TEST_FAULTS"
 # tests/unit/test_sweep_dask_cluster.py has cards that are lost.
@@ -154,27 +148,6 @@ def test_a_worker_without_a_gpu_compiles_what_would_be_compiled_here(started, as
     assert (again.cached, again.digest, again.log) == (True, made[3].digest, made[3].log)
     asking.helpers.close()
     assert asking.notes == ["compiled by workers without a GPU: 6 on host1"]
-
-
-def test_shipped_families_have_the_same_machine_code_there(started, asker, tmp_path):
-    on = started("host1")
-    asking = asker(on)
-    other = Compiler(ARCH, tmp_path / "alone")
-    kernels = discover()
-    builds = []
-    for name in ("naive", "flash_fwd_mma", "three_kernel_mma", "flash_fwd_wgmma"):
-        config = next(candidates(kernels[name], PROBLEM, ARCH))
-        builds.append([Build.of(kernels[name], config, PROBLEM, c) for c in (asking.compiler, other)])
-    for there, here in builds:
-        there.submit()
-        here.submit()
-    for there, here in builds:
-        digests = [{name: f.result(LONGEST_S).digest for name, f in build.futures.items()}
-                   for build in (there, here)]  # fmt: skip
-        assert digests[0] == digests[1]
-    keys = {f.result().path.parent.name for there, _ in builds for f in there.futures.values()}
-    assert sorted(on.began("host1")) == sorted(keys)
-    assert on.compiled("host1") == keys
 
 
 def test_each_stage_is_compiled_once_here_or_there(started, asker, source):

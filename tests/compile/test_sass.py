@@ -202,19 +202,6 @@ def test_a_config_is_completed_by_the_first_that_the_rules_keep():
     assert data["bounds_sm_clocks"]["matrix"] == pytest.approx(found.problem.flops / 4096)
 
 
-def test_every_stage_of_a_pipeline_is_shown():
-    found = looked_at("three_kernel_mma", problem=Problem(1, 2, 2, 256, 256, 64))
-    for width in (60, 80, 120, 160):
-        text = found.lines(width)
-        words = " ".join(text).split()
-        for stage in ("qk", "softmax", "pv"):
-            assert stage in words
-        assert "HMMA" in words
-        assert "predicated" in words
-        if width >= 80:
-            assert max(map(len, text)) <= width, "\n".join(text)
-
-
 def test_a_recorded_card_gives_the_bound_its_unit():
     card = inspection.card_of(ARCHS["sm_90a"], ROOT / "results" / "h200")
     assert card.gpu == "NVIDIA H200"

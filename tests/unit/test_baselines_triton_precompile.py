@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -79,12 +78,3 @@ def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
         time.sleep(0.01)
     assert slow.done(ONE)
     assert slow.wait(ONE)
-
-
-def test_only_what_triton_can_take_is_begun(beside):
-    made = beside("")
-    made.begin(["cudnn"], ONE)
-    made.begin(["triton_flash"], replace(ONE, dtype="fp32"))
-    assert not made.begun(ONE)
-    made.begin(["cudnn", "triton_flash"], ONE)
-    assert made.begun(ONE)

@@ -89,10 +89,3 @@ def test_a_summary_that_cannot_be_written_does_not_lose_the_verdicts(attnsweep, 
     done = attnsweep("check", "--recorded", "run", "run", "--json")
     assert (done.returncode, "cannot write the job's summary" in done.stderr) == (2, True)
     assert json.loads(done.stdout)["problems"]
-
-
-@pytest.mark.parametrize("command", ["init . --arch sm_90a --force", "init run --arch sm_90a"])
-def test_a_directory_is_no_file_to_write(attnsweep, command):
-    done = attnsweep(*command.split())
-    assert done.returncode == 2
-    assert done.stderr.endswith("is a directory\n  name a file in it\n")

@@ -4,16 +4,12 @@ import inspect
 import os
 from pathlib import Path
 
-from fake_compiler import REGISTERS, FakeCompiler
+from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 
 from attnsweep.bench.gpu import Gpu
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, Compiler, default_cache_dir
-from attnsweep.core.hardware import ARCHS
-from attnsweep.family.discover import discover
-from attnsweep.family.family import Launch
 
 
 def public(of: type) -> dict[str, object]:
@@ -35,15 +31,6 @@ def test_the_fake_compiler_answers_as_the_compiler_does():
     of_helpers = {"closure", "take", "finish", "give_back"}  # the fake has no queue to help with
     assert own.keys() == public(Compiler).keys() - of_helpers - {"flags"}
     assert own.items() <= public(Compiler).items()
-
-
-def test_the_fake_compiler_s_code_is_read_as_a_cubin_is(tmp_path):
-    compiler = FakeCompiler(ARCHS["sm_90a"], tmp_path)
-    source = discover()["naive"].source
-    one, other = (compiler.compile(source, {"THREADS": threads}) for threads in ("32", "64"))
-    assert one.digest == compiler.compile(source, {"THREADS": "32"}).digest != other.digest
-    assert functions(one.log)["naive"]["registers"] == REGISTERS
-    check_arguments("fwd", one, Launch("naive", (1, 1, 1), 32, ("q",)))  # nothing is known of them
 
 
 def test_the_session_has_one_cache_of_compiled_code(shared_cache, tmp_path_factory):

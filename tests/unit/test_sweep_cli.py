@@ -43,16 +43,6 @@ def test_json_events_say_the_card(attnsweep, cards):
     assert "ranked" in {event["event"] for event in events}
 
 
-def test_what_is_not_measured_is_said_with_how_to_go_on(attnsweep, cards):
-    for number in (0, 1):
-        cards.on(number, deadly=["(1,2,512,64) fp16 full"])
-    done = attnsweep("run", "small.yaml", "--gpus", "all")
-    assert done.returncode == 1
-    assert "not measured (lost twice): (1,2,512,64) fp16 full" in done.stderr
-    assert "the same command continues" in done.stderr
-    assert "(1,2,256,64) fp16 full" in done.stdout
-
-
 def test_lost_cards_are_exit_code_3_with_the_tables_so_far(attnsweep, cards):
     cards.facts["all"]["together"] = 1
     cards.on(0, fault="off", after=4)
@@ -86,12 +76,6 @@ def test_what_cannot_be_is_refused_with_its_reason(attnsweep, cards, words, why)
     done = attnsweep("run", "small.yaml", *words)
     assert done.returncode == 2
     assert why in done.stderr
-
-
-def test_a_replay_is_refused(attnsweep, cards):
-    done = attnsweep("run", "quickstart", "--gpus", "all")
-    assert done.returncode == 2
-    assert "--gpus does nothing here: a replay" in done.stderr
 
 
 @pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
