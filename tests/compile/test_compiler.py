@@ -78,13 +78,6 @@ def test_a_header_of_the_family_comes_before_the_shipped_one_of_its_name(tmp_pat
     assert compiler(tmp_path).compile(tmp_path / "f.cu", {}).digest
 
 
-def test_the_shipped_headers_are_there_for_every_family(tmp_path):
-    (tmp_path / "f.cu").write_text('#include "common/element.cuh"\n' + KERNEL)
-    defines = {"IS_BF16": "0", "VALUE": "1.0f", "PART": "to_float(0)"}
-    assert compiler(tmp_path).compile(tmp_path / "f.cu", defines).digest
-    assert "common/element.cuh" in source_closure(tmp_path / "f.cu")
-
-
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A place where packages with headers are installed; the toolkit is not."""

@@ -666,6 +666,13 @@ def test_where_cudnn_writes_bf16_its_other_output_is_spare(torch, monkeypatch):
     assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [(True, False)] * 2
 
 
+def test_cudnn_that_does_neither_is_a_reason(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={"bf16", "e4m3"}))
+    problem = fp8("e4m3_tensor")
+    with pytest.raises(Unavailable, match=r"^No bf16 output$"):
+        prepare("cudnn", problem, fp8_inputs(problem), Session([0.0]))
+
+
 @pytest.fixture
 def ours(monkeypatch):
     """The attention that comes with attnsweep; its explanation can be set."""

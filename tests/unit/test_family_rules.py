@@ -91,16 +91,6 @@ def test_however_a_rule_reads_a_config(rule):
     assert list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False)) == expected
 
 
-def test_a_rule_is_asked_once_for_configs_that_it_cannot_tell_apart():
-    asked = []
-
-    kernel = kernel_of(lambda c, p, a: c.A < 2, lambda c, p, a: asked.append(1) or c.A or c.B > 1)
-    assert list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False)) == asked_one_by_one(kernel)
-    asked.clear()
-    list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False))
-    assert len(asked) == 4  # A is 1, or 0 with one of three B; A is 2 in no config that is left
-
-
 def test_an_error_names_the_config_that_is_first_in_order():
     kernel = kernel_of(lambda c, p, a: c.C == "x" or c.B < 3, lambda c, p, a: 1 // (2 - c.B) < 5)
     with pytest.raises(KernelError) as one:

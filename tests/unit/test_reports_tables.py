@@ -1,17 +1,14 @@
 import csv
 import io
 import json
-import math
 import re
 
 import pytest
 from pages import visible
-from pydantic_core import to_json
 from rich.cells import cell_len
 from rich.console import Console
 from samples import H200, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
-from attnsweep.cli.app import json_texts
 from attnsweep.core.length import slower_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
@@ -422,22 +419,3 @@ def test_candidates_that_were_slower_on_a_shorter_problem_are_counted_apart():
     (not_tried,) = explain(long_run(0.13), ["THREADS=33"], None, discover())
     text = flat(" ".join(line.plain for line in lines(not_tried, 160)))
     assert f"slower on {SHORT}: 3033 µs, where the best takes 2800" in text
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"a": [1, {"b": "two\nlines"}], "c": None},
-        {"run": "é", "problems": [{"x": [1.5, {}]}, [], 3], "after": {"y": [math.inf]}},
-        {"problems": []},
-        {"problems": [[]], "more": []},
-        [1, 2],
-    ],
-)
-def test_json_in_parts_is_the_json_of_the_whole(data) -> None:
-    whole = to_json(data, indent=2, inf_nan_mode="constants").decode()
-    parts = data
-    if isinstance(data, dict):
-        parts = {n: iter(v) if n == "problems" else v for n, v in data.items()}
-    assert "".join(json_texts(parts)) == whole

@@ -1,4 +1,4 @@
-"""Who gets which problem: longest first, a lost one to another; and a fleet of 64, simulated."""
+"""Who gets which problem: longest first, a lost one to another."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`run --watch`, `--html` and `--progress json`, with a stand-in for the GPU."""
+"""`run --watch`: what an edit has compiled and timed again, with a stand-in for the GPU."""
 
 import re
 import shutil

@@ -1,5 +1,6 @@
 """Hardware counters without hardware: a stand-in for ncu that prints what ncu prints."""
 
+import errno
 import stat
 import sys
 from pathlib import Path
@@ -109,6 +110,17 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
     text = "\n".join(line.plain for line in view.counters(kept, 100))
     assert "1.2" in text
     assert "wait\u00a02.0" in text.replace(" 2.0", "\u00a02.0")
+
+
+def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, disk) -> None:
+    one, two = full_run().trials[:2]
+    stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
+    counters.write(tmp_path, [(one, stages)], "here")
+    before = (tmp_path / outputs.FILE).read_bytes()
+    disk.fails = errno.ENOSPC
+    with pytest.raises(StoreError, match=r"counters\.json: cannot be written: No space left"):
+        counters.write(tmp_path, [(two, stages)], "here")
+    assert (tmp_path / outputs.FILE).read_bytes() == before
 
 
 def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
