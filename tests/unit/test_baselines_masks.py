@@ -40,16 +40,6 @@ def test_sdpa_gets_the_mask_of_numpy(problem):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
-def test_flex_gets_the_mask_of_numpy(problem):
-    torch = pytest.importorskip("torch")
-    seen = flex.mask_of(torch, problem, "cpu")
-    items, rows, keys = torch.meshgrid(
-        *(torch.arange(n) for n in (problem.batch, problem.seqlen_q, problem.seqlen_k)), indexing="ij"
-    )
-    assert (seen(items, 0, rows, keys).numpy() == ~hidden(problem)).all()
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_that_of_a_mask(problem):
     torch = pytest.importorskip("torch")
