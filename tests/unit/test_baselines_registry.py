@@ -411,6 +411,7 @@ def test_offsets_of_large_tensors_have_64_bits(torch, monkeypatch):
     [
         ("(2,8,64,64) bf16 full padded(left,40)", "no padding on the left"),
         ("(2,8,64,64) bf16 boolean(causal,item)", "has no mask"),
+        ("(2,8,64x128,64) bf16 causal padded(right,40)", "to the last key of each item"),
         ("(2,8,64x128,64) bf16 full padded(right,40)", None),
         ("(2,8,64,64) bf16 causal padded(right,40) backward", None),
         ("(1,8,256,64) bf16 window(9,0) packed(3)", None),

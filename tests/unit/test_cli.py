@@ -247,6 +247,7 @@ def test_dry_run_counts_and_compiles_nothing(attnsweep, spec, tmp_path):
     assert "naive.no_idle_block" not in done.stdout  # it removes nothing there
     data = json.loads(attnsweep("run", spec, "--dry-run", "--json").stdout)
     assert data[0]["removed"]["no_idle_block"] == 1
+    assert attnsweep("run", "quickstart", "--dry-run").returncode == 0  # for the recorded card
     assert not (tmp_path / "results").exists()
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import typer
 from fake_compiler import FakeCompiler
+from samples import full_run
 from sweeping import use_fake_compiler
 from typer.testing import CliRunner
 
 from attnsweep import cli
 from attnsweep.compile import nvrtc
 from attnsweep.compile.cache import entries, fault
+from attnsweep.core.errors import StoreError
+from attnsweep.tools import inspect as inspect_tool
 
 ROOT = Path(__file__).parent.parent.parent
 RUN = ROOT / "results" / "h100-80gb-hbm3" / "h100"
@@ -170,6 +173,12 @@ def test_list_of_a_family_is_that_family(attnsweep):
     assert "flash_fwd_mma" not in printed
     done = attnsweep("list", "naiv")
     assert (done.returncode, "did you mean 'naive'?" in done.stderr) == (2, True)
+
+
+def test_a_run_without_a_winner_has_none_to_inspect():
+    trials = [trial for trial in full_run().trials if trial.provider != "attnsweep"]
+    with pytest.raises(StoreError, match="no winner"):
+        inspect_tool.winner_of(full_run(trials=trials), None)
 
 
 def test_report_writes_the_tables_of_a_finished_run(attnsweep, tmp_path):

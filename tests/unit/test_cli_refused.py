@@ -102,6 +102,14 @@ def test_a_directory_that_may_not_be_read_is_not_called_empty(attnsweep, tmp_pat
     assert re.match(r"error: \S*closed\b.* Permission denied\n  check its perm", done.stderr)
 
 
+@pytest.mark.parametrize("command", ["accept RUN PATH", "export RUN --out PATH"])
+def test_a_link_to_itself_is_a_message(attnsweep, tmp_path, command):
+    (tmp_path / "loop").symlink_to("loop")
+    done = attnsweep(*words(command, "loop"), width=1000)
+    assert done.returncode == 2
+    assert re.match(r"error: \S*loop: cannot be used: Too many levels of symbolic", done.stderr)
+
+
 def test_merge_does_not_leave_out_machine_code_that_may_not_be_read(attnsweep, tmp_path):
     shutil.copytree(RUN, tmp_path / "part")
     with locked(tmp_path / "part" / "cubins"):

@@ -145,6 +145,19 @@ def test_replays_keep_some_work_ahead_and_time_what_follows_the_mark(calls_us):
     assert load.time_us() == pytest.approx(call_us)
 
 
+def test_a_call_longer_than_a_stretch_is_timed_too():
+    stream = Stream()
+
+    def replay():
+        stream.enqueued_us += 2e6
+
+    load = Replays(stream, replay, 1, 2e6)
+    load.feed()
+    load.mark()
+    load.feed()  # two are still enqueued
+    assert load.time_us() == pytest.approx(2e6)
+
+
 def test_without_nvml_or_with_an_old_card_there_is_no_counter():
     def refuse(card):
         raise RuntimeError("Not Supported")

@@ -56,6 +56,12 @@ def test_the_winner_of_a_recorded_run_is_explained_by_default(short, families) -
         assert words in said
 
 
+def test_how_to_record_counters_is_said_where_a_run_has_none(families) -> None:
+    found, *_ = explain(open_run(RESULTS / "h200" / "flash_long"), [], None, families)
+    assert found.won
+    assert "no hardware counters are recorded of it; on its GPU" in flat(found)
+
+
 def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> None:
     assert len(explain(short, [], None, families)) == 5
     with pytest.raises(SpecError, match="has no problem") as caught:

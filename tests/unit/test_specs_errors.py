@@ -27,6 +27,7 @@ class TestErrors:
             (b"a: 1\nb: \xff", "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8"),
             ("name: a\nname: b", "2:1: duplicate key 'name'\n  first in line 1: drop one"),
             ("? [a]\n: 1", "1:3: a key must be text, not a list or a mapping"),
+            ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
             ("a: &x {<<: *x}", "1:4: this alias contains itself\n  write the values out"),
             ("name: !!python/name:os.system x",
              "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n  remove the tag"),

@@ -84,6 +84,14 @@ def test_a_check_says_first_that_junit_xml_needs_a_package(attnsweep, monkeypatc
     assert "[ci]" in done.stderr
 
 
+def test_a_check_prints_its_table_as_markdown(attnsweep):
+    done = attnsweep("check", "--recorded", "run", "run", "--markdown", "-")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#") or done.stdout.startswith("|")
+    assert "| pass |" in " ".join(done.stdout.split())
+    assert not Path("-").exists()
+
+
 def test_a_summary_that_cannot_be_written_does_not_lose_the_verdicts(attnsweep, monkeypatch):
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "no/summary.md")
     done = attnsweep("check", "--recorded", "run", "run", "--json")
