@@ -279,6 +279,16 @@ def long(bench_of):
     return bench_of(LONG)
 
 
+def test_graphs_hold_one_call_and_none_is_made_to_find_that(long):
+    long.add("a", candidate(64), cold=True)
+    for kind in ("warm", "cold", "fwd"):
+        long.replay("a", kind)
+    assert long.race("a", 300.0, "cold") == (1.0, 2)  # and the calls launched
+    assert (long.session.captured, long.session.issued) == ([1] * 3, 0)
+    assert len(long.session.replayed) == 4
+    assert long.session.copied == []  # of the inputs
+
+
 def test_a_trial_counts_the_call_that_it_timed_and_makes_no_more(long):
     long.session.call_us = 25_000.0
     accuracy, first = long.trial(candidate(64))
@@ -300,3 +310,11 @@ def test_two_calls_of_the_winner_are_compared_and_none_of_others(long, call_us):
     long.session.write(wrong_at(1))
     with pytest.raises(WrongResult, match="a race"):
         long.confirm("a", 200_000.0)
+
+
+@pytest.mark.parametrize(("problem", "calls"), [(LONG, 5), (PROBLEM, 100)])
+def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(bench_of, problem, calls):
+    bench = bench_of(problem)
+    bench.add("a", candidate(64), cold=False)
+    bench.eager_us("a")
+    assert bench.session.issued == calls

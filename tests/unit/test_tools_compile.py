@@ -37,6 +37,7 @@ def test_what_all_candidates_meet_ends_in_0(compiled):
     code, out, err = compiled(f"<= {REGISTERS}")
     assert code == 0
     assert " ok" in out
+    assert f"{REGISTERS}–" not in out  # a range of one value
     assert "no candidate is left" not in err
 
 
