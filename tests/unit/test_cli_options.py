@@ -175,6 +175,16 @@ def test_list_of_a_family_is_that_family(attnsweep):
     assert (done.returncode, "did you mean 'naive'?" in done.stderr) == (2, True)
 
 
+def test_inspect_says_what_it_does_not_know(attnsweep):
+    done = attnsweep("inspect", RUN, "--problem", "1,8,513,64")
+    assert done.returncode == 2
+    assert "no winner of (1,8,513,64)" in done.stderr
+    assert "(16,8,256,64) fp16 full" in done.stderr
+    done = attnsweep("inspect", "flash_fwd_wgma")
+    assert (done.returncode, "did you mean 'flash_fwd_wgmma'?" in done.stderr) == (2, True)
+    assert "2 shapes" in attnsweep("inspect", RUN, "--problem", "1,8,1,64 1,8,2,64").stderr
+
+
 def test_a_run_without_a_winner_has_none_to_inspect():
     trials = [trial for trial in full_run().trials if trial.provider != "attnsweep"]
     with pytest.raises(StoreError, match="no winner"):

@@ -198,6 +198,7 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
         (("1,2,64,64", "--force"), ["--force goes with --save-spec"]),
         (("1,2,64,64", "--dry-run", "--arch", "sm_75"), ["flash_fwd_mma", "specs: a100 (sm_80"]),
         (("1,2,64,64", "--replay", "quickstart"), ["is not recorded there", "(1,16,1024,64)"]),
+        (("1,2,64,64", "--replay", "h100"), ["is a spec that measures"]),
         (("4,32,4096,64", "--replay", "quickstart"), ["it has:\n  (4,32,4096,64) bf16 full (--dtype bf16)\n"
          "  (4,32,4096,64) bf16 causal (--dtype bf16 --causal)\n  (1,16,1024,64) fp16 full\n"]),
         (("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),

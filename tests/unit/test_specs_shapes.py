@@ -95,6 +95,7 @@ class TestWhatDoesNot:
             (["B=4", "head=32"], ["'head' is no part of a shape", "'heads'"]),
             (["4,32,64,64", "casual"], ["'casual' is no shape", "did you mean 'causal'?"]),
             (["bf16", "4,32,64,64"], ["'bf16' stands before its shape"]),
+            (["4,32,64,64 bf16 fp16"], ["'fp16' is the second dtype"]),
             # By its letters bfloat16 is nearest to fp16.
             (["B=1 H=1 S=1 D=64 dtype=bfloat16"], ["did you mean 'bf16'?"]),
             ([], ["no shape"]),

@@ -119,6 +119,13 @@ def test_what_was_interrupted_is_told(tmp_path):
     assert note.startswith(f"begun and not finished in {tmp_path / 'a'}: {PROBLEM.label}; ")
 
 
+def test_where_the_whole_run_cannot_be_the_option_that_helps_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError) as caught:
+        merge([written(tmp_path / "a", OTHER, PROBLEM)], tmp_path / "file", print)
+    assert caught.value.hint == "the name is taken: move that file away, or use --out"
+
+
 @pytest.mark.parametrize("lost", ["environment.json", "spec.yaml"])
 def test_a_part_that_was_not_copied_whole_says_what_to_do(lost, tmp_path):
     written(tmp_path / "a", OTHER, PROBLEM)

@@ -3,6 +3,7 @@
 import errno
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Launch
 from attnsweep.reports import views as view
 from attnsweep.store import outputs
+from attnsweep.store.run import open_run
 from attnsweep.tools import profile as counters
 from attnsweep.verify import inputs
 
@@ -129,6 +131,19 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
     (slow,) = counters.chosen(run, ["kernel=three_kernel_wgmma QK_BLOCK_M=64"])
     assert slow.config["QK_BLOCK_M"] == 64
     assert len(counters.chosen(run, ["BLOCK_M=64", "BLOCK_M=128"], top=2)) == 4
+
+
+def test_candidates_are_chosen_on_the_problems_asked_for() -> None:
+    run = open_run(ROOT / "results/h100-80gb-hbm3/h100")
+    (one,) = counters.chosen(run, problems=[Problem.parse("(1,8,512,64) fp16 full")])
+    assert one.problem.label == "(1,8,512,64) fp16 full"
+    assert len(counters.chosen(run)) == 9
+    both = [Problem.parse(text) for text in ("1,8,512,64 fp16 full", "1,16,1024,64 fp16 causal")]
+    assert [t.problem for t in counters.chosen(run, top=1, problems=both)] == both
+    with pytest.raises(SpecError, match=r"(?s)has the problem \(1,8,513,64\) fp16 full.*1,8,512,64"):
+        counters.chosen(run, problems=[replace(both[0], seqlen_q=513, seqlen_k=513)])
+    with pytest.raises(SpecError, match="no such candidate is ranked on these problems"):
+        counters.chosen(run, ["kernel=three_kernel_wgmma"], problems=both[:1])
 
 
 @pytest.mark.parametrize(
