@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from fake_compiler import FakeCompiler
+from fake_compiler import REGISTERS, FakeCompiler
 from samples import full_run
 from sweeping import use_fake_compiler
 from typer.testing import CliRunner
@@ -222,6 +222,17 @@ def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
     assert {arch: len(of) for arch, of in rows.items()} == {"sm_80": 5, "sm_90a": 5}
     assert len(json.loads(attnsweep(*asked[:4], "--json").stdout)) == 5
     assert attnsweep(*asked, "--arch", "sm_1").returncode == 2
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_each_candidate_is_shown_if_that_is_asked_for(attnsweep, spec, fake_nvrtc, width):
+    lines = attnsweep("compile", spec, "--arch", "sm_80", "--all", width=width).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    of_candidates = [line.split() for line in lines if line.startswith("naive")]
+    assert [words[1:3] for words in of_candidates] == [["ok", str(REGISTERS)]] * 5
+    assert [line.split()[-1] for line in lines if "THREADS=" in line] == [
+        *("THREADS=128", "THREADS=32", "THREADS=64", "THREADS=32", "THREADS=64")
+    ]
 
 
 def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(attnsweep, tmp_path, fake_nvrtc):

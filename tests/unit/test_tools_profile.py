@@ -134,7 +134,7 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
 
 
 def test_candidates_are_chosen_on_the_problems_asked_for() -> None:
-    run = open_run(ROOT / "results/h100-80gb-hbm3/h100")
+    run = open_run(Path(__file__).parents[2] / "results/h100-80gb-hbm3/h100")
     (one,) = counters.chosen(run, problems=[Problem.parse("(1,8,512,64) fp16 full")])
     assert one.problem.label == "(1,8,512,64) fp16 full"
     assert len(counters.chosen(run)) == 9
