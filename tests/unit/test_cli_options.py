@@ -230,6 +230,7 @@ def test_each_candidate_is_shown_if_that_is_asked_for(attnsweep, spec, fake_nvrt
     assert max(map(len, lines)) <= width
     of_candidates = [line.split() for line in lines if line.startswith("naive")]
     assert [words[1:3] for words in of_candidates] == [["ok", str(REGISTERS)]] * 5
+    assert of_candidates[1][5:7] == ["50", "%"]
     assert [line.split()[-1] for line in lines if "THREADS=" in line] == [
         *("THREADS=128", "THREADS=32", "THREADS=64", "THREADS=32", "THREADS=64")
     ]
