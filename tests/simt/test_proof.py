@@ -442,3 +442,19 @@ def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatc
     monkeypatch.setattr(reference, "exact_rows", off)
     with pytest.raises(BrokenComparison, match="the float64 reference on this GPU is off by"):
         DeviceCase(Case(PROBLEM), 3, device, device.judge("bf16"), two_sided=True)
+
+
+def test_no_two_looks_share_a_slot(bench, monkeypatch):
+    judge, slots = bench.proof.timed.judge, []
+    looks = [(judge, "count_outside"), (judge, "compare_lse"), (bench.proof.timed, "look_at_inputs")]
+    for owner, name in looks:
+
+        def look(*args, right=getattr(owner, name)):  # noqa: B008
+            before = len(slots)
+            right(*args)
+            slots[before:] = [args[-1]]
+
+        monkeypatch.setattr(owner, name, look)
+    bench.prove(attend_with_lse, lse=True, workspaces={"a": 8, "lse": 4 * ROWS, "b": 5})
+    # twice: o, a, lse, b, and the error of lse; the inputs once
+    assert sorted(slots) == list(range(11))

@@ -318,3 +318,22 @@ def test_the_hosts_cost_is_of_one_call_where_no_time_is_known(bench_of, problem,
     bench.add("a", candidate(64), cold=False)
     bench.eager_us("a")
     assert bench.session.issued == calls
+
+
+def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench):
+    """So that the look is ready when the time is: nothing is launched between."""
+    bench.add("a", candidate(64), cold=False)
+    bench.replay("a", "warm")
+    order = []
+
+    def time_us(work, then):
+        work()
+        order.append("replayed")
+        then()
+        order.append("waited")
+        return 10.0
+
+    bench.session.time_us = time_us
+    bench.session.write(lambda look, mix: order.append("look") or right(look, mix))
+    bench.replay("a", "warm")
+    assert order == ["replayed", "look", "waited"]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -111,3 +113,23 @@ def test_defines_may_not_override_a_parameter_or_a_constant(name) -> None:
     with pytest.raises(KernelError, match=f"would override the stage's own {name}"):
         Space.build(family(defines={name: 3}), PROBLEM, ARCH)
     Space.build(family(defines={"OTHER": 3}), PROBLEM, ARCH)
+
+
+def test_a_second_ctrl_c_while_threads_end_prints_no_traceback() -> None:
+    program = """
+import os, signal, threading, time
+from attnsweep.reports import terminal
+
+def app():
+    def compiles():
+        threading.main_thread().join()
+        time.sleep(0.2)  # the interpreter waits for this thread now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+    threading.Thread(target=compiles).start()
+    raise KeyboardInterrupt
+
+terminal.to_the_end(app)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("interrupted\n", -signal.SIGINT)

@@ -363,3 +363,37 @@ def test_a_scheduler_that_is_started_again_costs_what_was_in_flight(go, cards, d
     assert heard.about("the scheduler is lost") or heard.about(LEFT)
     assert len(heard.about("it joins the run with the card that was")) == 2
     assert set(heard.lines) == {0, 1}
+
+
+@LOST
+def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, own_workers):
+    cards.on(0, holds=1)
+    worker = own_workers.workers["card0"]
+    outcome, heard = go(own_workers, on=[0], do=lambda: os.kill(worker.pid, signal.SIGKILL))
+    assert is_whole(outcome)
+    assert [n for n in heard.about("goes to another card") if n.startswith("worker card0: ")]
+
+
+@LOST
+def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, own_workers):
+    """The whole worker hangs, so nobody there can tell its child to stop."""
+    cards.on(0, holds=1)
+    hung = psutil.Process(own_workers.workers["card0"].pid)
+    try:
+        outcome, heard = go(own_workers, on=[0], do=hung.suspend, silence_s=2.0)
+    finally:
+        hung.resume()
+    assert is_whole(outcome)
+    [note] = heard.about("no word for 2 s")
+    assert note.startswith("worker card0: ")
+    assert "goes to another card" in note
+
+
+@LOST
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, own_workers, constants):
+    constants(sweep_cards, AWAY_S=1.0)
+    cards.facts["all"]["holds"] = 3
+    outcome, _ = go(own_workers, after=6, do=lambda: own_workers.sync(own_workers.scheduler.close))
+    assert outcome.no_card
+    assert outcome.exit_code == 3
+    assert len(outcome.run.trials) >= 2

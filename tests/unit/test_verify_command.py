@@ -84,3 +84,13 @@ def test_without_gxx_it_says_how_to_get_it(attnsweep, constants):
     done = attnsweep("verify", "naive")
     assert done.returncode == 2
     assert "apt install g++" in done.stderr
+
+
+def test_an_installed_wheel_has_the_simulator():
+    import tomllib
+
+    root = shipped("kernels").parent
+    if (root / "pyproject.toml").is_file():
+        project = tomllib.loads((root / "pyproject.toml").read_text())
+        included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+        assert included["tests/simt/cuda"] == "attnsweep/simt"
