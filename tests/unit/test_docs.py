@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 from attnsweep import cli, open_run, rank
 from attnsweep.core.trial import OURS, Accuracy, Status
-from attnsweep.specs.load import load_spec
 from attnsweep.specs.model import CheckSpec
 
 ROOT = Path(__file__).parent.parent.parent
