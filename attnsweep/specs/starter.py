@@ -40,8 +40,8 @@ _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
 # The shipped specs whose spaces problems in 16 bits get on a Hopper card: see _by_shape. On an
 # H100, (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml, and 46 with the best of
-# decode_dims.yaml.
-_FEW_QUERIES, _SHORT, _LONG = "decode_dims", "flash_short", "flash_training"
+# few_queries.yaml.
+_FEW_QUERIES, _SHORT, _LONG = "few_queries", "flash_short", "flash_training"
 _DIMS, _OTHER_DIMS, _VALUE_DIMS = "flash_dims", "head_dims", "value_dims"
 # Queries of a head that are few: they fill no tile of 64.
 _MOST_FEW = 64

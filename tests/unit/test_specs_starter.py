@@ -68,10 +68,10 @@ def test_the_space_is_the_shipped_one_with_its_comments():
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        ((1, 32, 8, 1, 32768, 128), "decode_dims"),
-        ((8, 32, 8, 16, 4096, 128), "decode_dims"),
-        ((1, 20, 20, 1, 1500, 64), "decode_dims"),
-        ((1, 16, 8, 1, 4096, 256), "decode_dims"),
+        ((1, 32, 8, 1, 32768, 128), "few_queries"),
+        ((8, 32, 8, 16, 4096, 128), "few_queries"),
+        ((1, 20, 20, 1, 1500, 64), "few_queries"),
+        ((1, 16, 8, 1, 4096, 256), "few_queries"),
         ((1, 16, 16, 1024, 1024, 64), "flash_short"),
         ((4, 16, 16, 2048, 2048, 192), "flash_dims"),
         ((8, 16, 16, 729, 729, 72), "head_dims"),
@@ -90,11 +90,11 @@ def test_the_space_follows_the_shape(shape, name):
 def test_shapes_of_several_kinds_have_a_space_each():
     spec, _ = made(ORDINARY, SHAPE, Problem(1, 16, 16, 1024, 1024, 64))
     ours = "flash_fwd_wgmma"
-    assert [entry.kernels for entry in spec.problems] == [(ours,), (f"{ours}_decode_dims",), (f"{ours}_flash_short",)]
+    assert [entry.kernels for entry in spec.problems] == [(ours,), (f"{ours}_few_queries",), (f"{ours}_flash_short",)]
     assert spec.used == (ours,)
     again = spec_of(Document.parse(Path("mine.yaml"), spec.resolved()), FAMILIES)
     assert again == spec
-    for item, name in zip(plan(spec, ARCHS["sm_90a"]), ("h100", "decode_dims", "flash_short"), strict=True):
+    for item, name in zip(plan(spec, ARCHS["sm_90a"]), ("h100", "few_queries", "flash_short"), strict=True):
         alone, _ = made(item.problem)
         (same,) = plan(alone, ARCHS["sm_90a"])
         assert item.spaces[0].configs == same.spaces[0].configs, name
