@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import cudnn, flash, flex
+from attnsweep.baselines import cudnn, flash
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
-from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen
+from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen, flex, flex_cannot
 from attnsweep.baselines.triton_precompile import _triton
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.files import install_command
@@ -63,7 +63,7 @@ BACKENDS = {
             "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
         ),
         Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
-        Backend("flex", flex.flex, TORCH, **_MASKED, scores=KINDS, cannot=flex.cannot),
+        Backend("flex", flex, TORCH, **_MASKED, scores=KINDS, cannot=flex_cannot),
         Backend(
             "cudnn",
             _cudnn,

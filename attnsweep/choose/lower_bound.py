@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from attnsweep.compile.candidate import Build
 from attnsweep.core.problem import Problem
@@ -24,14 +25,6 @@ SHARE = 0.8
 # A skipped row is tried again only if its bound falls below this share of the limit: stages timed
 # since may have lowered the bound a little, and rounds may have changed the times.
 _STILL = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Why a candidate is not run."""
-
-    at_least_us: float
-    detail: str
 
 
 class Skips:
@@ -60,8 +53,8 @@ class Skips:
                 known = self._stages.get(code, math.inf)
                 self._stages[code] = min(known, trial.stages_us[name])
 
-    def verdict(self, build: Build, *, skipped_before: bool = False) -> Skip | None:
-        """Why the candidate need not be run, or None; None also if a stage was never timed."""
+    def verdict(self, build: Build, *, skipped_before: bool = False) -> dict[str, Any] | None:
+        """What its row says if it need not be run, or None; None too if a stage was never timed."""
         times = self._times.get((build.problem, build.kernel.name), [])
         codes = stage_codes(build)
         if len(codes) < 2 or len(times) < self._finalists:
@@ -76,11 +69,11 @@ class Skips:
         if at_least_us <= limit * (_STILL if skipped_before else 1.0):
             return None
         shown = ", ".join(f"{name} {us:.1f}" for name, us in stages_us.items())
-        return Skip(
-            at_least_us,
+        detail = (
             f"stages too slow in other configs: at least {at_least_us:.1f} us ({shown}); "
-            f"the best of {build.kernel.name} takes {times[0]:.1f}",
+            f"the best of {build.kernel.name} takes {times[0]:.1f}"
         )
+        return {"status": Status.PRUNED, "detail": detail, "at_least_us": at_least_us}
 
 
 def stage_codes(build: Build) -> dict[str, tuple[object, ...]]:

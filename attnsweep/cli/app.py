@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Sequence
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
 from attnsweep import __version__
+from attnsweep.cli.options import option
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.reports import terminal
@@ -58,6 +62,34 @@ app = typer.Typer(
 )
 
 
+def command(panel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a command by its function's name to a group of --help.
+
+    The docstring ends in the help of its own options and arguments, `:--html FILE: …`, or
+    `:shapes SHAPE: …` by the parameter's name and what it is shown as, and in examples, `$ …`.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        text, *lines = re.split(r"\n+\$ ", inspect.cleandoc(function.__doc__ or ""))
+        function.__doc__, _, fields = text.partition("\n\n:")
+        known = function.__annotations__ = get_type_hints(function, include_extras=True)
+        for each in filter(None, fields.split("\n:")):
+            said, _, text = " ".join(each.split()).partition(": ")
+            option, _, shown = said.partition(" ")
+            name = option.lstrip("-").replace("-", "_")
+            name = name if name in known else f"{name}_"
+            own = get_origin(known[name]) is Annotated
+            kind, *info = get_args(known[name]) if own else (known[name],)
+            (of,) = info or [typer.Option()]
+            of.help, of.metavar = text, shown or None
+            of.default = option if option.startswith("-") else ...
+            function.__annotations__[name] = Annotated[kind, of]
+        name = function.__name__.rstrip("_")
+        return app.command(name, rich_help_panel=panel, epilog=examples(*lines))(function)
+
+    return add
+
+
 def main() -> None:
     """Run the command line; every deliberate error becomes its message and exit code."""
     terminal.to_the_end(app)
@@ -72,19 +104,18 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, option("Print the version.", "--version", callback=_version, is_eager=True)
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option(
+        option(
+            "In every command, print results and errors only; of a run, the answer alone.",
             "--quiet",
             "-q",
-            help="In every command, print results and errors only; of a run, the answer alone.",
         ),
     ] = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="In every command, print a line for each candidate."),
+        bool, option("In every command, print a line for each candidate.", "--verbose", "-v")
     ] = False,
 ) -> None:
     if quiet and verbose:
@@ -111,6 +142,18 @@ def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: 
             f"{joined(idle)} {'does' if one else 'do'} nothing {why}",
             hint=hint or f"leave {'it' if one else 'them'} out",
         )
+
+
+def given(context: typer.Context, *names: str) -> list[str]:
+    """The words of these parameters of a command, as far as the command line has them."""
+    words: list[str] = []
+    for param in context.command.params:
+        source, value = context.get_parameter_source(param.name or ""), context.params[param.name]
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            option = [max(param.opts, key=len)] * (param.param_type_name == "option")
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += option if each is True else [*option, str(each)]
+    return words
 
 
 def latest_or(context: typer.Context, run_: Path | None, results: Path) -> Run:
@@ -163,8 +206,8 @@ def load(
     """
     from attnsweep.family.discover import discover
     from attnsweep.specs.load import load_spec, with_problems
-    from attnsweep.specs.overrides import tag
     from attnsweep.specs.shapes import read_shapes
+    from attnsweep.specs.yaml_file import tag
 
     loaded = load_spec(spec, discover if kernels is None else discover(kernels), settings)
     problems = read_shapes(shapes, option="--problem") if shapes else []
@@ -209,17 +252,19 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
 
     every: end in a sentence about each problem, however many there are.
     """
-    from attnsweep.reports import brief, tables
+    from attnsweep.reports import tables
+    from attnsweep.reports.text import sections_of, sentence
 
     warn(run_)
     quiet = terminal.talk is terminal.Talk.QUIET
     if json_:
-        print_result([], tables.json_parts(run_), True)
+        said = {"sentences": [sentence(each) for each in sections_of(run_)]} if every else {}
+        print_result([], tables.json_parts(run_) | said, True)
     elif full:
         tables.print_run(run_, console, top=top or 10)
-        brief.print_brief(run_, console, every=every, quiet=True)
+        tables.print_brief(run_, console, every=every, quiet=True)
     else:
-        brief.print_brief(run_, console, top=top, every=every, quiet=quiet)
+        tables.print_brief(run_, console, top=top, every=every, quiet=quiet)
 
 
 def warn(*runs: Run) -> None:
@@ -236,30 +281,24 @@ def json_texts(data: Any) -> Iterator[str]:
         # json.dumps takes twelve times as long: its indent is written in Python.
         return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
 
-    if not isinstance(data, dict) or not any(isinstance(v, Iterator) for v in data.values()):
-        yield text(data)
-        return
-    comma, end = "{", "\n  ]"
-    for name, value in data.items():
-        if not isinstance(value, Iterator):
-            yield comma + text({name: value})[1:-2]
-        else:
-            begin = text({name: []})[1:-3]  # `\n  "problems": [`
-            yield comma + begin
-            count = 0
-            for count, each in enumerate(value, 1):
-                yield "," * (count > 1) + text({name: [each]})[1 + len(begin) : -2 - len(end)]
-            yield end if count else "]"
-        comma = ","
-    yield "\n}"
+    parts = {k: v for k, v in data.items() if isinstance(v, Iterator)} if type(data) is dict else {}
+    rest = text(data | dict.fromkeys(parts, ()) if parts else data)
+    for name, values in parts.items():
+        before, empty, rest = rest.partition(f'\n  "{name}": []')
+        yield before + empty[:-1]
+        number = -1
+        for number, each in enumerate(values):
+            yield "," * bool(number) + "\n" + textwrap.indent(text(each), "    ")
+        yield "\n  ]" if number >= 0 else "]"
+    yield rest
 
 
-def print_result(lines: list[Text], data: Any, json_: bool) -> None:
-    """Print a result: its lines, or its data as JSON."""
+def print_result(lines: Iterable[Text | str], data: Any, json_: bool) -> None:
+    """Print a result: its lines, plain ones as they are, or its data as JSON."""
     if json_:
         for text in json_texts(data):
             console.file.write(text)
         console.file.write("\n")
         return
     for line in lines:
-        console.print(line, soft_wrap=True)
+        console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)

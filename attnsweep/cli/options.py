@@ -12,6 +12,16 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import Form
 
 
+def option(text: str, *names: str, **how: Any) -> Any:
+    """An option with this help. names: default: its parameter's, which flags must write out."""
+    return typer.Option(*names, help=text, **how)
+
+
+def argument(text: str, metavar: str, **how: Any) -> Any:
+    """An argument with this help."""
+    return typer.Argument(metavar=metavar, help=text, **how)
+
+
 def arch(text: str) -> Any:
     """The option --arch. text: its help, with {} in place of the architectures."""
     archs = text.format(", ".join(ARCHS))
@@ -20,95 +30,79 @@ def arch(text: str) -> Any:
 
 Spec = Annotated[
     Path,
-    typer.Argument(
-        metavar="SPEC",
-        help="YAML sweep spec, or the name of a shipped one.",
+    argument(
+        "YAML sweep spec, or the name of a shipped one.",
+        "SPEC",
         show_default=False,
         autocompletion=completion.specs,
     ),
 ]
 LatestRun = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="RUN",
-        help="A run's directory (default: the latest).",
-        autocompletion=completion.runs,
-    ),
+    argument("A run's directory (default: the latest).", "RUN", autocompletion=completion.runs),
 ]
-Kernels = Annotated[
-    Path | None, typer.Option("--kernels", help="Directory with kernel families of your own.")
-]
-Results = Annotated[Path, typer.Option("--results", help="Directory of the runs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Kernels = Annotated[Path | None, option("Directory with kernel families of your own.", "--kernels")]
+Results = Annotated[Path, option("Directory of the runs.", "--results")]
+Json = Annotated[bool, option("Print the result as JSON.", "--json")]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Replace a value of the spec: 'problems[0].causal=true'; may be repeated.",
         "--set",
         metavar="PATH=VALUE",
-        help="Replace a value of the spec: 'problems[0].causal=true'; may be repeated.",
     ),
 ]
 Problems = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "In place of the spec's problems: '4,32,4096,128 bf16 causal', "
+        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file; may be repeated.",
         "--problem",
         metavar="SHAPE",
-        help="In place of the spec's problems: '4,32,4096,128 bf16 causal', "
-        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file; may be repeated.",
     ),
 ]
 Limit = Annotated[
-    int | None,
-    typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
+    int | None, option("Most candidates to try per family and problem.", "--limit", min=1)
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Whole problems on several cards of this machine: all, or numbers or UUIDs as 0,2 "
+        "(default: the first visible card).",
         "--gpus",
         metavar="CARDS",
-        help="Whole problems on several cards of this machine: all, or numbers or UUIDs as 0,2 "
-        "(default: the first visible card).",
     ),
 ]
 Top = Annotated[
     int | None,
-    typer.Option(
-        "--top", min=1, help="Candidates per table (default: 3, with --full 10).", metavar="NUMBER"
-    ),
+    option("Candidates per table (default: 3, with --full 10).", "--top", min=1, metavar="NUMBER"),
 ]
 Full = Annotated[
     bool,
-    typer.Option(
-        "--full", help="Print all that is known: bounds, whole configs, stages, failures, legends."
-    ),
+    option("Print all that is known: bounds, whole configs, stages, failures, legends.", "--full"),
 ]
 Wait = Annotated[
-    bool,
-    typer.Option("--wait", help="Wait until no other run times on the card, instead of failing."),
+    bool, option("Wait until no other run times on the card, instead of failing.", "--wait")
 ]
 Progress = Annotated[
     Form,
-    typer.Option(
+    option(
+        "Bars on a terminal and lines elsewhere, always lines, or JSON lines on stderr.",
         "--progress",
-        help="Bars on a terminal and lines elsewhere, always lines, or JSON lines on stderr.",
     ),
 ]
 Causal = Annotated[
-    bool,
-    typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
+    bool, option("Mask every shape that does not say `causal` or `full`.", "--causal")
 ]
-Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND", help="Program to run.", show_default=False)
-]
+Command = Annotated[list[str], argument("Program to run.", "-- COMMAND", show_default=False)]
 Fresh = Annotated[
-    bool,
-    typer.Option("--fresh/--resume", help="Start over, or keep the rows that are still valid."),
+    bool, option("Start over, or keep the rows that are still valid.", "--fresh/--resume")
 ]
 OfProblems = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Only this problem of the run, '4,32,4096,128 bf16 causal'; may be repeated.",
         "--problem",
         metavar="SHAPE",
-        help="Only this problem of the run, '4,32,4096,128 bf16 causal'; may be repeated.",
     ),
 ]

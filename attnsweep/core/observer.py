@@ -62,5 +62,8 @@ class Observer:
     def resting(self, *, done: bool) -> None:
         """One of several cards has no problem any more. done: it is over, and not lost."""
 
+    def counting(self, what: str, noun: str, done: int, total: int) -> None:
+        """`done` of `total` are done, where there are neither problems nor times."""
+
     def note(self, text: str) -> None:
         """A text that is worth a line."""

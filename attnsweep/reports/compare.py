@@ -7,9 +7,8 @@ of two cards differ for many reasons, so only ratios to baselines of the same ro
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
@@ -31,113 +30,14 @@ _FACTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One run's part of a problem. winner: its best of ours. baselines: name to time_us of those
-    that compute in the problem's format."""
-
-    winner: Row
-    baselines: Mapping[str, float]
-    of_the_others: float | None
-    """How many times as long as the winner the other run's winner takes here; None if it has no
-    ranked row."""
-    tied: bool
-    """Whether the other run's winner shares the best rank here."""
-
-    @property
-    def us(self) -> float:
-        """Median of the winner."""
-        return float(self.winner["time_us"])
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One problem in both runs."""
-
-    problem: Problem
-    first: Side
-    second: Side
-
-    @property
-    def same_winner(self) -> bool:
-        """Whether both runs chose the same config of the same family."""
-        return _key(self.first.winner) == _key(self.second.winner)
-
-    @property
-    def agree(self) -> bool:
-        """Whether the winners are the same, or each is in the other's tie for the first place."""
-        return self.same_winner or (self.first.tied and self.second.tied)
-
-    @property
-    def over_baselines(self) -> dict[str, tuple[float, float]]:
-        """Baseline to its time over the winner's, in the first run and in the second."""
-        shared = [name for name in self.first.baselines if name in self.second.baselines]
-        return {
-            name: (
-                self.first.baselines[name] / self.first.us,
-                self.second.baselines[name] / self.second.us,
-            )
-            for name in shared
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """The pair as plain data."""
-
-        def side(one: Side) -> dict[str, Any]:
-            trial = one.winner["trial"]
-            return {
-                "kernel": trial.kernel,
-                "config": dict(trial.config),
-                "time_us": one.us,
-                "baselines_us": dict(one.baselines),
-                "others_winner_ratio": one.of_the_others,
-                "others_winner_tied": one.tied,
-            }
-
-        return {
-            "problem": self.problem.label,
-            "same_winner": self.same_winner,
-            "agree": self.agree,
-            "first": side(self.first),
-            "second": side(self.second),
-            "over_baselines": {name: list(both) for name, both in self.over_baselines.items()},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two runs. only: labels of problems that one run alone has timed, by run."""
-
-    first: Run
-    second: Run
-    pairs: tuple[Pair, ...]
-    only: tuple[tuple[str, ...], tuple[str, ...]]
-
-    @property
-    def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Fact of the environments to its value in each run, where they differ."""
-        one, other = _facts(self.first.environment), _facts(self.second.environment)
-        names = [name for name in (*_FACTS, *one, *other) if one.get(name) != other.get(name)]
-        return {name: (one.get(name), other.get(name)) for name in dict.fromkeys(names)}
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as plain data."""
-        return {
-            "first": str(self.first.directory),
-            "second": str(self.second.directory),
-            "differences": {name: list(both) for name, both in self.differences.items()},
-            "problems": [pair.to_json() for pair in self.pairs],
-            "only_first": list(self.only[0]),
-            "only_second": list(self.only[1]),
-        }
-
-
-def compare(first: Run, second: Run, families: Mapping[str, Family] | None = None) -> Comparison:
-    """Set two runs side by side. Raises SpecError if no problem was timed in both.
+def compare(
+    first: Run, second: Run, families: Mapping[str, Family] | None = None
+) -> dict[str, Any]:
+    """Set two runs side by side, as plain data. Raises SpecError if both have timed no problem.
 
     families: what says how configs recorded before a parameter read today; see Param.absent.
     """
-    one, other = _sections(first, families or {}), _sections(second, families or {})
+    one, other = (_sections(run, families or {}) for run in (first, second))
     shared = [problem for problem in one if problem in other]
     if not shared:
         raise SpecError(
@@ -145,13 +45,16 @@ def compare(first: Run, second: Run, families: Mapping[str, Family] | None = Non
             where=f"{first.directory}, {second.directory}",
             hint=f"the first has {_some(one)}; the second has {_some(other)}",
         )
-    pairs = tuple(
-        Pair(p, _side(one[p], other[p].winner), _side(other[p], one[p].winner)) for p in shared
-    )
-    only = tuple(
-        tuple(problem.label for problem in mine if problem not in shared) for mine in (one, other)
-    )
-    return Comparison(first, second, pairs, (only[0], only[1]))
+    here, there = _facts(first.environment), _facts(second.environment)
+    names = [n for n in dict.fromkeys((*_FACTS, *here, *there)) if here.get(n) != there.get(n)]
+    return {
+        "first": str(first.directory),
+        "second": str(second.directory),
+        "differences": {name: [here.get(name), there.get(name)] for name in names},
+        "problems": [_pair(one[problem], other[problem]) for problem in shared],
+        "only_first": [problem.label for problem in one if problem not in shared],
+        "only_second": [problem.label for problem in other if problem not in shared],
+    }
 
 
 def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
@@ -161,30 +64,48 @@ def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section
     return {each.problem: each for each in sections if each.winner is not None}
 
 
-def _side(section: Section, others: Row | None) -> Side:
-    winner = section.winner
-    assert winner is not None
-    assert others is not None
-    there = next(
-        (row for row in section.rows if row["rank"] and _key(row) == _key(others)),
-        None,
-    )
-    baselines = {
-        str(row["provider"]): float(row["time_us"])
-        for row in section.rows
-        if row["baseline"] and row["rank"]
+def _pair(one: Section, other: Section) -> dict[str, Any]:
+    """One problem in both runs. agree: each winner is in the other's tie for the first place."""
+    first, second = _side(one, other.winner), _side(other, one.winner)
+    same = _key(one.winner) == _key(other.winner)
+    shared = [name for name in first["baselines_us"] if name in second["baselines_us"]]
+    return {
+        "problem": one.problem.label,
+        "same_winner": same,
+        "agree": same or (first["others_winner_tied"] and second["others_winner_tied"]),
+        "first": first,
+        "second": second,
+        "over_baselines": {
+            name: [side["baselines_us"][name] / side["time_us"] for side in (first, second)]
+            for name in shared
+        },
     }
-    return Side(
-        winner,
-        baselines,
-        None if there is None else float(there["time_us"]) / float(winner["time_us"]),
-        there is not None and there["rank"] == winner["rank"],
-    )
 
 
-def _key(row: Row) -> tuple[object, ...]:
-    trial = row["trial"]
-    return (trial.kernel, *sorted(trial.config.items()))
+def _side(section: Section, others: Row | None) -> dict[str, Any]:
+    """One run's part of a problem: its best of ours, and the baselines of the problem's format.
+
+    others_winner_ratio: how many times as long as the winner the other run's winner takes here;
+    None if it has no ranked row.
+    """
+    winner, key = section.winner, _key(others)
+    assert winner is not None
+    there = next((row for row in section.ranked if _key(row) == key), None)
+    us = float(winner["time_us"])
+    return {
+        "kernel": winner["kernel"],
+        "config": dict(winner["trial"].config),
+        "time_us": us,
+        "baselines_us": {
+            str(row["provider"]): float(row["time_us"]) for row in section.ranked if row["baseline"]
+        },
+        "others_winner_ratio": None if there is None else float(there["time_us"]) / us,
+        "others_winner_tied": there is not None and there["rank"] == winner["rank"],
+    }
+
+
+def _key(row: Row | None) -> tuple[object, ...]:
+    return () if row is None else (row["kernel"], *sorted(row["trial"].config.items()))
 
 
 def _some(sections: Mapping[Problem, Section]) -> str:
@@ -201,17 +122,15 @@ def _facts(environment: Environment | None) -> dict[str, Any]:
     return facts | dict(environment.packages)
 
 
-def config_changes(pair: Pair) -> Sequence[str]:
+def config_changes(pair: Mapping[str, Any]) -> Sequence[str]:
     """`BLOCK_N 64 → 128`: parameters in which the second winner differs from the first."""
-    one, other = pair.first.winner["trial"], pair.second.winner["trial"]
-    if one.kernel != other.kernel:
-        return [f"{one.kernel} → {other.kernel} {named(other.config)}"]
-    names = dict.fromkeys((*one.config, *other.config))
-    return [
-        f"{name} {one.config.get(name, '–')} → {other.config.get(name, '–')}"
-        for name in names
-        if one.config.get(name) != other.config.get(name)
-    ]
+    one, other = pair["first"], pair["second"]
+    if one["kernel"] != other["kernel"]:
+        return [f"{one['kernel']} → {other['kernel']} {named(other['config'])}"]
+    each = {
+        n: [s["config"].get(n, "–") for s in (one, other)] for n in one["config"] | other["config"]
+    }
+    return [f"{name} {mine} → {its}" for name, (mine, its) in each.items() if mine != its]
 
 
 LEGEND = (
@@ -223,76 +142,64 @@ LEGEND = (
 )
 
 
-def lines(found: Comparison, width: int) -> list[Text]:
+def lines(found: Mapping[str, Any], width: int) -> list[Text]:
     """The comparison, no line wider than `width` unless names need it."""
     out: list[Text] = []
+    pairs = found["problems"]
 
     def say(text: str, style: str = "") -> None:
         out.extend(Text(line, style) for line in wrap(text, width))
 
-    say(f"first:  {found.first.directory}")
-    say(f"second: {found.second.directory}")
-    for name, (one, other) in found.differences.items():
-        say(f"{name}: {_fact(one)} → {_fact(other)}", "dim")
+    say(f"first:  {found['first']}")
+    say(f"second: {found['second']}")
+    for name, both in found["differences"].items():
+        say(f"{name}: {' → '.join('unknown' if v is None else str(v) for v in both)}", "dim")
     out.append(Text())
     header = ["problem", "first", "second", "second/first", "× baseline", "baseline", "winner"]
-    rows = [_row(pair) for pair in found.pairs]
-    table = aligned([header, *rows], "lrrrrll", width, shrink=(0, 5, 6))
+    table = aligned([header, *map(_row, pairs)], "lrrrrll", width, shrink=(0, 5, 6))
     out += [Text(line, "" if number else "bold") for number, line in enumerate(table)]
-    changed = [pair for pair in found.pairs if not pair.same_winner]
-    if changed:
-        out.append(Text())
+    changed = [pair for pair in pairs if not pair["same_winner"]]
+    out += [Text()] * bool(changed)
     for pair in changed:
-        say(f"{pair.problem.label}: {', '.join(config_changes(pair))}")
+        say(f"{pair['problem']}: {', '.join(config_changes(pair))}")
     out.append(Text())
-    say(verdict(found), "bold")
-    for labels, which in zip(found.only, ("first", "second"), strict=True):
-        if labels:
+    say(verdict(pairs), "bold")
+    for which in ("first", "second"):
+        if labels := found[f"only_{which}"]:
             say(f"only in the {which} run: {', '.join(labels)}", "dim")
     say(LEGEND, "dim")
     return out
 
 
-def verdict(found: Comparison) -> str:
+def verdict(pairs: Sequence[Mapping[str, Any]]) -> str:
     """`4 problems: the winners agree on 3; the second run's times are 1.02 times the first's …`."""
-    pairs = found.pairs
-    agree = sum(pair.agree for pair in pairs)
-    ratios = [pair.second.us / pair.first.us for pair in pairs]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    agree = sum(pair["agree"] for pair in pairs)
+    ratios = [pair["second"]["time_us"] / pair["first"]["time_us"] for pair in pairs]
     said = f"{counted(len(pairs), 'problem')}: the winners agree on {agree}"
-    if agree < len(pairs):
-        lost = [side.of_the_others for pair in pairs for side in (pair.first, pair.second)]
-        known = [ratio for ratio in lost if ratio is not None]
-        if known:
-            said += f" (elsewhere, the other's winner costs up to {100 * (max(known) - 1):.1f} %)"
+    lost = [pair[side]["others_winner_ratio"] for pair in pairs for side in ("first", "second")]
+    known = [ratio for ratio in lost if ratio is not None]
+    if agree < len(pairs) and known:
+        said += f" (elsewhere, the other's winner costs up to {100 * (max(known) - 1):.1f} %)"
+    mean = statistics.geometric_mean(ratios)
     return (
         f"{said}; the second run's times are {mean:.3f} times the first's in the geometric mean"
         f" ({min(ratios):.3f} to {max(ratios):.3f})"
     )
 
 
-def _row(pair: Pair) -> list[str]:
-    baselines = pair.over_baselines
-    name = min(baselines, key=lambda baseline: pair.first.baselines[baseline], default=None)
-    both = "–" if name is None else f"{baselines[name][0]:.2f} → {baselines[name][1]:.2f}"
+def _row(pair: Mapping[str, Any]) -> list[str]:
+    one, other, ratios = pair["first"], pair["second"], pair["over_baselines"]
+    name = min(ratios, key=one["baselines_us"].get, default=None)
+    lost = (
+        "–" if r is None else f"{100 * (r - 1):+.1f} %"
+        for r in (side["others_winner_ratio"] for side in (other, one))
+    )
     return [
-        pair.problem.label,
-        figure(pair.first.us, 4),
-        figure(pair.second.us, 4),
-        f"{pair.second.us / pair.first.us:.3f}",
-        both,
+        pair["problem"],
+        figure(one["time_us"], 4),
+        figure(other["time_us"], 4),
+        f"{other['time_us'] / one['time_us']:.3f}",
+        "–" if name is None else " → ".join(f"{ratio:.2f}" for ratio in ratios[name]),
         name or "–",
-        "same" if pair.same_winner else "tied" if pair.agree else _lost(pair),
+        "same" if pair["same_winner"] else "tied" if pair["agree"] else ", ".join(lost),
     ]
-
-
-def _lost(pair: Pair) -> str:
-    def share(side: Side) -> str:
-        ratio = side.of_the_others
-        return "–" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
-
-    return f"{share(pair.second)}, {share(pair.first)}"
-
-
-def _fact(value: object) -> str:
-    return "unknown" if value is None else str(value)

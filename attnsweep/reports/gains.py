@@ -6,7 +6,6 @@ A run has this if its spec says how often a program makes its calls. Times are m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
@@ -20,61 +19,29 @@ from attnsweep.reports.text import Section, figure, who
 NONE = "–"
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The gain of one problem. A time is None where it is unknown, and the gain is then 0.
+def gains(sections: Sequence[Section], spec_text: str | None) -> dict[str, Any] | None:
+    """The gains of a run with this resolved spec, as plain data; None if the spec has no calls.
 
-    baseline_us, winner_us: of one call. gain_us: of all calls, never below 0, because the baseline
-    stays where it is as fast. why: why the gain is 0, or is only a lower bound, or None.
+    problems: see `_gain`. calls, baseline_us: of the problems whose baseline's time is known.
+    unserved: calls that are no problem, as in the spec. unserved_calls: those, and the calls of the
+    problems without a baseline's time.
     """
-
-    label: str
-    calls: int
-    baseline: str | None
-    baseline_us: float | None
-    winner: str | None
-    winner_us: float | None
-    gain_us: float
-    why: str | None
-
-
-@dataclass(frozen=True)
-class Gains:
-    """The gain of a whole program. unserved: its calls that are no problem, as in the spec."""
-
-    problems: Sequence[Gain]
-    unserved: Sequence[dict[str, Any]]
-
-    @property
-    def calls(self) -> int:
-        """Calls of the problems whose baseline's time is known."""
-        return sum(each.calls for each in self.problems if each.baseline_us is not None)
-
-    @property
-    def baseline_us(self) -> float:
-        """Time of these calls with the fastest baselines."""
-        return sum(
-            each.calls * each.baseline_us for each in self.problems if each.baseline_us is not None
-        )
-
-    @property
-    def gain_us(self) -> float:
-        """Time that the winners save."""
-        return sum(each.gain_us for each in self.problems)
-
-    @property
-    def others(self) -> int:
-        """Calls without a problem, or without a baseline's time."""
-        unknown = sum(each.calls for each in self.problems if each.baseline_us is None)
-        return unknown + sum(int(each["calls"]) for each in self.unserved)
-
-
-def gains(sections: Sequence[Section], spec_text: str | None) -> Gains | None:
-    """The gains of a run with this resolved spec; None if the spec has no calls."""
     calls, unserved = _calls_of(spec_text)
     known = {section.problem: section for section in sections}
     each = [_gain(problem, count, known.get(problem)) for problem, count in calls.items()]
-    return Gains(each, unserved) if each else None
+    timed = [one for one in each if one["baseline_us"] is not None]
+    served = sum(one["calls"] for one in timed)
+    whole = sum(one["calls"] for one in (*each, *unserved))
+    if not each:
+        return None
+    return {
+        "problems": each,
+        "calls": served,
+        "baseline_us": sum(one["calls"] * one["baseline_us"] for one in timed),
+        "gain_us": sum(one["gain_us"] for one in each),
+        "unserved_calls": whole - served,
+        "unserved": unserved,
+    }
 
 
 def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str, Any]]]:
@@ -96,9 +63,13 @@ def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str,
     return calls, unserved
 
 
-def _gain(problem: Problem, calls: int, section: Section | None) -> Gain:
-    won = None if section is None else section.winner
-    best = None if section is None else section.best_baseline
+def _gain(problem: Problem, calls: int, section: Section | None) -> dict[str, Any]:
+    """The gain of one problem. A time is None where it is unknown, and the gain is then 0.
+
+    baseline_us, winner_us: of one call. gain_us: of all calls, never below 0, because the baseline
+    stays where it is as fast. why: why the gain is 0, or is only a lower bound, or None.
+    """
+    won, best = (section.winner, section.best_baseline) if section else (None, None)
     row: Mapping[str, Any] = won or {}
     baseline_us = None
     if best is not None:
@@ -124,16 +95,16 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> Gain:
             "bound": "at least: the baseline was noisy",
             "medians": "not in the same rounds",
         }.get(row.get("ratio_of") or "")
-    return Gain(
-        problem.label,
-        calls,
-        who(best) if best is not None else None,
-        baseline_us,
-        who(won) if won is not None else None,
-        winner_us,
-        gain,
-        why,
-    )
+    return {
+        "label": problem.label,
+        "calls": calls,
+        "baseline": best and who(best),
+        "baseline_us": baseline_us,
+        "winner": won and who(won),
+        "winner_us": winner_us,
+        "gain_us": gain,
+        "why": why,
+    }
 
 
 # -- how it is shown ------------------------------------------------------------------------
@@ -143,55 +114,33 @@ SHRINK = (6, 5, 0)
 """Columns of a table that may be cut, in this order."""
 
 
-def table(found: Gains) -> list[list[str]]:
+def table(found: Mapping[str, Any]) -> list[list[str]]:
     """Header and cells: a line for each problem, the largest gain first, and the total."""
     lines = [["problem", "calls", "baseline µs", "ours µs", "gain ms", "baseline", "note"]]
-    for each in sorted(found.problems, key=lambda each: (-each.gain_us, each.label)):
-        lines.append(
-            [
-                each.label,
-                f"{each.calls:,}",
-                NONE if each.baseline_us is None else figure(each.baseline_us, 4),
-                NONE if each.winner_us is None else figure(each.winner_us, 4),
-                _ms(each.gain_us),
-                each.baseline or NONE,
-                each.why or "",
-            ]
-        )
-    total = sum(each.calls for each in found.problems)
-    return [*lines, ["in all", f"{total:,}", "", "", _ms(found.gain_us), "", ""]]
+    each = sorted(found["problems"], key=lambda one: (-one["gain_us"], one["label"]))
+    for one in each:
+        times = (one["baseline_us"], one["winner_us"])
+        us = [NONE if time is None else figure(time, 4) for time in times]
+        name, why = one["baseline"] or NONE, one["why"] or ""
+        lines.append([one["label"], f"{one['calls']:,}", *us, _ms(one["gain_us"]), name, why])
+    total = sum(one["calls"] for one in each)
+    return [*lines, ["in all", f"{total:,}", "", "", _ms(found["gain_us"]), "", ""]]
 
 
-def sentences(found: Gains) -> list[str]:
+def sentences(found: Mapping[str, Any]) -> list[str]:
     """The total, then the calls that it does not hold."""
-    baseline_ms, ours_ms = found.baseline_us / 1e3, (found.baseline_us - found.gain_us) / 1e3
-    share = found.gain_us / found.baseline_us if found.baseline_us else 0.0
-    plural = "s" * (found.calls != 1)
+    whole_us, gain_us, calls = found["baseline_us"], found["gain_us"], found["calls"]
+    share = gain_us / whole_us if whole_us else 0.0
     out = [
-        f"The program's {found.calls:,} call{plural} take {figure(baseline_ms, 4)}{GLUE}ms with "
-        f"the fastest baselines and {figure(ours_ms, 4)}{GLUE}ms where a winner replaces a slower "
-        f"baseline: {_ms(found.gain_us)}{GLUE}ms less ({100 * share:.1f}{GLUE}%)."
+        f"The program's {calls:,} call{'s' * (calls != 1)} take {figure(whole_us / 1e3, 4)}{GLUE}ms"
+        f" with the fastest baselines and {figure((whole_us - gain_us) / 1e3, 4)}{GLUE}ms where a "
+        f"winner replaces a slower baseline: {_ms(gain_us)}{GLUE}ms less "
+        f"({100 * share:.1f}{GLUE}%)."
     ]
-    if found.others or found.unserved:
-        out.append(
-            f"Not in this: {found.others:,} calls that nothing serves, or that have no time."
-        )
-    out += [
-        f"  {each['calls'] or '?'} × {each['call']}: {each['reason']}" for each in found.unserved
-    ]
-    return out
-
-
-def to_json(found: Gains) -> dict[str, Any]:
-    """As plain data; times in microseconds."""
-    return {
-        "problems": [asdict(each) for each in found.problems],
-        "calls": found.calls,
-        "baseline_us": found.baseline_us,
-        "gain_us": found.gain_us,
-        "unserved_calls": found.others,
-        "unserved": list(found.unserved),
-    }
+    others, unserved = found["unserved_calls"], found["unserved"]
+    if others or unserved:
+        out.append(f"Not in this: {others:,} calls that nothing serves, or that have no time.")
+    return out + [f"  {u['calls'] or '?'} × {u['call']}: {u['reason']}" for u in unserved]
 
 
 def _ms(us: float) -> str:

@@ -11,39 +11,30 @@ import base64
 import subprocess
 import sys
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import metadata
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.choose.columns import light_text, named
+from attnsweep.choose.columns import light_text, named, value_text
+from attnsweep.choose.effects import axes_of, effects
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.files import install_command, write_file
-from attnsweep.core.trial import OURS, Status
+from attnsweep.core.problem import Problem, Value
+from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.reports import gains
-from attnsweep.reports.html_data import data_of, own_settings, reason_of
-from attnsweep.reports.notes import notes
+from attnsweep.reports import text as texts
 from attnsweep.reports.tables import LEGEND, table
 from attnsweep.reports.terminal import GLUE
-from attnsweep.reports.text import (
-    Row,
-    Section,
-    bound_line,
-    causes,
-    conditions_line,
-    faster_baseline,
-    figure,
-    heading,
-    kernels_of,
-    ratio_text,
-    sections_of,
-    who,
-)
+from attnsweep.reports.text import Row, Section, figure, ratio_text, who
 from attnsweep.store.outputs import check_output, write_output
 from attnsweep.store.run import Run
 
@@ -133,10 +124,10 @@ def _library() -> str:
 def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
-    sections = sections_of(run)
+    sections = texts.sections_of(run)
     # The families of the ladder in the spec's order, then others as they appear.
     there = dict.fromkeys(t.kernel for t in run.trials if t.provider == OURS)
-    rungs = [name for name in {**kernels_of(run.spec_text), **there} if name in there]
+    rungs = [name for name in {**texts.kernels_of(run.spec_text), **there} if name in there]
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -154,7 +145,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
         later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
         rest = packed.result() + pack.compress(b',"problems":' + _json(later) + b"}")
-    text: str = templates.get_template("page.html").render(
+    page: str = templates.get_template("page.html").render(
         run=run,
         name=run.directory.resolve().name,
         environment=run.environment,
@@ -172,7 +163,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         # A tenth of the size for 10,000 candidates, and no `<` to escape.
         packed=base64.b64encode(rest + pack.flush()).decode(),
     )
-    return text
+    return page
 
 
 def _json(data: object) -> bytes:
@@ -211,20 +202,20 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
 def _problem(
     section: Section, top: int, rungs: Sequence[str], target_us: float | None
 ) -> dict[str, Any]:
-    label, *facts = heading(section)
+    label, *facts = texts.heading(section)
     shown = section.shown(top)
     lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
     won, best = section.winner, section.best_baseline
-    below = notes(section, shown, "the list below has all of them")
+    below = texts.notes(section, shown, "the list below has all of them")
     said = [note for note, _, errors in below[1 if won else 0 :] if errors is None]
-    lines_of_bound = [bound_line(section), conditions_line(section)]
+    lines_of_bound = [texts.bound_line(section), texts.conditions_line(section)]
     return {
         "label": label,
         "facts": " · ".join(facts),
         "lines": [_plain(line) for line in lines_of_bound if line],
         "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
         "best": best and {**best, "who": who(best)},
-        "faster_baseline": faster_baseline(section),
+        "faster_baseline": texts.faster_baseline(section),
         "ratio": won["ratio_to_best_baseline"] if won and best else None,
         "ratio_text": ratio_text(won, name=False) if won else None,
         "header": _in_order(lines[0]) if lines else [],
@@ -295,7 +286,7 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
 
     Reasons that differ only in their numbers have one cause, and the first of them stands for it.
     """
-    groups = causes([row for row in section.rows if row["status"] != Status.OK])
+    groups = texts.causes([row for row in section.rows if row["status"] != Status.OK])
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     out = [
         {
@@ -398,3 +389,173 @@ def _distance(us: float, target: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 10 else f"{figure(ratio, 3)}×"
+
+
+# Most bars of the stage breakdown; most characters of a reason.
+_MAX_STAGES = 10
+_REASON_LENGTH = 200
+
+
+def reason_of(row: Row) -> str:
+    """The first line of a row's detail, cut."""
+    return texts.first_line(row["detail"])[:_REASON_LENGTH]
+
+
+def data_of(
+    sections: Sequence[Section], spec_text: str | None = None, in_order: Sequence[Trial] = ()
+) -> dict[str, Any]:
+    """The run for the page's script: every candidate as one short array.
+
+    in_order: the rows as they were tried. The axes of a spec's variants are parameters too, with
+    the name of the variant as value. trials:
+    [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
+    the first three are indices too.
+    """
+    families = texts.kernels_of(spec_text)
+    kernels: dict[str, dict[str, None]] = {}
+    last: dict[str, tuple[str, ...]] = {}
+    statuses: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    for section in sections:
+        for row in section.candidates:
+            trial = row["trial"]
+            if (names := (*trial.variant, *trial.config)) != last.get(row["kernel"]):
+                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(names))
+                last[row["kernel"]] = names
+    number = {kernel: index for index, kernel in enumerate(kernels)}
+    trials = []
+    known: dict[tuple[str, int, int], list[Value | None]] = {}  # rows share equal configs
+    for index, section in enumerate(sections):
+        for row in section.candidates:
+            trial, kernel, reason = row["trial"], row["kernel"], reason_of(row)
+            key = (kernel, id(trial.variant), id(trial.config))
+            if (values := known.get(key)) is None:
+                own = {**trial.variant, **trial.config}
+                values = known[key] = [
+                    value_text(value) if (value := own.get(name)).__class__ is bool else value
+                    for name in kernels[kernel]
+                ]
+            trials.append(
+                [
+                    index,
+                    number[kernel],
+                    statuses.setdefault(row["status"], len(statuses)),
+                    short(row["time_us"]) if row["rank"] else None,
+                    reasons.setdefault(reason, len(reasons)) if reason else None,
+                    values,
+                ]
+            )
+    of_problem: dict[Problem, list[Trial]] = defaultdict(list)
+    for problem, alike in groupby(in_order, attrgetter("problem")):
+        of_problem[problem] += alike
+    return {
+        "problems": [
+            _drawn(section, families) | {"search": best_so_far(of_problem[section.problem])}
+            for section in sections
+        ],
+        "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
+        "statuses": [*statuses],
+        "reasons": [*reasons],
+        "trials": trials,
+    }
+
+
+def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
+    """One problem: size, bounds, baselines, the stages of its best pipelines, and effects."""
+    problem: Problem = section.problem
+    bests = {id(row) for row in section.best_of_families}
+    in_stages = [row for row in section.ranked if row["trial"].stages_us]
+    first = [row for row in in_stages if id(row) in bests]
+    others = [row for row in in_stages if id(row) not in bests]
+    staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
+    binds = next((row["bound"] for row in section.rows if row["bound"]), None)
+    return {
+        "label": problem.label,
+        "axes": problem.facts,
+        "flops": problem.flops,
+        "bytes": problem.min_bytes,
+        "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
+        "binds": binds,
+        "baselines": [
+            _baseline(row) for row in section.ranked if row["baseline"] or id(row) in bests
+        ],
+        "effects": _effects(section, families),
+        "frontier": texts.frontier_points(section),
+        "staged": [
+            {
+                "who": who(row),
+                "config": named(own_settings(section, row)) or row["config"],
+                "us": short(row["time_us"]),
+                "launches": short(row["launch_us"]),
+                "stages": {n: short(us) for n, us in row["trial"].stages_us.items()},
+            }
+            for row in staged
+        ],
+    }
+
+
+def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Which parameters of the best family mattered: see choose.effects. None without a winner."""
+    won = section.winner
+    if won is None:
+        return None
+    trials = [row["trial"] for row in section.candidates if row["kernel"] == won["kernel"]]
+    found = effects(
+        trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
+    )
+    return {"kernel": won["kernel"], "parameters": [asdict(effect) for effect in found]}
+
+
+def own_settings(section: Section, row: Row) -> Mapping[str, object]:
+    """The part of a config that differs within its family."""
+    config = row["trial"].config
+    names = section.differing.get(row["kernel"], [])
+    return {name: config[name] for name in names if name in config}
+
+
+def _baseline(row: Row) -> dict[str, Any]:
+    time = row["trial"].time_us
+    return {
+        "who": who(row),
+        "kind": "winner" if row["winner"] else "baseline" if row["baseline"] else "kernel",
+        "us": short(row["time_us"]),
+        "low": short(time.low),
+        "high": short(time.high),
+        "cold": short(row["cold_us"]),
+        "eager": short(row["eager_us"]),
+        "chained": short(row["trial"].chained_us),
+        "config": row["config"],
+    }
+
+
+def short(value: float | None) -> float | None:
+    """Five significant digits, more than any plot shows."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def best_so_far(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The points where the least first time of a family falls, and one at its last candidate.
+
+    trials: rows of one problem, in the order of the file, which is the order of first appearance.
+    Times are first times in microseconds: those of rounds come after the search. `s`: the seconds
+    of the search, unless the row is of before they were kept.
+    """
+    best: dict[str, float] = {}
+    number: dict[str, int] = {}
+    points, ends = [], {}
+    for trial in trials:
+        if trial.provider != OURS:
+            continue
+        number[trial.kernel] = number.get(trial.kernel, 0) + 1
+        us = trial.screened_us
+        if us is not None and us < best.get(trial.kernel, float("inf")):
+            best[trial.kernel] = us
+            points.append(_point(trial, number[trial.kernel], us))
+        if trial.kernel in best:
+            ends[trial.kernel] = _point(trial, number[trial.kernel], best[trial.kernel])
+    return points + [end for end in ends.values() if end not in points]
+
+
+def _point(trial: Trial, number: int, us: float) -> dict[str, Any]:
+    seconds = {} if trial.tried_s is None else {"s": trial.tried_s}
+    return {"kernel": trial.kernel, "trial": number, "us": us, **seconds}

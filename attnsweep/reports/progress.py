@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -43,84 +42,32 @@ JSON_INTERVAL_S = 1.0
 _SHORT_S = 0.05
 
 
-def _resolved(console: Console, form: Form) -> Form | None:
-    """Bars (AUTO), lines or JSON, whichever suits the console; None with --quiet."""
-    if form is Form.JSON:
-        return form
-    if terminal.talk is terminal.Talk.QUIET:
-        return None
-    return form if console.is_terminal else Form.PLAIN
-
-
 @contextmanager
-def watch(console: Console, form: Form = Form.AUTO, cards: int | None = None) -> Iterator[Observer]:
+def watch(console: Console, form: Form = Form.AUTO, cards: int = 1) -> Iterator[Observer]:
     """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
 
-    With --quiet it draws nothing, with --verbose also a line for each candidate. cards: of a sweep
-    on several, each of which has a bar or lines of its own, or its number in the events.
+    With --quiet it draws nothing, with --verbose also a line for each candidate. cards: of several,
+    each has a bar or lines of its own, or its number in the events.
     """
-    eta = Eta(cards or 1)
-    match _resolved(console, form):
+    eta = Eta(cards)
+    match form:
         case Form.JSON:
             events = _JsonLines(console, eta)
             try:
                 yield events
             finally:
                 events.write("end")
-        case Form.PLAIN:
-            yield _PlainLines(console, eta)
-        case Form.AUTO:
-            with Progress(*_columns(), _Said(eta), console=console, transient=True) as progress:
-                yield (_Bars if cards is None else _FleetBars)(progress, eta)
-        case None:
+        case _ if terminal.talk is terminal.Talk.QUIET:
             yield Observer()
-
-
-@contextmanager
-def counting(
-    console: Console, what: str, noun: str, form: Form = Form.AUTO
-) -> Iterator[Callable[[int, int], None]]:
-    """Takes how many are done, of how many: a bar on a terminal, a line now and then elsewhere."""
-    match _resolved(console, form):
-        case Form.JSON:
-            events = _JsonLines(console, Eta())
-            try:
-                yield partial(events.count, what)
-            finally:
-                events.write("end")
-        case Form.PLAIN:
-            yield _PlainCount(console, what, noun)
-        case Form.AUTO:
-            with Progress(*_columns(), console=console, transient=True) as progress:
-                task = progress.add_task(what, total=None)
-                yield lambda done, total: progress.update(task, completed=done, total=total)
-        case None:
-            yield lambda _done, _total: None
-
-
-class _PlainCount:
-    """For logs: how many there are, then at most a line every ten seconds."""
-
-    def __init__(self, console: Console, what: str, noun: str) -> None:
-        self._console, self._what, self._noun = console, what, noun
-        self._last = -PLAIN_INTERVAL_S
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done and now - self._last < PLAIN_INTERVAL_S:
-            return
-        self._last = now
-        of = f"{done} of {counted(total, self._noun)}" if done else counted(total, self._noun)
-        self._console.print(f"{self._what} {of}", soft_wrap=True)
-
-
-def _columns() -> tuple[ProgressColumn, ...]:
-    return (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+        case Form.AUTO if console.is_terminal:
+            columns = (
+                *(TextColumn("{task.description}"), BarColumn(bar_width=24)),
+                *(MofNCompleteColumn(), TimeElapsedColumn(), _Said(eta)),
+            )
+            with Progress(*columns, console=console, transient=True) as progress:
+                yield _Bars(progress, eta)
+        case _:
+            yield _PlainLines(console, eta)
 
 
 class _Said(ProgressColumn):
@@ -227,9 +174,9 @@ class _Watched(Observer):
         self.show("finals", done, total)
 
     def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
-        from attnsweep.reports import brief
+        from attnsweep.reports import tables
 
-        for line, style in brief.first_rows(trials, environment, self.console.width - 2):
+        for line, style in tables.first_rows(trials, environment, self.console.width - 2):
             text = Text(f"  {line}" if line else "", style=style)
             self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
@@ -267,95 +214,57 @@ def _median(trial: Trial) -> float:
 
 
 class _Bars(_Watched):
-    """The whole sweep with its ETA, then a bar each for compiling, checking and timing."""
+    """The whole sweep with its ETA, then a bar of what its card does, or each of several cards.
 
-    def __init__(self, progress: Progress, eta: Eta) -> None:
-        super().__init__(progress.console, eta)
-        self.progress = progress
-        self._whole = progress.add_task("sweep", total=None, said="", whole=True)
-        self._bars: dict[str, TaskID] = {}
+    whole: the bar of the sweep, if there is one. name: of one of several cards.
+    """
 
-    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
-        super().planned(candidates, finals=finals)
-        self.progress.update(self._whole, total=sum(candidates))
+    def __init__(
+        self, progress: Progress, eta: Eta, whole: TaskID | None = None, card: int = 0
+    ) -> None:
+        super().__init__(progress.console, eta, card)
+        self.progress, self._several = progress, whole is not None
+        self._name = f"  card {card}" if self._several else " "
+        if whole is None:
+            whole = progress.add_task("sweep", total=None, said="", whole=True)
+        self._whole, said = whole, "starting" if self._several else ""
+        self._bar = progress.add_task(self._name, total=None, said=said, visible=self._several)
 
-    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
-        super().opening(problem, candidates, kept)
-        resumed = f" [dim]({kept} kept)[/]" if kept else ""
-        of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
-        self.console.print(f"[bold]{problem.label}[/]{of}")
-
-    def begin(self, candidates: int) -> None:
-        for bar in self._bars.values():
-            self.progress.remove_task(bar)
-        self._bars.clear()
-        on = f" on {self.shorter}" if self.shorter else ""
-        for name in ("compile", "check"):
-            self._update(name, f"{name}{on}", candidates)
-
-    def _update(self, name: str, text: str, total: int, **changes: Any) -> None:
-        if name not in self._bars:
-            self._bars[name] = self.progress.add_task(f"  {text}", total=total, said="")
-        self.progress.update(self._bars[name], total=total, **changes)
-
-    def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
-        if phase == "search":
-            self._update("compile", "compile", total, completed=self.ready)
-            self._update("check", "check", total)
-        else:
-            text = "time" if phase == "finals" else phase
-            self._update(phase, text, total, completed=done, said=baseline)
-
-    def checked(self, *, first: bool) -> None:
-        self.progress.advance(self._bars["check"])
-        if first:
-            self.progress.advance(self._whole)
-
-    def tried(self, trial: Trial, *, kept: bool = False) -> None:
-        super().tried(trial, kept=kept)
-        self.progress.update(self._whole, said=self.summary)
-
-    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
-        super().prepared(what, took_s, steps_s)
-        if "baselines" in self._bars:
-            self.progress.update(self._bars["baselines"], advance=1, said="")
-
-
-class _FleetBars(_Bars):
-    """A bar for the whole sweep, and below it one for each card."""
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        return _Bars(self.progress, self.eta, self._whole, card)
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
         said = f"sweep of {counted(len(candidates), 'problem')}"
-        self.progress.update(self._whole, description=said)
+        self.progress.update(self._whole, total=sum(candidates), description=said)
 
-    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
-        return _CardBar(self.progress, self._whole, self.eta, card)
-
-
-class _CardBar(_Watched):
-    """The bar of one card: its problem, and how far the phase is."""
-
-    def __init__(self, progress: Progress, whole: TaskID, eta: Eta, card: int) -> None:
-        super().__init__(progress.console, eta, card)
-        self.progress, self._whole, self._name = progress, whole, f"card {card}"
-        self._bar = progress.add_task(self._name, total=None, said="starting")
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        super().opening(problem, candidates, kept)
+        if not self._several:
+            resumed = f" [dim]({kept} kept)[/]" if kept else ""
+            of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
+            self.console.print(f"[bold]{problem.label}[/]{of}")
 
     def begin(self, candidates: int) -> None:
         self.show("search", 0, candidates)
 
     def checked(self, *, first: bool) -> None:
-        self.progress.update(self._bar, completed=len(self.done), said=self.summary)
+        self.progress.update(self._bar, said=self.summary)
+        self.progress.advance(self._bar)
         if first:
             self.progress.advance(self._whole)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
-        texts = {"search": "check", "baselines": f"prepare {baseline}", "finals": "time"}
-        label = self.shorter or (self.problem.label if self.problem else "")
-        text = f"{self._name} [bold]{label}[/] {texts.get(phase, phase)}"
-        self.progress.update(
-            self._bar, description=text, completed=done, total=total, said=self.summary
-        )
+        on = f" on {self.shorter}" if self.shorter else ""
+        texts = {"baselines": f"baselines: {baseline}", "finals": "time"}
+        texts["search"] = f"check{on}, {self.ready} compiled"
+        label = f"[bold]{self.problem.label}[/]" if self._several and self.problem else ""
+        said = (self._name, label, texts.get(phase, phase))
+        self.progress.update(self._bar, completed=done, total=total, said=self.summary)
+        self.progress.update(self._bar, description=" ".join(filter(None, said)), visible=True)
+
+    def counting(self, what: str, noun: str, done: int, total: int) -> None:  # noqa: ARG002
+        self.progress.update(self._whole, description=what, completed=done, total=total)
 
     def resting(self, *, done: bool) -> None:
         super().resting(done=done)
@@ -381,6 +290,13 @@ class _PlainLines(_Watched):
         resumed = f", {kept} kept" if kept else ""
         of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
         self.console.print(f"{self._before}{problem.label}{of}", soft_wrap=True)
+
+    def counting(self, what: str, noun: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == 0 or now - self._last >= PLAIN_INTERVAL_S:
+            self._last = now
+            of = f"{done} of " if done else ""
+            self.console.print(f"{what} {of}{counted(total, noun)}", soft_wrap=True)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         if time.monotonic() - self._last < PLAIN_INTERVAL_S:
@@ -447,12 +363,11 @@ class _JsonLines(_Watched):
     def note(self, text: str) -> None:
         self.write("note", text=text)
 
-    def count(self, phase: str, done: int, total: int) -> None:
-        """Show how many of `total` are done, where there are neither problems nor times."""
+    def counting(self, what: str, noun: str, done: int, total: int) -> None:  # noqa: ARG002
         now = time.monotonic()
         if done in (0, total) or now - self._last >= JSON_INTERVAL_S:
             self._last = now
-            self.write("progress", phase=phase, done=done, total=total)
+            self.write("progress", phase=what, done=done, total=total)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         """One line a second, and one for each baseline, which may take long, and where a phase

@@ -5,8 +5,9 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,30 +19,14 @@ from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import frame
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.reports import cards, gains
-from attnsweep.reports.frontier import frontier_points
-from attnsweep.reports.notes import notes
+from attnsweep.reports import text as texts
 from attnsweep.reports.terminal import GLUE, aligned, counted, cut, wrap
-from attnsweep.reports.text import (
-    Row,
-    Section,
-    apart,
-    bound_line,
-    by_problem,
-    conditions_line,
-    decimals_for,
-    faster_baseline,
-    figure,
-    heading,
-    marks,
-    place_of,
-    ratio_text,
-    sections_of,
-    who,
-)
+from attnsweep.reports.text import Row, Section, heading, sections_of, who
 from attnsweep.store.run import Run
 
 if TYPE_CHECKING:
     import pandas
+
 
 NONE = "–"
 MARKDOWN_TOP = 20
@@ -57,6 +42,27 @@ LEGEND = (
 )
 
 
+Line = tuple[str, str]
+"""A line and its rich style."""
+
+
+def _print(console: Console, lines: Iterable[Line]) -> None:
+    for line, style in lines:
+        console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
+
+
+def _wrapped(text: str | None, width: int, style: str = "") -> list[Line]:
+    return [(line, style) for line in wrap(text or "", width)]
+
+
+def _columns(
+    rows: Sequence[Sequence[str]], align: str, width: int, shrink: Sequence[int]
+) -> list[Line]:
+    """Rows in columns, the first one bold."""
+    lines = aligned(rows, align, width, shrink=shrink)
+    return [(line, "" if number else "bold") for number, line in enumerate(lines)]
+
+
 def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """Print every problem's ranked table as wide as `console`, and a summary of several.
 
@@ -65,38 +71,39 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
-    sections = sections_of(run)
-    width = console.width
-
-    def say(line: str, style: str = "") -> None:
-        console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
-
-    def say_table(rows: Sequence[Sequence[str]], align: str, shrink: Sequence[int]) -> None:
-        for number, line in enumerate(aligned(rows, align, width, shrink=shrink)):
-            say(line, "" if number else "bold")
-
-    for line in wrap(f"{run.directory}: {rows_of(run)}", width):
-        say(line, "dim")
+    sections, width = sections_of(run), console.width
+    _print(console, _wrapped(f"{run.directory}: {rows_of(run)}", width, "dim"))
     for section in sections:
-        for text, style in terminal(section, width, top, more):
-            say(text, style)
-        say("")
+        _print(console, [*terminal(section, width, top, more), ("", "")])
     if len(sections) > 1:
-        say_table(summary(sections, intervals=width >= WIDE), "lrrrll", (5, 4, 0))
-    if several := cards.by_card(run.trials, sections):
-        say("")
-        say_table(cards.table(several), cards.ALIGN, (4, 2))
-        for line in wrap(cards.UNKNOWN, width):
-            say(line)
-    print_gains(gains.gains(sections, run.spec_text), width, say)
+        _print(console, _summary(sections, width))
+    if several := _of_cards(run, sections, width):
+        _print(console, [("", ""), *several])
+    if found := gains.gains(sections, run.spec_text):
+        _print(console, _of_gains(found, width))
     if any(section.shown(top) for section in sections):
-        for line in wrap(LEGEND, width):
-            say(line, "dim")
+        _print(console, _wrapped(LEGEND, width, "dim"))
+
+
+def _of_cards(run: Run, sections: Sequence[Section], width: int) -> list[Line]:
+    """What each of several cards measured."""
+    several = cards.by_card(run.trials, sections)
+    lines = _columns(cards.table(several), cards.ALIGN, width, (4, 2))
+    return [*lines, *_wrapped(cards.UNKNOWN, width)] if several else []
+
+
+def _of_gains(found: dict[str, Any], width: int) -> list[Line]:
+    """What a program gains."""
+    *lines, (total, _) = _columns(gains.table(found), gains.ALIGN, width, gains.SHRINK)
+    first, *rest = gains.sentences(found)
+    said = [line for each in rest for line in _wrapped(each, width)]
+    head = [("", ""), ("gain of the program", "bold"), *lines, (total, "bold")]
+    return [*head, *_wrapped(first, width, "bold"), *said]
 
 
 def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[dict[str, Any]]:
     """One problem's three best rows and its baselines as plain data."""
-    (section,) = by_problem(trials, environment)
+    (section,) = texts.by_problem(trials, environment)
     return [_json_row(row) for row in section.shown(3)]
 
 
@@ -104,21 +111,6 @@ def rows_of(run: Run) -> str:
     """`99 candidates, 5 baselines`: the rows of a run."""
     of = Counter(trial.provider == OURS for trial in run.trials)
     return f"{counted(of[True], 'candidate')}, {counted(of[False], 'baseline')}"
-
-
-def print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str], None]) -> None:
-    """Say what a program gains, if the run's spec counts its calls."""
-    if found is None:
-        return
-    say("", "")
-    say("gain of the program", "bold")
-    lines = aligned(gains.table(found), gains.ALIGN, width, shrink=gains.SHRINK)
-    for number, line in enumerate(lines):
-        say(line, "bold" if number in (0, len(lines) - 1) else "")
-    first, *rest = gains.sentences(found)
-    for sentence in (first, *rest):
-        for line in wrap(sentence, width):
-            say(line, "bold" if sentence is first else "")
 
 
 def files(run: Run) -> dict[str, str]:
@@ -165,13 +157,13 @@ def json_parts(run: Run) -> dict[str, Any]:
                 "winner": _json_row(section.winner) if section.winner else None,
                 "ranking": [_json_row(row) for row in section.rows],
                 "counts": dict(Counter(row["status"] for row in section.rows)),
-                **({"frontier": points} if (points := frontier_points(section)) else {}),
+                **({"frontier": points} if (points := texts.frontier_points(section)) else {}),
             }
             for section in sections
         ),
         "warnings": list(run.warnings),
-        **({} if found is None else {"gains": gains.to_json(found)}),
-        **({"by_card": {"cards": [card.to_json() for card in several]}} if several else {}),
+        **({} if found is None else {"gains": found}),
+        **({"by_card": {"cards": several}} if several else {}),
     }
 
 
@@ -213,7 +205,8 @@ class _Column:
         by_time = sorted((row for row in rows if row[self.name]), key=lambda row: row["time_us"])
         best = [row[self.name] for row in by_time[:_BEST]]
         if self.digits:
-            form = f"{{:.{decimals_for(min(best, default=None), self.digits, self.most)}f}}".format
+            decimals = texts.decimals_for(min(best, default=None), self.digits, self.most)
+            form = f"{{:.{decimals}f}}".format
         return [
             NONE if value is None else self.mark(row) + form(value) + self.after(row)
             for row, value in zip(rows, values, strict=True)
@@ -225,7 +218,7 @@ _BEST = 3
 # In order of need: on a narrow terminal the last columns go first. Rates and shares are the time in
 # other units, so other facts (spread, registers, memory) stay longer than most of them.
 _BY_NEED = [
-    _Column("time_us", "µs", 4, mark=lambda row: "~" * apart(row)),
+    _Column("time_us", "µs", 4, mark=lambda row: "~" * texts.apart(row)),
     _Column(
         *("ratio_to_best_baseline", "× base"),
         form="{:.2f}".format,
@@ -288,7 +281,7 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
     for row in rows:
         config = row["trial"].config
         if row["baseline"]:
-            cells.append(", ".join(marks(row)) or "baseline")
+            cells.append(", ".join(texts.marks(row)) or "baseline")
             continue
         own = {name: config.get(name, NONE) for name in differing[row["kernel"]]}
         cell = named(own) if names else "/".join(map(value_text, own.values()))
@@ -307,27 +300,19 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
 def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     """The table's lines, header first, no wider than `width`, and the legend of its configs."""
     present = columns_of(section, rows)
-    number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
-    ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
-    kernels = ["kernel", *map(who, rows)]
-
-    def room(config: Sequence[str], columns: Sequence[_Column]) -> int:
-        cells = [ranks, kernels, config, *(number_cells[c.name] for c in columns)]
-        return width - sum(max(map(cell_len, column)) + 2 for column in cells) + 2
-
-    columns = list(present)
-    chosen, legend = _configs(section, rows, names=True)
-    while room(["config", *chosen], columns) < 0 and columns[-1].name in _LESS_THAN_NAMES:
-        columns.pop()
-    if room(["config", *chosen], columns) < 0:
-        columns = list(present)
-        chosen, legend = _configs(section, rows, names=False)
-        while room(["config", *chosen], columns) < 0 and len(columns) > 1:
-            columns.pop()
-    kept = sorted((c.name for c in columns), key=_ORDER.index)
-    cells = [ranks, kernels, ["config", *chosen], *(number_cells[name] for name in kept)]
-    lines = list(zip(*cells, strict=True))
-    return aligned(lines, "rll" + "r" * len(kept), width, shrink=(2, 1)), legend
+    needed = len(present)
+    while needed and present[needed - 1].name in _LESS_THAN_NAMES:
+        needed -= 1
+    forms = [(True, most) for most in range(len(present), needed - 1, -1)]
+    forms += [(False, most) for most in range(len(present), 0, -1)]
+    for names, most in forms:  # the first that fits
+        lines, align, legend = table(section, rows, names=names, columns=present[:most])
+        for row, cells in zip(rows, lines[1:], strict=True):
+            cells[0] = "*" * bool(row["winner"]) + cells[0]
+        columns = [max(map(cell_len, column)) + 2 for column in zip(*lines, strict=True)]
+        if sum(columns) - 2 <= width:
+            break
+    return aligned(lines, align, width, shrink=(2, 1)), legend
 
 
 def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
@@ -340,10 +325,14 @@ def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
         won, best = section.winner, section.best_baseline
         ours = [NONE] * 4
         if won is not None:
-            times = figure(won["time_us"], 4), figure(won["us_per_head"], 3)
-            ours = [*times, ratio_text(won, name=False, interval=intervals), who(won)]
+            times = texts.figure(won["time_us"], 4), texts.figure(won["us_per_head"], 3)
+            ours = [*times, texts.ratio_text(won, name=False, interval=intervals), who(won)]
         lines.append([section.problem.label, *ours[:3], who(best) if best else NONE, ours[3]])
     return lines
+
+
+def _summary(sections: Sequence[Section], width: int) -> list[Line]:
+    return _columns(summary(sections, intervals=width >= WIDE), "lrrrll", width, (5, 4, 0))
 
 
 # -- terminal and Markdown ------------------------------------------------------------------
@@ -352,25 +341,23 @@ def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
 def _styled(
     section: Section, rows: Sequence[Row], lines: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    best = "bold" if faster_baseline(section) else "bold green"
+    best = "bold" if texts.faster_baseline(section) else "bold green"
     for row, line in zip(rows, lines, strict=True):
         yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
 
 
 def terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
     """The section's lines with their rich styles; each line is no wider than `width`."""
-    out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
-
-    for line in (bound_line(section), conditions_line(section)):
-        out += [(part, "dim") for part in wrap(line or "", width)]
+    out = _wrapped(" · ".join(heading(section)), width, "bold")
+    for line in (texts.bound_line(section), texts.conditions_line(section)):
+        out += _wrapped(line, width, "dim")
     shown = section.shown(top)
     legend: list[str] = []
     if shown:
         (header, *lines), legend = _table(section, shown, width)
         out += [(header, "bold"), *_styled(section, shown, lines)]
-    for line, style, errors in notes(section, shown, more, legend):
-        parts = wrap(line, width) if errors is None else [cut(line, width)]
-        out += [(part, style) for part in parts]
+    for line, style, errors in texts.notes(section, shown, more, legend):
+        out += _wrapped(line, width, style) if errors is None else [(cut(line, width), style)]
         out += [(cut(f"    {text}", width), "") for text in errors or ()]
     return out
 
@@ -394,7 +381,7 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
-        for line in (bound_line(section), conditions_line(section)):
+        for line in (texts.bound_line(section), texts.conditions_line(section)):
             out += [line, ""] if line else []
         shown = section.shown(MARKDOWN_TOP)
         legend: list[str] = []
@@ -403,7 +390,7 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
             for row, cells in zip(shown, rows[1:], strict=True):
                 cells[1] = f"**{cells[1]}**" if row["winner"] else cells[1]
             out += [*_pipes(rows, align), ""]
-        below = notes(section, shown, "all of them: ranking.csv", legend)
+        below = texts.notes(section, shown, "all of them: ranking.csv", legend)
         out += [f"- {_escaped(note.lstrip('*= '))}" for note, *_ in below]
         out.append("")
     out.append(LEGEND)
@@ -411,18 +398,24 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
 
 
 def table(
-    section: Section, rows: Sequence[Row], *, names: bool = True
+    section: Section,
+    rows: Sequence[Row],
+    *,
+    names: bool = True,
+    columns: Sequence[_Column] | None = None,
 ) -> tuple[list[list[str]], str, list[str]]:
     """Header and cells of each column with a value, `l` or `r` for each, and the configs' legend.
 
-    names: whether a config's cell names the parameters; otherwise the legend does.
+    names: whether a config's cell names the parameters; otherwise the legend does. columns: of
+    numbers (default: all that say something).
     """
-    columns = sorted(columns_of(section, rows), key=lambda column: _ORDER.index(column.name))
+    columns = columns_of(section, rows) if columns is None else columns
+    columns = sorted(columns, key=lambda column: _ORDER.index(column.name))
     numbers = [column.cells(rows) for column in columns]
     configs, legend = _configs(section, rows, names=names)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]
     for index, row in enumerate(rows):
-        cells = [place_of(row), who(row), configs[index]]
+        cells = [texts.place_of(row), who(row), configs[index]]
         lines.append([*cells, *(column[index] for column in numbers)])
     return lines, "rll" + "r" * len(columns), legend
 
@@ -435,3 +428,170 @@ def _pipes(lines: Sequence[Sequence[str]], align: str) -> list[str]:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+MANY = 4
+"""A run with this many problems prints one line for each instead of a table."""
+TOP = 3
+# Lines of a run of many problems: the ends of the list if there are more.
+_MOST_LINES = 20
+_ENDS = 8
+_COLUMNS = ("time_us", "ratio_to_best_baseline", "ratio_low", "energy_uj")
+
+
+def print_brief(
+    run: Run, console: Console, *, top: int | None = None, every: bool = False, quiet: bool = False
+) -> None:
+    """Print a run in short. top: candidates per table, which there then are of each problem.
+
+    every: end in a sentence about each problem, however many there are. quiet: print nothing else.
+    """
+    sections = sections_of(run)
+    few, width = len(sections) < MANY, console.width
+    if not quiet:
+        _print(console, _lines(run, sections, width, top, few=few or top is not None))
+    answers = [texts.sentence(each) for each in sections] if few or every else [overall(sections)]
+    if found := gains.gains(sections, run.spec_text):  # then it is the program that asks
+        answers = gains.sentences(found)[:1] if quiet else []
+        _print(console, () if quiet else _of_gains(found, width))
+    for said in answers:
+        console.print(Text(said, "bold"), soft_wrap=True)
+
+
+def _lines(
+    run: Run, sections: Sequence[Section], width: int, top: int | None, *, few: bool
+) -> Iterator[Line]:
+    if few:
+        for number, section in enumerate(sections):
+            yield from [("", "")] * bool(number)
+            yield from _brief(section, width, top or TOP)
+    else:
+        yield from _each(sections, width)
+        rows = [
+            row for section in sections for row in section.rows if row["status"] in texts.FAILED
+        ]
+        failed = Counter(row["status"].replace("_", " ") for row in rows if not row["baseline"])
+        if failed:
+            yield ", ".join(f"{n} {status}" for status, n in failed.most_common()), "yellow"
+        lost = [
+            f"{who(row)} on {row['trial'].problem.label}: {row['status'].replace('_', ' ')}"
+            for row in rows
+            if row["baseline"]
+        ]
+        rest = [f"{len(lost) - TOP} more"] if len(lost) > TOP else []
+        served = dict.fromkeys(line for section in sections for line in texts.served_lines(section))
+        yield from ((cut(line, width), "yellow") for line in [*lost[:TOP], *rest, *served])
+    yield from _of_cards(run, sections, width)
+    more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
+    yield from _wrapped(f"{rows_of(run)}: {run.directory} ({more})", width, "dim")
+
+
+def _brief(section: Section, width: int, top: int) -> Iterator[Line]:
+    """Its best candidates and its baselines, and what must be known of them.
+
+    Without a winner it is all that is known, which has the reasons.
+    """
+    if section.winner is None:
+        yield from terminal(section, width, top, "--json has them")
+        return
+    yield cut(" · ".join(heading(section)[:2]), width), "bold"
+    shown = section.shown(top)
+    recorded = all(who(row).endswith("†") for row in shown)  # which the heading says
+    if shown:
+        yield from _brief_rows(section, shown, width, marked=not recorded)
+    said: list[Line] = [((texts.tie_line(section, section.rows) or "").split(";")[0], "")]
+    failed = [line for line, _ in texts.failures(section)]
+    warned = (*texts.served_lines(section), *texts.baseline_lines(section), *failed)
+    said += [(line, "yellow") for line in warned]
+    if absent := texts.absent_baselines(section):
+        names = ", ".join(line.split()[1] for line in absent)
+        said.append((f"not timed: {names}", "dim"))
+    said += [] if recorded else [(line, "dim") for line in texts.recorded_lines(section)]
+    yield from ((cut(line, width), style) for line, style in said if line)
+
+
+def _brief_rows(
+    section: Section, shown: Sequence[Row], width: int, *, marked: bool
+) -> Iterator[Line]:
+    """The table of some rows, header first. marked: whether recorded ones have their mark."""
+    names = [who(row) if marked else who(row).removesuffix("†") for row in shown]
+    numbers = [c for c in columns_of(section, shown) if c.name in _COLUMNS]
+    places = ["*" * bool(row["winner"]) + texts.place_of(row) for row in shown]
+    columns = [places, names, *(c.cells(shown) for c in numbers), _config_changes(section, shown)]
+    lines = [["#", "kernel", *(c.header for c in numbers), "config"]]
+    lines += [list(cells) for cells in zip(*columns, strict=True)]
+    align, last = "rl" + "r" * len(numbers) + "l", len(columns) - 1
+    header, *rest = aligned(lines, align, width, shrink=(last, 1))
+    yield header, "bold"
+    yield from _styled(section, shown, rest)
+
+
+def first_rows(trials: Sequence[Trial], environment: Environment, width: int) -> list[Line]:
+    """The table of one problem's best rows and its baselines; nothing if none is ranked."""
+    (section,) = texts.by_problem(trials, environment)
+    shown = section.shown(TOP)
+    return list(_brief_rows(section, shown, width, marked=True)) if shown else []
+
+
+def _config_changes(section: Section, rows: Sequence[Row]) -> list[str]:
+    """The parameters in which each row is not as the first of its family; of that, their values."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        if not row["baseline"]:
+            first.setdefault(row["kernel"], row)
+
+    def differing(row: Row) -> list[str]:
+        own, best = row["trial"].config, first[row["kernel"]]["trial"].config
+        return [
+            name for name in section.differing[row["kernel"]] if own.get(name) != best.get(name)
+        ]
+
+    changed: dict[str, dict[str, None]] = {kernel: {} for kernel in first}
+    for row in rows:
+        if not row["baseline"]:
+            changed[row["kernel"]] |= dict.fromkeys(differing(row))
+    cells = []
+    for row in rows:
+        if row["baseline"]:
+            cells.append(", ".join(texts.marks(row)))
+            continue
+        names = changed[row["kernel"]] if first[row["kernel"]] is row else differing(row)
+        cells.append(named({name: row["trial"].config.get(name) for name in names}))
+    return cells
+
+
+def _each(sections: Sequence[Section], width: int) -> list[Line]:
+    """A line of each problem, by × base; of many, those at both ends."""
+
+    def gained(section: Section) -> float:
+        won = section.winner
+        return -1.0 if won is None else won["ratio_to_best_baseline"] or 0.0
+
+    ordered = sorted(sections, key=gained)
+    left = len(ordered) - 2 * _ENDS if len(ordered) > _MOST_LINES else 0
+    shown = [*ordered[:_ENDS], *ordered[-_ENDS:]] if left else ordered
+    lines = _summary(shown, width)
+    if left:
+        lines.insert(1 + _ENDS, (f"… {left} more, between these", "dim"))
+    return lines
+
+
+def overall(sections: Sequence[Section]) -> str:
+    """One sentence about a run of many problems."""
+    won = [(section, section.winner) for section in sections]
+    ratios = {
+        s.problem.label: row["ratio_to_best_baseline"]
+        for s, row in won
+        if row is not None and row["ratio_to_best_baseline"]
+    }
+    none = sum(row is None for _, row in won)
+    rest = f" No candidate is right and timed on {none} of {len(sections)}." if none else ""
+    if not ratios:
+        return f"No baseline was timed with a winner on {counted(len(sections), 'problem')}.{rest}"
+    mean = statistics.geometric_mean(ratios.values())
+    least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    return (
+        f"The best candidates are {mean:.2f} times as fast as the fastest baselines, a geometric "
+        f"mean of {counted(len(ratios), 'problem')}: from {ratios[least]:.2f} on {least} to "
+        f"{ratios[most]:.2f} on {most}.{rest}"
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ import yaml
 
 from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
 from attnsweep.choose.columns import Row as Row
-from attnsweep.choose.columns import bounds_of, light_text
+from attnsweep.choose.columns import bounds_of, frontier, light_text, named
 from attnsweep.choose.ranking import ranked
 from attnsweep.core.errors import errors_of
+from attnsweep.core.length import shorter_of
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Environment, Status, Trial
+from attnsweep.core.trial import OURS, Accuracy, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE
 from attnsweep.specs.model import in_other_format
 from attnsweep.store.run import Run
@@ -544,3 +546,204 @@ def figure(value: float, digits: int) -> str:
 def decimals_for(value: float | None, digits: int, most: int = 5) -> int:
     """Decimals that give the value this many significant digits; at most `most`."""
     return min(most, max(0, digits - 1 - math.floor(math.log10(value or 1.0))))
+
+
+# Most candidates named on the frontier.
+_MOST = 8
+
+
+def frontier_lines(section: Section) -> list[str]:
+    """What the format costs, what max_error left out, and the candidates that none surpasses."""
+    if not _matters(section):
+        return []
+    return [*_of_format(section), *_left_out(section), *_best(section)]
+
+
+def frontier_points(section: Section) -> list[dict[str, Any]]:
+    """Right candidates and baselines with a time and an error; `on` if on the frontier."""
+    if not _matters(section):
+        return []
+    best = {trial.key for trial in frontier([row["trial"] for row in section.rows])}
+    return [
+        {
+            "who": who(row),
+            "kind": "baseline" if row["baseline"] else "kernel" if row["rank"] else "inaccurate",
+            "us": float(f"{row['time_us']:.5g}"),
+            "error": float(f"{accuracy.error:.4g}"),
+            "on": row["trial"].key in best,
+            "config": row["config"],
+        }
+        for row in section.rows
+        if row["status"] in (Status.OK, Status.INACCURATE) and row["time_us"] is not None
+        if (accuracy := row["trial"].accuracy) is not None and accuracy.error is not None
+    ]
+
+
+def max_error_of(section: Section) -> float | None:
+    """The max_error that the problem's candidates were held to, or None."""
+    asked = [row["trial"].accuracy for row in section.candidates]
+    return next((a.max_error for a in asked if a is not None and a.max_error is not None), None)
+
+
+def _matters(section: Section) -> bool:
+    return section.problem.scaled or max_error_of(section) is not None
+
+
+def _of_format(section: Section) -> list[str]:
+    row = section.winner or next((row for row in section.rows if row["rank"]), None)
+    accuracy: Accuracy | None = row["trial"].accuracy if row else None
+    if row is None or accuracy is None or accuracy.format_err is None or accuracy.error is None:
+        return []
+    line = (
+        f"errors, of the worst row: the format costs {accuracy.format_err:.1e}, {who(row)} adds "
+        f"{accuracy.error:.1e}"
+    )
+    if accuracy.total_err is not None:
+        line += f"; against the inputs before rounding it errs by {accuracy.total_err:.1e}"
+    return [line]
+
+
+def _left_out(section: Section) -> list[str]:
+    asked = max_error_of(section)
+    if asked is None:
+        return []
+    out = sum(row["status"] == Status.INACCURATE for row in section.rows)
+    over = [
+        f"{who(row)} ({row['trial'].accuracy.error:.1e})"
+        for row in section.rows
+        if row["baseline"] and row["status"] == Status.OK and _error(row) > asked
+    ]
+    line = f"max_error {asked:.1e}: candidates with a larger error are not ranked ({out} are not)"
+    return [line + (f"; baselines with a larger one: {', '.join(over)}" if over else "")]
+
+
+def _error(row: Row) -> float:
+    accuracy: Accuracy | None = row["trial"].accuracy
+    return 0.0 if accuracy is None or accuracy.error is None else accuracy.error
+
+
+def _best(section: Section) -> list[str]:
+    by_key = {row["trial"].key: row for row in section.rows}
+    rows = [by_key[t.key] for t in frontier([row["trial"] for row in section.rows])]
+    if len(rows) < 2:
+        return []
+    shown = rows[:_MOST]
+    more = f" (the fastest {_MOST} of {len(rows)})" if len(rows) > _MOST else ""
+    lines = [f"none is both faster and more accurate{more}; ~ not timed in the rounds:"]
+    for row in shown:
+        config = row["trial"].config
+        own = {name: config[name] for name in section.differing.get(row["kernel"], ())}
+        us = f"{'~' * apart(row)}{figure(row['time_us'], 4)}"
+        mark = "" if row["rank"] else ", over max_error"
+        said = f"  {us}{GLUE}µs, error {_error(row):.1e}{mark}: {who(row)} {named(own)}"
+        lines.append(said.rstrip())
+    return lines
+
+
+_NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?!\w)")
+_LAST_NUMBER = re.compile(r"\s*#(\s*(bytes|[KMG]iB))?(\s*of)?$")
+
+
+def notes(
+    section: Section, shown: Sequence[Row], more: str, legend: Sequence[str] = ()
+) -> list[tuple[str, str, list[str] | None]]:
+    """Lines with their styles, those of the winner first. legend: of the table's configs.
+
+    more: where all candidates are. A cause of failures has the compiler's errors with it.
+    """
+    winner = "bold" if section.winner else "bold red"
+    lines: list[tuple[str | None, str]] = [
+        *((line, winner) for line in winner_lines(section)),
+        (tie_line(section, shown), ""),
+        *((line, "dim") for line in legend),
+        *((line, "") for line in frontier_lines(section)),
+        (rest_line(section, shown, more), ""),
+        *((line, "yellow") for line in served_lines(section)),
+        *((line, "") for line in searched_lines(section)),
+        (judged_line(section.candidates), ""),
+    ]
+    after = [
+        *((line, "") for line in baseline_lines(section)),
+        *((line, "dim") for line in [*absent_baselines(section), *recorded_lines(section)]),
+    ]
+    return [
+        *((line, style, None) for line, style in lines if line),
+        *((line, "yellow", errors) for line, errors in failures(section)),
+        *((line, style, None) for line, style in after),
+    ]
+
+
+def _short_reasons(details: Iterable[str | None]) -> Counter[str]:
+    """The part of each detail that rows of one cause share, and the number of such rows.
+
+    `spills` of `spills 24 bytes, the spec allows 0`. A figure that does not end the part is a range
+    over these rows: `takes at least 31.2–55 us by its stages`.
+    """
+    groups: dict[str, list[list[str]]] = {}
+    for detail in details:
+        part = re.split(r"[,:;(]| as ", first_line(detail))[0].strip()
+        key = _LAST_NUMBER.sub("", _NUMBER.sub("#", part))
+        groups.setdefault(key, []).append(_NUMBER.findall(part))
+    said: Counter[str] = Counter()
+    for key, figures in groups.items():
+        text = key
+        for column in range(key.count("#")):
+            values = sorted((row[column] for row in figures), key=float)
+            span = "–".join(dict.fromkeys([values[0], values[-1]]))
+            text = text.replace("#", span, 1)
+        said[text] += len(figures)
+    return said
+
+
+def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
+    """The number of candidates that are not shown, by status."""
+    visible = {id(row) for row in shown}
+    rest = [row for row in section.candidates if id(row) not in visible]
+    if not rest:
+        return None
+    counted = []
+    for fate, count in Counter(map(_fate, rest)).items():
+        words = f"{count}{GLUE}{fate.replace('_', ' ')}"
+        if fate == Status.PRUNED:
+            why = _short_reasons(row["detail"] for row in rest if _fate(row) == fate)
+            named_ones = [f"{reason} {n}" for reason, n in why.most_common(3) if reason]
+            named_ones += ["…"] if len(why) > 3 else []
+            words += f" ({', '.join(named_ones)})" if named_ones else ""
+        counted.append(words)
+    if any(not row["baseline"] for row in shown):
+        if {row["status"] for row in rest} == {Status.OK}:
+            counted = [f"{len(rest)}{GLUE}more{GLUE}ok"]
+        elif len(counted) > 1:
+            counted[0] = f"{len(rest)}{GLUE}more: {counted[0]}"
+    return f"{', '.join(counted)}; {more}"
+
+
+def _fate(row: Row) -> str:
+    """The status of a row, or why a candidate of a long problem is not tried on it."""
+    label = shorter_of(row["detail"]) if row["status"] == Status.PRUNED else None
+    return str(row["status"]) if label is None else f"not tried: slower on {label}"
+
+
+def searched_lines(section: Section) -> list[str]:
+    """For each family that was searched in part: how many of its candidates were tried, and why."""
+    tried = Counter(row["kernel"] for row in section.candidates)
+    out = []
+    for facts in section.spaces:
+        kernel, there, why = facts.get("kernel"), facts.get("candidates"), facts.get("ended")
+        if isinstance(there, int) and 0 < tried[kernel] < there:
+            left = f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]}"
+            out.append(f"{left} left out" + (f": {why}" if isinstance(why, str) else ""))
+    return out
+
+
+def judged_line(rows: Sequence[Row]) -> str | None:
+    """How much of the outputs of these rows float64 judged, if that is not all."""
+    found = [row["trial"].accuracy for row in rows if row["time_us"] and not row["baseline"]]
+    shares = sorted(a.judged for a in found if a is not None and a.judged is not None)
+    if not shares:
+        return None
+    span = "–".join(dict.fromkeys(f"{100 * share:.2g}" for share in (shares[0], shares[-1])))
+    return (
+        f"float64 judged {span}{GLUE}% of the rows of every head; of the others it is only known "
+        "that they are numbers, the same in all calls"
+    )

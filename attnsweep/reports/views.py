@@ -17,7 +17,7 @@ from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.chunks import CHUNKS_RULE, MODES
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Family
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Family, Param
 from attnsweep.reports.terminal import GLUE, aligned, counted, wrap
 from attnsweep.specs.plan import PlannedProblem
 
@@ -88,18 +88,6 @@ def table(
     ]
 
 
-def what_works(hints: Sequence[str | None], rows: Sequence[tuple[str, str]], width: int) -> str:
-    """Hints, then the commands that work here, each with its purpose next to it or below it.
-
-    Commands are never broken.
-    """
-    longest, room = max(cell_len(command) for command, _ in rows), width - 4
-    lines = [line for command, what in rows for line in (command, f"    {what}")]
-    if longest + 2 + max(cell_len(what) for _, what in rows) <= room:
-        lines = aligned(rows, "ll", room)
-    return "\n  ".join([*filter(None, hints), "What works here:", *(f"  {line}" for line in lines)])
-
-
 # -- run --dry-run --------------------------------------------------------------------------
 
 
@@ -152,10 +140,7 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
             f"head_dim {kernel.head_dims_text} · stages {', '.join(kernel.stages)}",
             width,
         )
-        rows = [
-            (f"  {param.name}", ", ".join(map(str, param.values)), param.help)
-            for param in kernel.params
-        ]
+        rows = _of_params(kernel.params)
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
         rows += [("  serves only", "rule", text) for text in kernel.served_text]
         out += _parameters(rows, width)
@@ -163,8 +148,7 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
     if not baselines:
         return out[:-1]
     out += _titled("modes", "for every family, if a spec names them", width)
-    rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
-    out += _parameters(rows, width)
+    out += _parameters(_of_params(MODES), width)
     out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
     fixes: dict[str, list[str]] = {}
@@ -178,6 +162,10 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
         width,
         "dim",
     )
+
+
+def _of_params(params: Iterable[Param]) -> list[tuple[str, str, str]]:
+    return [(f"  {p.name}", ", ".join(map(str, p.values)), p.help) for p in params]
 
 
 def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:

@@ -34,10 +34,9 @@ from attnsweep.specs.model import (
     SpecFile,
     UnservedCalls,
 )
-from attnsweep.specs.overrides import apply
 from attnsweep.specs.require import Requirements, requirements
 from attnsweep.specs.shipped import find, shipped_hint
-from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, dump, nearest
+from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, apply, dump, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +347,13 @@ def _check_values(
             document.report(what, hint, document.keys[(*loc, name)])
             continue
         for value in chosen:
-            refusal = _refusal(declared[name], value)
-            if refusal is not None:
+            if (refused := refusal(declared[name], value)) is not None:
                 document.report(
-                    f"{family}: {refusal[0]}", refusal[1], document.find(value, *loc, name)
+                    f"{family}: {refused[0]}", refused[1], document.find(value, *loc, name)
                 )
 
 
-def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
+def refusal(param: Param, value: Value) -> tuple[str, str] | None:
     """Why `value` cannot be a value of `param`, and a hint; None if it can."""
     alike = [declared for declared in param.values if type(declared) is type(value)]
     hint = f"its own values: {', '.join(map(_yaml_text, param.values))}"
@@ -392,7 +390,9 @@ def schema_text() -> str:
 
 
 def _untitled(schema: Any) -> Any:
-    """The schema without the titles that pydantic derives from field names."""
+    """The schema without pydantic's titles of fields, and each description on one line."""
     if isinstance(schema, dict):
         return {key: _untitled(value) for key, value in schema.items() if key != "title"}
+    if isinstance(schema, str):
+        return " ".join(schema.split())
     return [_untitled(item) for item in schema] if isinstance(schema, list) else schema

@@ -176,18 +176,14 @@ ParameterValues = dict[str, Many[ParameterValue]]
 class KernelSpec(BaseModel):
     """Values of a family's parameters, and variants: parameters that change together."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
     __pydantic_extra__: ParameterValues = Field(init=False)
 
-    family: StrictStr = Field(
-        default="",
-        description="The family, if the space has a name of its own: a family may have several "
-        "spaces, and a problem names those that it gets under `kernels` (default: the name).",
-    )
-    variants: dict[str, dict[str, ParameterValues]] = Field(
-        default={},
-        description="Axis to name to parameter values; a config combines one variant of each axis.",
-    )
+    family: StrictStr = ""
+    """The family, if the space has a name of its own: a family may have several spaces, and a
+    problem names those that it gets under `kernels` (default: the name)."""
+    variants: dict[str, dict[str, ParameterValues]] = {}
+    """Axis to name to parameter values; a config combines one variant of each axis."""
 
 
 KernelChoice = Annotated[
@@ -218,7 +214,9 @@ Bytes = Annotated[
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class CallableSpec(_Model):
@@ -230,31 +228,24 @@ class CallableSpec(_Model):
             partial(_callable_name, pattern=CALL),
             json_schema_input_type=Annotated[str, Field(pattern=f"^{CALL}$")],
         ),
-    ] = Field(description="MODULE:FUNCTION or FILE.py:FUNCTION.")
-    graph: StrictBool | None = Field(
-        default=None,
-        description="true: it is refused if no CUDA graph holds its calls. false: they are issued "
-        "one by one (default: issued if no graph holds them).",
-    )
-    layout: Literal["bhsd", "bshd"] = Field(
-        default="bhsd",
-        description="Layout of q, k, v and o. bshd: views of (batch, seqlen, heads, head_dim).",
-    )
-    workspace: Bytes | None = Field(
-        default=None,
-        description="Device memory that a call may take beside its outputs: an int, or a size like "
-        "'2 GiB' (default: any).",
-    )
+    ]
+    """MODULE:FUNCTION or FILE.py:FUNCTION."""
+    graph: StrictBool | None = None
+    """true: it is refused if no CUDA graph holds its calls. false: they are issued one by one
+    (default: issued if no graph holds them)."""
+    layout: Literal["bhsd", "bshd"] = "bhsd"
+    """Layout of q, k, v and o. bshd: views of (batch, seqlen, heads, head_dim)."""
+    workspace: Bytes | None = None
+    """Device memory that a call may take beside its outputs: an int, or a size like '2 GiB'
+    (default: any)."""
 
 
 class CandidateSpec(CallableSpec):
     """A callable that is judged, and how."""
 
-    strict: StrictBool = Field(
-        default=False,
-        description="true: it is called in a process of its own, in chains whose times the judge's "
-        "clock confirms, in rounds with the baselines alone, as by `attnsweep judge --strict`.",
-    )
+    strict: StrictBool = False
+    """true: it is called in a process of its own, in chains whose times the judge's clock
+    confirms, in rounds with the baselines alone, as by `attnsweep judge --strict`."""
 
 
 _Labelled = dict[Annotated[str, AfterValidator(_label)], CallableSpec]
@@ -284,40 +275,30 @@ Callables = Annotated[
 class MeasureSpec(_Model):
     """How candidates are timed. See docs/measuring.md."""
 
-    rank_by: Literal["warm", "cold", "eager", "energy"] = Field(
-        default="warm",
-        description="What ranks: the time of a call with a warm or a cold L2, the host's cost of "
-        "issuing one, or the energy of a warm one. Tables show the others next to it.",
-    )
-    rounds: Size = Field(
-        default=15,
-        description="Rounds in which finalists and baselines take turns; up to three times as many "
-        "while the best are undecided.",
-    )
-    finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
-    replay_us: Size = Field(default=1000, description="Shortest timed graph replay, in µs.")
-    cold: StrictBool = Field(
-        default=True, description="Also time with a cold L2, by rotating buffers."
-    )
-    eager: StrictBool = Field(
-        default=True, description="Also time the host's cost of one eager call."
-    )
-    energy: StrictBool = Field(
-        default=False,
-        description="Also measure the energy of a call of each finalist and baseline, by NVML's "
-        "counter: about 2 s each (default: true if rank_by is energy).",
-    )
-    max_error: Annotated[float, Field(strict=True, gt=0)] | None = Field(
-        default=None,
-        description="Rank only candidates whose error on the timed problem is at most this; the "
-        "others are shown by time and error (default: all that are right).",
-    )
-    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
-        default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
-    )
-    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
-        default=30.0, description="Seconds one candidate may take before its worker is killed."
-    )
+    rank_by: Literal["warm", "cold", "eager", "energy"] = "warm"
+    """What ranks: the time of a call with a warm or a cold L2, the host's cost of issuing one,
+    or the energy of a warm one. Tables show the others next to it."""
+    rounds: Size = 15
+    """Rounds in which finalists and baselines take turns; up to three times as many while the
+    best are undecided."""
+    finalists: Size = 12
+    """Candidates per problem that enter the rounds."""
+    replay_us: Size = 1000
+    """Shortest timed graph replay, in µs."""
+    cold: StrictBool = True
+    """Also time with a cold L2, by rotating buffers."""
+    eager: StrictBool = True
+    """Also time the host's cost of one eager call."""
+    energy: StrictBool = False
+    """Also measure the energy of a call of each finalist and baseline, by NVML's counter: about
+    2 s each (default: true if rank_by is energy)."""
+    max_error: Annotated[float, Field(strict=True, gt=0)] | None = None
+    """Rank only candidates whose error on the timed problem is at most this; the others are
+    shown by time and error (default: all that are right)."""
+    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = None
+    """Seed of q, k and v (default: another in each run; rows keep it)."""
+    timeout_s: Annotated[float, Field(strict=True, gt=0)] = 30.0
+    """Seconds one candidate may take before its worker is killed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -344,23 +325,21 @@ class MeasureSpec(_Model):
 class CheckSpec(_Model):
     """When `attnsweep check SPEC --against RUN` calls code slower. See docs/ci.md."""
 
-    slower: Slower = Field(
-        default=0.02, description="Slowdown that counts as a regression: 0.02 is 2 %."
-    )
-    budget_s: Annotated[float, Field(strict=True, gt=0)] = Field(
-        default=120.0,
-        description="Seconds of a whole check; problems undecided then are inconclusive.",
-    )
+    slower: Slower = 0.02
+    """Slowdown that counts as a regression: 0.02 is 2 %."""
+    budget_s: Annotated[float, Field(strict=True, gt=0)] = 120.0
+    """Seconds of a whole check; problems undecided then are inconclusive."""
 
 
 class UnservedCalls(_Model):
     """Attention calls of a program that no problem stands for; `attnsweep shapes` notes them."""
 
-    call: StrictStr = Field(description="The call's shape.")
-    calls: Annotated[int, Field(strict=True, ge=0)] = Field(
-        description="How often the program called it; 0 if that is unknown."
-    )
-    reason: StrictStr = Field(description="Why no family can serve it.")
+    call: StrictStr
+    """The call's shape."""
+    calls: Annotated[int, Field(strict=True, ge=0)]
+    """How often the program called it; 0 if that is unknown."""
+    reason: StrictStr
+    """Why no family can serve it."""
 
 
 class ProblemSpec(_Model):
@@ -372,88 +351,61 @@ class ProblemSpec(_Model):
         }
     )
 
-    batch: Many[Size] = Field(description="Sequences in the batch.")
-    heads: Many[Size] = Field(description="Query heads.")
-    heads_kv: Many[Size] | None = Field(
-        default=None,
-        description="Key and value heads, a divisor of heads (default: heads).",
-    )
-    seqlen: Many[Size] | None = Field(default=None, description="Sets both seqlen_q and seqlen_k.")
-    seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
-    seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
-    head_dim: Many[Size] = Field(description="Elements per head and row.")
-    head_dim_v: Many[Size] | None = Field(
-        default=None,
-        description="Elements per head and row of v and o, if not head_dim: 128 with head_dim 192, "
-        "as in MLA's prefill.",
-    )
-    dtype: Many[Dtype] = Field(
-        default=["fp16"],
-        description="Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of "
-        "each tensor, e4m3_block of each 128 keys; o is then bf16.",
-    )
-    causal: Many[StrictBool] = Field(
-        default=[False], description="Mask aligned bottom-right: the last query sees the last key."
-    )
-    window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        default=None,
-        description="In the place of causal: keys that a query sees before and after its own, "
-        "[512, 0]; null is all of them.",
-    )
-    top_left: StrictBool = Field(
-        default=False,
-        description="With causal or window: the diagonal of query i is key i, as in PyTorch's "
-        "is_causal, and not the last query's the last key.",
-    )
-    padding: Annotated[list[StrictStr | StrictInt], Field(min_length=2, max_length=3)] | None = (
-        Field(
-            default=None,
-            description="Items of a batch that have keys of their own number: the padded side, "
-            "right or left, and percent of the keys that the shortest has, [right, 40]; a seed of "
-            "their order may follow.",
-        )
-    )
-    packed: Annotated[list[StrictInt], Field(min_length=1, max_length=3)] | None = Field(
-        default=None,
-        description="Sequences one behind the other, as cu_seqlens say: their number, and percent "
-        "of the longest that the shortest has, [8, 40]; a seed of their order may follow. batch is "
-        "1, and seqlen counts the tokens of all.",
-    )
-    boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = Field(
-        default=None,
-        description="Calls get the mask as a boolean tensor: one for all, [], or of each item of "
-        "the batch and each head, [item, head]. Or a mask that is no interval, [blocks, 30]. "
-        "blocks: percent of 128 x 128 blocks that are seen; documents: their number; holes: "
-        "percent of causal pairs; padding: percent as in padding. A seed may follow.",
-    )
-    softcap: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="Scores become softcap * tanh(score / softcap), as in Gemma 2: 50.",
-    )
-    sinks: StrictBool = Field(
-        default=False,
-        description="Each query head has one more score, which takes weight and has no value, as "
-        "in gpt-oss.",
-    )
-    bias: Annotated[list[Literal["item", "head"]], Field(max_length=2)] | None = Field(
-        default=None,
-        description="Calls add a tensor to the scores, as attn_mask of q's dtype: one for all, [], "
-        "or of each item of the batch and each head, [item, head].",
-    )
-    op: Many[Literal["forward", "backward"]] = Field(
-        default=["forward"],
-        description="What a call computes. backward: the gradients dq, dk, dv from q, k, v, o, "
-        "lse and do.",
-    )
-    kernels: Many[StrictStr] | None = Field(
-        default=None, description="Sweep only these of the spec's kernels on this entry."
-    )
-    slower: Slower | None = Field(
-        default=None, description="Replaces check.slower for the problems of this entry."
-    )
-    calls: Calls | None = Field(
-        default=None, description="How often a program calls this; reports then say what it gains."
-    )
+    batch: Many[Size]
+    """Sequences in the batch."""
+    heads: Many[Size]
+    """Query heads."""
+    heads_kv: Many[Size] | None = None
+    """Key and value heads, a divisor of heads (default: heads)."""
+    seqlen: Many[Size] | None = None
+    """Sets both seqlen_q and seqlen_k."""
+    seqlen_q: Many[Size] | None = None
+    """Query rows per head."""
+    seqlen_k: Many[Size] | None = None
+    """Key and value rows per head."""
+    head_dim: Many[Size]
+    """Elements per head and row."""
+    head_dim_v: Many[Size] | None = None
+    """Elements per head and row of v and o, if not head_dim: 128 with head_dim 192, as in MLA's
+    prefill."""
+    dtype: Many[Dtype] = ["fp16"]
+    """Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of each tensor,
+    e4m3_block of each 128 keys; o is then bf16."""
+    causal: Many[StrictBool] = [False]
+    """Mask aligned bottom-right: the last query sees the last key."""
+    window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
+    """In the place of causal: keys that a query sees before and after its own, [512, 0]; null
+    is all of them."""
+    top_left: StrictBool = False
+    """With causal or window: the diagonal of query i is key i, as in PyTorch's is_causal, and
+    not the last query's the last key."""
+    padding: Annotated[list[StrictStr | StrictInt], Field(min_length=2, max_length=3)] | None = None
+    """Items of a batch that have keys of their own number: the padded side, right or left, and
+    percent of the keys that the shortest has, [right, 40]; a seed of their order may follow."""
+    packed: Annotated[list[StrictInt], Field(min_length=1, max_length=3)] | None = None
+    """Sequences one behind the other, as cu_seqlens say: their number, and percent of the
+    longest that the shortest has, [8, 40]; a seed of their order may follow. batch is 1, and
+    seqlen counts the tokens of all."""
+    boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = None
+    """Calls get the mask as a boolean tensor: one for all, [], or of each item of the batch and
+    each head, [item, head]. Or a mask that is no interval, [blocks, 30]. blocks: percent of 128
+    x 128 blocks that are seen; documents: their number; holes: percent of causal pairs;
+    padding: percent as in padding. A seed may follow."""
+    softcap: Annotated[float, Field(gt=0)] | None = None
+    """Scores become softcap * tanh(score / softcap), as in Gemma 2: 50."""
+    sinks: StrictBool = False
+    """Each query head has one more score, which takes weight and has no value, as in gpt-oss."""
+    bias: Annotated[list[Literal["item", "head"]], Field(max_length=2)] | None = None
+    """Calls add a tensor to the scores, as attn_mask of q's dtype: one for all, [], or of each
+    item of the batch and each head, [item, head]."""
+    op: Many[Literal["forward", "backward"]] = ["forward"]
+    """What a call computes. backward: the gradients dq, dk, dv from q, k, v, o, lse and do."""
+    kernels: Many[StrictStr] | None = None
+    """Sweep only these of the spec's kernels on this entry."""
+    slower: Slower | None = None
+    """Replaces check.slower for the problems of this entry."""
+    calls: Calls | None = None
+    """How often a program calls this; reports then say what it gains."""
 
     @model_validator(mode="after")
     def _can_exist(self) -> ProblemSpec:
@@ -510,29 +462,19 @@ _OF_EACH = (
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "gp", "random", "staged"] = Field(
-        default="exhaustive",
-        description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
-        "stops by itself. random: a sample without repeats. staged: each stage alone, then "
-        "combinations of the best.",
-    )
-    candidates: Size | None = Field(
-        default=None,
-        description="Most candidates per kernel and problem; random needs it or budget_s.",
-    )
-    budget_s: Size | None = Field(
-        default=None,
-        description="Seconds for trying a problem's candidates; the rounds of the finalists "
-        "follow.",
-    )
-    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Seed of strategies gp and random."
-    )
-    skip_by_bound: StrictBool = Field(
-        default=True,
-        description="Skip candidates whose stages, measured in other configs, already take too "
-        "long for a finalist.",
-    )
+    strategy: Literal["exhaustive", "gp", "random", "staged"] = "exhaustive"
+    """exhaustive: all, in order. gp: a model that begins with recorded runs, and stops by
+    itself. random: a sample without repeats. staged: each stage alone, then combinations of the
+    best."""
+    candidates: Size | None = None
+    """Most candidates per kernel and problem; random needs it or budget_s."""
+    budget_s: Size | None = None
+    """Seconds for trying a problem's candidates; the rounds of the finalists follow."""
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Seed of strategies gp and random."""
+    skip_by_bound: StrictBool = True
+    """Skip candidates whose stages, measured in other configs, already take too long for a
+    finalist."""
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:
@@ -548,65 +490,48 @@ class SearchSpec(_Model):
 class LimitsSpec(_Model):
     """Candidates above a limit are pruned, with the reason; null is no limit."""
 
-    workspace_bytes: Bytes | None = Field(
-        default=None,
-        description="Device memory for intermediate buffers: an int, or a size like '2 GiB'.",
-    )
-    spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        default=None, description="Register spills of all stages, in bytes."
-    )
+    workspace_bytes: Bytes | None = None
+    """Device memory for intermediate buffers: an int, or a size like '2 GiB'."""
+    spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = None
+    """Register spills of all stages, in bytes."""
 
 
 class SpecFile(_Model):
     """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
 
-    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = Field(
-        default=None, description="Name of the run's directory (default: the file's stem)."
-    )
-    device: Device = Field(
-        default="cuda",
-        description="cuda: measure on a GPU. replay: take times from a recorded run.",
-    )
-    recording: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None, description="With device replay: the run to replay, relative to this file."
-    )
-    arch: ArchName | None = Field(
-        default=None, description="Architecture of the spec; other GPUs are refused."
-    )
-    kernel_dir: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Directory with kernel families of your own, relative to this file; "
-        "--kernels replaces it.",
-    )
-    problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
-        description="Attention shapes."
-    )
-    kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)] = Field(
-        description="Family name to parameter values that replace its own; {} keeps its own."
-    )
-    baselines: Baselines = Field(
-        default=list(BASELINES),
-        description="Baselines timed in the same rounds: all, a list of names, or a mapping as "
-        "candidates may be.",
-    )
-    candidates: Callables = Field(
-        default=[],
-        description="Python callables, as MODULE:FUNCTION or FILE.py:FUNCTION, that are judged "
-        "and timed in the same rounds; nothing is compared with them. Or a mapping of names of "
-        "yours to how each is called.",
-    )
-    search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
-    measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
-    limits: LimitsSpec = Field(default=LimitsSpec(), description="Limits that prune candidates.")
-    require: RequireSpec = Field(  # type: ignore[valid-type]
-        default=RequireSpec(), description="Requirements for compiled code; others are pruned."
-    )
-    check: CheckSpec = Field(
-        default=CheckSpec(), description="When check calls a kernel slower than its baseline."
-    )
-    unserved: list[UnservedCalls] = Field(
-        default=[], description="A program's calls that are none of the problems, for the report."
-    )
+    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = None
+    """Name of the run's directory (default: the file's stem)."""
+    device: Device = "cuda"
+    """cuda: measure on a GPU. replay: take times from a recorded run."""
+    recording: Annotated[StrictStr, Field(min_length=1)] | None = None
+    """With device replay: the run to replay, relative to this file."""
+    arch: ArchName | None = None
+    """Architecture of the spec; other GPUs are refused."""
+    kernel_dir: Annotated[StrictStr, Field(min_length=1)] | None = None
+    """Directory with kernel families of your own, relative to this file; --kernels replaces it."""
+    problems: Annotated[list[ProblemSpec], Field(min_length=1)]
+    """Attention shapes."""
+    kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)]
+    """Family name to parameter values that replace its own; {} keeps its own."""
+    baselines: Baselines = list(BASELINES)
+    """Baselines timed in the same rounds: all, a list of names, or a mapping as candidates may
+    be."""
+    candidates: Callables = []
+    """Python callables, as MODULE:FUNCTION or FILE.py:FUNCTION, that are judged and timed in
+    the same rounds; nothing is compared with them. Or a mapping of names of yours to how each
+    is called."""
+    search: SearchSpec = SearchSpec()
+    """Which candidates are tried."""
+    measure: MeasureSpec = MeasureSpec()
+    """How they are timed."""
+    limits: LimitsSpec = LimitsSpec()
+    """Limits that prune candidates."""
+    require: RequireSpec = RequireSpec()  # type: ignore[valid-type]
+    """Requirements for compiled code; others are pruned."""
+    check: CheckSpec = CheckSpec()
+    """When check calls a kernel slower than its baseline."""
+    unserved: list[UnservedCalls] = []
+    """A program's calls that are none of the problems, for the report."""
 
 
 MODELS: dict[str, type[BaseModel]] = {

@@ -52,6 +52,9 @@ _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padded": "padding"}
 _CALLS |= {"packed": "padding", "softcap": "softcap", "bias": "bias"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
+# Words of a shape that say which field they are of.
+_WORDS = dict.fromkeys(("causal", "causal_top_left", "full"), "mask") | {"sinks": "sinks"}
+_WORDS |= dict.fromkeys(OPS, "op") | dict.fromkeys(DTYPE_BYTES, "dtype")
 _OF_SCORES = ("softcap", "sinks", "bias")
 _OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "op")
 _MASK_WORDS = (
@@ -222,16 +225,10 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         if "=" in bare:
             pieces = bare.split(",")
             given = [_named(piece) for piece in pieces]
-        elif bare.lower() in ("causal", "causal_top_left", "full"):
-            given = [("mask", bare.lower())]
-        elif bare.lower() == "sinks":
-            given = [("sinks", "sinks")]
-        elif bare.lower() in OPS:
-            given = [("op", bare.lower())]
+        elif bare.lower() in _WORDS:
+            given = [(_WORDS[bare.lower()], bare.lower())]
         elif (of := _CALLS.get(bare.lower().partition(":")[0])) is not None:
             given = [(of, bare.lower())]
-        elif bare.lower() in DTYPE_BYTES:
-            given = [("dtype", bare.lower())]
         elif bare[:1].isdigit() or bare[:1] in "-+.":
             apart = list(itertools.takewhile(str.isdigit, words[number:]))
             if len(apart) >= 4:

@@ -12,8 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from attnsweep.choose.search import Search, search_of
-from attnsweep.choose.strategies.simple import Proposals
+from attnsweep.choose.search import Proposals, Search, search_of
 from attnsweep.compile.candidate import Build, as_ready, builds_of
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.problem import Problem

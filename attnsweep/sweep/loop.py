@@ -218,7 +218,7 @@ class _ProblemSweep:
         """Check a candidate and take its first time, unless its stages already show it slow."""
         skip = self._kept.skips.verdict(build) if self._spec.search.skip_by_bound else None
         if skip is not None:
-            return row.with_(status=Status.PRUNED, detail=skip.detail, at_least_us=skip.at_least_us)
+            return row.with_(**skip)
         try:
             accuracy, first = self._gpu.trial(candidate)
         except WorkerError as error:

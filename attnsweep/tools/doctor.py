@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.baselines.backend import Package
+from attnsweep.baselines.backend import TORCH, Package
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.compile import cache
 from attnsweep.compile.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
@@ -21,7 +20,7 @@ from attnsweep.core.files import install_command, why_pip_misses
 from attnsweep.device.cuda import driver_cuda
 from attnsweep.device.environment import driver_version
 from attnsweep.reports.terminal import aligned, counted
-from attnsweep.reports.views import what_works, with_tails
+from attnsweep.reports.views import with_tails
 from attnsweep.tools.target import described
 
 _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
@@ -52,18 +51,18 @@ def examine() -> list[Finding]:
         _nvrtc(install, cuda),
     ]
     on_gpu = [
-        _package(("cupy-cuda13x", "cupy-cuda12x", "cupy"), "CuPy", install, needed=True),
+        _package("CuPy", Package(("cupy-cuda13x", "cupy-cuda12x", "cupy"), install), needed=True),
         Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
-        _package(("nvidia-ml-py",), "NVML", install, needed=False),
-        _package(("torch",), "PyTorch", install_command("torch"), needed=False),
-        *(_baseline(name) for name in _BASELINES),
+        _package("NVML", Package(("nvidia-ml-py",), install)),
+        _package("PyTorch", TORCH),
+        *(_package(name, BACKENDS[name].package) for name in _BASELINES),
     ]
     if cuda is None:  # without a driver no package helps to use a GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
     extras = [
-        _package(("nvidia-cuda-nvdisasm",), "nvdisasm", install_command("inspect"), needed=False),
-        _package(("vl-convert-python",), "HTML page", install_command("html"), needed=False),
-        _package(("junitparser",), "JUnit XML", install_command("ci"), needed=False),
+        _package("nvdisasm", Package(("nvidia-cuda-nvdisasm",), install_command("inspect"))),
+        _package("HTML page", Package(("vl-convert-python",), install_command("html"))),
+        _package("JUnit XML", Package(("junitparser",), install_command("ci"))),
     ]
     return [*base, *on_gpu, *extras, _cache()]
 
@@ -102,31 +101,23 @@ def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
     return out
 
 
-def without_gpu(
-    error: NoGpuError,
-    spec: Path,
-    arch: str | None,
-    kernels: Path | None,
-    width: int,
-    options: Sequence[str] = (),
-) -> str:
-    """Advice about the missing GPU, and the commands that work for this spec without one.
+def without_gpu(error: NoGpuError, rows: Sequence[tuple[str, str]], width: int) -> NoGpuError:
+    """The error with advice, and the commands that work without a GPU, which are never broken.
 
-    options: what else was asked for, and the other commands take as well.
+    rows: each command, and its purpose, which is next to it or below it.
     """
-    common = shlex.join([str(spec), "--arch", arch or "sm_90a", *options])
-    if kernels is not None:
-        common += f" --kernels {shlex.quote(str(kernels))}"
-    rows = [
-        ("attnsweep run quickstart", "replay a recorded run"),
-        (f"attnsweep run --dry-run {common}", "count the candidates"),
-        (f"attnsweep compile {common}", "compile, prune, resources"),
-        ("attnsweep doctor", "what is missing, and how to fix it"),
-    ]
-    if (fix := why_no_compiling()) is not None:
-        del rows[2]
-        fix = f"To compile here, without a GPU: {fix}"
-    return what_works([error.hint, fix], rows, width)
+    able = [row for row in rows if not row[0].startswith("attnsweep compile ")]
+    fix = why_no_compiling() if len(able) < len(rows) else None
+    if fix is not None:
+        rows, fix = able, f"To compile here, without a GPU: {fix}"
+    rows = [*rows, ("attnsweep doctor", "what is missing, and how to fix it")]
+    longest, purpose = (max(map(cell_len, column)) for column in zip(*rows, strict=True))
+    lines = [line for command, what in rows for line in (command, f"    {what}")]
+    if longest + 2 + purpose <= width - 4:
+        lines = aligned(rows, "ll", width - 4)
+    said = [error.hint, fix, "What works here:", *(f"  {line}" for line in lines)]
+    hint = "\n  ".join(filter(None, said))
+    return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 
 def _pip() -> Finding:
@@ -178,23 +169,15 @@ def _gpu() -> Finding:
 _BASELINES = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
 
 
-def _baseline(name: str) -> Finding:
-    package = BACKENDS[name].package
-    installed = package.installed()
-    if installed:
-        return Finding(name, True, ", ".join(installed), needed=False)
-    return Finding(name, False, "not installed", package.fix, needed=False)
-
-
-def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> Finding:
-    installed = Package(names, fix).installed()
+def _package(label: str, package: Package, *, needed: bool = False) -> Finding:
+    installed, fix = package.installed(), package.fix
     if not installed:
         return Finding(label, False, "not installed", fix, needed)
     if label == "CuPy" and len(installed) > 1:
         both = " and ".join(installed)
-        remedy = f"pip uninstall -y {' '.join(names)}; {fix}"
+        remedy = f"pip uninstall -y {' '.join(package.names)}; {fix}"
         return Finding(label, False, f"{both} overwrite each other", remedy, needed)
-    return Finding(label, True, installed[0], needed=needed)
+    return Finding(label, True, ", ".join(installed), needed=needed)
 
 
 def _cache() -> Finding:

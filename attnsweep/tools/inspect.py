@@ -19,11 +19,12 @@ from attnsweep.compile.nvrtc import Compiler, nvrtc_version
 from attnsweep.core.errors import KernelError, SpaceError, StoreError, ToolchainError
 from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
-from attnsweep.core.trial import Environment, Resources, Trial
+from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import MODES
-from attnsweep.family.family import SMS, Config, Family, Launch, Param, values_in
+from attnsweep.family.family import SMS, Config, Family, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
+from attnsweep.specs.load import refusal
 from attnsweep.specs.require import INSTRUCTIONS
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.run import ENVIRONMENT, Run, find_runs
@@ -47,108 +48,6 @@ class _OneSm:
     memory_bytes_per_second: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """The result. uncounted: None, or the reason why instructions were not counted."""
-
-    kernel: Family
-    config: Config
-    problem: Problem
-    arch: Arch
-    used: Resources
-    launches: Mapping[str, Launch]
-    uncounted: str | None
-    card: Environment | None
-    """A recorded card of this architecture, whose clock and SMs the bound uses."""
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The least time of each unit: µs on the card, or clocks of one SM without a card."""
-        return bounds(self.problem, self.arch, self.card or _OneSm())
-
-    def waves(self, stage: str) -> float | None:
-        """How many times the blocks of a stage's grid fill the card's SMs."""
-        blocks = self.used.stages[stage]["blocks_per_sm"]
-        if self.card is None or not blocks:
-            return None
-        return math.prod(self.launches[stage].grid) / (blocks * self.card.sm_count)
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as plain data; unknown values are None."""
-        major, minor = nvrtc_version()
-        return {
-            "kernel": self.kernel.name,
-            "config": dict(self.config),
-            "problem": self.problem.facts,
-            "label": self.problem.label,
-            "arch": self.arch.name,
-            "nvrtc": f"{major}.{minor}",
-            "stages": {
-                name: {
-                    **stage,
-                    "limited_by": self.used.limiters[name],
-                    "grid": list(self.launches[name].grid),
-                    "waves": self.waves(name),
-                }
-                for name, stage in self.used.stages.items()
-            },
-            "uncounted": self.uncounted,
-            "card": self.card.gpu if self.card else None,
-            "bounds_us": self.limits if self.card else None,
-            "bounds_sm_clocks": bounds(self.problem, self.arch, _OneSm()),
-        }
-
-    def lines(self, width: int) -> list[str]:
-        """The result as text, no line wider than `width` unless names need it."""
-        major, minor = nvrtc_version()
-        out = wrap(f"{self.kernel.name} {self.config.label}".rstrip(), width)
-        out += wrap(f"{self.problem.label} · {self.arch.name} · NVRTC {major}.{minor}", width)
-        out += ["", *self._table(self._resource_rows(), width)]
-        if self.uncounted is None:
-            out += ["", *self._table(self._instruction_rows(), width)]
-            out += wrap("Each instruction counts once, however often a loop runs it.", width)
-        else:
-            out += ["", *wrap(f"no instructions: {self.uncounted}", width)]
-        unit, where = ("µs", f"on {self.card.gpu}, as recorded") if self.card else (
-            "SM clocks",
-            "over all SMs; a recorded run of this architecture gives µs",
-        )  # fmt: skip
-        each = [f"{name} {_plain(us)}{GLUE}{unit}" for name, us in self.limits.items()]
-        return [*out, "", *wrap(f"bound of the problem: {', '.join(each)} {where}", width)]
-
-    def _resource_rows(self) -> list[list[str]]:
-        header = ["stage", *_HEADERS.values(), "limited by", "cubin B", "grid"]
-        rows = [[*header, *(["waves"] if self.card else [])]]
-        for name, stage in self.used.stages.items():
-            cells = [f"{stage[key]:.0f}" for key in _HEADERS if key != "occupancy"]
-            cells.append(f"{100 * stage['occupancy']:.0f} %")
-            cells += [self.used.limiters[name], f"{stage['cubin_bytes']:.0f}"]
-            cells.append("×".join(map(str, self.launches[name].grid)))
-            waves = self.waves(name)
-            rows.append([name, *cells, *([f"{waves:.2f}" if waves else "-"] if self.card else [])])
-        return rows
-
-    def _instruction_rows(self) -> list[list[str]]:
-        names = [name.replace("_", " ") if "_" in name else name for name in INSTRUCTIONS]
-        upper = [n.upper() if len(n) <= 5 else n for n in names]
-        rows = [["stage", *upper]]
-        for name, stage in self.used.stages.items():
-            rows.append([name, *(f"{stage[kind]:.0f}" for kind in INSTRUCTIONS)])
-        return rows
-
-    def _table(self, rows: list[list[str]], width: int) -> list[str]:
-        """A line per stage; if that is too wide, a line per fact."""
-        lines = aligned(rows, "l" + "r" * (len(rows[0]) - 1), 10**6)
-        if max(map(len, lines)) <= width:
-            return lines
-        turned = [list(column) for column in zip(*rows, strict=True)]
-        return aligned(turned, "l" + "r" * (len(turned[0]) - 1), 10**6)
-
-
-def _plain(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-
-
 def inspect(
     kernel: Family,
     given: str,
@@ -156,22 +55,22 @@ def inspect(
     arch: Arch,
     *,
     card: Environment | None = None,
-) -> Inspection:
-    """Compile one config for `arch` and inspect it.
+) -> dict[str, Any]:
+    """Compile one config for `arch` and inspect it: plain data; unknown values are None.
 
     given: parameters as `BLOCK_M=64 BLOCK_N=128`; the others come from the first config that the
-    family's rules keep. Raises KernelError for an unknown parameter or value, SpaceError if the
-    family cannot run the problem or no config is left, CompileError, and ToolchainError without
-    NVRTC.
+    family's rules keep. card: a recorded one of this architecture, whose clock and SMs the bound
+    and the waves use: how many times a stage's blocks fill its SMs. Raises KernelError for an
+    unknown parameter or value, SpaceError if the family cannot run the problem or no config is
+    left, CompileError, and ToolchainError without NVRTC.
     """
     problem = problem or _usual_problem(kernel)
-    refusal = kernel.refusal(problem, arch)
-    if refusal is not None:
+    if (why := kernel.refusal(problem, arch)) is not None:
         raise SpaceError(
-            f"{kernel.name} cannot run {problem.label} on {arch.name}: {refusal}",
+            f"{kernel.name} cannot run {problem.label} on {arch.name}: {why}",
             hint="choose another with --problem or --arch",
         )
-    config = _config(kernel, given, problem, arch)
+    config = config_of(kernel, given, problem, arch)
     compiler = Compiler(arch)
     try:
         build = Build.of(kernel, config, problem, compiler)
@@ -180,12 +79,74 @@ def inspect(
         used = resources([(n, cubins[n], launch) for n, launch in build.launches.items()], arch)
         uncounted = None
         try:
-            used = with_instructions(used, build.cubins(), build.launches)
+            used = with_instructions(used, cubins, build.launches)
         except ToolchainError as error:
             uncounted = error.render()
-        return Inspection(kernel, config, problem, arch, used, build.launches, uncounted, card)
     finally:
         compiler.close()
+    sms = card.sm_count if card else 0
+    stages = {}
+    for name, stage in used.stages.items():
+        grid, blocks = build.launches[name].grid, stage["blocks_per_sm"] * sms
+        own = {"limited_by": used.limiters[name], "grid": list(grid)}
+        stages[name] = {**stage, **own, "waves": math.prod(grid) / blocks if blocks else None}
+    return {
+        "kernel": kernel.name,
+        "config": dict(config),
+        "problem": problem.facts,
+        "label": problem.label,
+        "arch": arch.name,
+        "nvrtc": ".".join(map(str, nvrtc_version())),
+        "stages": stages,
+        "uncounted": uncounted,
+        "card": card.gpu if card else None,
+        "bounds_us": bounds(problem, arch, card) if card else None,
+        "bounds_sm_clocks": bounds(problem, arch, _OneSm()),
+    }
+
+
+def lines(found: Mapping[str, Any], width: int) -> list[str]:
+    """An inspection as text, no line wider than `width` unless names need it."""
+    stages, card = found["stages"], found["card"]
+    out = wrap(f"{found['kernel']} {Config(found['config']).label}".rstrip(), width)
+    out += wrap(f"{found['label']} · {found['arch']} · NVRTC {found['nvrtc']}", width)
+    rows = [["stage", *_HEADERS.values(), "limited by", "cubin B", "grid", "waves"]]
+    for name, stage in stages.items():
+        cells = {key: f"{stage[key]:.0f}" for key in _HEADERS}
+        cells["occupancy"] = f"{100 * stage['occupancy']:.0f} %"
+        grid, waves = "×".join(map(str, stage["grid"])), stage["waves"]
+        fit = f"{waves:.2f}" if waves else "-"
+        size = f"{stage['cubin_bytes']:.0f}"
+        rows.append([name, *cells.values(), stage["limited_by"], size, grid, fit])
+    out += ["", *_table(rows if card else [row[:-1] for row in rows], width)]
+    if found["uncounted"] is None:
+        kinds = [
+            kind.upper() if len(kind) <= 5 else kind.replace("_", " ") for kind in INSTRUCTIONS
+        ]
+        rows = [["stage", *kinds]]
+        rows += [[n, *(f"{s[kind]:.0f}" for kind in INSTRUCTIONS)] for n, s in stages.items()]
+        out += ["", *_table(rows, width)]
+        out += wrap("Each instruction counts once, however often a loop runs it.", width)
+    else:
+        out += ["", *wrap(f"no instructions: {found['uncounted']}", width)]
+    limits, unit, where = found["bounds_us"], "µs", f"on {card}, as recorded"
+    if not card:
+        limits, unit = found["bounds_sm_clocks"], "SM clocks"
+        where = "over all SMs; a recorded run of this architecture gives µs"
+    each = [
+        f"{name} {f'{us:,.0f}' if us >= 1000 else f'{us:.3g}'}{GLUE}{unit}"
+        for name, us in limits.items()
+    ]
+    return [*out, "", *wrap(f"bound of the problem: {', '.join(each)} {where}", width)]
+
+
+def _table(rows: list[list[str]], width: int) -> list[str]:
+    """A line per stage; if that is too wide, a line per fact."""
+    lines = aligned(rows, "l" + "r" * (len(rows[0]) - 1), 10**6)
+    if max(map(len, lines)) <= width:
+        return lines
+    turned = [list(column) for column in zip(*rows, strict=True)]
+    return aligned(turned, "l" + "r" * (len(turned[0]) - 1), 10**6)
 
 
 def winner_of(run: Run, problem: Problem | None) -> Trial:
@@ -227,7 +188,8 @@ def _usual_problem(kernel: Family) -> Problem:
     return Problem(1, 16, 16, seqlen, seqlen, head_dim, dtype)
 
 
-def _config(kernel: Family, given: str, problem: Problem, arch: Arch) -> Config:
+def config_of(kernel: Family, given: str, problem: Problem, arch: Arch) -> Config:
+    """The first config with the given parameters that the family's rules keep; see `inspect`."""
     declared = {param.name: param for param in kernel.params}
     values: dict[str, tuple[Value, ...]] = {}
     for name, text in values_in(given).items():
@@ -255,18 +217,11 @@ def _value(param: Param, text: str) -> Value:
     if text == SMS and param.counts_sms:
         return SMS
     sample = param.values[-1] if param.values[0] == SMS else param.values[0]
-    if isinstance(sample, str):
-        if text not in param.values:
-            raise KernelError(
-                f"{param.name} cannot be {text!r}", hint=nearest(text, map(str, param.values))
-            )
-        return text
-    if isinstance(sample, bool) and text in ("true", "false", "1", "0"):
-        return text in ("true", "1")
-    own = ", ".join(map(str, param.values))
-    if text.isascii() and text.isdigit() and not isinstance(sample, bool):
-        wrong = param.why_not(int(text))
-        if wrong:
-            raise KernelError(wrong, hint=f"its own values: {own}")
-        return int(text)
-    raise KernelError(f"{param.name} cannot be {text!r}", hint=f"its own values: {own}")
+    value: Value = text
+    if isinstance(sample, bool):
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text, text)
+    elif isinstance(sample, int) and text.isascii() and text.isdigit():
+        value = int(text)
+    if (refused := refusal(param, value)) is not None:
+        raise KernelError(refused[0], hint=refused[1])
+    return value

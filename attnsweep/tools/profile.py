@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,6 @@ STALLS = (
 """Reasons why a warp did not issue: warps in that state for each instruction issued."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageCounters:
-    """One launch. figures: values of METRICS per launch. stalls: warps per issue, largest first."""
-
-    stage: str
-    figures: Mapping[str, float]
-    stalls: Mapping[str, float] = field(default_factory=dict)
-
-
 def find_ncu() -> Path | None:
     """Nsight Compute's command line: on PATH, or where its and CUDA's installers put it."""
     found = shutil.which("ncu")
@@ -92,11 +83,12 @@ def find_ncu() -> Path | None:
 
 def count(
     candidates: Sequence[Candidate], ncu: Path | None = None, *, keep: Path | None = None
-) -> list[list[StageCounters]]:
+) -> list[list[dict[str, Any]]]:
     """The counters of every launch of each candidate's timed call, in order of issue.
 
-    keep: where ncu writes its report, `NAME.ncu-rep`, which Nsight Compute opens. Raises NoGpuError
-    without `ncu` or without the right to read counters, ToolchainError if ncu fails.
+    stage: its name. figures: values of METRICS. stalls: warps per issue, largest first. keep: where
+    ncu writes its report, `NAME.ncu-rep`, which Nsight Compute opens. Raises NoGpuError without
+    `ncu` or without the right to read counters, ToolchainError if ncu fails.
     """
     ncu = ncu or find_ncu()
     if ncu is None:
@@ -139,7 +131,7 @@ def count(
     wanted = [stage.name for candidate in candidates for stage in candidate.timed.stages]
     if len(launches) != len(wanted):
         raise ToolchainError(f"ncu saw {len(launches)} launches, not {len(wanted)}")
-    named = iter([StageCounters(n, *facts) for n, facts in zip(wanted, launches, strict=True)])
+    named = iter([{"stage": n} | facts for n, facts in zip(wanted, launches, strict=True)])
     return [[next(named) for _ in candidate.timed.stages] for candidate in candidates]
 
 
@@ -159,9 +151,7 @@ def _known(ncu: Path) -> dict[str, str]:
     return {name: metric for name, metric in wanted.items() if metric.split(".")[0] in there}
 
 
-def _parse(
-    text: str, metrics: Mapping[str, str]
-) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+def _parse(text: str, metrics: Mapping[str, str]) -> Iterator[dict[str, dict[str, float]]]:
     """Figures and stalls of each launch in ncu's raw CSV, whose second line holds the units."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
@@ -176,7 +166,8 @@ def _parse(
                 continue  # n/a
         figures = {n: v * METRICS[n][1] for n, v in values.items() if n in METRICS}
         stalls = {n.removeprefix("stall "): v for n, v in values.items() if n not in METRICS}
-        yield figures, dict(sorted(stalls.items(), key=lambda item: -item[1]))
+        stalls = dict(sorted(stalls.items(), key=lambda item: -item[1]))
+        yield {"figures": figures, "stalls": stalls}
 
 
 def chosen(
@@ -264,7 +255,7 @@ def compiled(
 
 
 def write(
-    directory: Path, counted: Sequence[tuple[Trial, Sequence[StageCounters]]], where: str
+    directory: Path, counted: Sequence[tuple[Trial, Sequence[dict[str, Any]]]], where: str
 ) -> list[dict[str, Any]]:
     """Add counters to a run's directory; they replace older ones of the same candidates.
 
@@ -280,8 +271,7 @@ def write(
             "variant": dict(trial.variant),
             "where": where,
             "stages": [
-                {"stage": s.stage, "figures": _short(s.figures), "stalls": _short(s.stalls)}
-                for s in stages
+                each | {of: _short(each[of]) for of in ("figures", "stalls")} for each in stages
             ],
         }
         kept[_key(facts)] = facts

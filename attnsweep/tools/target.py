@@ -21,6 +21,18 @@ from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.run import environment_of, open_run
 
 
+def target_of(
+    families: Mapping[str, Family],
+    arch: str | None = None,
+    problems: Sequence[Problem] = (),
+    replay: Path | None = None,
+) -> Target:
+    """The card of a recorded run, of an architecture's name, or else this machine's."""
+    if replay is not None:
+        return recorded(replay, problems)
+    return here(families, problems) if arch is None else named(arch, families)
+
+
 def named(arch: str, families: Mapping[str, Family]) -> Target:
     """A card of this architecture. Raises SpecError, which says what runs on which."""
     try:

@@ -190,16 +190,16 @@ def looked_at(kernel="flash_fwd_mma", given="", problem=None, arch="sm_90a"):
 
 def test_a_config_is_completed_by_the_first_that_the_rules_keep():
     found = looked_at(given="BLOCK_N=128 NUM_WARPS=8")
-    assert (found.config.BLOCK_N, found.config.NUM_WARPS) == (128, 8)
-    assert found.kernel.refused_by(found.config, found.problem, found.arch) is None
-    data = found.to_json()
-    json.dumps(data, allow_nan=False)
-    assert data["label"] == "(1,16,1024,64) fp16 full"
-    stage = data["stages"]["fwd"]
+    config, problem = Config(found["config"]), Problem.of(found["problem"])
+    assert (config.BLOCK_N, config.NUM_WARPS) == (128, 8)
+    assert discover()[found["kernel"]].refused_by(config, problem, ARCHS[found["arch"]]) is None
+    json.dumps(found, allow_nan=False)
+    assert found["label"] == "(1,16,1024,64) fp16 full"
+    stage = found["stages"]["fwd"]
     assert stage["hmma"] > 0
     assert stage["limited_by"] in ("registers", "shared memory", "threads", "blocks")
-    assert data["bounds_us"] is None
-    assert data["bounds_sm_clocks"]["matrix"] == pytest.approx(found.problem.flops / 4096)
+    assert found["bounds_us"] is None
+    assert found["bounds_sm_clocks"]["matrix"] == pytest.approx(problem.flops / 4096)
 
 
 def test_a_recorded_card_gives_the_bound_its_unit():
@@ -208,9 +208,9 @@ def test_a_recorded_card_gives_the_bound_its_unit():
     assert inspection.card_of(ARCHS["sm_80"], ROOT / "results") is None
     families = discover()
     found = inspection.inspect(families["naive"], "THREADS=64", None, ARCHS["sm_90a"], card=card)
-    assert found.to_json()["bounds_us"]["matrix"] == pytest.approx(4.01, abs=0.01)
-    assert found.waves("fwd") == pytest.approx(256 / (132 * 10), rel=0.3)
-    assert any("4.01 µs" in line for line in found.lines(100))
+    assert found["bounds_us"]["matrix"] == pytest.approx(4.01, abs=0.01)
+    assert found["stages"]["fwd"]["waves"] == pytest.approx(256 / (132 * 10), rel=0.3)
+    assert any("4.01 µs" in line for line in inspection.lines(found, 100))
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_what_cannot_be_inspected_is_said(kernel, given, arch, error, said):
 @pytest.mark.usefixtures("no_disassembler")
 def test_without_a_disassembler_the_rest_is_still_shown():
     found = looked_at("naive", "THREADS=224")  # that nobody else looks at
-    assert "no instructions: " in " ".join(found.lines(100))
-    assert found.to_json()["stages"]["fwd"]["registers"] > 0
+    assert "no instructions: " in " ".join(inspection.lines(found, 100))
+    assert found["stages"]["fwd"]["registers"] > 0
 
 
 def test_the_command_prints_one_document(attnsweep):

@@ -12,7 +12,7 @@ from attnsweep.core.trial import Status
 from attnsweep.device.buffers import GUARD_BYTES
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
-from attnsweep.tools import scaffold
+from attnsweep.tools import inline as scaffold
 
 pytestmark = pytest.mark.gpu
 

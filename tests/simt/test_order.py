@@ -10,7 +10,7 @@ from attnsweep.core.problem import BACKWARD, CAUSAL, Problem
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Launch
-from attnsweep.tools import scaffold
+from attnsweep.tools import inline as scaffold
 from attnsweep.verify.device_case import WrongResult
 from attnsweep.verify.verifier import Verifier
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnsweep.baselines import flex, torch_sdpa
+from attnsweep.baselines import torch_sdpa
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import Padded
@@ -48,7 +48,7 @@ def test_flex_attention_is_that_of_a_mask(problem):
     q, k, v = (torch.randn(p.shape_of(name), generator=generator) for name in "qkv")
     items = p.batch if p.items_differ else None
     mask = flex_attention.create_block_mask(
-        flex.mask_of(torch, p, "cpu"), items, None, p.seqlen_q, p.seqlen_k, device="cpu"
+        torch_sdpa.mask_of(torch, p, "cpu"), items, None, p.seqlen_q, p.seqlen_k, device="cpu"
     )
     out = flex_attention.flex_attention(q, k, v, block_mask=mask, enable_gqa=p.heads != p.heads_kv)
     seen = ~torch_sdpa.hidden_keys(torch, p, "cpu")

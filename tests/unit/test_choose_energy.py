@@ -17,8 +17,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.regress.recorded import compare
 from attnsweep.reports import tables
-from attnsweep.reports.explain import explain
-from attnsweep.reports.explain_text import verdict
+from attnsweep.reports.explain import explain, verdict
 from attnsweep.specs.load import load_spec
 from attnsweep.sweep import session
 

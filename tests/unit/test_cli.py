@@ -154,7 +154,7 @@ def test_ctrl_c_while_the_commands_are_imported_has_no_traceback():
         "import runpy, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'attnsweep.cli.tune': raise KeyboardInterrupt\n"
+        "        if name == 'attnsweep.cli.sweep': raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Finder())\n"
         "runpy.run_module('attnsweep', run_name='__main__')\n"
     )

@@ -8,8 +8,7 @@ from rich.console import Console
 from samples import NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
-from attnsweep.reports.brief import print_brief
-from attnsweep.reports.tables import print_run
+from attnsweep.reports.tables import print_brief, print_run
 
 
 def printed(run, width=80, **how):

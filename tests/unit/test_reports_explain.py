@@ -11,8 +11,7 @@ from attnsweep.cli import app
 from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
-from attnsweep.reports.explain import Explanation, explain
-from attnsweep.reports.explain_text import lines, verdict
+from attnsweep.reports.explain import Explanation, explain, lines, verdict
 from attnsweep.store.run import Run, open_run
 
 RESULTS = Path(__file__).parents[2] / "results"

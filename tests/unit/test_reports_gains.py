@@ -9,7 +9,7 @@ from samples import H200, PROBLEM, baseline, candidate, rounds_of
 
 from attnsweep.core.trial import Status
 from attnsweep.reports import html, tables
-from attnsweep.reports.gains import gains, sentences, table, to_json
+from attnsweep.reports.gains import gains, sentences, table
 from attnsweep.reports.text import by_problem
 from attnsweep.store.run import Run
 
@@ -42,9 +42,9 @@ def pair(ours, theirs, problem=PROBLEM, **changes):
 
 def test_the_gain_is_calls_times_the_difference():
     got = found(pair(10.0, 12.5), spec(entry(PROBLEM, 400)))
-    assert got.gain_us == pytest.approx(400 * 2.5)
-    assert got.baseline_us == pytest.approx(400 * 12.5)
-    assert got.problems[0].why is None
+    assert got["gain_us"] == pytest.approx(400 * 2.5)
+    assert got["baseline_us"] == pytest.approx(400 * 12.5)
+    assert got["problems"][0]["why"] is None
     assert sentences(got) == [
         "The program's 400 calls take 5.000\u00a0ms with the fastest baselines and 4.000\u00a0ms "
         "where a winner replaces a slower baseline: 1.00\u00a0ms less (20.0\u00a0%)."
@@ -54,9 +54,9 @@ def test_the_gain_is_calls_times_the_difference():
 def test_a_faster_baseline_stays_and_takes_nothing_from_the_total():
     trials = pair(10.0, 12.0) + pair(30.0, 20.0, OTHER)
     got = found(trials, spec(entry(PROBLEM, 10), entry(OTHER, 1000)))
-    assert got.gain_us == pytest.approx(20.0)
-    assert [each.gain_us for each in got.problems] == [pytest.approx(20.0), 0.0]
-    assert got.problems[1].why == "the baseline is as fast, and stays"
+    assert got["gain_us"] == pytest.approx(20.0)
+    assert [each["gain_us"] for each in got["problems"]] == [pytest.approx(20.0), 0.0]
+    assert got["problems"][1]["why"] == "the baseline is as fast, and stays"
     assert table(got)[-1][:5] == ["in all", "1,010", "", "", "0.0200"]
 
 
@@ -65,8 +65,8 @@ def test_no_gain_is_claimed_where_no_difference_was_shown():
     trials = [*pair(10.0, 10.0)]
     trials[1] = trials[1].with_(time_us=wide)
     got = found(trials, spec(entry(PROBLEM, 10)))
-    assert got.problems[0].baseline_us > got.problems[0].winner_us
-    assert (got.gain_us, got.problems[0].why) == (0.0, "no difference was shown")
+    assert got["problems"][0]["baseline_us"] > got["problems"][0]["winner_us"]
+    assert (got["gain_us"], got["problems"][0]["why"]) == (0.0, "no difference was shown")
 
 
 def test_what_has_no_time_is_named_and_not_in_the_total():
@@ -75,22 +75,22 @@ def test_what_has_no_time_is_named_and_not_in_the_total():
     lost = {"call": "(1,8,77,64) fp16 full", "calls": 30, "reason": "dropout"}
     text = spec(entry(PROBLEM, 1), entry(OTHER, 7), entry(third, 5), unserved=[lost])
     got = found(trials, text)
-    why = {each.label: each.why for each in got.problems}
+    why = {each["label"]: each["why"] for each in got["problems"]}
     assert why[OTHER.label] == "no baseline was timed"
     assert why[third.label] == "not measured"
-    assert (got.calls, got.others) == (1, 7 + 5 + 30)
+    assert (got["calls"], got["unserved_calls"]) == (1, 7 + 5 + 30)
     assert sentences(got)[1:] == [
         "Not in this: 42 calls that nothing serves, or that have no time.",
         "  30 × (1,8,77,64) fp16 full: dropout",
     ]
-    assert to_json(got)["unserved"] == [lost]
+    assert got["unserved"] == [lost]
 
 
 def test_a_noisy_baseline_counts_with_its_fastest_round():
     trials = pair(10.0, 12.0, status=Status.NOISY, detail="noisy")
     got = found(trials, spec(entry(PROBLEM, 10)))
-    assert got.problems[0].baseline_us == pytest.approx(min(rounds_of(12.0).rounds))
-    assert got.problems[0].why == "at least: the baseline was noisy"
+    assert got["problems"][0]["baseline_us"] == pytest.approx(min(rounds_of(12.0).rounds))
+    assert got["problems"][0]["why"] == "at least: the baseline was noisy"
 
 
 @pytest.mark.parametrize("text", [None, "", "[1", "problems: 3", spec(entry(PROBLEM))])

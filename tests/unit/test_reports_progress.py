@@ -194,9 +194,9 @@ def test_with_verbose_a_line_says_what_took_so_long(clock, talk):
 def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
-    with progress.counting(console, "compile", "kernel", form) as compiled:
+    with progress.watch(console, form) as observer:
         for done in range(4):
-            compiled(done, 3)
+            observer.counting("compile", "kernel", done, 3)
             clock.now += 6
     return out.getvalue()
 

@@ -14,10 +14,8 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
-from attnsweep.reports.explain import explain
-from attnsweep.reports.explain_text import lines
-from attnsweep.reports.notes import judged_line
-from attnsweep.reports.text import by_problem
+from attnsweep.reports.explain import explain, lines
+from attnsweep.reports.text import by_problem, judged_line
 from attnsweep.store.run import Run
 
 

@@ -478,7 +478,7 @@ def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, mon
     assert told == [(number, done.kernels) for number in range(done.kernels + 1)]
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
-    monkeypatch.setattr(importlib.import_module("attnsweep.cli.export"), "errors", console)
+    monkeypatch.setattr(importlib.import_module("attnsweep.cli.guard"), "errors", console)
     shown = attnsweep("export", H100_RUN, "--out", tmp_path / "shown", "--json")
     count = json.loads(shown.stdout)["kernels"]
     assert f"{count}/{count}" in out.getvalue()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
-from attnsweep.cli.shapes import install
+from attnsweep.cli.program import install
 from attnsweep.core.errors import NoGpuError, SpecError, StoreError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import BACKWARD

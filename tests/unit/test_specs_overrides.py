@@ -8,7 +8,7 @@ from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec, with_problems
-from attnsweep.specs.overrides import tag
+from attnsweep.specs.yaml_file import tag
 
 FAMILIES = discover()
 SPEC = """

@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FakeGpu
 from sweeping import use
 
-from attnsweep.cli.speedup import said_of
+from attnsweep.cli.program import said_of
 from attnsweep.core.problem import Problem
 
 PROGRAM = """
@@ -173,7 +173,8 @@ def test_the_sentence_claims_no_difference_where_the_interval_holds_one():
 
 
 def test_the_costliest_problems_share_the_budget(place):
-    from attnsweep.cli.speedup import costliest
+    from attnsweep.cli.program import costliest
+
     from attnsweep.family.discover import discover
     from attnsweep.specs.load import load_spec
 

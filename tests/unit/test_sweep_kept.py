@@ -12,7 +12,7 @@ from fleets import TWO
 from samples import TEST_GPU, numbered, once
 from sweeping import TIMES, Notes, use
 
-from attnsweep.choose.lower_bound import Skip, Skips
+from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.rounds import together
 from attnsweep.compile.candidate import Build
 from attnsweep.core import trial
@@ -47,7 +47,7 @@ def build(tmp_path):
 class Excluding(Skips):
     """Skips whose verdict a test sets."""
 
-    says: Skip | None = None
+    says: dict | None = None
 
     def verdict(self, build, *, skipped_before=False):
         assert skipped_before
@@ -125,11 +125,11 @@ def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for
     row = row.with_(fingerprint=kept_of()[0].fingerprint(build))
     kept, skips = kept_of(rows=[row])
     assert kept.rows([build]) == {}
-    skips.says = Skip(9.0, "slow")
+    skips.says = {"at_least_us": 9.0, "detail": "slow"}
     assert kept.rows([build]) == {id(build): row}
     never = SimpleNamespace(**{**vars(SPEC), "search": SearchSpec(skip_by_bound=False)})
     kept, skips = kept_of(never, rows=[row])
-    skips.says = Skip(9.0, "slow")
+    skips.says = {"at_least_us": 9.0, "detail": "slow"}
     assert kept.rows([build]) == {}
 
 

@@ -75,11 +75,11 @@ def candidate(*stages: str) -> Candidate:
 
 def test_every_launch_has_its_counters_in_our_units(ncu) -> None:
     ((qk, pv),) = counters.count([candidate("qk", "pv")], ncu())
-    assert (qk.stage, pv.stage) == ("qk", "pv")
-    assert qk.figures == {"duration_us": 10.5, "dram_write_bytes": 17e6, "l2_write_bytes": 2**25}
-    assert pv.figures == {"duration_us": 9.0, "l2_write_bytes": 0.0}  # n/a is left out
-    assert list(qk.stalls.items()) == [("long_scoreboard", 4.5), ("barrier", 0.5)]
-    assert next(iter(pv.stalls)) == "barrier"
+    assert (qk["stage"], pv["stage"]) == ("qk", "pv")
+    assert qk["figures"] == {"duration_us": 10.5, "dram_write_bytes": 17e6, "l2_write_bytes": 2**25}
+    assert pv["figures"] == {"duration_us": 9.0, "l2_write_bytes": 0.0}  # n/a is left out
+    assert list(qk["stalls"].items()) == [("long_scoreboard", 4.5), ("barrier", 0.5)]
+    assert next(iter(pv["stalls"])) == "barrier"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_without_ncu_it_says_where_it_comes_from() -> None:
 
 def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> None:
     one, two = full_run().trials[:2]
-    stages = [counters.StageCounters("fwd", {"duration_us": 1.23456789}, {"wait": 2.0})]
+    stages = [{"stage": "fwd", "figures": {"duration_us": 1.23456789}, "stalls": {"wait": 2.0}}]
     counters.write(tmp_path, [(one, stages), (two, stages)], "here")
     kept = counters.write(tmp_path, [(one, stages)], "there")
     assert kept == outputs.read(tmp_path)
@@ -116,7 +116,7 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
 
 def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, disk) -> None:
     one, two = full_run().trials[:2]
-    stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
+    stages = [{"stage": "fwd", "figures": {"duration_us": 1.0}, "stalls": {}}]
     counters.write(tmp_path, [(one, stages)], "here")
     before = (tmp_path / outputs.FILE).read_bytes()
     disk.fails = errno.ENOSPC

@@ -1,29 +1,144 @@
-"""`attnsweep speedup` and `exec`: a program before and after, and a program with a package on."""
+"""Commands that run a program: `shapes`, `exec` and `speedup`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
+import shutil
+import signal
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnsweep.cli import options
-from attnsweep.cli.app import FIND, GUARD, app, examples, print_end
-from attnsweep.cli.shapes import install, record, run_program
-from attnsweep.core.errors import AttnsweepError, SpecError
+from attnsweep.cli.app import FIND, GUARD, command, print_end, without_arch
+from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
 from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
+    from attnsweep.serve.recorded_calls import Recorded
     from attnsweep.specs.load import ProblemEntry, SweepSpec
+
+
+@command(FIND)
+def shapes(
+    out: Annotated[Path, typer.Argument()],
+    command: options.Command,
+    arch: Annotated[str | None, options.arch("One of {} (default: this GPU's).")] = None,
+    force: bool = False,
+    every_call: bool = False,
+    top: Annotated[int, typer.Option(min=1, max=1000)] = 50,
+) -> None:
+    """Run a PyTorch program unchanged, and write its attention calls to OUT as a spec.
+
+    Every shape that `scaled_dot_product_attention` is called with from Python, in all processes,
+    becomes a problem with the number of its calls; `attnsweep run OUT` then says what the whole
+    program gains. Calls of compiled code and C++ are counted with `--every-call` only. Calls that
+    no family can serve are listed with the reason. The exit code is the program's; 1 if it is 0 but
+    no problem was found.
+
+    :out OUT: Spec to write.
+    :--force: Replace OUT if it is there.
+    :--every-call: Count calls of compiled code and C++ too; costs more.
+    :--top: Most problems: the costliest shapes.
+
+    $ attnsweep shapes model.yaml -- python generate.py --tokens 128
+    $ attnsweep shapes model.yaml --arch sm_90a -- python -m my.training
+    $ attnsweep shapes model.yaml --force -- torchrun --nproc-per-node 8 train.py
+    """
+    from attnsweep.family.discover import discover
+    from attnsweep.serve.recorded_calls import lines_of, refuse, write
+    from attnsweep.tools import target as cards
+
+    refuse(out, force)
+    families = discover()
+    try:
+        target = cards.target_of(families, arch)
+    except NoGpuError as error:
+        again = shlex.join(["attnsweep", "shapes", str(out), "--arch", "sm_90a", "--", *command])
+        raise without_arch(error, again) from error
+    code, recorded = record(command, every_call)
+    found = write(out, recorded, target, top)
+    for line in lines_of(found, recorded):
+        errors.print(line, markup=False, soft_wrap=True)
+    if found.problems:
+        errors.print(f"{out}: next: attnsweep run {out}", markup=False, soft_wrap=True)
+    else:
+        errors.print(f"{out}: not written: no call can be served", markup=False, soft_wrap=True)
+    raise typer.Exit(code or (0 if found.problems else 1))
+
+
+def record(command: Sequence[str], every_call: bool = False) -> tuple[int, Recorded]:
+    """Run a command: its exit code, and its calls of PyTorch's attention."""
+    from attnsweep.serve.recorded_calls import read
+
+    with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
+        install(Path(folder), f"begin(folder, {every_call})")
+        return run_program(command, Path(folder)), read(Path(folder))
+
+
+def run_program(command: Sequence[str], *places: Path) -> int:
+    """Run a command with these folders first on PYTHONPATH; returns its exit code.
+
+    A command that a signal ended has 128 and the signal's number. Ctrl-C and SIGTERM reach the
+    command; this process waits until it ends. Raises SpecError if it cannot be started.
+    """
+    paths = [*map(str, places), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        child = subprocess.Popen([*command], env=environment)
+    except OSError as error:
+        hint = "write the command as in a shell, behind --: -- python script.py"
+        why = error.strerror or str(error)
+        raise SpecError(f"cannot be started: {why}", where=command[0], hint=hint) from error
+
+    def wait_on(number: int, frame: FrameType | None) -> None:
+        pass  # a terminal sends Ctrl-C to both processes
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            child.send_signal(number)
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, wait_on),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+    }
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def install(folder: Path, act: str = "begin(folder, False)") -> None:
+    """Have each Python that finds this folder on PYTHONPATH act so from its start.
+
+    act: a call of a function of serve/recorder/start.py, which leaves its files in the folder.
+    """
+    from attnsweep.serve import recorder
+
+    name = "attnsweep_recorder"
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(recorder.__file__).parent, folder / name, ignore=unneeded)
+    # Python imports sitecustomize when it starts, whatever launches it.
+    begin = f"import pathlib\nimport {name}.start as start\n"
+    begin += f"folder = pathlib.Path({str(folder)!r})\nstart.{act}\n"
+    (folder / "sitecustomize.py").write_text(begin, encoding="utf-8")
+
 
 # Problems that take this share of the attention's time are swept, each for so long at least.
 _SHARE, _LEAST_S = 0.95, 20
@@ -32,23 +147,9 @@ _PAIRS, _LEAST_PAIRS = 6, 2
 _FILES = "attnsweep-speedup.json"
 
 
-@app.command(
-    rich_help_panel=GUARD,
-    name="exec",
-    epilog=examples(
-        "attnsweep exec my_attention -- python generate.py --tokens 128",
-        "attnsweep exec attnsweep -- torchrun --nproc-per-node 8 train.py",
-    ),
-)
+@command(GUARD)
 def exec_(
-    package: Annotated[
-        str,
-        typer.Argument(
-            metavar="PACKAGE",
-            help="Directory of an exported package, or the name of an installed one; `attnsweep` "
-            "has the winners that come with it.",
-        ),
-    ],
+    package: Annotated[str, typer.Argument()],
     command: options.Command,
 ) -> None:
     """Run a PyTorch program unchanged, with a package in the place of PyTorch's attention.
@@ -56,6 +157,12 @@ def exec_(
     The package is enabled in every Python process that the command starts, right after PyTorch is
     imported, and nowhere else. The exit code is the program's; 1 if it is 0 but the package could
     not be enabled.
+
+    :package PACKAGE: Directory of an exported package, or the name of an installed one; `attnsweep`
+        has the winners that come with it.
+
+    $ attnsweep exec my_attention -- python generate.py --tokens 128
+    $ attnsweep exec attnsweep -- torchrun --nproc-per-node 8 train.py
     """
     with tempfile.TemporaryDirectory(prefix="attnsweep-exec-") as folder:
         code, calls, failed = run_served(command, package, Path(folder))
@@ -66,19 +173,11 @@ def exec_(
     raise typer.Exit(code or (1 if failed else 0))
 
 
-@app.command(
-    rich_help_panel=FIND,
-    epilog=examples(
-        "attnsweep speedup out -- python generate.py --tokens 128",
-        "attnsweep speedup out --budget-s 1800 -- python -m my.training",
-    ),
-)
+@command(FIND)
 def speedup(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of all that it makes.")],
+    out: Annotated[Path, typer.Argument()],
     command: options.Command,
-    budget_s: Annotated[
-        int, typer.Option("--budget-s", min=_LEAST_S, help="Seconds for candidates of all shapes.")
-    ] = 600,
+    budget_s: Annotated[int, typer.Option(min=_LEAST_S)] = 600,
     form: options.Progress = Form.AUTO,
     wait: options.Wait = False,
 ) -> None:
@@ -88,6 +187,12 @@ def speedup(
     the winners to OUT/package, and runs the program without and with that package in turns. The
     same command again continues where it ended. Nothing stays enabled: `attnsweep exec OUT/package
     -- COMMAND` runs the program so.
+
+    :out OUT: Directory of all that it makes.
+    :--budget-s: Seconds for candidates of all shapes.
+
+    $ attnsweep speedup out -- python generate.py --tokens 128
+    $ attnsweep speedup out --budget-s 1800 -- python -m my.training
     """
     _begin(out, command)
     spec = _recorded(out / "model.yaml", command)
@@ -229,7 +334,8 @@ def _export(out: Path, spec: SweepSpec, form: Form, wait: bool) -> None:
     print_end(done)
     if done.interrupted or done.no_card:
         raise typer.Exit(done.exit_code)
-    with progress.counting(errors, "compile", "kernel", form) as compiled:
+    with progress.watch(errors, form) as observer:
+        compiled = partial(observer.counting, "compile", "kernel")
         export(
             [done.run.directory], out / "package", spec.families, name="tuned", compiled=compiled
         )

@@ -1,17 +1,19 @@
-"""`attnsweep cache`: size of the compiled code that is kept, and pruning it."""
+"""Commands about this machine: `cache`, `doctor` and `schema`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from attnsweep.cli import options
-from attnsweep.cli.app import MACHINE, app, examples, print_result, refuse_idle
+from attnsweep.cli.app import MACHINE, app, command, examples, print_result, refuse_idle
+from attnsweep.cli.options import option
 from attnsweep.core.errors import SpecError
 from attnsweep.reports import terminal
-from attnsweep.reports.terminal import counted
+from attnsweep.reports.terminal import console, counted
 
 cache = typer.Typer(
     cls=terminal.Group,
@@ -50,18 +52,15 @@ def show(ctx: typer.Context, json_: options.Json = False) -> None:
         "by_arch": {arch: sum(entry.arch == arch for entry in found) for arch in archs},
         "writable": why is None,
     }
-    print_result([Text(line) for line in lines], data, json_)
+    print_result(lines, data, json_)
 
 
 @cache.command(epilog=examples("attnsweep cache prune", "attnsweep cache prune --all"))
 def prune(
     days: Annotated[
-        float | None,
-        typer.Option(
-            "--days", min=0.0, help="Remove code that has not been used for this many days."
-        ),
+        float | None, option("Remove code that has not been used for this many days.", min=0.0)
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Remove all of it.")] = False,
+    every: Annotated[bool, option("Remove all of it.", "--all")] = False,
     json_: options.Json = False,
 ) -> None:
     """Remove compiled code that was not used for a month, or as long as --days says.
@@ -85,4 +84,37 @@ def prune(
         f"{len(left)} {'is' if len(left) == 1 else 'are'} left, {rest / 2**20:.1f} MiB"
     )
     data = {"directory": str(directory), "removed": len(gone), "bytes": size, "left": len(left)}
-    print_result([Text(text)], data, json_)
+    print_result([text], data, json_)
+
+
+@command(MACHINE)
+def doctor(json_: options.Json = False) -> None:
+    """Show what this machine can do, what is missing, and how to fix it.
+
+    Exit code 3 if it cannot run a sweep on a GPU.
+
+    $ attnsweep doctor
+    $ attnsweep doctor --json
+    """
+    from attnsweep.tools.doctor import examine, lines_of, verdict
+
+    findings = examine()
+    ready = all(finding.ok for finding in findings if finding.needed)
+    data = [asdict(finding) for finding in findings]
+    lines: list[Text | str] = [*lines_of(findings, console.width), verdict(findings)]
+    print_result(lines, {"ready": ready, "findings": data}, json_)
+    raise typer.Exit(0 if ready else 3)
+
+
+@command(MACHINE)
+def schema() -> None:
+    """Print the JSON Schema of a spec, with which editors complete and check it.
+
+    An editor with a YAML language server reads the first line of a spec:
+    `# yaml-language-server: $schema=spec.schema.json`.
+
+    $ attnsweep schema > spec.schema.json
+    """
+    from attnsweep.specs.load import schema_text
+
+    console.file.write(schema_text())

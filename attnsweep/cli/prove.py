@@ -1,10 +1,11 @@
-"""`attnsweep verify`: kernels on the CPU, by a simulator that sees what a sanitizer sees."""
+"""Commands that judge what is right: `judge` and `verify`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -12,60 +13,110 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli import completion, options
-from attnsweep.cli.app import GUARD, app, examples, print_result
-from attnsweep.core.errors import KernelError, ToolchainError
-from attnsweep.reports.terminal import counted, errors
+from attnsweep.cli.app import FIND, GUARD, command, print_result
+from attnsweep.cli.options import option
+from attnsweep.core.errors import KernelError, SpecError, ToolchainError
+from attnsweep.reports.terminal import Form, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.cases import Case
     from attnsweep.family.family import Config, Family
 
 
-@app.command(
-    rich_help_panel=GUARD,
-    epilog=examples(
-        "attnsweep verify naive",
-        "attnsweep verify mine.py BLOCK_M=64 --causal --dtype bf16",
-        "attnsweep verify mine --problem 1,2/1,97x161,64 --asan --seeds 8",
-    ),
-)
-def verify(
-    kernel: Annotated[
-        Path,
-        typer.Argument(
-            metavar="KERNEL",
-            help="A shipped family, a declaration (NAME.py), or a directory of them.",
-            autocompletion=completion.families,
-        ),
+class Role(StrEnum):
+    """What a callable is judged as."""
+
+    CANDIDATE = "candidate"
+    BASELINE = "baseline"
+
+
+@command(FIND)
+def judge(
+    name: Annotated[str, typer.Argument(show_default=False)],
+    shapes: Annotated[
+        list[str], typer.Argument(show_default=False, autocompletion=completion.tables)
     ],
-    config: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="CONFIG", help="NAME=VALUE …; others have their first value."),
-    ] = None,
-    problem: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--problem", metavar="SHAPE", help="In place of the small cases; may be repeated."
-        ),
-    ] = None,
-    head_dim: Annotated[
-        int | None,
-        typer.Option("--head-dim", help="head_dim of the small cases (default: 64, or its least)."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype of the small cases (default: its first).")
-    ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Mask every shape.")] = False,
-    inputs: Annotated[
-        str, typer.Option("--inputs", help="Inputs of --problem: normal, large_scores and so on.")
-    ] = "normal",
+    causal: options.Causal = False,
+    backward: bool = False,
+    dtype: str = "fp16",
+    against: str | None = None,
+    strict: bool = False,
+    role: Annotated[
+        Role, option("baseline: time it though it is over a limit, as a library.", "--as")
+    ] = Role.CANDIDATE,
+    rounds: Annotated[int, typer.Option(min=3)] = 15,
+    timeout_s: Annotated[float, typer.Option(min=1)] = 30.0,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    wait: options.Wait = False,
+) -> None:
+    """Judge CALLABLE on each SHAPE: a verdict, its reason, and its time beside the baselines.
+
+    Outputs of each timed replay are compared with float64, on inputs that no call before has seen.
+    Exit code: 0 all confirmed; 1 one is wrong or refused; 2 it cannot be imported; 3 there is no
+    GPU; 4 one is unconfirmed. It runs with your rights, with --strict too: judge code that you
+    would run.
+
+    :name CALLABLE: MODULE:FUNCTION or FILE.py:FUNCTION, called as f(q, k, v, problem=problem) with
+        CUDA tensors (batch, heads, seqlen, head_dim); it returns o.
+    :shapes SHAPE: batch,heads,seqlen,head_dim and what `tune` takes beside it, or a CSV file.
+    :--backward: Judge gradients: f(q, k, v, o, lse, do) returns (dq, dk, dv).
+    :--dtype: Dtype of every shape that does not name one.
+    :--against NAMES: Baselines, separated by commas; other callables too (default: all).
+    :--strict: Call it in a process of its own that owns nothing of the judge, each call on inputs
+        that follow from the output before; a clock outside confirms its times.
+    :--rounds: Rounds in which all take turns.
+    :--timeout-s: Seconds that a step of it may take.
+
+    $ attnsweep judge my_kernels.py:forward 4,32,4096,128 --causal --dtype bf16
+    $ attnsweep judge my_package.attention:forward 1,16,1024,64 2,8,512,128 --json
+    $ attnsweep judge my_kernels.py:forward 4,32,4096,128 --against torch_cudnn,flex
+    $ attnsweep judge written_by_a_model.py:forward 4,32,4096,128 --strict --json
+    """
+    from dataclasses import asdict, replace
+
+    from attnsweep.core.callables import CALLABLE
+    from attnsweep.core.ops import BACKWARD
+    from attnsweep.device import process
+    from attnsweep.reports import progress
+    from attnsweep.specs.model import BASELINES, KNOWN_BASELINES
+    from attnsweep.specs.shapes import read_dtype, read_shapes
+    from attnsweep.specs.yaml_file import nearest
+    from attnsweep.tools import judge as tool
+
+    problems = read_shapes(shapes, dtype=read_dtype(dtype, "--dtype"), causal=causal)
+    if backward:
+        problems = [replace(problem, op=BACKWARD) for problem in problems]
+    names = BASELINES if against is None else tuple(filter(None, against.split(",")))
+    for other in names:
+        if other not in KNOWN_BASELINES and CALLABLE.fullmatch(other) is None:
+            raise SpecError(
+                f"unknown baseline {other!r}", where="--against", hint=nearest(other, BASELINES)
+            )
+    how: dict[str, Any] = {"against": names, "strict": strict, "role": role.value}
+    how |= {"rounds": rounds, "timeout_s": timeout_s, "wait": wait}
+    if strict:
+        process.keep_out()
+    with progress.watch(errors, form) as observer:
+        verdicts = [tool.judge(name, each, observer=observer, **how) for each in problems]
+    facts = [asdict(verdict) for verdict in verdicts]
+    lines = [verdict.sentence for verdict in verdicts]
+    print_result(lines, facts if len(facts) > 1 else facts[0], json_)
+    raise typer.Exit(max((v.exit_code for v in verdicts), key=(0, 4, 1).index))
+
+
+@command(GUARD)
+def verify(
+    kernel: Annotated[Path, typer.Argument(autocompletion=completion.families)],
+    config: Annotated[list[str] | None, typer.Argument()] = None,
+    problem: list[str] | None = None,
+    head_dim: int | None = None,
+    dtype: str | None = None,
+    causal: bool = False,
+    inputs: str = "normal",
     arch: Annotated[str, options.arch("One of {}.")] = "sm_90a",
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=0, help="Random schedules, besides the two fixed ones.")
-    ] = 0,
-    asan: Annotated[
-        bool, typer.Option("--asan", help="Build with g++'s address sanitizer; slower.")
-    ] = False,
+    seeds: Annotated[int, typer.Option(min=0)] = 0,
+    asan: bool = False,
     json_: options.Json = False,
 ) -> None:
     """Run a kernel's template on the CPU, thread by thread, and report what is wrong; needs g++.
@@ -74,6 +125,20 @@ def verify(
     threads; barriers and copies that are used wrongly; and results that are over the limits of
     error. Each finding is a paragraph. The exit code is 1 if there is one, 2 if a kernel
     cannot be built. It times nothing, and sees no PTX: a pass is no run on a GPU.
+
+    :kernel KERNEL: A shipped family, a declaration (NAME.py), or a directory of them.
+    :config CONFIG: NAME=VALUE …; others have their first value.
+    :--problem SHAPE: In place of the small cases; may be repeated.
+    :--head-dim: head_dim of the small cases (default: 64, or its least).
+    :--dtype: dtype of the small cases (default: its first).
+    :--causal: Mask every shape.
+    :--inputs: Inputs of --problem: normal, large_scores and so on.
+    :--seeds: Random schedules, besides the two fixed ones.
+    :--asan: Build with g++'s address sanitizer; slower.
+
+    $ attnsweep verify naive
+    $ attnsweep verify mine.py BLOCK_M=64 --causal --dtype bf16
+    $ attnsweep verify mine --problem 1,2/1,97x161,64 --asan --seeds 8
     """
     from attnsweep.core.hardware import arch_named
     from attnsweep.tools import simulator
@@ -102,7 +167,7 @@ def verify(
                 )
                 findings[-1]["finding"] = said
                 if not json_:
-                    print_result([Text(f"{where}:\n{said}\n")], None, False)
+                    print_result([f"{where}:\n{said}\n"], None, False)
     found = counted(len(findings), "finding")
     last = f"{found} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
     if json_:

@@ -1,9 +1,11 @@
-"""`attnsweep check` and `accept`: compare with a baseline, and replace it."""
+"""Commands that guard and ship: `check`, `accept` and `export`."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep.cli import completion, options
-from attnsweep.cli.app import GUARD, app, examples, load, print_result, refuse_idle, warn
+from attnsweep.cli.app import GUARD, command, load, print_result, refuse_idle, warn
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import Form, console, counted, errors
@@ -22,83 +24,20 @@ if TYPE_CHECKING:
     from attnsweep.regress.verdicts import Finding
 
 
-@app.command(
-    rich_help_panel=GUARD,
-    epilog=examples(
-        "attnsweep check ci --against baselines/ci --junit check.xml",
-        "attnsweep check my.yaml --against results/h200/my --slower 0.01",
-        "attnsweep check --recorded baselines/ci results/h200/ci",
-    ),
-)
+@command(GUARD)
 def check(
     context: typer.Context,
     subject: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SPEC|OLD",
-            help="With --against: a spec. With --recorded: the run to compare with.",
-            show_default=False,
-            autocompletion=completion.specs_and_runs,
-        ),
+        Path, typer.Argument(show_default=False, autocompletion=completion.specs_and_runs)
     ],
-    new: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="NEW",
-            help="With --recorded: the run to judge.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            "--against",
-            metavar="RUN",
-            help="Time this run's winners against today's kernels, in turns; needs a GPU.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
-    recorded: Annotated[
-        bool,
-        typer.Option("--recorded", help="Compare two runs as recorded; nothing is measured."),
-    ] = False,
-    slower: Annotated[
-        float | None,
-        typer.Option(
-            "--slower",
-            min=0.0,
-            max=10.0,
-            help="Slowdown that counts as a regression: 0.02 is 2 % (default: the spec's; "
-            "with --recorded 0.03).",
-        ),
-    ] = None,
-    budget_s: Annotated[
-        float | None,
-        typer.Option(
-            "--budget-s",
-            min=0.0,
-            help="With --against: seconds of the whole check, after which undecided problems are "
-            "inconclusive (default: the spec's, which is 120 unless it says otherwise).",
-        ),
-    ] = None,
-    other_driver: Annotated[
-        bool,
-        typer.Option(
-            "--other-driver", help="With --against: accept a run measured with another driver."
-        ),
-    ] = False,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI job.")
-    ] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown",
-            metavar="FILE",
-            help="Write the table as Markdown, or print it for - (default: add it to "
-            "$GITHUB_STEP_SUMMARY, if set).",
-        ),
-    ] = None,
+    new: Annotated[Path | None, typer.Argument(autocompletion=completion.runs)] = None,
+    against: Annotated[Path | None, typer.Option(autocompletion=completion.runs)] = None,
+    recorded: bool = False,
+    slower: Annotated[float | None, typer.Option(min=0.0, max=10.0)] = None,
+    budget_s: Annotated[float | None, typer.Option(min=0.0)] = None,
+    other_driver: bool = False,
+    junit: Path | None = None,
+    markdown: Path | None = None,
     json_: options.Json = False,
     form: options.Progress = Form.AUTO,
     kernels: options.Kernels = None,
@@ -113,6 +52,23 @@ def check(
 
     Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
     without a verdict 2, 3 or 70, never 1.
+
+    :subject SPEC|OLD: With --against: a spec. With --recorded: the run to compare with.
+    :new NEW: With --recorded: the run to judge.
+    :--against RUN: Time this run's winners against today's kernels, in turns; needs a GPU.
+    :--recorded: Compare two runs as recorded; nothing is measured.
+    :--slower: Slowdown that counts as a regression: 0.02 is 2 % (default: the spec's; with
+        --recorded 0.03).
+    :--budget-s: With --against: seconds of the whole check, after which undecided problems are
+        inconclusive (default: the spec's, which is 120 unless it says otherwise).
+    :--other-driver: With --against: accept a run measured with another driver.
+    :--junit FILE: Write JUnit XML for a CI job.
+    :--markdown FILE: Write the table as Markdown, or print it for - (default: add it to
+        $GITHUB_STEP_SUMMARY, if set).
+
+    $ attnsweep check ci --against baselines/ci --junit check.xml
+    $ attnsweep check my.yaml --against results/h200/my --slower 0.01
+    $ attnsweep check --recorded baselines/ci results/h200/ci
     """
     from attnsweep.device.cards import chosen, installed
     from attnsweep.regress import live, verdicts
@@ -150,7 +106,7 @@ def check(
             asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
             baseline, loaded = open_run(against), load(subject, kernels)
             cards = None if gpus is None else chosen(gpus, installed())
-            with progress.watch(errors, form, len(cards) if cards else None) as observer:
+            with progress.watch(errors, form, len(cards) if cards else 1) as observer:
                 asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
                 asked |= {"other_driver": other_driver}
                 if cards is None:
@@ -164,8 +120,8 @@ def check(
             console.file.write(table)
         else:
             print_result(lines, compared.to_json(), json_)
-    for command in verdicts.commands(compared):  # on stderr, which GitHub reads too
-        errors.file.write(f"{command}\n")
+    for each in verdicts.commands(compared):  # on stderr, which GitHub reads too
+        errors.file.write(f"{each}\n")
     if junit is not None:
         write_output(junit, compared.to_junit())
     if markdown is None:
@@ -200,28 +156,23 @@ def _verdict_or_error() -> Iterator[None]:
         raise StoreError("no verdict: the reader of the output is gone") from error
 
 
-@app.command(
-    rich_help_panel=GUARD, epilog=examples("attnsweep accept results/h200/ci baselines/ci")
-)
+@command(GUARD)
 def accept(
-    run_: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The run to accept.", autocompletion=completion.runs),
-    ],
-    baseline: Annotated[
-        Path,
-        typer.Argument(metavar="BASELINE", help="The directory to replace or create."),
-    ],
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Accept a run that is unfinished, or of another spec or GPU."),
-    ] = False,
+    run_: Annotated[Path, typer.Argument(autocompletion=completion.runs)],
+    baseline: Annotated[Path, typer.Argument()],
+    force: bool = False,
     json_: options.Json = False,
 ) -> None:
     """Replace BASELINE with a copy of RUN.
 
     A run that lacks a winner or its machine code, or that is of another spec or GPU than the
     baseline, is refused with exit code 2.
+
+    :run_ RUN: The run to accept.
+    :baseline BASELINE: The directory to replace or create.
+    :--force: Accept a run that is unfinished, or of another spec or GPU.
+
+    $ attnsweep accept results/h200/ci baselines/ci
     """
     from attnsweep.regress.accept import accept as accept_run
     from attnsweep.store.run import open_run
@@ -232,6 +183,57 @@ def accept(
     for objection in overridden:
         errors.print(f"[yellow]warning:[/] accepted although {escape(objection)}")
     data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
-    print_result(
-        [Text(f"{baseline} is now {run_}: {counted(len(read.trials), 'trial')}")], data, json_
-    )
+    print_result([f"{baseline} is now {run_}: {counted(len(read.trials), 'trial')}"], data, json_)
+
+
+@command(GUARD)
+def export_(
+    runs: Annotated[list[Path], typer.Argument(show_default=False, autocompletion=completion.runs)],
+    out: Path,
+    name: str | None = None,
+    json_: options.Json = False,
+    form: options.Progress = Form.AUTO,
+    kernels: options.Kernels = None,
+) -> None:
+    """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.
+
+    The package needs PyTorch and cuda-bindings alone. Winners are compiled anew, which needs NVRTC
+    but no GPU. Except in FP8, a problem is left out if the run has no time of PyTorch's own
+    attention, which a winner must beat.
+
+    :runs RUN: Directories of runs, of one or several GPUs.
+    :--out: Directory to write, made anew each time.
+    :--name: Import name of the package (default: that of --out).
+
+    $ attnsweep export results/h100-80gb-hbm3/my_model --out my_attention
+    $ attnsweep export results/*/my_model --out dist/kernels --name my_attention
+    """
+    from attnsweep.family.discover import discover
+    from attnsweep.reports import progress
+    from attnsweep.serve.export import export
+
+    with progress.watch(errors, form) as observer:
+        compiled = partial(observer.counting, "compile", "kernel")
+        done = export(runs, out, discover(kernels), name=name, compiled=compiled)
+    for note in done.notes:
+        errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if not json_:
+        for reason in done.left_out:
+            errors.print(f"[yellow]left out:[/] {escape(reason)}", soft_wrap=True)
+    data = {
+        "directory": str(done.directory),
+        "name": done.name,
+        "winners": done.winners,
+        "kernels": done.kernels,
+        "bytes": done.nbytes,
+        "gpus": list(done.gpus),
+        "left_out": done.left_out,
+    }
+    found = f"{counted(done.winners, 'problem')}, {counted(done.kernels, 'kernel')}"
+    lines = [
+        *(f"for {gpu}" for gpu in done.gpus),
+        f"{done.directory}: {found}, {done.nbytes / 2**20:.1f} MiB",
+        # Without a separator, pip would look for a project of that name in the index.
+        f"pip install {os.path.join(os.curdir, done.directory)}, then: import {done.name}",
+    ]
+    print_result(lines, data, json_)
