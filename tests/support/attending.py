@@ -20,42 +20,18 @@ def tensor_of(tensor_map: dict[str, Any]) -> Any:
 
 
 class Kernel:
-    """What a launch of stage `fwd` computes. causal: which machine code was compiled."""
+    """What the launches of a call compute: of one with a mask, a scan's bits or bounds, which fwd reads.
 
-    def __init__(self, causal: bool = False) -> None:
-        self.causal = causal
-
-    def __call__(self, launch: dict[str, Any]) -> None:
-        """Write the output, and the log-sum-exp if the launch has a place for it."""
-        q, k, v, o = map(tensor_of, launch["values"][:4])
-        lse, _, heads, group, _, seqlen_q, seqlen_k, factor, per_batch = launch["values"][4:13]
-        assert (heads, per_batch) == (q.shape[0] * q.shape[1], q.shape[1])
-        assert (seqlen_q, seqlen_k) == (q.shape[2], k.shape[2])
-        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
-        scores = q.float() @ k.mT * (factor / math.log2(math.e))
-        if self.causal:
-            hidden = ~torch.ones_like(scores, dtype=torch.bool).tril(seqlen_k - seqlen_q)
-            scores = scores.masked_fill(hidden, -math.inf)
-        o.copy_(torch.softmax(scores, -1) @ v)
-        if lse:
-            memory = (ctypes.c_float * (heads * seqlen_q)).from_address(lse)
-            rows: Any = np.ndarray((heads * seqlen_q,), np.float32, memory)
-            rows[:] = scores.logsumexp(-1).ravel()
-
-
-class MaskedKernel(Kernel):
-    """What the launches of a call with a mask compute: a scan's bits or bounds, which fwd reads.
-
-    Scans are counted. The list of tiles is taken as made: it holds its mask's number of tiles.
+    What is hidden is what the machine code is for. Scans are counted. The list of tiles is taken as
+    made: it holds its mask's number of tiles.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.scans = 0
         self._intervals: set[int] = set()  # addresses of bounds
 
     def __call__(self, launch: dict[str, Any]) -> None:
-        """Write the bits, the list, or the output."""
+        """Write the bits, the list, or the output and its log-sum-exp."""
         name, values = launch["function"][1], launch["values"]
         if b"ITEM_KEYS=1" in launch["code"] and name.endswith("_mask"):
             self.scans += 1
@@ -197,23 +173,31 @@ def _ints(address: int, count: int) -> Any:
 class BackwardKernel(Kernel):
     """What the launches of a forward and of its backward compute, in the stages' workspaces.
 
-    causal: which machine code was compiled. Each launch reads what those ahead of it wrote. `gone`:
-    a factor of dK, for a kernel that is wrong. statistics: the setting of that name.
+    Each launch reads what those ahead of it wrote. gone: a factor of dK, for a kernel that is wrong.
+    statistics: the setting of that name.
     """
 
-    def __init__(self, causal: bool = False, gone: float = 1.0, statistics: int = 0) -> None:
-        super().__init__(causal)
+    def __init__(self, gone: float = 1.0, statistics: int = 0) -> None:
+        super().__init__()
         self.gone, self.statistics = gone, statistics
+        self._seen_keys: tuple[float, float, int] = (0, 0, 0)
 
     def __call__(self, launch: dict[str, Any]) -> None:
         """Write the outputs of a stage."""
         stage = launch["function"][1].removeprefix("flash_bwd_wgmma_")
-        own = getattr(self, f"_{stage}", None)
+        own, values = getattr(self, f"_{stage}", None), launch["values"]
+        if begin := {"queries": 18, "keys": 17}.get(stage):
+            compiled = set(launch["code"].decode().split())
+            end = begin + (4 if "padded" in compiled else 2 if "window" in compiled else 0)
+            limits, values = values[begin:end], [*values[:begin], *values[end:]]
+            low, high, *ranges = limits or (-math.inf, 0 if "causal" in compiled else math.inf)
+            assert ranges[1:] in ([], [values[begin]]), "of as many heads of an item as the stage has"
+            self._seen_keys = (low, high, ranges[0] if ranges else 0)
         with torch.autocast("cpu", enabled=False):
             if own is None:
                 super().__call__(launch)
             else:
-                own(launch["config"].gridDimY, *launch["values"])
+                own(launch["config"].gridDimY, *values)
 
     def _delta(self, heads: int, o: int, do: int, lse: int, *rest: int) -> None:
         neg_lse, delta, sums, rows, pitch, lse_by, of_batch, *apart = rest
@@ -236,14 +220,18 @@ class BackwardKernel(Kernel):
         own = _floats(neg_lse, batch * heads * pitch).view(batch, heads, pitch)[..., :rows, None]
         by = factor if self.statistics > 1 else 1.0  # of what `own` is added to
         scores = q.float() @ k.mT * (factor / by)
-        if self.causal:
-            seen = torch.ones(rows, k.shape[2], dtype=torch.bool).tril(k.shape[2] - rows)
-            scores = scores.masked_fill(~seen, -math.inf)
-        return torch.exp2((self.hidden(scores) + own) * by)
+        return torch.exp2((self._hidden(scores) + own) * by)
 
-    def hidden(self, scores: Any) -> Any:
-        """Scores of which those that a window or padding hides are minus infinity."""
-        return scores
+    def _hidden(self, scores: Any) -> Any:
+        low, high, ranges = self._seen_keys
+        batch, _, rows, keys = scores.shape
+        at = torch.arange(keys)
+        after = at - torch.arange(rows)[:, None]
+        gone = ((after < low) | (after > high)).expand(batch, 1, rows, keys)
+        if ranges:
+            own = torch.from_numpy(_ints(ranges, 2 * batch)).view(batch, 2, 1, 1, 1)
+            gone = gone | (at < own[:, 0]) | (at >= own[:, 1])
+        return scores.masked_fill(gone, -math.inf)
 
     def _products(self, given: Any, neg_lse: int, delta: int, *numbers: Any) -> Any:
         """P, dS, and q, k, dO in float32, keys repeated for each query head."""
@@ -288,41 +276,6 @@ class BackwardKernel(Kernel):
         sizes = (heads // of_batch, of_batch, rows, 64)
         made = _floats(sums, heads * pitch * 64).view(heads, pitch, 64)[:, :rows] * scale
         _raw(dq, sizes, apart).copy_(made.view(sizes))
-
-
-class MaskedBackwardKernel(BackwardKernel, MaskedKernel):
-    """The same of calls with a window, or with ranges of keys. backwards: launches of `keys`."""
-
-    def __init__(self) -> None:
-        MaskedKernel.__init__(self)
-        self.gone, self.statistics, self.backwards, self._seen_keys = 1.0, 0, 0, (0, 0, 0)
-
-    def __call__(self, launch: dict[str, Any]) -> None:
-        """Write the outputs of a stage."""
-        stage = launch["function"][1].removeprefix("flash_bwd_wgmma_")
-        if begin := {"queries": 18, "keys": 17}.get(stage):
-            self.backwards += stage == "keys"
-            count = 4 if b" padded " in launch["code"] else 2
-            values = launch["values"]
-            low, high, *ranges = values[begin : begin + count]
-            self._seen_keys = (low, high, ranges[0] if ranges else 0)
-            values = [*values[:begin], *values[begin + count :]]
-            if ranges:  # of as many heads of an item as the stage has
-                assert ranges[1] == values[begin]
-            launch = {**launch, "values": values}
-        super().__call__(launch)
-
-    def hidden(self, scores: Any) -> Any:
-        """See BackwardKernel."""
-        low, high, ranges = self._seen_keys
-        batch, _, rows, keys = scores.shape
-        at = torch.arange(keys)
-        after = at - torch.arange(rows)[:, None]
-        gone = ((after < low) | (after > high)).expand(batch, 1, rows, keys)
-        if ranges:
-            own = torch.from_numpy(_ints(ranges, 2 * batch)).view(batch, 2, 1, 1, 1)
-            gone = gone | (at < own[:, 0]) | (at >= own[:, 1])
-        return scores.masked_fill(gone, -math.inf)
 
 
 def _raw(address: int, sizes: tuple[int, ...], apart: Any) -> Any:

@@ -76,10 +76,7 @@ def driver():
 
 @pytest.fixture
 def kernel(driver):
-    """The driver's kernel, which knows masks of all kinds."""
-    from attending import MaskedKernel
-
-    driver.on_launch = MaskedKernel()
+    """The driver's kernel."""
     return driver.on_launch
 
 

@@ -64,16 +64,6 @@ def test_one_query_of_any_layout(tmp_path, driver, layout, heads_kv):
     assert made.counters() == {"kernel": 1}
 
 
-def test_one_query_of_heads_without_groups_is_served_unpacked(tmp_path, driver):
-    alone = with_config(ROWS, PACK_GQA=0)
-    made = operator_of(tmp_path, driver, heads_kv=8, kernel=alone)
-    q, k, v = call(heads_kv=8, layout="bshd")
-    assert close(made.attention(q, k, v), expected(q, k, v))
-    assert driver.launches[0]["values"][0]["dims"] == [64, 1, 8, 2]
-    packing = operator_of(tmp_path, driver)
-    assert packing.explain(q, k, v).kernel is None, "a rule wants groups"
-
-
 def test_contiguous_queries_are_served_and_transposed_ones_are_pytorchs(tmp_path, driver):
     made = operator_of(tmp_path, driver, queries=4)
     q, k, v = call(queries=4)
@@ -120,25 +110,6 @@ def test_splits_are_joined_as_rows_of_one_head(tmp_path, driver):
     assert second["values"][7:] == [out.stride(0), 4 * out.stride(1), out.stride(1)]
 
 
-def test_compiled_as_one_graph(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    compiled = torch.compile(
-        lambda q, k, v: made.attention(q * 1.0, k, v, enable_gqa=True) + 1, fullgraph=True, backend="aot_eager"
-    )
-    q, k, v = call(layout="packed")
-    assert close(compiled(q, k, v), expected(q, k, v) + 1)
-    assert made.counters() == {"kernel": 1}
-
-
-def test_a_call_that_is_met_again_makes_no_plan(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    for _ in range(2):
-        given = call(layout="bshd")
-        assert close(made.attention(*given, enable_gqa=True), expected(*given))
-    assert made.counters() == {"kernel": 2}
-    assert len(driver.modules) == 1
-
-
 # ---- keys of an item: by lengths, or by the mask of the one query ----
 OF_ITEMS = with_config(ROWS, ITEM_KEYS=1)
 LENGTHS = {
@@ -153,9 +124,9 @@ LENGTHS = {
 }
 
 
-def served_by_items(directory, driver, kernel=OF_ITEMS, **of):
-    """An operator of one kernel that looks keys up by items, for one query of 2 items."""
-    return make(directory, driver, winner(shape(2, 8, 1, heads_kv=2, seqlen_k=300, **of), kernel))
+def served_by_items(directory, driver, kernel=OF_ITEMS, queries=1, **of):
+    """An operator of one kernel that looks keys up by items, for queries of 2 items."""
+    return make(directory, driver, winner(shape(2, 8, queries, heads_kv=2, seqlen_k=300, **of), kernel))
 
 
 def item_masks(*sizes, seed=0):
@@ -165,11 +136,12 @@ def item_masks(*sizes, seed=0):
     return mask
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "several queries"])
 @pytest.mark.parametrize("what", LENGTHS)
-def test_one_query_sees_the_lengths_of_its_item(tmp_path, driver, kernel, layout, what):
-    made = served_by_items(tmp_path, driver, padded=True)
-    q, k, v = call(layout=layout, slack=17)
+def test_queries_see_the_lengths_of_their_item(tmp_path, driver, kernel, layout, what):
+    queries, layout = (4, "bhsd") if layout == "several queries" else (1, layout)
+    made = served_by_items(tmp_path, driver, queries=queries, padded=True)
+    q, k, v = call(queries=queries, layout=layout, slack=17)
     lengths = torch.tensor(LENGTHS[what])
     lengths = lengths.int() if layout == "bshd" and what != "beyond any tensor" else lengths
     out = made.attention(q, k, v, key_lengths=lengths, enable_gqa=True)
@@ -180,39 +152,28 @@ def test_one_query_sees_the_lengths_of_its_item(tmp_path, driver, kernel, layout
     assert (scan["config"].gridDimX, fwd["values"][14]) == (2, 2), "items, and heads of one"
 
 
-def test_several_contiguous_queries_see_the_lengths_of_their_item(tmp_path, driver, kernel):
-    of = shape(2, 8, 4, heads_kv=2, seqlen_k=300, padded=True)
-    made = make(tmp_path, driver, winner(of, OF_ITEMS))
-    q, k, v = call(queries=4)
-    lengths = torch.tensor([[20, 200], [0, 1]])
-    out = made.attention(q, k, v, key_lengths=lengths, enable_gqa=True)
-    assert close(out, exact(q, k, v, seen(q, k, key_lengths=lengths)))
-    assert made.counters() == {"kernel": 1}
-
-
 MASKS = {
-    "of items": (("item",), lambda m: m),
-    "one of all": (("item",), lambda m: m[1:]),
-    "expanded": (("item",), lambda m: m[1:].expand(2, 1, 1, 300)),
-    "of two dimensions": (("item",), lambda m: m[1, 0]),
-    "all keys or none": (("item",), lambda m: torch.tensor([True, False]).view(2, 1, 1, 1)),
-    "every second key": (("item",), lambda m: m.repeat_interleave(2, 3)[..., ::2]),
-    "a slice of a longer one": (("item",), lambda m: torch.cat([m, m, m], 3)[..., 299:599]),
-    "transposed": (("item",), lambda m: m.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)),
-    "no key": (("item",), lambda m: m & False),
-    "the last key": (("item",), lambda m: torch.arange(300).expand_as(m) == 299),
-    "all but one": (("item",), lambda m: torch.arange(300).expand_as(m) != 128),
-    "bytes that are not 1": (("item",), lambda m: (m * torch.tensor(254, dtype=torch.uint8)).view(torch.bool)),
+    "of items": lambda m: m,
+    "one of all": lambda m: m[1:],
+    "expanded": lambda m: m[1:].expand(2, 1, 1, 300),
+    "of two dimensions": lambda m: m[1, 0],
+    "all keys or none": lambda m: torch.tensor([True, False]).view(2, 1, 1, 1),
+    "every second key": lambda m: m.repeat_interleave(2, 3)[..., ::2],
+    "a slice of a longer one": lambda m: torch.cat([m, m, m], 3)[..., 299:599],
+    "transposed": lambda m: m.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "no key": lambda m: m & False,
+    "the last key": lambda m: torch.arange(300).expand_as(m) == 299,
+    "all but one": lambda m: torch.arange(300).expand_as(m) != 128,
+    "bytes that are not 1": lambda m: (m * torch.tensor(254, dtype=torch.uint8)).view(torch.bool),
 }
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
 @pytest.mark.parametrize("what", MASKS)
 def test_one_query_sees_the_mask_of_its_item(tmp_path, driver, kernel, layout, what):
-    own, changed = MASKS[what]
-    made = served_by_items(tmp_path, driver, boolean=own)
+    made = served_by_items(tmp_path, driver, boolean=("item",))
     q, k, v = call(layout=layout)
-    mask = changed(item_masks(2, 1, 1, 300))
+    mask = MASKS[what](item_masks(2, 1, 1, 300))
     assert close(made.attention(q, k, v, mask, enable_gqa=True), exact(q, k, v, mask.view(torch.uint8) != 0))
     assert made.counters() == {"kernel": 1}
 

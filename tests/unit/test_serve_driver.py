@@ -88,26 +88,6 @@ def said(launch):
     return launch["function"][1], launch["config"], values
 
 
-def test_launches_at_new_addresses_are_moved(split):
-    """Nothing is encoded then, and they pass what launches made there would pass."""
-    driver, fresh = FakeDriver(), FakeDriver()
-    launches = split(driver)
-    for number in range(8):
-        launches.issue(elsewhere(number), 70 + number)
-        split(fresh).issue(elsewhere(number), 70 + number)
-    assert list(map(said, driver.launches)) == list(map(said, fresh.launches))
-    tried = 2 * 4  # maps that show once that the driver replaces addresses as it encodes them
-    assert len(driver.maps) == 3 * 4 + tried
-    assert driver.replaced == 4 + 5 * 4
-    launches.issue(elsewhere(7), 77)
-    launches.issue(elsewhere(6), 76)
-    assert (len(driver.maps), driver.replaced) == (20, 24), "known addresses"
-    launches.issue((*ADDRESSES[:3], 9 << 30, *ADDRESSES[4:]), 0)
-    assert driver.replaced == 28
-    launches.issue(elsewhere(6), 76)
-    assert driver.replaced == 28, "the oldest was moved"
-
-
 class Strange(FakeDriver):
     """Encodes the address in two places of a map, and replaces one."""
 
@@ -123,19 +103,22 @@ class Strange(FakeDriver):
         return super().cuLaunchKernelEx(config, function, parameters, extra)
 
 
-@pytest.mark.parametrize("make", [FakeDriver, Strange])
-def test_maps_are_encoded_anew_where_replacing_an_address_does_not_do(split, make):
-    driver, fresh = make(), FakeDriver()
-    if make is FakeDriver:
-        driver.refuses.add("cuTensorMapReplaceAddress")
+@pytest.mark.parametrize("how", ["replaces", "refuses", "is strange"])
+def test_launches_at_new_addresses_pass_what_those_made_there_would(split, how):
+    """They are moved, or encoded anew where replacing an address does not do."""
+    driver, fresh = Strange() if how == "is strange" else FakeDriver(), FakeDriver()
+    driver.refuses |= {"cuTensorMapReplaceAddress"} if how == "refuses" else set()
     launches = split(driver)
-    for number in range(6):
-        launches.issue(elsewhere(number), 0)
-        split(fresh).issue(elsewhere(number), 0)
-        assert make is FakeDriver or driver.second == elsewhere(number)[:1]
+    for number in (*range(8), 7, 6):
+        launches.issue(elsewhere(number), 70 + number)
+        split(fresh).issue(elsewhere(number), 70 + number)
+        assert how != "is strange" or driver.second == elsewhere(number)[:1]
+    # One address is another's; then the oldest of what is remembered is met again.
+    for addresses in ((*ADDRESSES[:3], 9 << 30, *ADDRESSES[4:]), elsewhere(6)):
+        launches.issue(addresses, 0)
+        split(fresh).issue(addresses, 0)
     assert list(map(said, driver.launches)) == list(map(said, fresh.launches))
-    assert driver.replaced <= 1
-    assert len(driver.maps) == 6 * 4 + 2
+    assert (driver.replaced > 1) == (how == "replaces")
 
 
 def test_a_map_that_cannot_be_moved_any_more_is_an_error(split):
@@ -161,45 +144,25 @@ def test_addresses_that_no_map_takes(split):
     assert driver.launches == driver.maps == []
 
 
-def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, remember):
+def test_the_bindings_own_types_take_what_a_launch_says(split):
     """All but the calls, which need a GPU."""
     binding = pytest.importorskip("cuda.bindings.driver")
-    names = (
-        *("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction_attribute"),
-        *("CUstreamCaptureMode", "CUtensorMapDataType", "CUtensorMapInterleave", "CUstream"),
-        "CUtensorMap",
-        *("CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill"),
-    )
     driver = FakeDriver()
-    for name in names:
+    for name in (
+        *("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction_attribute", "CUtensorMap"),
+        *("CUstreamCaptureMode", "CUtensorMapDataType", "CUtensorMapInterleave", "CUstream"),
+        *("CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill"),
+    ):
         setattr(driver, name, getattr(binding, name))
-    made = table(tmp_path, winner(shape(), SPLIT))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver)
-    todo = calls(kernel, 0.125, lse=True, strides={"o": (65536, 16384, 64)})
-    launches = device.launches(todo, kernel.stages, TENSORS, NAMES)
-    launches.issue(ADDRESSES, 77)
-    fwd, join = (launch["config"] for launch in driver.launches)
+    launches = split(driver)
+    for number in range(4):  # three are made, and one is moved
+        launches.issue(elsewhere(number), 77 + number)
+    fwd, join = (launch["config"] for launch in driver.launches[:2])
     assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
-    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, WGMMA.smem_bytes(kernel.values, shape()))
     assert join.numAttrs == 1
     assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
-    remember(of_a_kind=1)
-    launches.issue(elsewhere(1), 78)
-    assert [m["pointer"] for m in driver.launches[2]["values"][:4]] == list(elsewhere(1)[:4])
-    assert [int(launch["config"].hStream) for launch in driver.launches[2:]] == [78, 78]
-
-
-def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
-    driver = FakeDriver()
-    made = table(tmp_path, winner(shape()))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver)
-    odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
-    todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
-    launches = device.launches(todo, kernel.stages, odd, NAMES)
-    with pytest.raises(DriverError, match="tensor map of k"):
-        launches.issue(ADDRESSES, 0)
+    assert [m["pointer"] for m in driver.launches[6]["values"][:4]] == list(elsewhere(3)[:4])
+    assert [int(launch["config"].hStream) for launch in driver.launches[6:]] == [80, 80]
 
 
 @pytest.mark.parametrize(("row", "promotion"), [(64, 3), (72, 2), (128, 3), (80, 2), (32, 3), (24, 2)])

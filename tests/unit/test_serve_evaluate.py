@@ -8,19 +8,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from packages import H100 as KEY
 from packages import PLAIN, gpu, shape, winner, with_config
 from recorded import changed
 
-from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, open_run, plan
+from attnsweep import dispatch_summary, judge_dispatch, load_spec, open_run, plan
 from attnsweep.core.errors import StoreError
-from attnsweep.core.hardware import ARCHS
 from attnsweep.core.trial import Status
-from attnsweep.family.family import Config
-from attnsweep.serve import evaluate, export, shipped
-from attnsweep.serve.export_code import FAMILY, config_of, gpu_of
+from attnsweep.serve import evaluate, shipped
 from attnsweep.serve.held import held_for, is_sdpa
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
@@ -28,19 +24,7 @@ from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
 ROOT = Path(__file__).parent.parent.parent
 # Specs that both cards have runs of; each has a spec of its own besides.
 BOTH = ("flash_training", "flash_short", "batched", "flash_dims", "flash_long", "between")
-KERNEL = families()[FAMILY]
 # Winners of (1,8,512,64) that these specs do not have as candidates: one of either card.
-UNTIMED = {
-    f"BLOCK_N={block_n} WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES={stages} SWIZZLE=128 PRODUCER_WARPS=4 "
-    "BLOCKS_PER_SM=1 OVERLAP=1 PINGPONG=0 MAXIMA=2 P_SHARED=0 Q_REGISTERS=2 EXP2_POLY=0 ORDER=0 "
-    "PERSISTENT=0 O_OVER_Q=0 SPLITS=2 SPLIT_CLUSTER=1 CLUSTER=1 PDL=0 PACK_GQA=0 "
-    "ITEM_KEYS=0 LSE=0"
-    for block_n, stages in ((128, 2), (64, 4))
-}
-UNTIMED_ON = {
-    *(f"(1,4,900,{head_dim}) fp16 {mask}" for head_dim in (64, 128) for mask in ("full", "causal")),
-    "(1,20,162x631,128) fp16 full",
-}
 H100, H200 = ROOT / "results/h100-80gb-hbm3", ROOT / "results/h200"
 RUNS = [H100 / name for name in ("h100", *BOTH)]
 TUNED, FITTED = RUNS[:-1], [*RUNS, H100 / "between_short"]
@@ -61,43 +45,6 @@ def spec_of(name):
 @cache
 def plan_of(name):
     return plan(spec_of(name))
-
-
-@pytest.fixture(scope="module", params=["between", "between_short", "held_out", "held_out_later"])
-def planned(request):
-    return plan_of(request.param)
-
-
-@pytest.fixture(scope="module")
-def tuned():
-    chosen = []
-    for place in (*RUNS, *RUNS_OF_H200):
-        run = open_run(place)
-        key, environment = gpu_of(run)
-        chosen += export.chosen_of(run, environment, key, {KERNEL.name: KERNEL}, [])
-    return [each.trial for each in chosen]
-
-
-@pytest.mark.nightly(push=0)
-@pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
-def test_no_shape_of_the_spec_was_tuned(planned, tuned):
-    assert len({item.problem for item in planned}) == len(planned)
-    assert not {item.problem for item in planned} & {trial.problem for trial in tuned}
-
-
-@pytest.mark.nightly(push=0)
-@pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
-def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tuned):
-    configs = {config_of(trial, KERNEL).label: trial for trial in tuned}
-    assert len(configs) > 50
-    for item in planned:
-        candidates = {Config({**config, "LSE": 0}).label for space in item.spaces for config in space.configs}
-        for label, trial in configs.items():
-            config = config_of(trial, KERNEL)
-            if item.problem.label in UNTIMED_ON and label in UNTIMED:
-                assert label not in candidates
-            elif KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
-                assert label in candidates, (str(item.problem), label)
 
 
 RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
@@ -153,23 +100,6 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
         assert f"{label.replace(' bf16 ', ', bf16 ')}, {100 * (1 / gain - 1):.1f} %" in page
 
 
-@pytest.mark.nightly(push=1)
-def test_the_specs_vary_what_decides_a_time(planned):
-    if planned is plan_of("between_short"):
-        pytest.skip("a supplement")
-    shapes = [item.problem for item in planned]
-    assert {s.head_dim for s in shapes} == {64, 96, 128, 256}
-    assert {(s.dtype, s.causal) for s in shapes} == {
-        (dtype, causal) for dtype in ("fp16", "bf16") for causal in (False, True)
-    }
-    assert any(s.heads != s.heads_kv for s in shapes)
-    assert any(s.seqlen_q != s.seqlen_k for s in shapes)
-    tiles = [s.batch * s.heads * -(-s.seqlen_q // 128) for s in shapes]
-    assert max(tiles) > 1000
-    assert sum(t <= 200 for t in tiles) >= 10
-    assert sum(s.seqlen_q % 64 > 0 for s in shapes) >= 15
-
-
 def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
     names = ("between", "between_short", "held_out", "held_out_later")
     specs = [spec_of(name) for name in names[1:]]
@@ -180,23 +110,6 @@ def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
     first, _, held_out, later = problems
     assert len(first) >= 48
     assert min(len(held_out), len(later)) >= 40
-
-
-@pytest.mark.nightly(push=1)
-def test_machine_code_is_shared_by_shapes(planned):
-    codes = set()
-    candidates = 0
-    for item in planned:
-        problem = item.problem
-        for space in item.spaces:
-            for config in space.configs:
-                candidates += 1
-                launches = KERNEL.launches(config, problem, ARCHS["sm_90a"])
-                for name, launch in launches.items():
-                    defines = KERNEL.stages[name].defines(config, problem, launch)
-                    codes.add((name, *sorted(defines.items())))
-    assert candidates <= 2400
-    assert len(codes) <= 520
 
 
 # ---- what benchmarks/dispatch.py prints ----
@@ -220,26 +133,6 @@ def test_each_recorded_shape_from_the_others(left_out):
     assert found["shapes"] > 40
     assert found["regret"]["median"] <= 0.03
     assert found["slower_than_sdpa_by_3_percent"] == 0
-
-
-@RECORDED
-def test_each_recorded_shape_of_between_from_all_others():
-    """As the constants were fitted, so this shows no more than that they still are.
-
-    On later runs of the same specs 12 % is lost at the 95th percentile; the page has all runs."""
-    rows = [row for row in evaluate.judged(FITTED, []) if row.run.startswith("between")]
-    found = evaluate.summary(rows)
-    assert found["shapes"] >= 65
-    assert found["shapes"] - found["not_timed"] >= 50
-    assert found["regret"]["median"] <= 0.03
-    slower = [row.shape for row in rows if row.gain and row.gain < 0.97]
-    assert slower == ["(8,16,512,128) bf16 causal"]
-    near = [row for row in rows if row.code == "near" and row.regret is not None]
-    of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
-    assert len(near) >= 50
-    assert np.quantile(of_the_rule, 0.95) <= 0.10
-    errors = [abs(row.expected_gain / row.gain - 1) for row in rows if row.config and row.gain]
-    assert np.quantile(errors, 0.5) <= 0.08
 
 
 def test_runners_up_are_held_of_the_configs_that_won_anywhere():
@@ -313,12 +206,6 @@ def test_a_choice_without_a_time_is_no_good_choice():
         evaluate.summary(rows[:1])
 
 
-def test_a_run_of_a_like_gpu_is_judged_by_the_runs_that_stand_in():
-    rows = list(evaluate.judged(TUNED[1:2], [ROOT / "results/h200/flash_training"]))
-    assert len(rows) == 10, "shapes that were tuned on the other GPU are judged"
-    assert {row.code for row in rows} <= {"stand_in", "not_tuned"}
-
-
 def test_a_tuned_shape_of_a_held_out_run_is_not_judged():
     assert not list(evaluate.judged(TUNED, [H100 / "h100"]))
     rows = list(evaluate.judged(TUNED[2:], [H100 / "flash_training"]))
@@ -383,18 +270,6 @@ def test_a_shape_where_pytorchs_attention_failed_is_not_judged(shapes, tmp_path)
     assert [one.problem for one in evaluate.swept(tmp_path / "run")] == shapes[1:]
 
 
-def test_no_kernel_of_more_queries_serves_few(shapes):
-    """By runs of more queries alone, PyTorch's own attention serves all of them."""
-    assert len(shapes) == 16
-    assert max(problem.seqlen_q for problem in shapes) < FEW
-    package = all_of("of many")
-    assert not [w for w in package.winners if w.problem.seqlen_q < FEW]
-    for problem in (*shapes, SLOWER_BEFORE):
-        choice = choose(package, problem)
-        assert choice.kernel is None, choice.reason
-        assert choice.code in ("far", "not_tuned"), choice.reason
-
-
 def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
     found = dispatch_summary([evaluate.judge(package, one) for one in evaluate.swept(JUDGE)])
     assert found["not_timed"] <= 2
@@ -402,15 +277,6 @@ def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
     assert found["of_kernels"]["timed"] >= 6
     assert found["of_kernels"]["gain"]["least"] >= 1.2
     assert found["of_kernels"]["regret"]["median"] <= 0.05
-
-
-def test_one_query_is_served_only_if_that_is_faster():
-    package = all_of("of decode")
-    assert choose(package, SLOWER_BEFORE).code == "not_faster"
-    assert choose(package, replace(SLOWER_BEFORE, heads=64)).code == "tuned"
-    assert choose(package, replace(SLOWER_BEFORE, seqlen_k=4096)).code == "near"
-    assert choose(package, replace(SLOWER_BEFORE, batch=8, seqlen_k=4096)).code == "not_faster"
-    assert choose(package, replace(SLOWER_BEFORE, heads=8, seqlen_k=4096)).code == "far"
 
 
 def test_what_comes_with_attnsweep_packs_the_heads_of_one_query_and_is_faster():

@@ -1,4 +1,4 @@
-"""Boolean masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
+"""Masks in PyTorch, with a fake driver and kernels of NumPy's: right, and never stale."""
 
 import contextlib
 import functools
@@ -24,26 +24,30 @@ BATCH, HEADS, ROWS = 2, 4, 256
 @pytest.fixture
 def operator(tmp_path, driver, kernel):
     """An operator that has a kernel for each form of a mask, with as many heads, and grouped."""
-    winners = [
-        winner(shape(BATCH, HEADS, ROWS, heads_kv=kv, boolean=own))
-        for own in ((), ("item",), ("head",), ("item", "head"))
-        for kv in (HEADS, 2)
-    ]
-    return make(tmp_path, driver, *winners)
+    owns = ((), ("item",), ("head",), ("item", "head"))
+    kinds = [{kind: own, "heads_kv": kv} for kind in ("boolean", "bias") for own in owns for kv in (HEADS, 2)]
+    return make(tmp_path, driver, *(winner(shape(BATCH, HEADS, ROWS, **kind)) for kind in kinds))
 
 
 def random_mask(*sizes, seed=0):
     return torch.rand(*sizes, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
+def numbers(*sizes):
+    """To add to scores."""
+    made = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return made.masked_fill(made > 1.5, float("-inf"))
+
+
 FORMS = {
     "one": (ROWS, ROWS),
-    "of three dimensions": (1, ROWS, ROWS),
+    "of three dimensions": (HEADS, ROWS, ROWS),
     "of four": (1, 1, ROWS, ROWS),
     "of items": (BATCH, 1, ROWS, ROWS),
     "of heads": (1, HEADS, ROWS, ROWS),
     "of both": (BATCH, HEADS, ROWS, ROWS),
     "of keys": (BATCH, 1, 1, ROWS),
+    "of keys and heads": (BATCH, HEADS, 1, ROWS),
     "of queries": (BATCH, 1, ROWS, 1),
 }
 
@@ -77,37 +81,71 @@ def test_calls_of_the_same_sizes_that_differ_take_turns(operator):
     assert operator.counters()["kernel"] == served + 1
 
 
+def right(operator, mask, by="kernel", heads_kv=HEADS):
+    given = tensors(BATCH, HEADS, ROWS, heads_kv)
+    out = operator.attention(*given, mask, enable_gqa=heads_kv != HEADS)
+    assert close(out, exact(*given, mask))
+    assert operator.counters() == {by: 1}
+
+
+@pytest.mark.parametrize("drawn", [random_mask, numbers])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_that_broadcasts(operator, form, heads_kv):
-    q, k, v = tensors(BATCH, HEADS, ROWS, heads_kv)
-    mask = random_mask(*FORMS[form])
-    out = operator.attention(q, k, v, mask, enable_gqa=heads_kv != HEADS)
-    assert close(out, exact(q, k, v, mask))
-    assert operator.counters() == {"kernel": 1}
+def test_every_form_that_broadcasts(operator, form, heads_kv, drawn):
+    by = "mask" if drawn is numbers and form == "of queries" else "kernel"
+    right(operator, drawn(*FORMS[form]), by, heads_kv)
 
 
+WHOLE = (BATCH, 1, ROWS, ROWS)
 STRIDES = {
-    "expanded": lambda m: m[:1].expand(BATCH, 1, ROWS, ROWS),
-    "transposed": lambda m: m.mT,
-    "sliced": lambda m: torch.cat([m, m], -1)[..., 3 : 3 + ROWS],
-    "every second key": lambda m: m.repeat_interleave(2, -1)[..., ::2],
-    "of one key": lambda m: m[..., :1].expand(BATCH, 1, ROWS, ROWS),
+    "sliced": lambda: random_mask(BATCH, 1, ROWS, ROWS + 3)[..., 3:],
+    "every second key": lambda: random_mask(BATCH, 1, ROWS, 2 * ROWS)[..., ::2],
+    "of one key": lambda: random_mask(*WHOLE)[..., :1].expand(WHOLE),
+    "numbers, expanded": lambda: numbers(1, 1, ROWS, ROWS).expand(BATCH, HEADS, ROWS, ROWS),
+    "numbers, transposed heads": lambda: numbers(BATCH, ROWS, HEADS, ROWS).transpose(1, 2),
+    "numbers, sliced": lambda: numbers(BATCH, 1, ROWS, ROWS + 8)[..., 8:],
+    "numbers, an expanded row": lambda: numbers(BATCH, 1, 1, ROWS).expand(WHOLE),
+}
+# What TMA cannot read.
+OTHERS = {
+    "numbers, transposed": lambda: numbers(ROWS, ROWS).mT,
+    "numbers, every second key": lambda: numbers(ROWS, 2 * ROWS)[:, ::2],
+    "numbers, rows of no 16 bytes": lambda: numbers(ROWS, ROWS + 1)[:, :ROWS],
+    "numbers that begin elsewhere": lambda: numbers(BATCH, 1, ROWS, ROWS + 8)[..., 1 : 1 + ROWS],
 }
 
 
-@pytest.mark.parametrize("how", STRIDES)
+@pytest.mark.parametrize("how", [*STRIDES, *OTHERS])
 def test_strides(operator, how):
-    q, k, v = tensors(BATCH, HEADS, ROWS)
-    mask = STRIDES[how](random_mask(BATCH, 1, ROWS, ROWS))
-    assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask))
-    assert operator.counters() == {"kernel": 1}
+    by = "kernel" if how in STRIDES else "alignment" if "begin" in how else "mask"
+    right(operator, (STRIDES | OTHERS)[how](), by)
 
 
-def test_queries_without_a_key_are_zeros(operator):
+def test_another_dtype_and_gradients_of_the_mask_are_pytorchs(operator):
     q, k, v = tensors(BATCH, HEADS, ROWS)
-    mask = random_mask(BATCH, 1, ROWS, ROWS)
-    mask[:, :, 5:9] = False
+    assert operator.explain(q, k, v, numbers(ROWS, ROWS).float()).code == "mask"
+    mask = numbers(ROWS, ROWS).clamp(min=-5).requires_grad_()
+    operator.attention(q, k, v, mask).float().sum().backward()
+    assert mask.grad is not None
+    assert operator.counters() == {"mask": 1}
+
+
+def test_a_batch_of_calls_with_a_float32_mask_is_pytorchs(operator):
+    """`torch.vmap` cannot be asked which of its kernels PyTorch would take."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():  # whose tensors are on a card
+        each = torch.empty(3, 2, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
+        mask = torch.empty(8, 8, device="cuda")
+        out = torch.vmap(lambda q: operator.attention(q, q, q, mask))(each)
+    assert (out.shape, out.dtype) == (each.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("drawn", "hidden"), [(random_mask, False), (numbers, float("-inf"))])
+def test_queries_without_a_key_are_zeros(operator, drawn, hidden):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = drawn(BATCH, 1, ROWS, ROWS)
+    mask[:, :, 5:9] = hidden
     out = operator.attention(q, k, v, mask)
     assert (out[:, :, 5:9] == 0).all()
     assert close(out, exact(q, k, v, mask))
@@ -129,7 +167,6 @@ def test_masks_at_random(operator, data):
 
 
 REFUSED = {
-    "of floats": lambda q, k, v: ((q, k, v, torch.zeros(ROWS, ROWS).bfloat16()), {}),
     "with dropout": lambda q, k, v: ((q, k, v, random_mask(ROWS, ROWS), 0.5), {}),
     "with gradients": lambda q, k, v: ((q.requires_grad_(), k, v, random_mask(ROWS, ROWS)), {}),
     "negated": lambda q, k, v: ((torch._neg_view(q), k, v, random_mask(ROWS, ROWS)), {}),
@@ -201,15 +238,6 @@ def test_a_changed_mask_is_scanned_again(operator, how):
     assert same(operator, given, mask)
 
 
-def test_a_view_sees_what_is_written_to_the_whole(operator):
-    given = tensors(BATCH, HEADS, ROWS)
-    whole = random_mask(BATCH, 1, ROWS, 2 * ROWS)
-    mask = whole[..., :ROWS]
-    assert same(operator, given, mask)
-    whole.logical_not_()
-    assert same(operator, given, mask)
-
-
 def test_a_mask_at_the_address_of_one_that_is_gone(operator):
     given, there = tensors(BATCH, HEADS, ROWS), []
     memory = torch.empty(BATCH, 1, ROWS, ROWS, dtype=torch.bool)
@@ -220,16 +248,6 @@ def test_a_mask_at_the_address_of_one_that_is_gone(operator):
         del mask
         there.append(alive())
     assert there[1:] == there[:-1], "what was made of a mask goes with it"
-
-
-def test_what_stands_under_the_number_of_another_mask_is_not_its(monkeypatch):
-    """Numbers of objects are used again: here at once, as no weak reference would have noticed."""
-    monkeypatch.setattr(call_cache, "id", lambda each: 7, raising=False)
-    lists, mask = call_cache.MaskLists(lambda _: 0), random_mask(2, 2)
-    made = call_cache.MaskList((1,), ())
-    lists.keep((mask,), lists, 0, made)
-    assert lists.find((mask,), lists, 0) is made
-    assert lists.find((mask.view(2, 2),), lists, 0) is None  # with its memory and version
 
 
 def test_under_inference_mode_nothing_is_kept(operator, kernel):

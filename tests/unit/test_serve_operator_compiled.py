@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from operators import Watch, aten, close, make, shifted, tensors, traced  # noqa: E402
-from packages import H100, shape, table, winner  # noqa: E402
+from packages import H100, shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import gradients  # noqa: E402
-from attnsweep.serve.runtime.call_cache import Seen  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
-from attnsweep.serve.runtime.table import Guard, Table  # noqa: E402
+from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,20 +29,6 @@ def test_opcheck(operator, layout, name):
     arguments = (*tensors(layout=layout), False, 0.125)
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(op, arguments, test_utils=utilities)
-
-
-def test_compiles_as_one_graph(operator, driver):
-    def block(q, k, v):
-        return operator.attention(q * 1.0, k, v) + 1
-
-    q, k, v = tensors(layout="packed")
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v) + 1)
-    assert operator.counters() == {"kernel": 1}
-    masked = torch.compile(lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager")
-    mask = torch.zeros(256, 256, dtype=torch.bfloat16)
-    assert close(masked(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
-    assert operator.counters() == {"kernel": 1}
 
 
 def test_compiled_calls_fall_back_at_run_time(operator, driver):
@@ -65,7 +50,7 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     assert operator.namespace not in "".join(graphs)
 
 
-@pytest.mark.parametrize("kind", [float, int, np.float64, torch.tensor])
+@pytest.mark.parametrize("kind", [int, np.float64, torch.tensor])
 @pytest.mark.parametrize("name", ["scale", "dropout_p"])
 def test_any_kind_of_number(operator, name, kind):
     """What the operator does not take is PyTorch's, which takes it."""
@@ -178,19 +163,6 @@ def test_what_pytorchs_attention_becomes_in_compiled_code(operator, pytorchs_own
     assert not any(name in graph or "_fused_sdp_choice" in graph for graph in graphs)
 
 
-def test_a_compiled_backward_of_growing_shapes(operator, backwards, pytorchs_own):
-    """A compiler that knows no sizes asks with those that it began with."""
-    pytorchs_own.backend = "cudnn"
-    attention = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for seqlen in (256, 320):
-        leaves = [t.requires_grad_() for t in tensors(seqlen=seqlen)]
-        torch.autograd.grad(attention(*leaves).sum(), leaves)
-    assert [name for name, *_ in backwards] == ["cudnn", "cudnn"]
-    assert {sizes for sizes, *_ in pytorchs_own.asked} == {(1, 4, 256, 64)}
-
-
 @pytest.mark.usefixtures("pytorchs")
 def test_a_forward_that_no_kernel_serves_is_what_pytorch_would_call(operator):
     """In a graph for all sizes, of which only some have kernels."""
@@ -225,23 +197,6 @@ def test_short_calls_with_gradients_are_pytorchs(tmp_path, driver, backwards):
         assert operator.counters().get("short_training", 0) == (not served)
     reason = operator.explain(*leaves).reason
     assert "with gradients" in reason, reason
-
-
-def test_a_short_step_is_handed_over_before_anything_is_looked_up(tmp_path, driver, monkeypatch):
-    """The host takes longer for such a step than the device, and would notice the look-up."""
-    short = replace(table(tmp_path, winner(shape(), gain=2.0)).gpus[H100], guard=Guard())
-    made = Table(tmp_path, "0.0", "0" * 64, {H100: short})
-    monkeypatch.setattr(Seen, "plan", lambda *call: pytest.fail("looked up"))
-    operator = Operator(made, "short_steps", driver, devices=("cpu",))
-    operator.planner.gpus[0] = short
-    given = tensors()
-    leaves = [t.detach().requires_grad_() for t in given]
-    out = operator.attention(*leaves, is_causal=True)
-    assert torch.equal(out, F.scaled_dot_product_attention(*given, is_causal=True))
-    assert out.grad_fn is not None
-    assert operator.counters() == {"short_training": 1}
-    with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="looked up"):
-        operator.attention(*leaves)  # no gradients are recorded: a kernel may serve it
 
 
 def test_a_compiler_that_knows_all_sizes_hands_over_what_no_kernel_serves(operator):

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attending import MaskedKernel, seen  # noqa: E402
+from attending import seen  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from operators import close, compiled, exact, make, tensors, traced  # noqa: E402
@@ -44,7 +44,6 @@ def kernels(heads_kv=HEADS):
 
 @pytest.fixture
 def operator(tmp_path, driver):
-    driver.on_launch = MaskedKernel()
     return make(tmp_path, driver, *kernels())
 
 
@@ -66,17 +65,6 @@ def test_kernels_and_pytorch_agree(request, by, mask, change):
     explained = operator.explain(*given_, **how)
     assert (explained.kernel is not None) == (by == "operator"), explained
     assert operator.counters() == {"kernel" if by == "operator" else explained.code: 1}
-
-
-@pytest.mark.parametrize("heads_kv", [1, 2])
-@pytest.mark.parametrize("served", [True, False])
-def test_grouped_heads(tmp_path, driver, heads_kv, served):
-    driver.on_launch = MaskedKernel()
-    operator = make(tmp_path, driver, *(kernels(heads_kv) if served else ()))
-    given_ = tensors(BATCH, HEADS, ROWS, heads_kv, layout="packed")
-    out = operator.attention(*given_, sinks=SINKS, softcap=2.0, enable_gqa=True)
-    assert close(out, exact(*given_, softcap=2.0, sinks=SINKS))
-    assert ("kernel" in operator.counters()) == served
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])

@@ -14,8 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from attending import Kernel, MaskedKernel  # noqa: E402
-from fake_driver import FakeDriver  # noqa: E402
 from packages import imported, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import DENSE, Padded  # noqa: E402
@@ -25,11 +23,6 @@ from attnsweep.core.scores import Scores  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = itertools.count()
 SEQLEN = 256
-
-
-@pytest.fixture
-def driver():
-    return FakeDriver(Kernel(causal=True))
 
 
 @pytest.fixture
@@ -115,8 +108,7 @@ def deepseek(**options):
     return transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**SIZES | own, **options)
 
 
-def test_latent_attention_has_v_of_another_head_dim(tmp_path):
-    driver = FakeDriver(Kernel(causal=True))
+def test_latent_attention_has_v_of_another_head_dim(tmp_path, driver):
     of = shape(2, 4, SEQLEN, head_dim=96, head_dim_v=64, causal=True)
     made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, winner(of))
     model = built(deepseek)
@@ -124,20 +116,8 @@ def test_latent_attention_has_v_of_another_head_dim(tmp_path):
     assert made.counters() == {"kernel": 2}
 
 
-def test_it_is_chosen_when_a_model_is_made(package):
-    name = package.register()
-    kind, config = llama(attn_implementation=name)
-    model = kind(config).to(torch.bfloat16).eval()
-    logits(model, tokens())
-    assert package.counters() == {"kernel": 2}
-
-
 def mistral(**options):
     return transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=100, **options)
-
-
-def qwen2(**options):
-    return transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SIZES, **options)
 
 
 def gemma3(**options):
@@ -159,13 +139,12 @@ def padded(how):
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(tmp_path, driver):
     """A package with kernels for what the models here hide, their stand-in, and the driver's."""
     one, window, lengths = shape(2, 4, SEQLEN), Interval(99, 0), Padded("right", 100)
     hidden = [(FULL, DENSE), (CAUSAL, DENSE), (window, DENSE), (FULL.as_boolean(("item",)), DENSE)]
     hidden += [(FULL, lengths), (CAUSAL, lengths), (window, lengths)]
     each = [replace(one, mask=mask, layout=layout, heads_kv=n) for mask, layout in hidden for n in (2, 4)]
-    driver = FakeDriver(MaskedKernel())
     return imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *map(winner, each)), driver
 
 
@@ -182,7 +161,7 @@ def dense_masks(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["left", "right", "not", "with a hole"])
-@pytest.mark.parametrize("kind", [llama, mistral, qwen2, gemma3, bert])
+@pytest.mark.parametrize("kind", [llama, mistral, gemma3, bert])
 def test_no_dense_mask_is_made_of_what_is_an_interval(served, monkeypatch, kind, how):
     made, driver = served
     model, ids, mask = built(kind), tokens(), padded(how)
@@ -238,6 +217,9 @@ READ = {
     "copied deeply": copy.deepcopy,
     "sent": lambda mask: pickle.loads(pickle.dumps(mask)),
     "shared": lambda mask: mask.share_memory_(),
+    "read by its address": lambda mask: torch.tensor(
+        list((ctypes.c_uint8 * mask.numel()).from_address(mask.data_ptr()))
+    ),
 }
 
 
@@ -248,12 +230,6 @@ def test_code_that_reads_a_mask_gets_a_dense_one(package, how):
     assert isinstance(mask, torch.Tensor)
     assert torch.equal(READ[how](mask), READ[how](theirs))
     assert torch.equal(mask.clone(), theirs), "with what was written"
-
-
-def test_code_that_reads_memory_itself_finds_the_mask_there(package):
-    mask, theirs = lazy(package)
-    memory = (ctypes.c_uint8 * theirs.numel()).from_address(mask.data_ptr())
-    assert bytes(memory) == bytes(theirs.flatten().tolist())
 
 
 def test_a_mask_that_was_written_hides_what_it_then_says(served):
@@ -372,21 +348,6 @@ def test_a_step_with_gradients_and_checkpoints_has_the_same_gradients(package):
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
 
 
-def test_padding_is_served_where_a_kernel_for_masks_is_known(tmp_path):
-    """k and v are not repeated, and a mask is scanned once for all layers."""
-    kernel, of = MaskedKernel(), winner(shape(2, 4, 256, heads_kv=2, boolean=("item",)))
-    own = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(kernel), of)
-    forward = transformers.AttentionInterface()[own.register()]
-    q, k, v = (torch.randn(2, n, 256, 64).bfloat16() for n in (4, 2, 2))
-    mask = torch.rand(2, 1, 256, 256) < 0.5
-    for _ in range(2):
-        out, _ = forward(None, q, k, v, mask)
-        k_all, v_all = (t.float().repeat_interleave(2, 1) for t in (k, v))
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        assert torch.allclose(out.transpose(1, 2).float(), sdpa(q.float(), k_all, v_all, mask), atol=3e-2)
-    assert (own.counters(), kernel.scans) == ({"kernel": 2}, 1)
-
-
 def test_generated_tokens_are_the_same(package, driver):
     model = built(qwen3).float().to(torch.bfloat16)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -439,44 +400,22 @@ def test_a_compiled_model_is_one_graph(package, monkeypatch, exporting):
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_compiled_model_with_padding_and_grouped_heads(tmp_path, served):
-    """Where no kernel serves it is transformers' own, with k and v repeated."""
+def test_a_compiled_model_with_padding_and_grouped_heads(tmp_path, driver, served):
+    """Where no kernel serves it is transformers' own."""
     torch._dynamo.reset()
-    one = replace(shape(2, 4, SEQLEN, heads_kv=2), mask=FULL.as_boolean(("item",)))
-    kernel = MaskedKernel()
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(kernel), *[winner(one)] * served)
+    one = shape(2, 4, SEQLEN, heads_kv=2, boolean=("item",))
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *[winner(one)] * served)
     model, ids = built(llama), tokens()
     mask = torch.ones_like(ids)
     mask[0, -7:] = 0
     expected = logits(model, ids, attention_mask=mask)
     model.set_attn_implementation(made.register())
-    heads = []
-
-    def seen(graph, _):
-        for node in graph.graph.nodes:
-            if "attention" in str(node.target):
-                heads.append([each.meta["val"].shape[1] for each in node.args[:3]])
-        return graph.forward
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend = aot_autograd(fw_compiler=seen)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         got = compiled(ids, attention_mask=mask).logits.float()
     keep = mask.bool()
     assert torch.allclose(got[keep], expected[keep], atol=3e-2, rtol=3e-2)
     assert made.counters().get("kernel", 0) == 2 * served
-    assert heads == ([] if served else [[4, 4, 4]] * 2)
-
-
-def test_enable_serves_an_unmodified_model(package):
-    model, ids = built(llama), tokens()
-    expected = logits(model, ids)
-    with package.enable():
-        got = logits(model, ids)
-    assert torch.allclose(got, expected, atol=3e-2, rtol=3e-2)
-    assert package.counters() == {"kernel": 2}
 
 
 def gemma2(**options):
@@ -493,13 +432,13 @@ def gpt_oss(**options):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", [gemma2, gpt_oss])
 @pytest.mark.parametrize("served", [True, False])
-def test_softcap_and_sinks(tmp_path, kind, padded, served):
+def test_softcap_and_sinks(tmp_path, driver, kind, padded, served):
     """A layer in two has a window, which a model gives as a boolean mask."""
     scores = Scores(2.0) if kind is gemma2 else Scores(0, True)
     one = shape(2, 4, SEQLEN, heads_kv=2)
     masks = (CAUSAL, FULL.as_boolean(("item",)))
     tuned = [winner(replace(one, mask=mask, scores=scores), gain=4.0) for mask in masks]
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", FakeDriver(MaskedKernel()), *tuned * served)
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *tuned * served)
     model, ids = built(kind), tokens()
     with torch.no_grad():
         for name, each in model.named_parameters():

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from attending import BackwardKernel, MaskedKernel  # noqa: E402
+from attending import BackwardKernel, Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from operators import aten, close, compiled, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
-from packages import PLAIN_BACKWARD, SPLIT, imported, shape, winner  # noqa: E402
+from operators import aten, close, flash_backward, gradients_of, make, tensors, traced  # noqa: E402
+from packages import PLAIN_BACKWARD, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
 from attnsweep.core.masks import Interval  # noqa: E402
@@ -21,7 +21,7 @@ from attnsweep.serve.runtime.packed import VarlenOperator  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-DIMS = [(192, 128), (64, 128), (96, 64), (64, 40)]
+DIMS = [(192, 128), (64, 128), (64, 40)]
 LAYOUTS = ["bhsd", "bshd", "packed"]
 
 
@@ -33,11 +33,6 @@ def operator_of(directory, driver, head_dim=192, head_dim_v=128, heads_kv=4, **h
 
 def call(head_dim=192, head_dim_v=128, layout="bhsd", heads_kv=None, seqlen=256):
     return tensors(2, 4, seqlen, heads_kv, layout, torch.bfloat16, head_dim, head_dim_v)
-
-
-def order(tensor):
-    """Its dimensions, the one with the longest steps first."""
-    return sorted(range(tensor.dim()), key=lambda n: -tensor.stride(n))
 
 
 def rows(seqlen, columns, layout):
@@ -57,7 +52,6 @@ def test_layouts_without_copies(tmp_path, driver, dims, layout, heads_kv):
     assert close(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     assert out.shape == (*q.shape[:3], dims[1])
     assert out.stride() == rows(256, dims[1], layout)
-    assert order(out) == order(torch.empty_like(q))
     assert [m["pointer"] for m in driver.maps] == [t.data_ptr() for t in (q, k, v, out)]
     assert [m["dims"][0] for m in driver.maps] == [dims[0], dims[0], dims[1], dims[1]]
     assert driver.launches[0]["values"][-3:] == list(out.stride()[:3])
@@ -77,25 +71,15 @@ def test_each_head_dim_of_v_has_code_of_its_own(tmp_path, driver):
     told = made.explain(*call(head_dim_v=64))
     assert (told.code, told.reason) == ("head_dim", "head_dim 192, 64 of value, was not tuned")
     q, k, v = call()
-    assert made.explain(q, k, v, is_causal=True).reason == (
-        "no shape with head_dim 192 and 128 of v, bf16, causal was tuned"
-    )
-
-
-def test_shapes_that_do_not_agree_are_pytorchs(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    q, k, v = call()
-    assert made.explain(q, k[:, :1], v[:, :1]).code == "shapes"
-    assert made.explain(q, k[..., :128], v).code == "shapes"
-    assert made.explain(q, k[:, :, :100], v).code == "shapes"
-
-
-def test_a_shape_near_a_tuned_one(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    q, k, v = call(seqlen=300, layout="bshd")
-    assert made.explain(q, k, v).code == "near"
-    assert close(made.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert made.counters() == {"kernel": 1}
+    assert "head_dim 192 and 128 of v, bf16, causal was tuned" in made.explain(q, k, v, is_causal=True).reason
+    assert made.explain(*call(seqlen=300)).code == "near"
+    for given, code in (
+        ((q, k[:, :1], v[:, :1]), "shapes"),
+        ((q, k[..., :128], v), "shapes"),
+        ((q, k[:, :, :100], v), "shapes"),
+        ((q, k, v.mT.contiguous().mT), "layout"),
+    ):
+        assert made.explain(*given).code == code
 
 
 def test_splits_are_joined_into_rows_of_v(tmp_path, driver):
@@ -105,16 +89,6 @@ def test_splits_are_joined_into_rows_of_v(tmp_path, driver):
     _, second = driver.launches
     assert second["config"].gridDimX == 2 * 4 * 256 * 128 // 4 // 128
     assert second["values"][7:] == list(out.stride()[:3])
-
-
-def test_tensors_that_no_map_can_describe_are_pytorchs(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    q, k, v = call()
-    odd = v.mT.contiguous().mT
-    assert made.explain(q, k, odd).reason.startswith("v has no contiguous head_dim")
-    got = made.attention(q, k, odd)
-    assert torch.equal(got, F.scaled_dot_product_attention(q, k, odd))
-    assert made.counters() == {"layout": 1}
 
 
 # ---- operators and compilers ----
@@ -133,29 +107,6 @@ def test_opcheck(tmp_path, driver, layout, name):
         assert made.counters()["not_tuned"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiles_as_one_graph(tmp_path, driver, layout):
-    made = operator_of(tmp_path, driver)
-    attention, graphs = compiled(made.attention)
-    q, k, v = call(layout=layout)
-    out = attention(q, k, v)
-    assert close(out, F.scaled_dot_product_attention(q, k, v))
-    assert out.stride() == rows(256, 128, layout)
-    assert made.namespace in graphs[0].code
-    assert made.counters() == {"kernel": 1}
-
-
-def test_a_graph_for_all_sizes(tmp_path, driver):
-    made = operator_of(tmp_path, driver)
-    attention = torch.compile(
-        lambda q, k, v: made.attention(q, k, v) * 1, fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for seqlen in (256, 300, 5):
-        q, k, v = call(seqlen=seqlen, layout="bshd")
-        assert close(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert made.counters() == {"kernel": 2, "not_tuned": 1}
-
-
 # ---- masks and packed sequences ----
 HIDDEN = {
     "boolean": ({"mask": Interval(boolean=True)}, lambda: torch.rand(256, 256) < 0.5),
@@ -166,7 +117,7 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_masks(tmp_path, name):
     changes, mask = HIDDEN[name]
-    driver = FakeDriver(MaskedKernel())
+    driver = FakeDriver(Kernel())
     of = replace(shape(2, 4, 256, head_dim=96, head_dim_v=64), **changes)
     made = make(tmp_path, driver, winner(of, gain=4.0))
     q, k, v = call(96, 64, "bshd")
@@ -180,7 +131,7 @@ def test_masks(tmp_path, name):
 
 
 def test_packed_sequences(tmp_path):
-    driver = FakeDriver(MaskedKernel())
+    driver = FakeDriver(Kernel())
     of = replace(shape(1, 4, 256, head_dim=96, head_dim_v=64), layout=Packed(3))
     varlen = VarlenOperator(made := make(tmp_path, driver, winner(of, gain=4.0)))
     q, k, v = (each[0].transpose(0, 1) for each in call(96, 64, "bshd"))
@@ -314,15 +265,3 @@ def test_no_backward_of_the_package_is_asked(tmp_path, pytorchs):
     assert made.counters() == {"kernel": 1, "pytorch_backward": 1}
     graphs, _ = traced(lambda q, k, v: made.attention(q, k, v), given)
     assert not any(f"{made.namespace}.backward" in graph for graph in graphs)
-
-
-# ---- a package on the disk ----
-def test_a_package(tmp_path, driver):
-    of = shape(2, 4, 256, head_dim=192, head_dim_v=128, causal=True)
-    driver.on_launch.causal = True
-    package = imported(tmp_path, "of_value_dims", driver, winner(of))
-    q, k, v = call()
-    out = package.attention(q, k, v, is_causal=True)
-    assert close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert package.explain(q, k, v, is_causal=True).code == "tuned"
-    assert package.explain(q, k, k, is_causal=True).code == "head_dim"

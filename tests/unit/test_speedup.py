@@ -174,7 +174,6 @@ def test_the_sentence_claims_no_difference_where_the_interval_holds_one():
 
 def test_the_costliest_problems_share_the_budget(place):
     from attnsweep.cli.program import costliest
-
     from attnsweep.family.discover import discover
     from attnsweep.specs.load import load_spec
 
