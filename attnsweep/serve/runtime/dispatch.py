@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnsweep.core.boolean import Boolean
-from attnsweep.core.ops import BACKWARD
+from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from .cost_model import (
@@ -41,8 +41,7 @@ _MANY_KEYS = 4
 # If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
 # among them, which the prediction knows badly. A kernel must then be predicted to be faster by
 # this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256). With
-# few queries, of 135 shapes on an H100, each predicted from the others, none was 3 % slower at 1.2,
-# and one was predicted 1.17 times as fast.
+# few queries, of 135 shapes on an H100, none was 3 % slower at 1.2, and one at 1.17.
 DIVIDED_GAIN, DIVIDED_GAIN_FEW = 1.3, 1.2
 # What a predicted backward, or a call of few queries, must gain besides. Few queries wait for
 # memory most: predicted 1.03 times as fast, (17,40/8,1x7486,128) was 10 % slower, by the last 4 of
@@ -248,8 +247,9 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     divided = tiles < gpu.key.sm_count and problem.seqlen_k > _MANY_KEYS * problem.seqlen_q
     least = 1 + guard.margin + guard.per_octave * ours.octaves
     few = problem.seqlen_q < FEW_QUERIES
-    # A full cache takes us the longest, and PyTorch's own attention always as long.
-    cached = few and problem.kind in ("boolean", "padded")
+    # Where blocks look up what a cache holds, a full one takes us the longest; PyTorch's own
+    # attention always takes as long.
+    cached = problem.op == FORWARD and kernel.values.ITEM_KEYS == 1
     if problem.op == BACKWARD or (few and not divided and not cached):
         least += _MORE_MARGIN
     elif divided and not cached:
