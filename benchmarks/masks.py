@@ -83,7 +83,7 @@ def masked(call: Call, kind: str) -> Ways:
 
 
 def on_a_cache(call: Call, *, by_lengths: bool) -> Ways:
-    """Of the keys, 300 are filled."""
+    """A cache of which 300 keys are filled."""
     filled = (torch.arange(call.seqlen, device="cuda") < 300).expand(call.batch, 1, 1, call.seqlen)
     lengths = torch.full((call.batch,), 300, device="cuda", dtype=torch.int32)
     return call.ways(filled, **({"key_lengths": lengths} if by_lengths else {"attn_mask": filled}))

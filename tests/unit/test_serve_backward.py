@@ -452,7 +452,7 @@ def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(operato
 
 
 def test_compiled_code_of_sizes_that_no_winner_has_is_pytorchs(operator):
-    """Of heads that none has, say: then no size at run time makes it a winner's."""
+    """No winner has as many heads, so no size that is known at run time alone makes the call one of theirs."""
     given = tensors(BATCH, 2 * HEADS, ROWS, HEADS_KV)
     for each in given:
         torch._dynamo.mark_dynamic(each, 2)

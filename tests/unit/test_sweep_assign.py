@@ -1,4 +1,4 @@
-"""Who gets which problem: longest first, a lost one to another."""
+"""Which card gets which problem: the longest first, and a lost one goes to another card."""
 
 import re
 
