@@ -396,7 +396,7 @@ def exported_table(
     from attnsweep.serve.export import outline
 
     known = families() if kernels is None else kernels
-    return outline(_paths(runs), known, guard=guard, slower=slower)
+    return outline(_paths(runs), known, guard=guard, slower=_share(slower, 0))
 
 
 def judge_dispatch(
@@ -415,7 +415,8 @@ def judge_dispatch(
     from attnsweep.serve.evaluate import judged
 
     tuned, others = map(_paths, (runs, held_out))
-    return list(judged(tuned, others, leave_one_out=leave_one_out, slower=slower))
+    share = _share(slower, 0)
+    return list(judged(tuned, others, leave_one_out=leave_one_out, slower=share))
 
 
 def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:
@@ -454,13 +455,15 @@ def _at_least_1(limit: int | None) -> int | None:
     raise SpecError(f"limit must be at least 1, not {limit}", hint="None is no limit")
 
 
-def _share(slower: float) -> float:
-    """The share by which something may be slower. Raises SpecError, for one that is NaN too."""
-    if 0 <= slower <= 10:
-        return float(slower)
+def _share(slower: float, least: float | None = None) -> float:
+    """The share by which something may be slower. Raises SpecError. least: default: a check's."""
+    from attnsweep.core import share
     from attnsweep.core.errors import SpecError
 
-    raise SpecError(f"slower must be between 0 and 10, not {slower}", hint="0.03 is 3 %")
+    try:
+        return share.share(slower, share.LEAST if least is None else least)
+    except share.ShareError as error:
+        raise SpecError(f"slower {error}", hint=error.hint) from None
 
 
 def _bound(spec: SweepSpec, kernels: Mapping[str, Family] | None) -> SweepSpec:

@@ -33,7 +33,7 @@ def check(
     new: Annotated[Path | None, typer.Argument(autocompletion=completion.runs)] = None,
     against: Annotated[Path | None, typer.Option(autocompletion=completion.runs)] = None,
     recorded: bool = False,
-    slower: Annotated[float | None, typer.Option(min=0.0, max=10.0)] = None,
+    slower: Annotated[float | None, typer.Option(parser=options.share)] = None,
     budget_s: Annotated[float | None, typer.Option(min=0.0)] = None,
     other_driver: bool = False,
     junit: Path | None = None,
@@ -57,8 +57,8 @@ def check(
     :new NEW: With --recorded: the run to judge.
     :--against RUN: Time this run's winners against today's kernels, in turns; needs a GPU.
     :--recorded: Compare two runs as recorded; nothing is measured.
-    :--slower: Slowdown that counts as a regression: 0.02 is 2 % (default: the spec's; with
-        --recorded 0.03).
+    :--slower SHARE: Slowdown that counts as a regression: 0.02 or 2% (default: the spec's; with
+        --recorded 3%).
     :--budget-s: With --against: seconds of the whole check, after which undecided problems are
         inconclusive (default: the spec's, which is 120 unless it says otherwise).
     :--other-driver: With --against: accept a run measured with another driver.
@@ -67,7 +67,7 @@ def check(
         $GITHUB_STEP_SUMMARY, if set).
 
     $ attnsweep check ci --against baselines/ci --junit check.xml
-    $ attnsweep check my.yaml --against results/h200/my --slower 0.01
+    $ attnsweep check my.yaml --against results/h200/my --slower 1%
     $ attnsweep check --recorded baselines/ci results/h200/ci
     """
     from attnsweep.device.cards import chosen, installed

@@ -9,6 +9,7 @@ import typer
 
 from attnsweep.cli import completion
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.share import ShareError, share_of_text
 from attnsweep.reports.terminal import Form
 
 
@@ -20,6 +21,14 @@ def option(text: str, *names: str, **how: Any) -> Any:
 def argument(text: str, metavar: str, **how: Any) -> Any:
     """An argument with this help."""
     return typer.Argument(metavar=metavar, help=text, **how)
+
+
+def share(text: str) -> float:
+    """The share that an option's word says: `0.03` or `3%`."""
+    try:
+        return share_of_text(text)
+    except ShareError as error:
+        raise typer.BadParameter(f"it {error}\n  {error.hint}") from error
 
 
 def arch(text: str) -> Any:

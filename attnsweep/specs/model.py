@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from attnsweep.core import share
 from attnsweep.core.callables import CALL, CALLABLE, LABEL, Asked
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.hardware import ARCHS, arch_named
@@ -160,11 +161,25 @@ def _bytes(value: object) -> object:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
+def _share(value: object) -> float:
+    try:
+        return share.share(value)
+    except share.ShareError as error:
+        raise wrong(f"{{name}} {error}", error.hint) from error
+
+
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 Side = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)] | None
 Calls = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
-# A share by which a check lets code become slower. Rounds hardly resolve less than 0.5 %.
-Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]
+Slower = Annotated[
+    float,
+    BeforeValidator(
+        _share,
+        json_schema_input_type=Annotated[float, Field(ge=share.LEAST, le=share.MOST)]
+        | Annotated[str, Field(pattern=f"^{share.IN_PERCENT}$")],
+    ),
+]
+"""A share by which a check lets code become slower: 0.02, or 2%."""
 ParameterValue = Annotated[
     Any,
     BeforeValidator(_parameter_value),
@@ -326,7 +341,7 @@ class CheckSpec(_Model):
     """When `attnsweep check SPEC --against RUN` calls code slower. See docs/ci.md."""
 
     slower: Slower = 0.02
-    """Slowdown that counts as a regression: 0.02 is 2 %."""
+    """Slowdown that counts as a regression: 0.02 or 2%."""
     budget_s: Annotated[float, Field(strict=True, gt=0)] = 120.0
     """Seconds of a whole check; problems undecided then are inconclusive."""
 

@@ -301,7 +301,7 @@ def test_a_limit_below_one_is_refused(limit, tmp_path):
 @pytest.mark.parametrize("slower", [float("nan"), -0.03])
 def test_a_share_that_no_winner_could_exceed_is_refused(slower):
     run = attnsweep.open_run(RUN)
-    with pytest.raises(attnsweep.SpecError, match="between 0 and 10"):
+    with pytest.raises(attnsweep.SpecError, match=r"between 0\.1% and 50%"):
         attnsweep.compare_runs(run, run, slower=slower)
 
 

@@ -1,0 +1,47 @@
+"""A share of a time by which a kernel may be slower, as people write one."""
+
+from __future__ import annotations
+
+import re
+from numbers import Real
+
+LEAST, MOST = 0.001, 0.5
+"""Rounds resolve no less. Above half, who wrote a number meant percent: 3 for 3 %."""
+IN_PERCENT = r"(\d+(?:\.\d*)?|\.\d+) ?%"
+HINT = "0.03 or 3% is 3 %"
+
+
+class ShareError(ValueError):
+    """Not a share. `hint`: what was probably meant."""
+
+    def __init__(self, what: str, hint: str = HINT) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def share(value: object, least: float = LEAST) -> float:
+    """The share that a number, or a text with a percent sign, says. Raises ShareError."""
+    match = re.fullmatch(IN_PERCENT, value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        found = float(match[1]) / 100
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        found = float(value)
+    else:
+        raise ShareError(f"must be a share, not {value!r}")
+    if least <= found <= MOST:
+        return found
+    meant = match is None and MOST < found <= 100 * MOST
+    raise ShareError(
+        f"must be between {100 * least:g}% and {100 * MOST:g}%, not {value}",
+        f"did you mean {found:g}%, which is {found / 100:g}?" if meant else HINT,
+    )
+
+
+def share_of_text(text: str) -> float:
+    """The share that a word of a command line says. Raises ShareError."""
+    try:
+        return share(float(text))
+    except ShareError:
+        raise
+    except ValueError:
+        return share(text)
