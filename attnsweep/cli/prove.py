@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +20,7 @@ from attnsweep.reports.terminal import Form, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.cases import Case
+    from attnsweep.core.hardware import Arch
     from attnsweep.family.family import Config, Family
 
 
@@ -117,6 +118,7 @@ def verify(
     arch: Annotated[str, options.arch("One of {}.")] = "sm_90a",
     seeds: Annotated[int, typer.Option(min=0)] = 0,
     asan: bool = False,
+    every: Annotated[bool, option("Run every config that the rules keep.", "--all")] = False,
     json_: options.Json = False,
 ) -> None:
     """Run a kernel's template on the CPU, thread by thread, and report what is wrong; needs g++.
@@ -126,12 +128,15 @@ def verify(
     error. Each finding is a paragraph. The exit code is 1 if there is one, 2 if a kernel
     cannot be built. It times nothing, and sees no PTX: a pass is no run on a GPU.
 
+    One config runs the small cases of every dtype, mask, layout and change of scores that the
+    declaration has, with one head_dim. The last lines say what ran and what did not.
+
     :kernel KERNEL: A shipped family, a declaration (NAME.py), or a directory of them.
-    :config CONFIG: NAME=VALUE …; others have their first value.
+    :config CONFIG: NAME=VALUE …; others have their first value that the rules keep.
     :--problem SHAPE: In place of the small cases; may be repeated.
     :--head-dim: head_dim of the small cases (default: 64, or its least).
-    :--dtype: dtype of the small cases (default: its first).
-    :--causal: Mask every shape.
+    :--dtype: dtype of the small cases (default: all that it has; with --problem its first).
+    :--causal: Mask every shape (default: the small cases have all of its masks).
     :--inputs: Inputs of --problem: normal, large_scores and so on.
     :--seeds: Random schedules, besides the two fixed ones.
     :--asan: Build with g++'s address sanitizer; slower.
@@ -149,31 +154,89 @@ def verify(
     how: dict[str, Any] = {"arch": target, "asan": asan}
     how["schedules"] = (*simulator.SCHEDULES, *range(2, 2 + seeds))
     findings: list[dict[str, str]] = []
+    covered: list[dict[str, Any]] = []
     ran, begin = 0, time.monotonic()
     with simulator.Simulator() as machine:
         for family in families:
-            try:
-                chosen = simulator.config_of(family, " ".join(config or ()))
-            except simulator.SimtError as error:
-                raise KernelError(str(error), where=family.declared_at) from error
-            for case in _cases(family, problem or (), head_dim, dtype, causal, inputs):
-                ran += 1
-                said = _finding(machine, family, chosen, case, how)
-                if said is None:
-                    continue
-                where = f"{family.name} {chosen.label}: {case.label}"
-                findings.append(
-                    {"kernel": family.name, "config": chosen.label} | {"case": case.label}
-                )
-                findings[-1]["finding"] = said
-                if not json_:
-                    print_result([f"{where}:\n{said}\n"], None, False)
+            asked = _runs(family, problem or (), head_dim, dtype, causal, inputs)
+            runs, others = _configs(family, " ".join(config or ()), asked, target, every)
+            for chosen, cases in runs:
+                ran += len(cases)
+                wrong = []
+                for case in cases:
+                    said = _finding(machine, family, chosen, case, how)
+                    if said is not None:
+                        who = {"kernel": family.name, "config": chosen.label, "case": case.label}
+                        wrong.append(who | {"finding": said})
+                findings += wrong
+                if wrong and not json_:
+                    print_result([_paragraph(wrong, len(cases))], None, False)
+            covered.append(_coverage(family, runs, others))
     found = counted(len(findings), "finding")
     last = f"{found} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
     if json_:
-        print_result([], {"cases": ran, "findings": findings}, True)
+        print_result([], {"cases": ran, "findings": findings, "coverage": covered}, True)
+    for each in covered:
+        for line in _covered_lines(each):
+            errors.print(Text(line), soft_wrap=True)
     errors.print(Text(f"{last}, {time.monotonic() - begin:.1f} s on the CPU"), soft_wrap=True)
     raise typer.Exit(1 if findings else 0)
+
+
+def _paragraph(findings: Sequence[dict[str, str]], of: int) -> str:
+    """The first finding of a config in cases of one kind, and in which others there is one."""
+    first, *more = findings
+    said = f"{first['kernel']} {first['config']}: {first['case']}:\n{first['finding']}\n"
+    if not more:
+        return said
+    return f"{said}{len(more)} of {of - 1} like it: {'; '.join(each['case'] for each in more)}\n"
+
+
+def _configs(
+    family: Family, words: str, asked: Sequence[Sequence[Case]], arch: Arch, every: bool
+) -> tuple[list[tuple[Config, Sequence[Case]]], int]:
+    """The cases of each list with one config, or with `every` one; how many configs do not run.
+
+    asked: cases, the first of each list being the problem whose space its configs are of.
+    """
+    from attnsweep.tools.coverage import configs_of
+    from attnsweep.tools.simulator import SimtError
+
+    runs: list[tuple[Config, Sequence[Case]]] = []
+    known: set[Config] = set()
+    for whole, *cases in asked:
+        try:
+            found = configs_of(family, words, whole.problem, arch)
+        except SimtError as error:
+            raise KernelError(str(error), where=family.declared_at) from error
+        known |= {*found}
+        runs += [(each, cases) for each in found[: None if every else 1] if cases]
+    return runs, len(known - {each for each, _ in runs})
+
+
+def _coverage(
+    family: Family, runs: Sequence[tuple[Config, Sequence[Case]]], others: int
+) -> dict[str, Any]:
+    """What ran of a family, and what its declaration has besides."""
+    from attnsweep.tools.coverage import facts, left_out
+
+    ran = facts(case for _, cases in runs for case in cases)
+    configs = [*dict.fromkeys(config.label for config, _ in runs)]
+    left = {"other_configs": others} | left_out(family, ran)
+    return {"kernel": family.name, "ran": {"configs": configs} | ran, "not_run": left}
+
+
+def _covered_lines(covered: dict[str, Any]) -> Iterator[str]:
+    from attnsweep.tools.coverage import in_words
+
+    ran, left = dict(covered["ran"]), dict(covered["not_run"])
+    configs, others = ran.pop("configs"), left.pop("other_configs")
+    config = configs[0] if len(configs) == 1 else counted(len(configs), "config")
+    yield f"{covered['kernel']}: ran {config} · {in_words(ran)}"
+    said = [f"{counted(others, 'other config')} (--all)"] if others else []
+    said += [in_words(left)] if left else []
+    if said:
+        yield f"{covered['kernel']}: not run: {' · '.join(said)}"
 
 
 def _finding(
@@ -211,32 +274,38 @@ def _families(path: Path) -> list[Family]:
     return [load_kernel(each) for each in declarations(path)]
 
 
-def _cases(
+def _runs(
     family: Family,
     problems: Sequence[str],
     head_dim: int | None,
     dtype: str | None,
     causal: bool,
     inputs: str,
-) -> Sequence[Case]:
-    """The problems that are asked for, or the small cases that the family serves."""
-    from attnsweep.core.cases import Case, Inputs, served_cases, small_cases
+) -> Sequence[Sequence[Case]]:
+    """The problems that are asked for, or the small cases of all that the declaration promises.
+
+    The first of each list is the problem whose space its configs are of, and does not run.
+    """
+    from attnsweep.core.cases import Case, Inputs
     from attnsweep.core.errors import SpecError
     from attnsweep.core.ops import OPS
-    from attnsweep.core.problem import Problem
-    from attnsweep.specs.shapes import read_shapes
+    from attnsweep.specs.shapes import read_dtype, read_shapes
+    from attnsweep.tools.coverage import cases_of, forms
 
     if inputs not in get_args(Inputs):
         raise SpecError(f"--inputs is one of {', '.join(get_args(Inputs))}, not {inputs!r}")
-    dtype = dtype or family.dtypes[0]
-    op = OPS[family.ops[0]]
     if problems:
-        read = read_shapes(problems, dtype=dtype, causal=causal, option="--problem")
-        return [Case(replace(each, op=op), inputs) for each in read]  # type: ignore[arg-type]
+        read = read_shapes(
+            problems, dtype=dtype or family.dtypes[0], causal=causal, option="--problem"
+        )
+        op = OPS[family.ops[0]]
+        asked = [Case(replace(each, op=op), inputs) for each in read]  # type: ignore[arg-type]
+        return [(each, each) for each in asked]
     dim = head_dim or (64 if 64 in family.head_dims else family.some_head_dims[0])
-    whole = Problem(1, 8, 8, 1024, 1024, dim, dtype, causal=causal, op=op)  # type: ignore[arg-type]
-    cases = served_cases(small_cases(whole), whole, family.serves)
-    if not cases:
+    dtypes = family.dtypes if dtype is None else (read_dtype(dtype, "--dtype"),)
+    wholes = forms(family, dtypes, ("causal",) if causal else family.masks, dim)
+    found = [(Case(whole), *cases_of(family, whole)) for whole in wholes]
+    if not any(cases for _, *cases in found):
         what = "serves none of the small cases"
         raise KernelError(what, where=family.declared_at, hint="give --problem")
-    return cases
+    return found

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from attnsweep.core.cases import Case
 from attnsweep.core.files import shipped
-from attnsweep.tools import simulator
+from attnsweep.family.discover import discover
+from attnsweep.tools import coverage, simulator
 from attnsweep.tools.simulator import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -31,7 +33,9 @@ def mine(tmp_path):
 def test_a_right_kernel_has_no_finding(attnsweep, mine):
     done = attnsweep("verify", "naive", *SHAPE)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("0 findings in 1 case of 1 kernel")
+    *_, left, last = done.stderr.splitlines()
+    assert last.startswith("0 findings in 1 case of 1 kernel")
+    assert left == "naive: not run: 1 other config (--all) · bf16 · causal · head_dim 128, 256"
     for place in (mine(), mine() / "mine.py"):
         assert attnsweep("verify", place, *SHAPE, "THREADS=64").returncode == 0
 
@@ -50,9 +54,60 @@ def test_a_wrong_kernel_is_a_paragraph_and_exit_code_1(attnsweep, mine, before, 
     assert not rest.strip()
     assert paragraph.startswith("mine THREADS=32: (1,2/1,33x40,64) fp16 full, normal:")
     assert all(word in paragraph for word in said), paragraph
-    assert done.stderr.startswith("1 finding in 1 case of 1 kernel")
+    assert "1 finding in 1 case of 1 kernel" in done.stderr
     found = json.loads(attnsweep("verify", mine(before, after), *SHAPE, "--json").stdout)
     assert [each["kernel"] for each in found["findings"]] == ["mine"]
+
+
+KEYS = "visible_keys(row, seqlen_q, seqlen_k).end"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "form"),
+    [
+        (KEYS, "CAUSAL && row + 1 < seqlen_k ? row + 1 : seqlen_k", "causal"),  # aligned top-left
+        (KEYS, f"{KEYS} - (CAUSAL && {KEYS} > 1)", "causal"),  # the diagonal is hidden
+        ("(scale * LOG2E)", "(scale * LOG2E * (IS_BF16 ? 2.f : 1.f))", "bf16"),
+    ],
+    ids=["top-left", "off by one", "bf16"],
+)
+def test_what_the_declaration_promises_runs_by_default(attnsweep, mine, before, after, form):
+    """fp16 and full alone ran, so that a wrong mask and a wrong branch for bf16 had no finding."""
+    done = attnsweep("verify", mine(before, after), "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert said["findings"]
+    assert all(f" {form}" in each["case"] for each in said["findings"])
+    ran, left = said["coverage"][0]["ran"], said["coverage"][0]["not_run"]
+    assert (ran["dtypes"], ran["masks"]) == (["fp16", "bf16"], ["full", "causal"])
+    assert ran["configs"] == ["THREADS=32"]
+    assert left == {"other_configs": 3, "head_dims": [128, 256]}
+    assert said["cases"] == 44
+
+
+def test_findings_of_one_kind_are_one_paragraph(attnsweep, mine):
+    done = attnsweep("verify", mine("(scale * LOG2E)", "(scale * LOG2E * 2.f)"), "--dtype", "bf16")
+    paragraphs = done.stdout.strip().split("\n\n")
+    assert [each.split(" bf16 ")[1].split(",")[0] for each in paragraphs] == ["full", "causal"]
+    assert " of 10 like it: (" in paragraphs[0]
+
+
+def test_all_runs_every_config_that_the_rules_keep(attnsweep):
+    said = json.loads(attnsweep("verify", "naive", *SHAPE, "--all", "--json").stdout)
+    assert said["coverage"][0]["ran"]["configs"] == ["THREADS=32", "THREADS=64"]  # of 33 rows
+    assert (said["cases"], said["coverage"][0]["not_run"]["other_configs"]) == (2, 0)
+
+
+@pytest.mark.parametrize("name", discover())
+def test_there_is_a_case_of_all_that_a_shipped_family_declares(name):
+    family = discover()[name]
+    dim = 64 if 64 in family.head_dims else family.some_head_dims[0]
+    forms = [*coverage.forms(family, family.dtypes, family.masks, dim)]
+    assert all(coverage.cases_of(family, each) for each in forms)
+    left = coverage.left_out(family, coverage.facts(map(Case, forms)))
+    assert left.keys() <= {"head_dims", "head_dims_v"}
+    empty = {each.dtype for each in forms if each.has_empty_rows and each.layout.kind == "dense"}
+    assert empty == {*family.dtypes} if family.empty_rows else not empty
 
 
 @pytest.mark.parametrize(
