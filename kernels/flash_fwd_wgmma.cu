@@ -95,7 +95,7 @@ using TensorLayout = Layout<STRIDED, HEAD_DIM_V>;
 
 #if STAGE_COMBINE
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    flash_fwd_wgmma_combine(const float* partial, const float* partial_lse,
+    flash_fwd_wgmma_combine(const float* partial, const SumOfSplit* partial_lse,
                             element_t* __restrict__ o, float* __restrict__ lse,
                             int rows ROWS_PARAMETERS) {
 #if PDL
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     };
     float whole =
         combine_splits<HEAD_DIM_V>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
-    if (WITH_LSE && chunk == 0) lse[row] = whole * LN2;
+    if (WITH_LSE && chunk == 0) lse[row] = whole;
 }
 #elif STAGE_MASK || STAGE_ORDER
 #include "flash_fwd_wgmma_scans.cuh"
@@ -495,7 +495,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
                 pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
         }
         if (WITH_LSE && rank == 0 && self.lane % 4 == 0)
-            lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r])) * LN2;
+            lse[at] = rows.log_sum_exp(r, self.call.exponent());
     }
 }
 // Of a split whose blocks the combine stage joins: what it would be without the others, and its
@@ -514,7 +514,12 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 8; ++i)
             o[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
-        if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r]));
+        if (self.lane % 4 != 0) continue;
+#if BIAS
+        reinterpret_cast<SumOfSplit*>(lse)[at] = {rows.m[r], rows.l[r]};
+#else
+        lse[at] = fmaf(rows.m[r], self.call.exponent(), log2f(rows.l[r]));
+#endif
     }
 }
 // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
@@ -526,9 +531,8 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
         if (!WITH_LSE || self.lane % 4 != 0) return;
         const int end = PACKED ? to.end : self.call.rows;
         float* of_row = lse + static_cast<long long>(to.head) * self.call.rows + to.row;
-        if (to.row < end) of_row[0] = fmaf(rows.m[0], self.call.exponent(), log2f(rows.l[0])) * LN2;
-        if (to.row + 8 < end)
-            of_row[8] = fmaf(rows.m[1], self.call.exponent(), log2f(rows.l[1])) * LN2;
+        if (to.row < end) of_row[0] = rows.log_sum_exp(0, self.call.exponent());
+        if (to.row + 8 < end) of_row[8] = rows.log_sum_exp(1, self.call.exponent());
     };
     // With P in shared memory, (8,32,512,64) took 42.0 us with the question behind the stores of
     // the output, and 40.8 with it here; with P in registers it costs 0.5 % more here.

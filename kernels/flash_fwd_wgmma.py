@@ -74,8 +74,9 @@ OF_POLYNOMIAL = (8, 12)
 
 
 def empty_rows(c: Config, p: Problem) -> dict[str, int]:
-    """hopper.empty_rows; an item's keys are known on the device alone, so there may be none."""
-    return {"EMPTY_ROWS": 1} if c.ITEM_KEYS else hopper.empty_rows(p)
+    """hopper.empty_rows; the device alone knows an item's keys, and a bias, which may leave none."""
+    known_there = c.ITEM_KEYS or p.scores.bias is not None
+    return {"EMPTY_ROWS": 1} if known_there else hopper.empty_rows(p)
 
 
 def columns(p: Problem) -> int:
@@ -290,7 +291,8 @@ kernel.keep_if(
 @kernel.workspace
 def workspace(c, p):
     rows = p.batch * p.heads * p.seqlen_q
-    split = {"partial": 4 * c.SPLITS * rows * p.value_dim, "partial_lse": 4 * c.SPLITS * rows}
+    told = 4 if p.scores.bias is None else 8  # bytes of what a split says of a row
+    split = {"partial": 4 * c.SPLITS * rows * p.value_dim, "partial_lse": told * c.SPLITS * rows}
     masks, records, tiles = sizes_of_mask(c, p)
     seen = {"bounds": 8 * masks * p.seqlen_q, "records": 16 * masks * records}
     if mask_define(c, p) == 2:
@@ -500,8 +502,6 @@ def fwd(c, p, arch):
     defines |= {"BITS": int(p.kind == "boolean")} if c.ITEM_KEYS else {}
     defines |= packed_define(p)
     defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
-    if p.scores.bias is not None:  # the device alone knows whether it leaves a query keys
-        defines["EMPTY_ROWS"] = 1
     panel = c.SWIZZLE // 2
     box = (panel, c.BLOCK_N // c.CLUSTER)
     of_q = hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(panel, 64))
@@ -536,6 +536,9 @@ def combine(c, p, arch):
         grid=(ceil_div(rows * p.value_dim, 4 * COMBINE_THREADS), 1, 1),
         threads=COMBINE_THREADS,
         args=("partial", "partial_lse", "o", "lse", rows),
-        defines={"COMBINE_THREADS": COMBINE_THREADS} | empty_rows(c, p) | hopper.value_columns(p),
+        defines={"COMBINE_THREADS": COMBINE_THREADS}
+        | empty_rows(c, p)
+        | hopper.value_columns(p)
+        | ({"BIAS": 1} if p.scores.bias is not None else {}),
         programmatic=c.PDL > 0,
     )

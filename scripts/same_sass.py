@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from elftools.elf.elffile import ELFFile
 
+from attnsweep import find_runs
 from attnsweep.compile import sass
 from attnsweep.compile.cubin import functions
 from attnsweep.compile.nvrtc import Compiler, Cubin
@@ -29,7 +30,7 @@ from attnsweep.family.chunks import schedule_of
 from attnsweep.family.discover import load_kernel
 from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Space
-from tests.simt.recorded import RESULTS, winners
+from tests.simt.recorded import RESULTS, winners_of
 from tests.simt.unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,8 +55,9 @@ class Job:
 
 def recorded(families: dict[str, Family]) -> Iterator[Job]:
     """The first of each family in the ranking of each recorded problem."""
-    for each in winners(families, RESULTS):
-        yield Job(each.run, each.kernel, each.config, each.problem, each.arch)
+    for run in find_runs(RESULTS):
+        for each in winners_of(run, families):
+            yield Job(each.run, each.kernel, each.config, each.problem, each.arch)
 
 
 def spread(families: dict[str, Family]) -> Iterator[Job]:

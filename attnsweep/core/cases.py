@@ -31,6 +31,7 @@ Inputs = Literal[
     "wide",
     "sink",
     "huge_padding",
+    "finite_mask",
     "exact",
 ]
 # Short turns: queries and keys of a sequence, and of a causal one. 100 keys are two tiles of 64 or
@@ -111,7 +112,9 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(1, 1, 64, 321, "wide"),
         case(1, 1, 66, 513, "sink"),
     )
-    cases = of_backward if problem.op == BACKWARD else of_forward
+    cases: tuple[Case, ...] = of_backward if problem.op == BACKWARD else of_forward
+    if problem.scores.bias is not None:
+        cases = (*cases, case(2, 1, 130, 321, "finite_mask", batch=3))
     layout, mask = problem.layout, problem.mask
     if mask.boolean:
         masks = ((mask, layout), *((other, DENSE) for other in _MASKS))

@@ -36,6 +36,8 @@ _HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
 _TIMES = {"large_scores": 8, "huge_scores": 64}
 # Deviation of a bias, and the share of the keys that it hides.
 _BIAS, _HIDDEN_BY_BIAS = 1.5, 0.02
+# The least finite number of a dtype, with which models hide keys.
+_LEAST = {"fp16": -65504.0, "bf16": -(2.0**128 - 2.0**120), "fp32": -(2.0**128 - 2.0**104)}
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
 # octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
 # numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
@@ -88,7 +90,9 @@ def beside(case: Case, seed: int) -> Mapping[str, Bits]:
     """
     problem = case.problem
     made, how, rng = mask_of(problem), problem.scores, np.random.default_rng((seed, 9))
-    if how.bias is not None:
+    if how.bias is not None and case.inputs == "finite_mask":
+        made["bias"] = to_bits(_finite_masks(problem), problem.dtype)
+    elif how.bias is not None:
         bias = rng.standard_normal(shape := problem.shape_of("bias"), dtype=np.float32)
         bias *= np.float32(_BIAS)
         rows, keys = np.arange(problem.seqlen_q)[:, None], np.arange(shape[3])
@@ -104,6 +108,34 @@ def beside(case: Case, seed: int) -> Mapping[str, Bits]:
         sinks = rng.uniform(-1, 1, problem.heads) + np.log(problem.seqlen_k) + of_all
         made["sinks"] = sinks.astype(np.float32)
     return made
+
+
+def _finite_masks(problem: Problem) -> npt.NDArray[np.float32]:
+    """A bias that hides keys by finite numbers, as models do: rows are of eight kinds, in turns.
+
+    Keys from a row's own on have the least number, or all keys do, so that the row is the mean of
+    v; or they have -1e30, or -1e4, or minus infinity, as a sum of two of the least is; one key has
+    1e4; all have -1e9; all others are at minus infinity. An item of its own is hidden whole.
+    """
+    shape, least = problem.shape_of("bias"), _LEAST[problem.dtype]
+    keys, rows = np.arange(shape[3]), np.arange(problem.seqlen_q)[:, None]
+    own = rows * problem.seqlen_k // problem.seqlen_q
+    later = keys > own
+    kinds = (
+        np.where(later, least, 0),
+        least + 0 * later,
+        np.where(later, max(least, -1e30), 0),
+        np.where(later, -1e4, 0),
+        np.where(later, -np.inf, keys % 2 * least),
+        np.where(keys == own, 1e4, 0),
+        max(least, -1e9) + 0 * later,
+        np.where(later, least, -np.inf),
+    )
+    bias = np.broadcast_to(np.choose(rows % 8, kinds), shape).astype(np.float32)
+    if "item" in (problem.scores.bias or ()) and problem.batch > 1:
+        bias[1] = least
+    bias[..., problem.seqlen_k :] = np.nan
+    return bias
 
 
 def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
@@ -154,8 +186,9 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     is wider). sink: the first key has nearly all the weight, and others all that is in the output.
     exact: q is 0, k and v are small whole numbers, and keys of the second half have the opposite
     values of those of the first, so that of 2^n keys that all queries see nothing is rounded.
-    huge_padding: huge values of k and v in padding. Elsewhere padding is drawn as all keys are, but
-    that in far_below it is far above them.
+    finite_mask: normal values; in fp16, beside whose least number float32 has eight bits of a
+    score, keys are equal. huge_padding: huge values of k and v in padding. Elsewhere padding is
+    drawn as all keys are, but that in far_below it is far above them.
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models.
     """
@@ -172,7 +205,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
     elif case.inputs in _TIMES:
         q *= _TIMES[case.inputs]
-    elif case.inputs == "equal_keys":
+    elif case.inputs == "equal_keys" or (case.inputs == "finite_mask" and problem.dtype == "fp16"):
         k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):
         # Every product is near ±each², so scores are near ±_FAR, and spread by about one.

@@ -63,7 +63,11 @@ def finished(
     batch: int,
     head: int,
 ) -> npt.NDArray[Any]:
-    """Scaled scores (rows, seqlen_k) of a query head as the problem's `scores` change them."""
+    """Scaled scores (rows, seqlen_k) of a query head as the problem's `scores` change them.
+
+    A bias is added in float32, as PyTorch does: of scores beside -1e9 nothing is left, and a sum of
+    two of the least finite numbers is minus infinity, which hides the key.
+    """
     how, kind = problem.scores, scores.dtype.type
     if how.softcap:
         cap = kind(how.softcap)
@@ -71,7 +75,9 @@ def finished(
     if how.bias is not None:
         item, own = batch * ("item" in how.bias), head * ("head" in how.bias)
         bits = inputs["bias"][item, own][rows, : problem.seqlen_k]
-        scores = scores + from_bits(bits, problem.dtype).astype(kind)
+        with np.errstate(over="ignore"):
+            scores = (scores + from_bits(bits, problem.dtype).astype(kind)).astype(np.float32)
+        scores = scores.astype(kind)
     return scores
 
 

@@ -42,6 +42,7 @@ CASES = {
     "softcap, large scores": Case(Problem.parse("(1,2,97x161,64) fp16 full softcap(2)")),
     "sinks": Case(Problem.parse("(2,4/2,97x161,64) fp16 full sinks")),
     "bias": Case(Problem.parse("(2,4/2,97x400,64) fp16 full bias(item,head)")),
+    "finite masks": Case(Problem.parse("(3,2/1,97x333,64) bf16 full bias(item)"), "finite_mask"),
     "blocks": Case(Problem.parse("(1,2,200x700,64) fp16 boolean(blocks,25)")),
     "holes": Case(Problem.parse("(2,2,97x333,64) fp16 boolean(holes,50)")),
     "documents": Case(Problem.parse("(1,2,200x333,64) fp16 boolean(documents,3)")),

@@ -31,7 +31,8 @@ def attention(inputs: Any, problem: Problem) -> tuple[Any, Any]:
     if how.bias is not None:
         bias = from_bits(inputs["bias"], problem.dtype)[..., : problem.seqlen_k]
         assert np.isneginf(bias).any()
-        scores = scores + bias
+        with np.errstate(over="ignore"):
+            scores = (scores + bias).astype(np.float32).astype(np.float64)  # as PyTorch adds it
     seen = np.stack([dense(problem, item) for item in range(problem.batch)])[:, None]
     largest = scores.max(-1, keepdims=True, where=seen, initial=-1e300)
     largest = np.where(seen.any(-1, keepdims=True), largest, 0)

@@ -201,7 +201,7 @@ def test_cases_of_padded_problems(mask):
     assert {0, 1} < {length for length, _ in lengths}
     assert any(length == seqlen_k > 300 for length, seqlen_k in lengths)
     assert {case.problem.layout.side for case in cases} == {"right", "left"}
-    assert {case.inputs for case in cases} == {*get_args(Inputs)} - {"exact", "huge_scores"}
+    assert {case.inputs for case in cases} == {*get_args(Inputs)} - {"exact", "huge_scores", "finite_mask"}
     first_tiles = [case.problem for case in cases if case.problem.key_ranges[0][0] > 128]
     last_tiles = [c.problem for c in cases if c.problem.key_ranges[0][1] < c.problem.seqlen_k - 128]
     assert first_tiles

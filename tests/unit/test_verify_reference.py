@@ -43,6 +43,10 @@ PROBLEMS = (
     Problem(1, 2, 2, 90, 30, 32, "bf16", CAUSAL, scores=Scores(0, True)),  # rows without a key
 )
 CASES = [Case(problem) for problem in PROBLEMS]
+CASES += [
+    Case(Problem.parse(f"(3,2/1,70x91,32) {how}"), "finite_mask")
+    for how in ("bf16 full bias(item)", "fp16 full bias()")
+]
 CASES += [Case(problem, kind) for problem in PADDED for kind in ("huge_padding", "far_below")]
 
 

@@ -114,8 +114,8 @@ struct Seen {
 };
 
 // What changes scaled scores: softcap, 0 of none; a bias (seqlen_q, seqlen_k), of each item and
-// head that has its own, whose rows are a multiple of 8 elements apart; and a sink of each head of
-// an item. Null is none.
+// head that has its own, whose rows are a multiple of 8 elements apart, and which is added in
+// float32, as PyTorch does; and a sink of each head of an item. Null is none.
 struct Scores {
     double softcap;
     const void* bias;
@@ -130,7 +130,7 @@ struct Scores {
         long long own = of_item ? head / heads : 0;
         if (of_head) own = own * heads + head % heads;
         long long at = (own * seqlen_q + row) * ((seqlen_k + 7) / 8 * 8) + column;
-        return s + T::value(static_cast<const typename T::Bits*>(bias)[at]);
+        return static_cast<float>(s + T::value(static_cast<const typename T::Bits*>(bias)[at]));
     }
 };
 

@@ -8,6 +8,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
+#include "common/tile/scores.cuh"
 
 namespace attn {
 
@@ -107,6 +108,10 @@ struct Join {
         // All references first, so that no exponential waits for another: one after the other takes
         // Splits times as long.
         float theirs[Splits - 1][4], largest[2] = {rows.m[0], rows.m[1]}, offset[2], by[2];
+        // With a bias a reference may be the least finite number: see OnlineSoftmax::FAR.
+        auto weight = [&](float m, int r) {
+            return exp2_approx(BIAS ? (m - rows.from(r)) * factor : fmaf(m, factor, offset[r]));
+        };
 #pragma unroll
         for (int other = 0; other < Splits - 1; ++other) {
             load(other, 0, theirs[other]);
@@ -117,8 +122,10 @@ struct Join {
         for (int r = 0; r < 2; ++r) {
             offset[r] =
                 largest[r] == minus_infinity() ? 0.f : -largest[r] * factor;  // a row without a key
-            by[r] = exp2_approx(fmaf(rows.m[r], factor, offset[r]));
-            rows.l[r] *= by[r], rows.m[r] = largest[r];
+            float own = rows.m[r];
+            rows.m[r] = largest[r];
+            by[r] = weight(own, r);
+            rows.l[r] *= by[r];
         }
 #pragma unroll
         for (int i = 0; i < SLICE; ++i) mine[i] *= by[i / 2 % 2];
@@ -126,7 +133,7 @@ struct Join {
         for (int other = 0; other < Splits - 1; ++other) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                by[r] = exp2_approx(fmaf(theirs[other][r], factor, offset[r]));
+                by[r] = weight(theirs[other][r], r);
                 rows.l[r] = fmaf(theirs[other][2 + r], by[r], rows.l[r]);
             }
 #pragma unroll
@@ -142,17 +149,35 @@ struct Join {
 
 // ---- combine_splits: blocks that stored their parts ----
 
+// What a split says of a row beside its part of the output: the base-2 logarithm of the sum with
+// its reference, -inf of no key. With a bias, reference and sum apart: beside the least finite
+// number a sum is nothing.
+#if BIAS
+struct SumOfSplit {
+    float reference, sum;
+    __device__ __forceinline__ float weight(float from) const {
+        return sum * exp2_approx((reference - from) * LOG2E);
+    }
+};
+#else
+struct SumOfSplit {
+    float reference;
+    __device__ __forceinline__ float weight(float from) const {
+        return exp2_approx(reference - from);
+    }
+};
+#endif
+
 // Columns 4 `chunk` .. of one row. partial: (splits, rows, HeadDim), each normalised by its own
-// sum; partial_lse: (splits, rows), the base-2 logarithm of that sum with its reference, -inf of no
-// key. row_of_o(): where the row begins in o. Returns the logarithm of the whole row. What is read
-// is not __restrict__: see common/ptx/launch.cuh.
+// sum; of_splits: (splits, rows). row_of_o(): where the row begins in o. Returns the natural
+// logarithm of the whole row's sum. What is read is not __restrict__: see common/ptx/launch.cuh.
 template <int HeadDim, class RowOfO>
-__device__ __forceinline__ float combine_splits(const float* partial, const float* partial_lse,
+__device__ __forceinline__ float combine_splits(const float* partial, const SumOfSplit* of_splits,
                                                 element_t* __restrict__ o, const RowOfO& row_of_o,
                                                 int splits, int rows, int row, int chunk) {
     float largest = minus_infinity();
     for (int i = 0; i < splits; ++i)
-        largest = fmaxf(largest, partial_lse[static_cast<long long>(i) * rows + row]);
+        largest = fmaxf(largest, of_splits[static_cast<long long>(i) * rows + row].reference);
     const bool empty = EMPTY_ROWS && largest == minus_infinity();
     const float from = empty ? 0.f : largest;
     float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -160,7 +185,7 @@ __device__ __forceinline__ float combine_splits(const float* partial, const floa
 #pragma unroll 4
     for (int i = 0; i < splits; ++i) {
         long long at = static_cast<long long>(i) * rows + row;
-        float weight = exp2_approx(partial_lse[at] - from);
+        float weight = of_splits[at].weight(from);
         float4 x = reinterpret_cast<const float4*>(partial + at * HeadDim)[chunk];
         sum.x = fmaf(x.x, weight, sum.x), sum.y = fmaf(x.y, weight, sum.y);
         sum.z = fmaf(x.z, weight, sum.z), sum.w = fmaf(x.w, weight, sum.w);
@@ -169,7 +194,7 @@ __device__ __forceinline__ float combine_splits(const float* partial, const floa
     float by = empty ? 0.f : 1.f / weights;
     uint2 out = {pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by)};
     reinterpret_cast<uint2*>(o + row_of_o())[chunk] = out;
-    return largest + log2f(weights);
+    return BIAS ? fmaf(log2f(weights), LN2, largest) : (largest + log2f(weights)) * LN2;
 }
 
 // ---- PanelStore: accumulators through shared memory to global memory ----

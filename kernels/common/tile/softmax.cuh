@@ -84,6 +84,30 @@ struct OnlineSoftmax {
     // As of rows without a key.
     __device__ __forceinline__ void clear() { m[0] = m[1] = minus_infinity(), l[0] = l[1] = 0.f; }
 
+    // A bias may be the least finite number, for whole rows too. -m * factor then overflows, or is
+    // rounded by more than scores differ by. Where a reference is so far from 0, or is of no key,
+    // it is subtracted from the scores instead. Up to FAR, rounding costs a weight 6e-5.
+    static constexpr float FAR = 1024.f;
+    __device__ __forceinline__ float from(int r) const {
+        return m[r] == minus_infinity() ? 0.f : m[r];
+    }
+    // Whether no reference of the warp's rows is so; without a bias it is not asked.
+    __device__ __forceinline__ bool near() const {
+        return !BIAS || __all_sync(0xffffffffu, fmaxf(fabsf(m[0]), fabsf(m[1])) <= FAR);
+    }
+    template <int N>
+    __device__ __forceinline__ void come_near(float (&s)[N], float (&offset)[2]) const {
+        if (near()) return;
+        float by[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            by[r] = fabsf(m[r]) > FAR ? from(r) : 0.f;
+            if (by[r] != 0.f) offset[r] = 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) s[i] -= by[i / 2 % 2];
+    }
+
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
     template <int N, class Put>
     __device__ static __forceinline__ void exponentials(const float (&s)[N], float factor,
@@ -129,7 +153,8 @@ struct OnlineSoftmax {
             float from = m[r];
             m[r] = fmaxf(from, quad_max(largest[r]));
             offset[r] = m[r] == minus_infinity() ? 0.f : -m[r] * factor;  // a row without a key
-            by[r] = exp2_approx(fmaf(from, factor, offset[r]));
+            by[r] =
+                exp2_approx(BIAS ? (from - this->from(r)) * factor : fmaf(from, factor, offset[r]));
             l[r] *= by[r];
         }
     }
@@ -142,8 +167,8 @@ struct OnlineSoftmax {
     // their exchange between lanes and the rescaling off the path of most tiles. (At first not 0:
     // of equal scores every p would be rounded alike, by up to 5e-4, where now all are 1.)
     template <int N, class Put>
-    __device__ __forceinline__ bool tile(const float (&s)[N], float factor, bool first,
-                                         float (&by)[2], Put put) {
+    __device__ __forceinline__ bool tile(float (&s)[N], float factor, bool first, float (&by)[2],
+                                         Put put) {
         float offset[2], sum[2];
         if (first) {
 #pragma unroll
@@ -153,7 +178,7 @@ struct OnlineSoftmax {
                 l[r] = 0.f;
             }
         }
-        if (Maxima == 2) {
+        if (Maxima == 2 && near()) {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
             exponentials(s, factor, offset, sum, put);
             bool fits = fit(sum);
@@ -167,8 +192,8 @@ struct OnlineSoftmax {
                 l[0] += sum[0], l[1] += sum[1];
                 return false;
             }
-            if (first) m[0] = m[1] = minus_infinity();
         }
+        if (Maxima == 2 && first) m[0] = m[1] = minus_infinity();
         float largest[2];
         maxima(s, largest);
         bool keep = (largest[0] - m[0]) * factor <= 8.f && (largest[1] - m[1]) * factor <= 8.f;
@@ -178,6 +203,7 @@ struct OnlineSoftmax {
         } else {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
         }
+        come_near(s, offset);
         exponentials(s, factor, offset, sum, put);
         l[0] += sum[0], l[1] += sum[1];
         return grew && !first;
@@ -194,13 +220,15 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int j = 0; j < 8; ++j) s[i + j] = e[j];
         };
-        exponentials(s, factor, offset, sum, over);
-        bool all = __all_sync(0xffffffffu, fit(sum));
+        const bool tried = near();
+        if (tried) exponentials(s, factor, offset, sum, over);
+        bool all = tried && __all_sync(0xffffffffu, fit(sum));
         if (__builtin_expect(!all, 0)) {
-            again(s);
+            if (tried) again(s);
             float largest[2];
             maxima(s, largest);
             refer_to(largest, factor, offset, by);
+            come_near(s, offset);
             exponentials(s, factor, offset, sum, over);
         }
         l[0] += sum[0], l[1] += sum[1];
@@ -232,11 +260,23 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void join(int r, float other_m, float other_l, float factor,
                                          float& mine, float& theirs) {
         float largest = fmaxf(m[r], other_m);
+#if BIAS
+        const float own_m = m[r];
+        m[r] = largest;
+        mine = exp2_approx((own_m - from(r)) * factor);
+        theirs = exp2_approx((other_m - from(r)) * factor);
+#else
         float offset = largest == minus_infinity() ? 0.f : -largest * factor;
         mine = exp2_approx(fmaf(m[r], factor, offset));
         theirs = exp2_approx(fmaf(other_m, factor, offset));
+#endif
         l[r] = l[r] * mine + other_l * theirs;
         m[r] = largest;
+    }
+    // The natural logarithm of the sum of row r's exponentials. A bias is in base e: in base 2 the
+    // least finite one would be minus infinity.
+    __device__ __forceinline__ float log_sum_exp(int r, float factor) const {
+        return BIAS ? fmaf(log2f(l[r]), LN2, m[r]) : fmaf(m[r], factor, log2f(l[r])) * LN2;
     }
 };
 
