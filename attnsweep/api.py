@@ -312,14 +312,17 @@ def report(run: Run) -> dict[str, str]:
     return tables.files(run)
 
 
-def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
+def compare_runs(
+    old: Run, new: Run, *, slower: float = 0.03, other_driver: bool = False
+) -> Comparison:
     """Compare two recorded runs, problem by problem, without measuring.
 
-    slower: the share by which a winner may have become slower.
+    slower: the share by which a winner may have become slower. other_driver: also compare runs that
+    were measured with different drivers.
     """
     from attnsweep.regress.recorded import compare
 
-    return compare(old, new, slower=_share(slower))
+    return compare(old, new, slower=_share(slower), other_driver=other_driver)
 
 
 def compare_candidates(

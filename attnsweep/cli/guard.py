@@ -61,7 +61,7 @@ def check(
         --recorded 3%).
     :--budget-s: With --against: seconds of the whole check, after which undecided problems are
         inconclusive (default: the spec's, which is 120 unless it says otherwise).
-    :--other-driver: With --against: accept a run measured with another driver.
+    :--other-driver: Also compare runs that were measured with different drivers.
     :--junit FILE: Write JUnit XML for a CI job.
     :--markdown FILE: Write the table as Markdown, or print it for - (default: add it to
         $GITHUB_STEP_SUMMARY, if set).
@@ -85,7 +85,7 @@ def check(
             "attnsweep check --recorded OLD NEW   compares what was measured",
         )
     if recorded:
-        idle = ("budget_s", "other_driver", "kernels", "wait", "gpus", "form")
+        idle = ("budget_s", "kernels", "wait", "gpus", "form")
         measure = "to measure: attnsweep check SPEC --against RUN"
         refuse_idle(context, idle, "with --recorded: nothing is measured", measure)
     printed = markdown is not None and str(markdown) == "-"
@@ -99,9 +99,8 @@ def check(
     with _verdict_or_error():
         if against is None or new is not None:
             old_run, new_run = open_run(subject), open_run(new or subject)
-            compared = recordings.compare(
-                old_run, new_run, slower=0.03 if slower is None else slower
-            )
+            share = 0.03 if slower is None else slower
+            compared = recordings.compare(old_run, new_run, slower=share, other_driver=other_driver)
         else:
             asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
             baseline, loaded = open_run(against), load(subject, kernels)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -26,6 +26,7 @@ from attnsweep.regress.verdicts import (
     change,
     differences,
     other_card,
+    other_machine,
     other_protocol,
 )
 from attnsweep.reports.text import Row, Section, sections_of
@@ -50,17 +51,25 @@ _NORMAL, _MAD = 1.96, 1.4826
 _FEWEST_ROUNDS = 5
 
 
-def compare(old: Run, new: Run, *, slower: float) -> Comparison:
+def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) -> Comparison:
     """The verdict on every problem of `old`, in its order; problems only in `new` are named.
 
     slower: the share by which a best candidate may be slower; beyond it, it is a regression.
+    other_driver: also compare runs that were measured with different drivers.
     """
     before = {s.problem: s for s in sections_of(old)}
     after = {s.problem: s for s in sections_of(new)}
     both = old.environment, new.environment
-    control = other_card(*both) or other_protocol(*both)
+    known = [environment.machine if environment else {} for environment in both]
+
+    def apart(*winners: Row) -> str | None:
+        """Why these rows are not comparable. Rows of a run of several cards say their own."""
+        facts = [each | row["trial"].machine for each, row in zip(known, winners, strict=True)]
+        control = other_card(*both) or other_protocol(*both)
+        return control or other_machine(*facts, other_driver=other_driver)
+
     findings = [
-        _judge(section, after.get(problem), slower, control) for problem, section in before.items()
+        _judge(section, after.get(problem), slower, apart) for problem, section in before.items()
     ]
     damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
     if damage:  # a damaged run proves nothing: its best row may be lost
@@ -90,7 +99,9 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
     )
 
 
-def _judge(old: Section, new: Section | None, slower: float, control: str | None) -> Finding:
+def _judge(
+    old: Section, new: Section | None, slower: float, apart: Callable[[Row, Row], str | None]
+) -> Finding:
     label, won = old.problem.label, old.winner
     now = None if new is None else new.winner
 
@@ -112,8 +123,8 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
         ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.most_common())
         why = f"no candidate is ok now: {ends or 'none was tried'}"
         return Finding(label, Verdict.REGRESSION, why, won)
-    if control is not None:
-        return unsure(control)
+    if (other := apart(won, now)) is not None:
+        return unsure(other)
     if won["trial"] == now["trial"]:
         why = "both runs hold the same row"
         return Finding(label, Verdict.PASS, why, won, now, 1.0, 1.0, 1.0)
@@ -131,14 +142,14 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
     ratio, low, high = combined(baselines)
     drifts = [baseline.drift for baseline in baselines]
     facts = (won, now, ratio, low, high, (min(drifts), max(drifts)))
-    other = _changed(won, now)
+    winners = _changed(won, now)
     if low > 1 + slower:
-        return Finding(label, Verdict.REGRESSION, f"{at_least(low)}{other}", *facts)
+        return Finding(label, Verdict.REGRESSION, f"{at_least(low)}{winners}", *facts)
     if high < 1 / (1 + slower):
-        return Finding(label, Verdict.IMPROVEMENT, f"{at_least(high)}{other}", *facts)
+        return Finding(label, Verdict.IMPROVEMENT, f"{at_least(high)}{winners}", *facts)
     if high <= 1 + slower:
         return Finding(label, Verdict.PASS, "", *facts)
-    why = f"between {change(low)} and {change(high)}{other}"
+    why = f"between {change(low)} and {change(high)}{winners}"
     return Finding(label, Verdict.INCONCLUSIVE, why, *facts)
 
 

@@ -290,6 +290,27 @@ def other_card(old: Environment | None, new: Environment | None) -> str | None:
     return None
 
 
+_CARD = {"sm_count": "SMs", "l2_bytes": "bytes of L2", "power_limit_w": "W of power limit"}
+
+
+def other_machine(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, other_driver: bool = False
+) -> str | None:
+    """How two cards of one name differ, or their drivers; None if they do not, or nothing says so.
+
+    old, new: facts as Environment.machine has them. other_driver: whether drivers may differ.
+    """
+    said = []
+    for name in (*_CARD, *([] if other_driver else ["driver"])):
+        was, now = old.get(name), new.get(name)
+        if was is None or now is None or was == now:
+            continue
+        of = _CARD.get(name)
+        said.append(f"{was:g} {of}, then {now:g}" if of else f"driver {was}, then {now}")
+    hint = "; --other-driver compares them" if said and "driver" in said[-1] else ""
+    return f"measured with {' and '.join(said)}{hint}" if said else None
+
+
 def other_protocol(old: Environment | None, new: Environment | None) -> str | None:
     """The reason why the times of two runs were taken by other rules, or None."""
     if old is None or new is None or old.protocol == new.protocol:
@@ -302,7 +323,7 @@ def differences(old: Environment | None, new: Environment | None) -> list[str]:
     """`driver 580 → 590`: differences between two environments that could matter."""
     if old is None or new is None:
         return []
-    names = ("gpu", "driver", "cuda", "nvrtc", "attnsweep", "clock_hz", "host_cores")
+    names = ("gpu", *_CARD, "driver", "cuda", "nvrtc", "attnsweep", "host_cores")
     pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
     for name in dict.fromkeys([*old.packages, *new.packages]):
         pairs.append((name, old.packages.get(name, "absent"), new.packages.get(name, "absent")))

@@ -142,10 +142,7 @@ def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
         ("report RUN --target-us 3", "--target-us does nothing without --html"),
         ("report RUN --full --csv -", "--full does nothing here"),
         ("report RUN --csv - --markdown -", "only one of"),
-        (
-            "check --recorded RUN RUN --kernels . --other-driver --budget-s 0",
-            "--budget-s, --other-driver and --kernels do nothing with --recorded",
-        ),
+        ("check --recorded RUN RUN --kernels . --budget-s 0", "--budget-s and --kernels do nothing with --recorded"),
         ("check --recorded RUN RUN --json --markdown -", "only one of --markdown - and --json"),
         ("run quickstart --dry-run --resume --wait", "--resume and --wait do nothing with --dry"),
         ("run quickstart --fresh", "--fresh does nothing here: a replay keeps no rows"),

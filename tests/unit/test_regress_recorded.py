@@ -17,7 +17,7 @@ from attnsweep.choose.ranking import rank, winners
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Accuracy, Measurement, Status
 from attnsweep.regress import recorded as regress
-from attnsweep.regress.verdicts import Comparison, Finding, Verdict
+from attnsweep.regress.verdicts import Comparison, Finding, Verdict, other_machine
 from attnsweep.store.run import open_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -138,6 +138,43 @@ def test_sessions_that_differ_seldom_pass_a_slowdown():
             passed[true] += regress.combined(compared(*said))[2] <= 1.03
     assert passed[1.0] >= 380
     assert passed[1.03] <= 8  # 2 %
+
+
+AGAIN = (candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0))
+CARD = H200.model_copy(update={"power_limit_w": 700.0})
+UNLIKE = {
+    "sm_count": (114, "132 SMs, then 114"),
+    "l2_bytes": (25 << 20, "5.24288e+07 bytes of L2, then 2.62144e+07"),
+    "power_limit_w": (350.0, "700 W of power limit, then 350"),
+    "driver": ("590.1", "driver 580.95.05, then 590.1; --other-driver compares them"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_cards_of_one_name_that_differ_are_not_compared(name):
+    """They passed without a word: half of a card, or a capped one, has the name of the whole."""
+    value, why = UNLIKE[name]
+    other = CARD.model_copy(update={name: value})
+    old, new = run(*AGAIN, environment=CARD), run(*AGAIN, environment=other)
+    found = judged(old, new)
+    assert (found.verdict, found.why) == (Verdict.INCONCLUSIVE, f"measured with {why}")
+    assert any(each.startswith(f"{name} ") for each in regress.compare(old, new, slower=0.03).differences)
+    # Rows say their own, as in runs of several cards, of which environment.json has one.
+    of_rows = run(*(row.with_(machine=other.machine) for row in AGAIN), environment=CARD)
+    assert judged(old, of_rows).why == f"measured with {why}"
+    unknown = run(*AGAIN, environment=CARD.model_copy(update={"power_limit_w": None}))
+    assert judged(old, unknown).verdict is Verdict.PASS  # what nothing says is not held against it
+    taken = regress.compare(old, new, slower=0.03, other_driver=True).findings[0].verdict
+    assert taken is (Verdict.PASS if name == "driver" else Verdict.INCONCLUSIVE)
+
+
+def test_the_recorded_runs_of_a_card_can_be_compared():
+    """What differs between them, such as the host and the board's part number, is no reason."""
+    runs = [open_run(path.parent).environment for path in (ROOT / "results").glob("*/*/environment.json")]
+    for one in runs:
+        for other in runs:
+            if one.gpu == other.gpu:
+                assert other_machine(one.machine, other.machine) is None
 
 
 @pytest.mark.parametrize(
