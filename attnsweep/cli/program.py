@@ -25,7 +25,7 @@ import typer
 
 from attnsweep.cli import options
 from attnsweep.cli.app import FIND, GUARD, command, print_end, without_arch
-from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError, reason
 from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run_program(command: Sequence[str], *places: Path) -> int:
         child = subprocess.Popen([*command], env=environment)
     except OSError as error:
         hint = "write the command as in a shell, behind --: -- python script.py"
-        why = error.strerror or str(error)
+        why = reason(error)
         raise SpecError(f"cannot be started: {why}", where=command[0], hint=hint) from error
 
     def wait_on(number: int, frame: FrameType | None) -> None:

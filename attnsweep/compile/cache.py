@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnsweep.core.errors import reason
 from attnsweep.core.hardware import ARCHS
 
 _LEFT_S = 3600.0
@@ -78,4 +79,4 @@ def fault(directory: Path) -> str | None:
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return error.strerror or str(error)
+        return reason(error)

@@ -25,6 +25,17 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]} ({at})"
 
 
+def reason(error: OSError) -> str:
+    """Why the system refused, in its words: `No space left on device`.
+
+    shutil.copytree tells of each file that it could not copy; the first is enough.
+    """
+    first = error.args[0] if error.args else ""
+    if isinstance(first, list) and first:
+        first = re.sub(r"^\[Errno \d+\] |: '.*", "", str(first[0][-1]))
+    return error.strerror or str(first).partition("\n")[0] or type(error).__name__
+
+
 def raised_at(error: BaseException) -> str:
     """`file.py:7`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -11,7 +11,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.errors import SpecError, StoreError, reason
+from attnsweep.regress.verdicts import other_machine
 from attnsweep.specs.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.outputs import others_in
@@ -50,8 +51,8 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
     try:
         _replace_directory(source, target)
-    except (OSError, shutil.Error) as error:
-        why = error.strerror or str(error)
+    except OSError as error:
+        why = reason(error)
         hint = f"{target.parent} must be a writable directory with room for a copy"
         raise StoreError(f"cannot be replaced: {why}", where=where, hint=hint) from error
     return against
@@ -93,8 +94,11 @@ def _unlike(run: Run, baseline: Path) -> list[str]:
         against.append(f"its spec is {names[1]!r}, the baseline's is {names[0]!r}")
     if old.environment is not None and run.environment is not None:
         cards = old.environment.gpu, run.environment.gpu
+        facts = old.environment.machine, run.environment.machine
         if cards[0] != cards[1]:
             against.append(f"it was measured on {cards[1]}, the baseline on {cards[0]}")
+        elif (other := other_machine(*facts, other_driver=True)) is not None:
+            against.append(f"it and the baseline were {other}")
     lost = {t.problem: None for t in old.trials if t.problem not in {t.problem for t in run.trials}}
     return [*against, *(f"it lacks {problem.label}" for problem in lost)]
 

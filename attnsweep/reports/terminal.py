@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from attnsweep.core.errors import INTERNAL, AttnsweepError, FileError, NoGpuError
+from attnsweep.core.errors import INTERNAL, AttnsweepError, FileError, NoGpuError, reason
 from attnsweep.core.files import shipped
 
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
@@ -284,7 +284,7 @@ def _refused(error: Exception) -> FileError | None:
         return FileError(f"cannot be used: {os.strerror(errno.ELOOP)}", where=where)
     if not isinstance(error, OSError):
         return None
-    why = error.strerror or str(error)
+    why = reason(error)
     if isinstance(error.filename, str | bytes):
         path = os.fsdecode(error.filename)
         hint = _HINTS.get(error.errno or 0)

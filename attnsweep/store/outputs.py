@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.errors import SpecError, StoreError, reason
 from attnsweep.core.files import write_file
 from attnsweep.store.run import CUBINS, DERIVED, ENVIRONMENT, LOCK, ROWS, SPACES, SPEC
 
@@ -65,7 +65,7 @@ def write_output(path: Path, text: str) -> None:
     try:
         write_file(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        why = error.strerror or str(error)
+        why = reason(error)
         raise StoreError(f"cannot be written: {why}", where=str(path), hint=_WRITABLE) from error
 
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from attnsweep.core.errors import AttnsweepError, StoreError
+from attnsweep.core.errors import AttnsweepError, StoreError, reason
 from attnsweep.core.files import pack_code, write_file
 from attnsweep.core.trial import Environment, Trial
 
@@ -156,7 +156,6 @@ def row_bytes(trial: Trial) -> bytes:
 
 
 def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None) -> StoreError:
-    reason = error.strerror or str(error)
     if hint is None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space there, then run the same command again: it resumes"
@@ -164,7 +163,7 @@ def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None
             hint = "check its permissions, or choose another place with --results"
         elif error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             hint = "the name is taken: move that file away, or use --results"
-    return StoreError(f"{doing}: {reason}", where=str(path), hint=hint)
+    return StoreError(f"{doing}: {reason(error)}", where=str(path), hint=hint)
 
 
 @dataclass(frozen=True)

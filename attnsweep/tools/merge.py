@@ -15,14 +15,18 @@ from attnsweep.core.trial import Environment, Status, cards_of
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.store.outputs import FILE as COUNTERS
-from attnsweep.store.outputs import read
+from attnsweep.store.outputs import others_in, read
 from attnsweep.store.run import CUBINS, SPEC, Run, environment_of, trials_of
 from attnsweep.store.store import Store
 
 # What the runs must have in common, besides their spec and the versions of the baselines. Cards and
 # hosts may differ: every row says its own.
-_ALIKE = ("gpu", "arch", "protocol", "driver", "cuda", "nvrtc", "attnsweep", "power_limit_w")
+_ALIKE = (
+    *("gpu", "arch", "sm_count", "l2_bytes", "power_limit_w", "protocol"),
+    *("driver", "cuda", "nvrtc", "attnsweep"),
+)
 _OF_ONE_CARD = ("uuid", "sku", "host")
+_MOST_NAMED = 5
 
 
 def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
@@ -30,11 +34,15 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
 
     Raises StoreError if they do not belong together: other specs, GPUs, protocols or versions, or a
     problem that two runs or two cards have measured; if rows of one are damaged; if `out` has rows
-    already.
+    already, or other files.
     """
+    hint = "choose another place with --out, or remove it"
     if trials_of(out).is_file():
-        hint = "choose another place with --out, or remove it"
         raise StoreError("a run is there already", where=str(out), hint=hint)
+    if out.is_dir() and (others := others_in(out)):
+        what = f"it holds other files: {', '.join(others[:_MOST_NAMED])}"
+        more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+        raise StoreError(what + more, where=str(out), hint=hint)
     for run in runs:
         environment_of(run)
         if run.warnings:  # the whole run would look sound without the rows that are lost

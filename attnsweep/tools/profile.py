@@ -31,7 +31,14 @@ from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core import cases
-from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
+from attnsweep.core.errors import (
+    KernelError,
+    NoGpuError,
+    SpecError,
+    StoreError,
+    ToolchainError,
+    reason,
+)
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
@@ -280,7 +287,7 @@ def write(
     try:
         write_file(path, f"[\n{lines}\n]\n".encode(), durable=True)
     except OSError as error:
-        why = error.strerror or str(error)
+        why = reason(error)
         raise StoreError(f"cannot be written: {why}", where=str(path)) from error
     return list(kept.values())
 

@@ -1,7 +1,9 @@
 """Old code against new with a stand-in for the GPU: every verdict, and every bad baseline."""
 
+import errno
 import json
 import lzma
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -406,6 +408,7 @@ def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path
         (lambda run: edit(run / "trials.jsonl", '"ok"', '"noisy"'), "has no winner"),
         (lambda run: edit(run / "spec.yaml", "name: spec", "name: other"), "its spec is 'other'"),
         (lambda run: edit(run / "environment.json", "Test 1", "Test 9"), "NVIDIA Test 9"),
+        (lambda run: edit(run / "environment.json", '"sm_count": 132', '"sm_count": 66'), "132 SMs, then 66"),
     ],
 )
 def test_what_is_no_next_baseline_is_refused_and_nothing_changes(accept, recorded, baseline, tmp_path, spoil, why):
@@ -420,6 +423,21 @@ def test_what_is_no_next_baseline_is_refused_and_nothing_changes(accept, recorde
     code, _, err = accept(candidate, baseline, "--force")
     assert code == 0
     assert "accepted although" in err
+
+
+def test_a_full_disk_is_one_line_and_the_baseline_stays(accept, recorded, baseline, monkeypatch):
+    """It was the list that shutil raises, of Python tuples."""
+    before = files(baseline.parent)
+
+    def full(source, to, **_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(source), None, os.fspath(to))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    code, _, err = accept(recorded, baseline)
+    why = "cannot be replaced: No space left on device"
+    hint = f"{baseline.parent.resolve()} must be a writable directory with room for a copy"
+    assert (code, " ".join(err.split())) == (2, f"error: {baseline}: {why} {hint}")
+    assert files(baseline.parent) == before
 
 
 def test_accept_spares_what_is_no_run(accept, recorded, tmp_path):

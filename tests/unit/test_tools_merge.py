@@ -140,6 +140,7 @@ def test_a_part_that_was_not_copied_whole_says_what_to_do(lost, tmp_path):
     [
         ({"gpu": "NVIDIA X"}, "another gpu: NVIDIA X"),
         ({"driver": "1.2"}, "another driver: 1.2"),
+        ({"sm_count": 66}, "another sm_count: 66"),
         ({"protocol": 1}, "another protocol: 1"),
         ({"packages": {"torch": "9.9"}}, "another"),
         ({"spec": "name: x\nproblems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\n"
@@ -179,6 +180,19 @@ def test_a_run_that_is_there_is_not_overwritten(tmp_path):
     one = written(tmp_path / "a", OTHER)
     with pytest.raises(StoreError, match="a run is there already"):
         merge([one], tmp_path / "a", print)
+
+
+def test_files_of_others_are_no_place_for_a_run(tmp_path):
+    """They stood beside a run then, as part of a directory that `accept` refuses."""
+    part, out = written(tmp_path / "a", PROBLEM, OTHER), tmp_path / "precious"
+    out.mkdir()
+    for number in range(7):
+        (out / f"thesis{number}.txt").write_text("years")
+    with pytest.raises(StoreError, match=r"it holds other files: thesis0\.txt, .*, thesis4\.txt and 2 more"):
+        merge([part], out, lambda _: None)
+    assert len([*out.iterdir()]) == 7
+    (tmp_path / "empty").mkdir()
+    assert len(merge([part], tmp_path / "empty", lambda _: None).trials) == 2
 
 
 def test_what_a_full_disk_ends_is_no_run_and_can_be_made_again(tmp_path):
