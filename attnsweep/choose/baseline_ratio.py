@@ -123,14 +123,6 @@ def may_be_base(trial: Trial) -> bool:
     return trial.provider != OURS and not trial.candidate and below_ranking(trial) is None
 
 
-def over_limit(trial: Trial) -> bool:
-    """Whether a baseline's error exceeds the limit of candidates. It is timed all the same."""
-    accuracy = trial.accuracy
-    if trial.provider == OURS or accuracy is None or accuracy.rel_err is None:
-        return False
-    return accuracy.limit < accuracy.rel_err < math.inf
-
-
 def below_ranking(trial: Trial) -> str | None:
     """Why a baseline is listed below the ranking and never the base; None if it competes.
 

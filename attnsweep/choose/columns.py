@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attnsweep.choose.baseline_ratio import Base, below_ranking, over_limit
+from attnsweep.choose.baseline_ratio import Base, below_ranking
 from attnsweep.choose.drift import settings, time_kind
 from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Environment, Status, Trial
+from attnsweep.core.trial import OURS, Environment, Status, Trial, over_limit
 
 _FLOAT, _TEXT, _BOOL, _WHOLE = "float64", "object", "bool", "Int64"
 COLUMNS = {

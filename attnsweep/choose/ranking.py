@@ -16,7 +16,6 @@ from attnsweep.choose.baseline_ratio import (
     below_ranking,
     common_rounds,
     fastest_baseline,
-    over_limit,
 )
 from attnsweep.choose.columns import (
     COLUMNS,
@@ -28,7 +27,7 @@ from attnsweep.choose.columns import (
 from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial
+from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial, unsound
 
 if TYPE_CHECKING:  # the process of a card ranks nothing, and starts 0.25 s sooner without it
     import pandas
@@ -39,8 +38,6 @@ MARGIN = 1.1
 # Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
 # (docs/tried.md), and below the intended regret, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
-# A median is that of its rounds, which are stored to four digits: 1e-4 of the shortest.
-_CONTRADICTS = 1e-3
 # Order of the rows after the ranked ones: first those that ran, last those that never did.
 _AFTER = [
     Status.DAMAGED,
@@ -131,50 +128,11 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
     """
     if trial.status is not Status.OK:
         return trial.status, trial.detail
-    time, accuracy = trial.time_us, trial.accuracy
-    if accuracy is not None:
-        error = math.nan if accuracy.rel_err is None else accuracy.rel_err
-        # A comparison with NaN is false, so NaN fails.
-        if not error <= accuracy.limit and not over_limit(trial):
-            return (
-                Status.WRONG,
-                f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}",
-            )
-    inaccurate = too_inaccurate(trial)
-    if inaccurate is not None:
+    if (found := unsound(trial)) is not None:
+        return found
+    if (inaccurate := too_inaccurate(trial)) is not None:
         return Status.INACCURATE, inaccurate
-    if time is None:
-        return Status.DAMAGED, "says ok, but has no time"
-    for us in (*_span(time), *time.rounds, *_times(trial), *trial.stages_us.values()):
-        if us is not None and not 0 < us < math.inf:
-            return Status.DAMAGED, _odd(trial)
-    if trial.energy_uj is not None and (said := _odd(trial)):
-        return Status.DAMAGED, said
-    if time.rounds and not abs(time.median / (middle := median(time.rounds)) - 1) < _CONTRADICTS:
-        told = f"says ok, but its median is {time.median:g} and that of its rounds {middle:g}"
-        return Status.DAMAGED, told
     return trial.status, trial.detail
-
-
-_SPAN = ("median", "low", "high")
-_TIMES = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
-_span, _times = attrgetter(*_SPAN), attrgetter(*_TIMES)
-
-
-def _odd(trial: Trial) -> str | None:
-    """The time or energy of a row that no sweep writes. NaN is none: it compares as false."""
-    named: dict[str, float | None] = {}
-    for name, part in (("time_us", trial.time_us), ("energy_uj", trial.energy_uj)):
-        if part is not None:
-            named |= {f"{name}.{of}": getattr(part, of) for of in _SPAN}
-            named |= {f"{name}.rounds[{number}]": us for number, us in enumerate(part.rounds)}
-        if name == "time_us":
-            named |= dict(zip(_TIMES, _times(trial), strict=True))
-            named |= {f"stages_us.{stage}": us for stage, us in trial.stages_us.items()}
-    if trial.energy_uj is not None:
-        named["power_w"] = math.nan if trial.power_w is None else trial.power_w
-    odd = (n for n, us in named.items() if us is not None and not 0 < us < math.inf)
-    return next((f"says ok, but {name} is {named[name]}" for name in odd), None)
 
 
 def _identity(trial: Trial) -> tuple[Any, ...]:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
+from statistics import median
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -247,6 +250,61 @@ def key_of(
 def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, Value], ...]:
     """The settings of a config by name. Rows with one config share it: it is large for a key."""
     return tuple(sorted(settings))
+
+
+def over_limit(trial: Trial) -> bool:
+    """Whether a baseline's error exceeds the limit of candidates. It is timed all the same."""
+    accuracy = trial.accuracy
+    if trial.provider == OURS or accuracy is None or accuracy.rel_err is None:
+        return False
+    return accuracy.limit < accuracy.rel_err < math.inf
+
+
+def unsound(trial: Trial) -> tuple[Status, str] | None:
+    """What a row that says ok is in fact, and why; None if it can be so, or says something else."""
+    if trial.status is not Status.OK:
+        return None
+    time, accuracy = trial.time_us, trial.accuracy
+    if accuracy is not None:
+        error = math.nan if accuracy.rel_err is None else accuracy.rel_err
+        # A comparison with NaN is false, so NaN fails.
+        if not error <= accuracy.limit and not over_limit(trial):
+            said = f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}"
+            return Status.WRONG, said
+    if time is None:
+        return Status.DAMAGED, "says ok, but has no time"
+    for us in (*_span(time), *time.rounds, *_times(trial), *trial.stages_us.values()):
+        if us is not None and not 0 < us < math.inf:
+            return Status.DAMAGED, f"says ok, but {odd_time(trial)}"
+    if trial.energy_uj is not None and (odd := odd_time(trial)):
+        return Status.DAMAGED, f"says ok, but {odd}"
+    if time.rounds and not abs(time.median / (middle := median(time.rounds)) - 1) < _CONTRADICTS:
+        told = f"says ok, but its median is {time.median:g} and that of its rounds {middle:g}"
+        return Status.DAMAGED, told
+    return None
+
+
+# A median is that of its rounds, which are stored to four digits: 1e-4 of the shortest.
+_CONTRADICTS = 1e-3
+_SPAN = ("median", "low", "high")
+_TIMES = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
+_span, _times = attrgetter(*_SPAN), attrgetter(*_TIMES)
+
+
+def odd_time(trial: Trial) -> str | None:
+    """The time or energy of a row that no sweep writes. NaN is none: it compares as false."""
+    named: dict[str, float | None] = {}
+    for name, part in (("time_us", trial.time_us), ("energy_uj", trial.energy_uj)):
+        if part is not None:
+            named |= {f"{name}.{of}": getattr(part, of) for of in _SPAN}
+            named |= {f"{name}.rounds[{number}]": us for number, us in enumerate(part.rounds)}
+        if name == "time_us":
+            named |= dict(zip(_TIMES, _times(trial), strict=True))
+            named |= {f"stages_us.{stage}": us for stage, us in trial.stages_us.items()}
+    if trial.energy_uj is not None:
+        named["power_w"] = math.nan if trial.power_w is None else trial.power_w
+    odd = (n for n, us in named.items() if us is not None and not 0 < us < math.inf)
+    return next((f"{name} is {named[name]}" for name in odd), None)
 
 
 def cards_of(trials: Iterable[Trial]) -> list[str]:

@@ -30,7 +30,7 @@ from pydantic_core import to_json
 
 from attnsweep.core.errors import AttnsweepError, StoreError, reason
 from attnsweep.core.files import pack_code, write_file
-from attnsweep.core.trial import Environment, Trial
+from attnsweep.core.trial import OURS, Environment, Status, Trial, odd_time, unsound
 
 TRIALS = "trials.jsonl"
 PACKED = "trials.jsonl.xz"
@@ -49,7 +49,8 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     """The rows of a trials.jsonl, plain or packed, in order of first appearance, and warnings.
 
     A later row with the same key replaces the earlier one in its place. A torn last line is
-    dropped; a line that is no Trial is skipped. Each gives one warning, `file:line: reason`. Raises
+    dropped; a line that is no Trial is skipped; a row that says ok and cannot be so, as with a time
+    that is NaN, is kept and not ranked. Each gives one warning, `file:line: reason`. Raises
     StoreError if the file cannot be read.
     """
     try:
@@ -70,6 +71,7 @@ def parse_trials(
     """Trials by key, warnings, and the number of whole rows, including replaced ones."""
     trials: dict[tuple[object, ...], Trial] = {}
     warnings: list[str] = []
+    odd: dict[object, str] = {}
     rows, known = 0, dict[object, Any]()
     for number, line in enumerate(lines, start=1):
         if line.isspace():
@@ -80,8 +82,13 @@ def parse_trials(
             config = parsed.config  # one that rows share is put in order once
             if (settings := known.get(id(config))) is None:
                 settings = known[id(config)] = parsed.key[-1]
-            trials[parsed.problem, parsed.provider, parsed.kernel, settings] = parsed
+            key = (parsed.problem, parsed.provider, parsed.kernel, settings)
+            trials[key] = parsed
             rows += 1
+            if (why := _odd(parsed)) is not None:
+                odd[key] = f"{path}:{number}: {why}"
+            elif odd:
+                odd.pop(key, None)
         elif not line.endswith(b"\n"):
             warnings.append(
                 f"{path}:{number}: dropped the incomplete last line "
@@ -89,10 +96,21 @@ def parse_trials(
             )
         else:
             warnings.append(f"{path}:{number}: skipped, not a trial: {parsed}")
+    warnings += odd.values()
     if len(warnings) > MAX_WARNINGS:
         rest = len(warnings) - MAX_WARNINGS
         warnings = [*warnings[:MAX_WARNINGS], f"{path}: and {rest} more lines like these"]
     return trials, warnings, rows
+
+
+def _odd(trial: Trial) -> str | None:
+    """What a row says of itself that cannot be, so that nothing is compared with it; or None."""
+    found = unsound(trial)
+    why = None if found is None else found[1]
+    if trial.status is Status.NOISY and (said := odd_time(trial)) is not None:
+        why = f"says noisy, but {said}"
+    name = trial.kernel if trial.provider == OURS else trial.provider
+    return why and f"not ranked: {name} on {trial.problem.label} {why}"
 
 
 # In recorded runs, only 0.1 to 27 % of the values of these fields are distinct.

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from attnsweep.core.errors import StoreError
 from attnsweep.core.files import sync_folder, write_file
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Environment, Trial
+from attnsweep.core.trial import Environment, Trial, unsound
 from attnsweep.store.run import (
     CUBINS,
     ENVIRONMENT,
@@ -96,7 +96,9 @@ class Store:
             raise _store_error(error, self.path, "cannot open the trials for writing") from error
         try:
             with self.path.open("rb") as lines:
-                self._trials, self.warnings, self.rows = parse_trials(lines, self.path)
+                found, self.warnings, self.rows = parse_trials(lines, self.path)
+                # One that cannot be as it says is measured again, as if it were not there.
+                self._trials = {key: row for key, row in found.items() if unsound(row) is None}
         except OSError as error:
             os.close(self._fd)
             raise _store_error(error, self.path, "cannot read the trials") from error

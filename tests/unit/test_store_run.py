@@ -100,12 +100,60 @@ def test_nan_is_kept_as_strict_json(tmp_path: Path) -> None:
 
     json.loads(text, parse_constant=refuse)
     (row,), warnings = read_trials(tmp_path / "trials.jsonl")
-    assert warnings == []
+    assert len(warnings) == 1
     assert row.time_us is not None
     assert row.time_us.median != row.time_us.median
     assert row.time_us.high == float("inf")
     assert row.accuracy is not None
     assert row.accuracy.rel_err != row.accuracy.rel_err
+
+
+WITH = {
+    **{f"median is {value}": {"time_us": {"median": value}} for value in ("nan", "inf", "-inf", -7.5, 0.0)},
+    "low is nan": {"time_us": {"low": "nan"}},
+    "rounds[1] is -1.0": {"time_us": {"rounds": [7.4, -1, 7.6]}},
+    "cold_us is nan": {"cold_us": "nan"},
+    "stages_us.qk is inf": {"stages_us": {"qk": "inf"}},
+    "its median is 1 and that of its rounds 7.5": {"time_us": {"median": True}},
+    "has no time": {"time_us": None},
+    "its error nan exceeds": {"accuracy": {"rel_err": "nan"}},
+    "time_us.median: Input should be a valid number": {"time_us": {"median": "fast"}},
+    "time_us.median: Input should be a valid": {"time_us": {"median": None}},
+}
+
+
+@pytest.mark.parametrize("why", WITH)
+def test_a_row_that_cannot_be_as_it_says_is_a_warning_that_names_it(why, tmp_path):
+    """It was dropped in silence, and another row won."""
+
+    def written(row, changed):
+        facts = json.loads(row.model_dump_json())
+        for name, value in changed.items():
+            facts[name] = facts[name] | value if isinstance(value, dict) and facts.get(name) else value
+        return json.dumps(facts)
+
+    lines = [written(trial(1), {}), written(trial(2), WITH[why])]
+    (tmp_path / "trials.jsonl").write_text("\n".join([*lines, ""]))
+    (warning,) = [each for each in open_run(tmp_path).warnings if "trials.jsonl:" in each]
+    place, said = warning.removeprefix(f"{tmp_path}/trials.jsonl:").split(": ", 1)
+    assert place == "2"
+    assert why in said
+    assert said.startswith(("not ranked: flash on (1,16,1024,64) fp16 full says ok, but ", "skipped, not a trial: "))
+    with Store.open(tmp_path) as store:  # which measures it again
+        assert numbers(store.trials) == [1]
+        store.append(trial(2))
+    assert not [each for each in open_run(tmp_path).warnings if "says ok" in each]
+    assert numbers(open_run(tmp_path).trials) == [1, 2]
+
+
+def test_a_noisy_row_with_such_a_time_is_named_too(tmp_path):
+    """Its fastest round would stand for it, as the base."""
+    time = trial(1).time_us.model_copy(update={"low": float("nan")})
+    with Store.open(tmp_path) as store:
+        store.append(trial(1, provider="torch_cudnn", status=Status.NOISY, time_us=time))
+        store.append(trial(2, status=Status.WRONG, time_us=time))
+    (warning,) = [each for each in open_run(tmp_path).warnings if "trials.jsonl:" in each]
+    assert warning.endswith("not ranked: torch_cudnn on (1,16,1024,64) fp16 full says noisy, but time_us.low is nan")
 
 
 def test_a_compiler_log_that_is_not_utf8_is_stored(tmp_path: Path) -> None:
