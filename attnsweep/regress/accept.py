@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from attnsweep.choose.ranking import rank, winners
 from attnsweep.core.errors import SpecError, StoreError, reason
 from attnsweep.regress.verdicts import other_machine
+from attnsweep.reports.text import sections_of
 from attnsweep.specs.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.outputs import others_in
@@ -64,7 +64,8 @@ def _unfinished(run: Run) -> list[str]:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:
         return [f"its spec cannot be read ({error.what})"]
-    won = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
+    sections = sections_of(run)
+    won = {each.problem: each.winner["trial"] for each in sections if each.winner is not None}
     against = []
     if run.environment is None:
         none = "its environment.json is damaged" if damage(run) else "it has no environment.json"
@@ -79,7 +80,7 @@ def _unfinished(run: Run) -> list[str]:
                 read_code(run.directory, won[problem])
             except StoreError as error:
                 against.append(f"{problem.label}: {error.what}")
-    return against
+    return against + [f"{each.problem.label}: {each.lost}" for each in sections if each.lost]
 
 
 def _unlike(run: Run, baseline: Path) -> list[str]:

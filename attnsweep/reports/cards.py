@@ -36,10 +36,12 @@ def by_card(trials: Sequence[Trial], sections: Sequence[Section]) -> list[dict[s
     if len(on) < 2:
         return []
     won = {section.problem.label: section.winner for section in sections}
+    lost = {section.problem.label for section in sections if section.lost}
     found = []
     for uuid, labels in on.items():
         rows = {label: row for label, row in won.items() if label in labels and row is not None}
-        ratios = [ratio for row in rows.values() if (ratio := row["ratio_to_best_baseline"])]
+        known = [row["ratio_to_best_baseline"] for label, row in rows.items() if label not in lost]
+        ratios = [*filter(None, known)]
         winners = {
             label: {
                 "kernel": row["kernel"],

@@ -20,7 +20,7 @@ from attnsweep.core.trial import Environment
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import aligned, counted, wrap
-from attnsweep.reports.text import Row, Section, by_problem, figure
+from attnsweep.reports.text import Row, Section, baselines_of, by_problem, figure
 from attnsweep.store.run import Run
 
 # What of an environment is told if it differs, in this order.
@@ -60,7 +60,8 @@ def compare(
 def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
     """The problems that have a winner."""
     trials = [row_of_today(families, trial) for trial in run.trials]
-    sections = by_problem(trials, run.environment, run.spaces)
+    asked = baselines_of(run.spec_text)
+    sections = by_problem(trials, run.environment, run.spaces, asked=asked)
     return {each.problem: each for each in sections if each.winner is not None}
 
 
@@ -75,6 +76,7 @@ def _pair(one: Section, other: Section) -> dict[str, Any]:
         "agree": same or (first["others_winner_tied"] and second["others_winner_tied"]),
         "first": first,
         "second": second,
+        "lost": [section.lost for section in (one, other)],
         "over_baselines": {
             name: [side["baselines_us"][name] / side["time_us"] for side in (first, second)]
             for name in shared
@@ -164,6 +166,10 @@ def lines(found: Mapping[str, Any], width: int) -> list[Text]:
         say(f"{pair['problem']}: {', '.join(config_changes(pair))}")
     out.append(Text())
     say(verdict(pairs), "bold")
+    for pair in pairs:
+        for which, lost in zip(("first", "second"), pair["lost"], strict=True):
+            if lost is not None:
+                say(f"{pair['problem']}, in the {which} run: {lost}", "yellow")
     for which in ("first", "second"):
         if labels := found[f"only_{which}"]:
             say(f"only in the {which} run: {', '.join(labels)}", "dim")
@@ -189,7 +195,8 @@ def verdict(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(pair: Mapping[str, Any]) -> list[str]:
     one, other, ratios = pair["first"], pair["second"], pair["over_baselines"]
-    name = min(ratios, key=one["baselines_us"].get, default=None)
+    fastest = min(ratios, key=one["baselines_us"].get, default=None)
+    name = None if any(pair["lost"]) else fastest  # it may be one without a row
     lost = (
         "–" if r is None else f"{100 * (r - 1):+.1f} %"
         for r in (side["others_winner_ratio"] for side in (other, one))

@@ -70,9 +70,10 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> dict[str, An
     stays where it is as fast. why: why the gain is 0, or is only a lower bound, or None.
     """
     won, best = (section.winner, section.best_baseline) if section else (None, None)
+    lost = section.lost if section else None
     row: Mapping[str, Any] = won or {}
     baseline_us = None
-    if best is not None:
+    if best is not None and lost is None:
         # A noisy baseline counts with its fastest round, as × base does.
         noisy = best["status"] == Status.NOISY
         baseline_us = fastest_round(best["trial"]) if noisy else best["time_us"]
@@ -82,7 +83,7 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> dict[str, An
     if section is None:
         why = "not measured"
     elif baseline_us is None:
-        why = "no baseline was timed"
+        why = lost or "no baseline was timed"
     elif winner_us is None:
         why = "no candidate is ok"
     elif winner_us >= baseline_us:
@@ -98,7 +99,7 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> dict[str, An
     return {
         "label": problem.label,
         "calls": calls,
-        "baseline": best and who(best),
+        "baseline": who(best) if best and lost is None else None,
         "baseline_us": baseline_us,
         "winner": won and who(won),
         "winner_us": winner_us,

@@ -216,7 +216,8 @@ def _problem(
         "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
         "best": best and {**best, "who": who(best)},
         "faster_baseline": texts.faster_baseline(section),
-        "ratio": won["ratio_to_best_baseline"] if won and best else None,
+        "ratio": won["ratio_to_best_baseline"] if won and best and not section.lost else None,
+        "lost": section.lost,
         "ratio_text": ratio_text(won, name=False) if won else None,
         "header": _in_order(lines[0]) if lines else [],
         "rows": [
@@ -261,7 +262,7 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
     """The figures shown first for a winner: each figure and its meaning."""
     best = section.best_baseline
     out = [(f"{figure(row['time_us'], 4)} µs", "a call")]
-    if best is not None and row["ratio_of"] is not None:
+    if best is not None and row["ratio_of"] is not None and section.lost is None:
         interval = ratio_text(row, name=False).partition("×")[2]
         shown = ratio_text(row, name=False, interval=False)
         out.append((shown, f"the speed of {who(best)}{interval}"))
@@ -330,7 +331,8 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
     best = section.best_baseline
     target, of = target_us, "the given target"
     if target is None and best is not None:
-        target, of = best["time_us"], f"{who(best)}, the fastest baseline known"
+        fastest = "" if section.lost else ", the fastest baseline known"
+        target, of = best["time_us"], f"{who(best)}{fastest}"
     rows = {row["kernel"]: row for row in section.best_of_families}
     steps: list[dict[str, Any]] = []
     before: float | None = None

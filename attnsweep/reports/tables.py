@@ -161,7 +161,7 @@ def json_parts(run: Run) -> dict[str, Any]:
             }
             for section in sections
         ),
-        "warnings": list(run.warnings),
+        "warnings": [*run.warnings, *(f"{s.problem.label}: {s.lost}" for s in sections if s.lost)],
         **({} if found is None else {"gains": found}),
         **({"by_card": {"cards": several}} if several else {}),
     }
@@ -326,8 +326,10 @@ def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
         ours = [NONE] * 4
         if won is not None:
             times = texts.figure(won["time_us"], 4), texts.figure(won["us_per_head"], 3)
-            ours = [*times, texts.ratio_text(won, name=False, interval=intervals), who(won)]
-        lines.append([section.problem.label, *ours[:3], who(best) if best else NONE, ours[3]])
+            ratio = NONE if section.lost else texts.ratio_text(won, name=False, interval=intervals)
+            ours = [*times, ratio, who(won)]
+        base = who(best) if best and not section.lost else NONE
+        lines.append([section.problem.label, *ours[:3], base, ours[3]])
     return lines
 
 
@@ -480,7 +482,10 @@ def _lines(
         ]
         rest = [f"{len(lost) - TOP} more"] if len(lost) > TOP else []
         served = dict.fromkeys(line for section in sections for line in texts.served_lines(section))
-        yield from ((cut(line, width), "yellow") for line in [*lost[:TOP], *rest, *served])
+        unknown = [f"{s.problem.label}: {s.lost}" for s in sections if s.lost]
+        more_of = [f"{len(unknown) - TOP} more problems like it"] if len(unknown) > TOP else []
+        warned = [*lost[:TOP], *rest, *unknown[:TOP], *more_of, *served]
+        yield from ((cut(line, width), "yellow") for line in warned)
     yield from _of_cards(run, sections, width)
     more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
     yield from _wrapped(f"{rows_of(run)}: {run.directory} ({more})", width, "dim")
@@ -565,7 +570,8 @@ def _each(sections: Sequence[Section], width: int) -> list[Line]:
 
     def gained(section: Section) -> float:
         won = section.winner
-        return -1.0 if won is None else won["ratio_to_best_baseline"] or 0.0
+        unknown = won is None or section.lost is not None
+        return -1.0 if unknown else won["ratio_to_best_baseline"] or 0.0  # type: ignore[index]
 
     ordered = sorted(sections, key=gained)
     left = len(ordered) - 2 * _ENDS if len(ordered) > _MOST_LINES else 0
@@ -582,10 +588,13 @@ def overall(sections: Sequence[Section]) -> str:
     ratios = {
         s.problem.label: row["ratio_to_best_baseline"]
         for s, row in won
-        if row is not None and row["ratio_to_best_baseline"]
+        if row is not None and row["ratio_to_best_baseline"] and s.lost is None
     }
     none = sum(row is None for _, row in won)
     rest = f" No candidate is right and timed on {none} of {len(sections)}." if none else ""
+    if lost := [section for section in sections if section.lost is not None]:
+        left = "1 problem is" if len(lost) == 1 else f"{len(lost)} problems are"
+        rest += f" {left} left out: {lost[0].lost}."
     if not ratios:
         return f"No baseline was timed with a winner on {counted(len(sections), 'problem')}.{rest}"
     mean = statistics.geometric_mean(ratios.values())

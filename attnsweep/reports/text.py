@@ -41,6 +41,8 @@ class Section:
     environment: Environment | None
     spaces: Sequence[Mapping[str, Any]] = ()
     """Facts of the families' candidates, tried or not: the entries of its Run."""
+    asked: Sequence[str] = ()
+    """Baselines that the spec of its Run names."""
 
     @functools.cached_property
     def winner(self) -> Row | None:
@@ -52,6 +54,20 @@ class Section:
         """The fastest baseline known, which × base compares with, or None. It may be noisy."""
         name = self.rows[0]["best_baseline"]
         return next((row for row in self.baselines if row["provider"] == name), None)
+
+    @functools.cached_property
+    def lost(self) -> str | None:
+        """Which baselines of the spec have no row, or one that is damaged; None if none has.
+
+        Each may have been the fastest: next to the others a gain of 1.12 stood as 1.24.
+        """
+        sound = {row["provider"] for row in self.baselines if row["status"] != Status.DAMAGED}
+        names = [name for name in self.asked if name not in sound]
+        if not names:
+            return None
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        have = "has no sound row" if len(names) == 1 else "have no sound rows"
+        return f"{some} {have}, so the fastest baseline is not known"
 
     @property
     def bounds_us(self) -> dict[str, float]:
@@ -111,20 +127,36 @@ def by_problem(
     spaces: Sequence[Mapping[str, Any]] = (),
     *,
     distinct: bool = False,
+    asked: Sequence[str] = (),
 ) -> list[Section]:
-    """The ranked problems of these rows. spaces: those of their Run. distinct: see `ranked`."""
+    """The ranked problems of these rows. spaces: those of their Run. distinct: see `ranked`.
+
+    asked: the baselines of its spec.
+    """
     of: dict[object, list[Mapping[str, Any]]] = {}
     for facts in spaces:
         of.setdefault(facts.get("problem"), []).append(facts)
     return [
-        Section(rows[0]["trial"].problem, rows, environment, of.get(rows[0]["problem"], ()))
+        Section(rows[0]["trial"].problem, rows, environment, of.get(rows[0]["problem"], ()), asked)
         for rows in ranked(trials, environment, distinct=distinct)
     ]
 
 
 def sections_of(run: Run) -> list[Section]:
     """The ranked problems of a run."""
-    return by_problem(run.trials, run.environment, run.spaces, distinct=True)
+    asked = baselines_of(run.spec_text)
+    return by_problem(run.trials, run.environment, run.spaces, distinct=True, asked=asked)
+
+
+def baselines_of(spec_text: str | None) -> tuple[str, ...]:
+    """The baselines that a run's resolved spec names; none if it cannot be read."""
+    # The whole of a large spec takes 0.2 s to read.
+    found = re.search(r"^baselines:.*(?:\n[ -].*)*", spec_text or "", re.MULTILINE)
+    try:
+        named = yaml.safe_load(found[0])["baselines"] if found else ()
+    except yaml.YAMLError:
+        return ()
+    return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
 def kernels_of(spec_text: str | None) -> dict[str, Any]:
@@ -317,7 +349,8 @@ def winner_lines(section: Section) -> list[str]:
         said.append("no baseline was timed with it")
     else:
         by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
-        said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest baseline{by}")
+        fastest = "" if section.lost else ", the fastest baseline"
+        said.append(f"{ratio_text(row, name=False)} {who(best)}{fastest}{by}")
     said += others
     chained = row["trial"].chained_us
     said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
@@ -419,7 +452,7 @@ def failures(section: Section) -> list[tuple[str, list[str]]]:
 def baseline_lines(section: Section) -> list[str]:
     """What a reader must know of the baselines that × base compares with, or does not."""
     best = section.best_baseline
-    lines = []
+    lines = [] if section.lost is None else [f"{section.lost}: the same sweep again times it"]
     if best is not None and best["status"] == Status.NOISY:
         us = figure(fastest_round(best["trial"]), 4)
         lines.append(
@@ -483,7 +516,8 @@ def sentence(section: Section) -> str:
     """`flash_fwd_wgmma is 1.10 ± 0.01 times as fast as FlashAttention-3 (398 against 438 µs) on …`.
 
     The figure after ± reaches to the farther end of the 95 % interval. A baseline that is faster is
-    named first, and no difference is claimed where the interval holds 1.
+    named first, and no difference is claimed where the interval holds 1. Where a baseline of the
+    spec has no row, ours is not said to be faster than any.
     """
     label, row, best = section.problem.label, section.winner, section.best_baseline
     if row is None:
@@ -496,6 +530,10 @@ def sentence(section: Section) -> str:
     on += "".join(f"; {line}" for line in served_lines(section) if line.startswith(f"{ours} "))
     if best is None or ratio is None:
         return f"{ours} takes {us} {unit}{on}; no baseline was timed with it."
+    if section.lost is not None:
+        if ratio > 1:
+            return f"{ours} takes {us} {unit}{on}; {section.lost}."
+        on += f"; {section.lost}"
     baseline = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
     baseline_us = figure(fastest_round(best["trial"]) if noisy else best["time_us"], 3)

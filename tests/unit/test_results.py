@@ -15,6 +15,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.discover import discover
 from attnsweep.reports import tables as report
+from attnsweep.reports.text import baselines_of
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs
@@ -65,6 +66,9 @@ def test_it_is_whole(run, directory):
     assert run.environment is not None
     assert run.environment.slug == directory.parent.name
     assert not any(trial.recorded for trial in run.trials)
+    asked, rows = baselines_of(run.spec_text), {(t.problem, t.provider) for t in run.trials}
+    # README and the pages quote the fastest of them.
+    assert {(t.problem, name) for t in run.trials for name in asked} <= rows
 
 
 def test_every_ok_row_is_right_and_timed(run):
