@@ -17,14 +17,14 @@ nox.options.sessions = ["lint", "unit", "docs"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests; those that need a GPU are skipped, with the reason, where there is none."""
-    session.install("-e", ".[compile,test]")
+    session.install("-e", ".[compile,test,torch]", "transformers")
     session.run("python", "-m", "pytest", "-n", "auto", *session.posargs)
 
 
 @nox.session
 def unit(session: nox.Session) -> None:
     """The quick tests: no kernel is compiled."""
-    session.install("-e", ".[compile,test]")
+    session.install("-e", ".[compile,test,torch]", "transformers")
     session.run("python", "-m", "pytest", "-n", "auto", "tests/unit", *session.posargs)
 
 

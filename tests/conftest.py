@@ -25,8 +25,10 @@ except ImportError:  # a GPU machine may run tests/gpu alone
     settings = None
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # As many processes as cores: threads of a matrix product each would wait for one another.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # As many processes as cores: threads of a matrix product each would wait for one another, which
+    # makes tests of PyTorch (OMP) three times as long.
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")
