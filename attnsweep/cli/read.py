@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,10 @@ def report_(
 
 
 def only(run: Run, shapes: Sequence[str]) -> Run:
-    """The rows of a run's problems that --problem names. Raises ProblemError for others."""
+    """The rows of a run's problems that --problem names. Raises ProblemError for others.
+
+    Of its spec, what is of all problems: its baselines, and the order of its families.
+    """
     from attnsweep.specs.shapes import read_shapes
 
     wanted = {problem.label for problem in read_shapes(shapes, option="--problem")}
@@ -114,7 +118,8 @@ def only(run: Run, shapes: Sequence[str]) -> Run:
         raise ProblemError(what, where="--problem", hint=f"it has: {'; '.join(some)}")
     trials = [trial for trial in run.trials if trial.problem.label in wanted]
     spaces = [facts for facts in run.spaces if facts.get("problem") in wanted]
-    return replace(run, trials=trials, spaces=spaces, spec_text=None)
+    of_all = re.sub(r"(?m)^(problems|unserved):.*\n(?:[ -].*\n)*", "", run.spec_text or "")
+    return replace(run, trials=trials, spaces=spaces, spec_text=of_all)
 
 
 def write_text(path: Path, text: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from attnsweep.cli.read import only
 from attnsweep.regress.accept import accept
 from attnsweep.reports import compare, gains, html, tables
 from attnsweep.reports.explain import explain
@@ -84,6 +85,13 @@ def test_a_baseline_that_is_known_to_be_faster_is_told_all_the_same():
     assert said.startswith("FlashAttention-3 is ")
     assert said.endswith("; triton_flash has no sound row, so the fastest baseline is not known.")
     assert faster_baseline(found).startswith("flash_attn_3 is faster")
+
+
+def test_nor_does_a_report_of_one_problem():
+    for problem in ("4,32,4096,64 bf16 full", LABEL):
+        (found,) = sections_of(only(without("flash_attn_3"), [problem]))
+        assert found.lost == LOST
+    assert gains.gains(sections_of(only(WHOLE, [LABEL])), only(WHOLE, [LABEL]).spec_text) is None
 
 
 def test_its_calls_gain_nothing():
