@@ -26,7 +26,9 @@ def inspected(trial: Trial) -> dict[str, Any]:
     config = " ".join(f"{name}={value}" for name, value in trial.config.items())
     command = [sys.executable, "-m", "attnsweep", "inspect", trial.kernel, config, "--arch", "sm_90a", "--json"]
     command += ["--problem", f"{p.batch},{p.heads},{p.seqlen_q},{p.head_dim}"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=True).stdout
+    )
     (stage,) = found["stages"].values()
     return {"config": config, "nvrtc": found["nvrtc"], **{name: stage[name] for name in KEPT}}
 

@@ -96,8 +96,8 @@ OWN = ("flash", "cudnn", "efficient", "math", "flex", "naive", "compiled", "flas
 
 def names(place: Path) -> dict[str, str]:
     """How each is asked for; the Triton kernel is the tutorial's, written to a file."""
-    blocks = re.findall(r"```python\n(.+?)```", TUTORIAL.read_text(), re.DOTALL)
-    (place / "triton_kernel.py").write_text(blocks[0])
+    blocks = re.findall(r"```python\n(.+?)```", TUTORIAL.read_text(encoding="utf-8"), re.DOTALL)
+    (place / "triton_kernel.py").write_text(blocks[0], encoding="utf-8")
     found = {own: f"{__file__}:{own}" for own in OWN}
     found["flash_3"] += "?layout=bshd"
     return found | {"triton": f"{place}/triton_kernel.py:forward"}

@@ -83,7 +83,9 @@ def run(command: Sequence[str], budget_s: float) -> Done:
     if budget_s <= 0:
         return Done("", None)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=budget_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=budget_s, check=False
+        )
     except subprocess.TimeoutExpired as late:
         return Done(((late.stdout or b"") + (late.stderr or b"")).decode(errors="replace"), None)
     return Done(done.stdout + done.stderr, done.returncode)

@@ -153,7 +153,7 @@ def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
         warnings.catch_warnings(action="ignore"),
     ):
         file = Path(place) / "cache.json"
-        file.write_text(json.dumps(content))
+        file.write_text(json.dumps(content), encoding="utf-8")
         results, _ = tune_kernel(
             *("k", "", 1, [], params),
             restrictions=exists,

@@ -240,7 +240,7 @@ def main() -> None:
     asked, directories = parser.parse_args(), sorted(RESULTS.glob("*/*"))
     told: list[dict[str, Any]] = []
     if asked.only and asked.file.exists():
-        old = json.loads(asked.file.read_text())
+        old = json.loads(asked.file.read_text(encoding="utf-8"))
         if (old["runs"], old["first_noise"]) != (RUNS, FIRST_NOISE):
             raise SystemExit(f"{asked.file} has {old['runs']} runs, first noise {old['first_noise']}")
         runs = set(map(name_of, directories))

@@ -56,13 +56,13 @@ def package_at(directory: Path | None) -> Any:
 def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:
     """Write `text` as a spec to a directory, and read it."""
     path = directory / f"{name}.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return load_spec(path)
 
 
 def recorded(name: str) -> Path:
     """Find a spec's recorded run on an H200: under its name, or the one that the spec had before."""
-    before = json.loads((RESULTS / "renamed.json").read_text())
+    before = json.loads((RESULTS / "renamed.json").read_text(encoding="utf-8"))
     place = RESULTS / "h200" / name
     return place if place.is_dir() else place.with_name(before.get(name, name))
 

@@ -178,7 +178,7 @@ def main() -> None:
     asked = parser.parse_args()
     environment, result = examine(CASES[asked.case], asked.processes, asked.budget_s)
     console.print(result)
-    kept = json.loads(asked.file.read_text()) if asked.file and asked.file.is_file() else {}
+    kept = json.loads(asked.file.read_text(encoding="utf-8")) if asked.file and asked.file.is_file() else {}
     if asked.case == "easy":
         write(asked.file, environment, result | {"hard": kept.get("hard", {})})
         return

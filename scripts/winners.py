@@ -147,7 +147,7 @@ class _Filter(ctypes.Structure):
 
 def write(made: Path) -> None:
     """Put the table and the cubins of an exported package in their place."""
-    table = json.loads((made / TABLE.name).read_text())
+    table = json.loads((made / TABLE.name).read_text(encoding="utf-8"))
     cubins = {path.name: path.read_bytes() for path in (made / CUBINS.name).iterdir()}
     groups = grouped(table, cubins)
     table["archives"] = {
@@ -163,7 +163,7 @@ def write(made: Path) -> None:
             sys.exit(f"{archive} and {BASE} are larger than {WINDOW} bytes")
         (CUBINS / archive).write_bytes(packed(data, before))
         before = before or data  # the base is the first
-    TABLE.write_text(table_text(table))
+    TABLE.write_text(table_text(table), encoding="utf-8")
 
 
 def shipped_already(made: Path) -> bool:
@@ -171,7 +171,7 @@ def shipped_already(made: Path) -> bool:
 
     Which is so if results/ or the rules choose fewer than before, and no text has changed.
     """
-    old = json.loads(TABLE.read_text())
+    old = json.loads(TABLE.read_text(encoding="utf-8"))
     table = exported_table(recorded(), slower=SLOWER)
     stages = {_identity(kernel, old): kernel["stages"] for kernel in old["kernels"]}
     if table["source"] != old["source"] or table["format"] != old["format"]:
@@ -185,7 +185,7 @@ def shipped_already(made: Path) -> bool:
         for sha256 in kernel["stages"].values():
             file = _file(sha256)
             (made / CUBINS.name / file).write_bytes(there.code(Code(file, sha256, "")))
-    (made / TABLE.name).write_text(table_text(table | {"nvrtc": old["nvrtc"]}))
+    (made / TABLE.name).write_text(table_text(table | {"nvrtc": old["nvrtc"]}), encoding="utf-8")
     return True
 
 
@@ -204,7 +204,9 @@ def stale(shipped: dict[str, Any]) -> list[str]:
     """The entries of a table that are not what they would be today."""
     runs = recorded()
     # Not by open_run, which reads all rows too.
-    environments = [json.loads((run / "environment.json").read_text()) for run in runs]
+    environments = [
+        json.loads((run / "environment.json").read_text(encoding="utf-8")) for run in runs
+    ]
     measured = {environment["nvrtc"] for environment in environments}
     now = outline(exported_table(runs, slower=SLOWER)) | {"nvrtc": ", ".join(sorted(measured))}
     shipped = outline(shipped)
@@ -236,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
                 done = export(recorded(), made, of_16_bits, slower=SLOWER)
                 made = done.directory / done.name
             write(made)
-        kernels = len(json.loads(TABLE.read_text())["kernels"])
+        kernels = len(json.loads(TABLE.read_text(encoding="utf-8"))["kernels"])
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
         print(f"{kernels} kernels, {size:.0f} KiB of cubins")
         factors = longer()
@@ -245,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{mean:.4f} times as long as with their winners on average, {most:.2f} times at most"
         )
         print(f"{len(factors)} shapes take {told}")
-    found = stale(json.loads(TABLE.read_text()))
+    found = stale(json.loads(TABLE.read_text(encoding="utf-8")))
     if found == ["nvrtc"]:
         print(f"{TABLE.name}: compile with the NVRTC that the runs were measured with")
     elif found:

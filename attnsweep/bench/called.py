@@ -175,7 +175,10 @@ def answers(requests: IO[str], replies: IO[str], called: Called) -> None:
 def main() -> None:
     """Arguments: the parent's id, and `module:name` of the card."""
     process.die_with(int(sys.argv[1]))
-    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, replies = (
+        os.fdopen(os.dup(0), encoding="utf-8"),
+        os.fdopen(os.dup(1), "w", encoding="utf-8"),
+    )
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from rich.text import Text
 from attnsweep import __version__
 from attnsweep.cli.options import option
 from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.files import utf8
 from attnsweep.core.hardware import ARCHS
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import console, errors
@@ -275,11 +277,14 @@ def warn(*runs: Run) -> None:
 
 def json_texts(data: Any) -> Iterator[str]:
     """Data as JSON, in parts: what an iterator in a dict gives is written as it comes."""
-    from pydantic_core import to_json
+    from pydantic_core import PydanticSerializationError, to_json
 
     def text(value: Any) -> str:
         # json.dumps takes twelve times as long: its indent is written in Python.
-        return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
+        try:
+            return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
+        except PydanticSerializationError:  # a path, in a locale that does not know its letters
+            return text(_texts(value))
 
     parts = {k: v for k, v in data.items() if isinstance(v, Iterator)} if type(data) is dict else {}
     rest = text(data | dict.fromkeys(parts, ()) if parts else data)
@@ -293,11 +298,26 @@ def json_texts(data: Any) -> Iterator[str]:
     yield rest
 
 
+def _texts(value: Any) -> Any:
+    """The same data in which each text can be written as UTF-8."""
+    if isinstance(value, dict):
+        return {_texts(name): _texts(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_texts, value)]
+    return utf8(value).decode() if isinstance(value, str) else value
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A character as JSON escapes it."""
+    return json.dumps(found[0])[1:-1]
+
+
 def print_result(lines: Iterable[Text | str], data: Any, json_: bool) -> None:
     """Print a result: its lines, plain ones as they are, or its data as JSON."""
     if json_:
-        for text in json_texts(data):
-            console.file.write(text)
+        unicode = console.encoding.startswith("utf")
+        for text in json_texts(data):  # which escapes what the output cannot say, and loses nothing
+            console.file.write(text if unicode else re.sub(r"[^\x00-\x7f]", _escaped, text))
         console.file.write("\n")
         return
     for line in lines:

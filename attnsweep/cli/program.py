@@ -227,8 +227,11 @@ def run_served(
     code = run_program(command, folder, *([place.resolve()] if place.is_dir() else []))
     calls: Counter[str] = Counter()
     for path in folder.glob(f"*{SERVED}"):
-        calls.update(json.loads(path.read_text()))
-    failed = {path.read_text().strip().splitlines()[-1] for path in folder.glob(f"*{ERRORS}")}
+        calls.update(json.loads(path.read_text(encoding="utf-8")))
+    failed = {
+        path.read_text(encoding="utf-8").strip().splitlines()[-1]
+        for path in folder.glob(f"*{ERRORS}")
+    }
     return code, calls, sorted(failed)
 
 
@@ -269,10 +272,10 @@ def _begin(out: Path, command: Sequence[str]) -> None:
     if not own.is_file():
         cards.here(discover())  # what is missing is said before OUT is made
     out.mkdir(parents=True, exist_ok=True)
-    if own.is_file() and json.loads(own.read_text())["command"] != [*command]:
-        before = shlex.join(json.loads(own.read_text())["command"])
+    if own.is_file() and json.loads(own.read_text(encoding="utf-8"))["command"] != [*command]:
+        before = shlex.join(json.loads(own.read_text(encoding="utf-8"))["command"])
         raise SpecError(f"is of another command: {before}", where=str(out), hint="name a new one")
-    own.write_text(json.dumps({"command": [*command]}) + "\n")
+    own.write_text(json.dumps({"command": [*command]}) + "\n", encoding="utf-8")
 
 
 def _recorded(path: Path, command: Sequence[str]) -> SweepSpec:
@@ -348,7 +351,7 @@ def _timed(
 ) -> Iterator[dict[str, Any]]:
     """Pairs of runs without and with the package, in turns; those that are known come first."""
     path, begin = out / "times.jsonl", time.monotonic()
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     known = [pair for pair in map(json.loads, lines) if pair["package"] == digest][:_PAIRS]
     yield from known
     for number in range(len(known), _PAIRS):
@@ -370,6 +373,6 @@ def _timed(
             if code or failed:
                 what = f"the program ended with exit code {code}" if code else failed[0]
                 raise _Failed(f"{which.removesuffix('_s')}: {what}", code or 1)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(pair) + "\n")
         yield pair

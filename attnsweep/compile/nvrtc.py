@@ -223,9 +223,9 @@ class Compiler:
         closure = self.closure(source, defines)
         digest = hashlib.sha256()
         parts: list[bytes] = [repr(nvrtc_version()).encode()]
-        parts += [flag.encode() for flag in self.flags(defines)]
+        parts += [os.fsencode(flag) for flag in self.flags(defines)]
         for name, text in sorted(closure.items()):
-            parts += [name.encode(), text]
+            parts += [os.fsencode(name), text]
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
@@ -343,7 +343,7 @@ def _step_back() -> None:
 def _read_entry(entry: Path) -> tuple[str, str] | None:
     """(digest, log) if the entry is whole, otherwise None: a damaged entry is compiled again."""
     try:
-        meta = json.loads((entry / "meta.json").read_text())
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         digest = hashlib.sha256((entry / "stage.cubin").read_bytes()).hexdigest()
         if meta["digest"] == digest:
             return digest, str(meta["log"])
@@ -382,11 +382,11 @@ def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
 def _compile(source: Path, flags: list[str]) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     program = _call(
-        nvrtc.nvrtcCreateProgram(source.read_bytes(), str(source).encode(), 0, [], []),
+        nvrtc.nvrtcCreateProgram(source.read_bytes(), os.fsencode(source), 0, [], []),
         "creating a program",
     )
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [*map(os.fsencode, flags)])
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         if int(status):
             first = next((line for line in log.splitlines() if "error" in line), status.name)

@@ -60,7 +60,7 @@ def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
     """
     kept = cubin.path.with_name(_KEPT)
     try:
-        found = json.loads(kept.read_text())
+        found = json.loads(kept.read_text(encoding="utf-8"))
         if (found["digest"], found["format"]) == (cubin.digest, _FORMAT):
             return {str(name): dict(each) for name, each in found["functions"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

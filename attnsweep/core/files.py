@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -124,6 +125,19 @@ def why_pip_misses() -> tuple[str, str] | None:
     why = f"{there}, and attnsweep runs in {sys.prefix}"
     fix = f". {sys.prefix}/bin/activate"
     return why, fix if own.is_file() else f"{fix}; then write `uv pip` for `pip`"
+
+
+def utf8(text: str) -> bytes:
+    """Text in UTF-8, as every file of ours has it. What is no text becomes a question mark.
+
+    Python keeps the bytes of a file name as surrogates in a locale that does not know them.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        with contextlib.suppress(UnicodeEncodeError):  # of another kind: a compiler's log
+            return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").encode()
+        return text.encode("utf-8", "replace")
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:

@@ -99,7 +99,9 @@ def started_by(ancestor: int) -> dict[int, str]:
     stats: dict[int, list[str]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            stats[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+            stats[int(stat.parent.name)] = (
+                stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            )
     found = [ancestor]
     for one in found:
         found += [pid for pid, fields in stats.items() if fields[1] == str(one)]
@@ -110,7 +112,13 @@ def end_all(these: Mapping[int, str]) -> None:
     """Kill the processes of started_by that still run."""
     for pid, began in these.items():
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == began:
+            if (
+                Path(f"/proc/{pid}/stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()[19]
+                == began
+            ):
                 os.kill(pid, signal.SIGKILL)
 
 

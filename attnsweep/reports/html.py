@@ -156,9 +156,9 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         gains=_gains(sections, run),
         legend=LEGEND.replace(GLUE, " "),
         version=__version__,
-        styles=(ASSETS / "page.css").read_text(),
+        styles=(ASSETS / "page.css").read_text(encoding="utf-8"),
         plots=plots.result(),
-        script=(ASSETS / "page.js").read_text(),
+        script=(ASSETS / "page.js").read_text(encoding="utf-8"),
         inline=_INLINE,
         # A tenth of the size for 10,000 candidates, and no `<` to escape.
         packed=base64.b64encode(rest + pack.flush()).decode(),

@@ -7,6 +7,7 @@ the forms of progress, so that `attnsweep --version` need not import those.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import enum
 import errno
@@ -184,11 +185,45 @@ class Commands(Group):
             return super().invoke(ctx)
 
 
+_IN_ASCII = {
+    "µ": "u",
+    "±": "+-",
+    "×": "x",
+    "·": "|",
+    "–": "-",
+    "−": "-",
+    "…": "...",
+    "→": "->",
+    "‖": "||",
+    "†": "+",
+    "≥": ">=",
+    "²": "2",
+    "ᵀ": "T",
+    GLUE: " ",
+}
+_PLAIN = "attnsweep.plain"
+
+
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stands for text that a terminal cannot say: its error handler, by the name _PLAIN.
+
+    Bytes of file names that are not in the locale's encoding stay what they are.
+    """
+    assert isinstance(error, UnicodeEncodeError)
+    char, end = error.object[error.start], error.start + 1
+    if "\udc80" <= char <= "\udcff":
+        return bytes([ord(char) - 0xDC00]), end
+    return _IN_ASCII.get(char, "?"), end
+
+
+codecs.register_error(_PLAIN, _plain)
+
+
 def to_the_end(app: Callable[[], object]) -> None:
     """Run a program and exit: every error becomes its message and exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # for µ and × if they cannot be encoded
+            stream.reconfigure(errors=_PLAIN)
     _stop_on_sigterm()
     try:
         try:

@@ -76,7 +76,8 @@ class Judged:
 def tuned(runs: Sequence[Path], slower: float = 0.0) -> dict[GpuKey, TunedGpu]:
     """The table that an export of these runs has. slower: see `export.export`."""
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover(), slower=slower)))
+        table = json.dumps(outline(runs, discover(), slower=slower))
+        (Path(place) / TABLE).write_text(table, encoding="utf-8")
         return dict(read_table(Path(place)).gpus)
 
 

@@ -494,7 +494,12 @@ def sources(name: str) -> dict[str, str]:
     for family in (FAMILY, BACKWARD_FAMILY, FP8_FAMILY):
         paths[f"kernels/{family}.py"] = shipped("kernels") / f"{family}.py"
     return {
-        path: re.sub(r"^( *)from attnsweep\.", rf"\1from {name}.", file.read_text(), flags=re.M)
+        path: re.sub(
+            r"^( *)from attnsweep\.",
+            rf"\1from {name}.",
+            file.read_text(encoding="utf-8"),
+            flags=re.M,
+        )
         for path, file in paths.items()
     }
 

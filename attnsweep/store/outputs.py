@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import SpecError, StoreError, reason
-from attnsweep.core.files import write_file
+from attnsweep.core.files import utf8, write_file
 from attnsweep.store.run import CUBINS, DERIVED, ENVIRONMENT, LOCK, ROWS, SPACES, SPEC
 
 FILE = "counters.json"
@@ -63,7 +63,7 @@ def write_output(path: Path, text: str) -> None:
     """Write a file in one step. Raises StoreError if it cannot be, or is part of a recorded run."""
     refuse_recorded(path)
     try:
-        write_file(path, text.encode("utf-8", "replace"))
+        write_file(path, utf8(text))
     except OSError as error:
         why = reason(error)
         raise StoreError(f"cannot be written: {why}", where=str(path), hint=_WRITABLE) from error

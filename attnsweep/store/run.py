@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from attnsweep.core.errors import AttnsweepError, StoreError, reason
-from attnsweep.core.files import pack_code, write_file
+from attnsweep.core.files import pack_code, utf8, write_file
 from attnsweep.core.trial import OURS, Environment, Status, Trial, odd_time, unsound
 
 TRIALS = "trials.jsonl"
@@ -169,7 +169,7 @@ def row_bytes(trial: Trial) -> bytes:
     """One line of strict JSON with its newline; NaN and infinity are strings, which read back."""
     if trial.detail is not None:
         # Compiler logs may hold bytes that are not UTF-8 and arrive as lone surrogates.
-        trial = trial.with_(detail=trial.detail.encode("utf-8", "replace").decode("utf-8"))
+        trial = trial.with_(detail=utf8(trial.detail).decode())
     return to_json(trial.model_dump(mode="json"), inf_nan_mode="strings") + b"\n"
 
 

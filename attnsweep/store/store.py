@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from filelock import FileLock, Timeout
 
 from attnsweep.core.errors import StoreError
-from attnsweep.core.files import sync_folder, write_file
+from attnsweep.core.files import sync_folder, utf8, write_file
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, unsound
 from attnsweep.store.run import (
@@ -273,7 +273,7 @@ class Store:
         return kept
 
     def _write_text(self, name: str, text: str) -> None:
-        _replace(self.directory / name, text.encode("utf-8", "replace"))
+        _replace(self.directory / name, utf8(text))
 
     def close(self) -> None:
         """Close the trials and release the lock. Closing again is harmless."""

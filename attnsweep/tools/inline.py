@@ -44,7 +44,7 @@ def family_of(
     """
     path = Path(str(source)) if "__global__" not in str(source) else None
     try:
-        text = str(source) if path is None else path.read_text()
+        text = str(source) if path is None else path.read_text(encoding="utf-8")
     except OSError as error:
         hint = "give CUDA source, or the path of a .cu file"
         raise KernelError(
@@ -71,7 +71,7 @@ def family_of(
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         path = default_cache_dir() / "sources" / digest / f"{name}.cu"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     kernel.source = path.resolve()
     kernel.keep_if(*((f"rule_{n}", *rule) for n, rule in enumerate(rules.items())))
     # A partial has no line of its own, so that errors name the call of tune.

@@ -120,12 +120,16 @@ def count(
             *(() if keep is None else ("--export", str(keep))),
             *(sys.executable, "-m", "attnsweep.tools.profile", str(work)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
+        )
     refused = _NO_PERMISSION in done.stdout + done.stderr
     if keep is not None and not done.returncode and not refused:  # the report holds the counters
         shown = [str(ncu), "--import", str(keep), "--csv", "--page", "raw"]
         shown += ["--print-units", "base"]
-        done = subprocess.run(shown, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            shown, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
+        )
     said = done.stdout + done.stderr
     if refused:
         raise NoGpuError(
@@ -147,7 +151,9 @@ def _known(ncu: Path) -> dict[str, str]:
     wanted = {name: metric for name, (metric, _) in METRICS.items()}
     wanted |= {f"stall {why}": f"{_STALL}{why}_per_issue_active.ratio" for why in STALLS}
     asked = [str(ncu), "--query-metrics", "--csv"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        asked, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
+    )
     there = {
         line.replace('"', "").split(",")[0].split()[0]
         for line in done.stdout.splitlines()

@@ -50,6 +50,8 @@ TEMPLATE_FLAGS = (
 )
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
+# Comments of a template may be in another encoding, and paths in the locale's: their bytes stay.
+_BYTES: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
 # Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
 LSE_LIMIT = 1.5e-4
 SCHEDULES = (0, 1)
@@ -104,7 +106,7 @@ _TWINS = frozenset(str(path.relative_to(HERE)) for path in HERE.rglob("*.cuh"))
 def sources(kernel: Family) -> dict[str, str]:
     """The template and the headers it includes that have no twin here: name to text."""
     closure = source_closure(kernel.source)
-    return {name: text.decode() for name, text in closure.items() if name not in _TWINS}
+    return {name: text.decode(**_BYTES) for name, text in closure.items() if name not in _TWINS}
 
 
 def translate(source: str, name: str) -> str:
@@ -125,9 +127,15 @@ def translate(source: str, name: str) -> str:
 @cache
 def _toolchain() -> str:
     """What every program depends on beside its sources: g++, its flags, the runtime and twins."""
-    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run(
+        [str(COMPILER), "--version"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    ).stdout
     files = sorted(path for path in HERE.rglob("*") if path.is_file())
-    texts = [(str(path.relative_to(HERE)), path.read_text()) for path in files]
+    texts = [(str(path.relative_to(HERE)), path.read_text(encoding="utf-8")) for path in files]
     return repr((version, FLAGS, TEMPLATE_FLAGS, SANITIZE, texts))
 
 
@@ -197,14 +205,15 @@ class Simulator:
         def build(to: Path) -> None:
             for name, text in translated.items():
                 (to.parent / name).parent.mkdir(parents=True, exist_ok=True)
-                (to.parent / name).write_text(text)
+                (to.parent / name).write_text(text, **_BYTES)
             wrapper = to.parent / "wrapper.cpp"
             wrapper.write_text(
                 f'#include "simt.hpp"\n#include "{kernel.source.name}"\n'
                 f'extern "C" void simt_stage(void* const* args)'
                 f" {{ simt::invoke(&{function}, args); }}\n"
                 f'extern "C" const char* simt_stage_signature()'
-                f" {{ return simt::signature(&{function}); }}\n"
+                f" {{ return simt::signature(&{function}); }}\n",
+                **_BYTES,
             )
             compile_cpp(
                 [
@@ -280,7 +289,7 @@ class Simulator:
         kinds |= dict.fromkeys(workspaces, "workspace")
         for name, (launch, made) in stages.items():
             request = place / f"{name}.request"
-            request.write_text(_request(launch, kinds, place, schedule))
+            request.write_text(_request(launch, kinds, place, schedule), **_BYTES)
             _run((self._runner(asan).result(), made.result()), request, timeout_s)
         found = {name: np.fromfile(place / name, np.uint8) for name in left}
         shutil.rmtree(place)
@@ -417,7 +426,9 @@ def compile_cpp(arguments: Sequence[str]) -> None:
     """Run g++. Raises BuildError with what it says."""
     if COMPILER is None:
         raise BuildError("g++ is not installed")
-    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [COMPILER, *arguments], capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         raise BuildError(f"g++ refuses it:\n{done.stderr[:6000]}")
 
@@ -425,7 +436,7 @@ def compile_cpp(arguments: Sequence[str]) -> None:
 def compile_as_one(files: Sequence[Path], to: Path, flags: Sequence[str]) -> None:
     """Several files in one: what they all include is parsed once, which takes half of the time."""
     whole = to.with_suffix(".cpp")
-    whole.write_text("".join(f'#include "{path}"\n' for path in files))
+    whole.write_text("".join(f'#include "{path}"\n' for path in files), **_BYTES)
     compile_cpp([str(whole), *flags, "-o", str(to)])
 
 
@@ -438,6 +449,8 @@ def _run(program: tuple[Path, Path], request: Path, timeout_s: float) -> None:
                 [*program, request],
                 capture_output=True,
                 text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=timeout_s,
                 env={"ASAN_OPTIONS": options},
             )

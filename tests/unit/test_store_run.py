@@ -164,7 +164,7 @@ def test_a_compiler_log_that_is_not_utf8_is_stored(tmp_path: Path) -> None:
     trials, warnings = read_trials(tmp_path / "trials.jsonl")
     assert warnings == []
     assert numbers(trials) == [1, 2]
-    assert trials[0].detail == "error: ? \x00 \u2028 end"
+    assert trials[0].detail == "error: \N{REPLACEMENT CHARACTER} \x00 \u2028 end"
 
 
 def test_what_a_terminal_would_obey_is_not_read(tmp_path: Path) -> None:
