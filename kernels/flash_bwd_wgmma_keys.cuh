@@ -504,6 +504,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) sum[i] = 0.f;
         mbarrier_wait(Second ? Memory::v_full() : Memory::k_full(), 0);
+        clear_padding(Memory::at(Second ? Memory::V : Memory::K), ROWS_BARRIER + Second);
         int j = 0;
 #pragma unroll 1
         for (int number = 0; number < call.group; ++number) j = of_head_apart<Second>(sum, j);
@@ -511,6 +512,12 @@ struct Consumer {
         store_rows<KTile::PANEL_BYTES>(sum, by, Memory::at(Second ? Memory::K : Memory::V), map,
                                        call.key, call.of_keys, ROWS_BARRIER + Second);
         if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+    // Of a tile, 64 rows of the warpgroup's keys, which are there: padding may hold NaN, which is
+    // one times a dS of 0 too, and dS one of V's.
+    __device__ __forceinline__ void clear_padding(unsigned rows, int barrier) const {
+        const int begin = call.first_key - own, end = call.seqlen_k - own;
+        if (PADDED && (begin > 0 || end < 64)) clear_rows<KTile, 64>(rows, begin, end, barrier);
     }
     // One head of queries, whose first tile is the j-th of the block; returns the next head's.
     __device__ __forceinline__ int of_head(Sums& dk, Sums& dv, int j) const {
@@ -938,6 +945,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) dk[i] = dv[i] = 0.f;
         mbarrier_wait(Memory::k_full(), 0), mbarrier_wait(Memory::v_full(), 0);
+        self.clear_padding(Memory::at(Memory::K + wg * 8192), ROWS_BARRIER + wg);
+        self.clear_padding(Memory::at(Memory::V + wg * 8192), ROWS_BARRIER + wg);
         int j = 0;
 #pragma unroll 1
         for (int number = 0; number < call.group; ++number) j = self.of_head(dk, dv, j);

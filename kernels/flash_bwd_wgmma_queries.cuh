@@ -74,6 +74,15 @@ struct Consumer {
             if (PADDED && of_i < first_key) s[i] = minus_infinity();
         }
     }
+    // Padding may hold NaN, which is one times a dS of 0 too, and dS one of V's.
+    __device__ __forceinline__ void clear_padding(int j, const Position<STAGES>& of_k,
+                                                  const Position<STAGES>& of_v) const {
+        const int begin = first_key - key(j), end = seqlen_k - key(j);
+        if (begin <= 0 && end >= BLOCK_N) return;
+        mbarrier_wait(at.v_full(of_v.stage), of_v.phase);
+        clear_rows<KTile, BLOCK_N>(at.k + of_k.stage * KTile::BYTES, begin, end, 1 + wg);
+        clear_rows<KTile, BLOCK_N>(at.v + of_v.stage * KTile::BYTES, begin, end, 1 + wg);
+    }
     __device__ __forceinline__ void run(float (&dq)[COLUMNS / 2]) const {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) dq[i] = 0.f;
@@ -100,6 +109,7 @@ struct Consumer {
             Fragment ds;
             const Position<STAGES> now = of_k(j), now_v = of_v(j);
             mbarrier_wait(at.k_full(now.stage), now.phase);
+            if (PADDED) clear_padding(j, now, now_v);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) {
                 if (LSE_FIRST) s[i] = neg_lse[i / 2 % 2];

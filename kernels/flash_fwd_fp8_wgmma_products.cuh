@@ -96,6 +96,8 @@ struct Products {
         const auto k = at_k(beside_pv);
         mbarrier_wait(at.barriers.k_full(k.stage), k.phase);
     }
+    __device__ __forceinline__ void clear_behind(int) const {}  // there is no padding
+    __device__ __forceinline__ void clear_before(int) const {}
     __device__ __forceinline__ void wait_for_v() const {
         mbarrier_wait(at.barriers.t_full(at_v.stage), at_v.phase);
     }

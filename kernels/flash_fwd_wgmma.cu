@@ -63,6 +63,11 @@ using TensorLayout = Layout<STRIDED, HEAD_DIM_V>;
 #ifndef BITS
 #define BITS 0
 #endif
+// 1: V may hold anything, NaN too, beside the keys that an item has, or a sequence, or that a mask
+// shows. It is not of a dense window, whose keys are all somebody's.
+#ifndef PADDED
+#define PADDED (ITEM_KEYS || PACKED)
+#endif
 #if MASK
 #define MASK_PARAMETERS                                                           \
     , const int4 *__restrict__ work, const int2 *__restrict__ bounds,             \
@@ -187,7 +192,8 @@ constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
 #if PRODUCER_WARPS == 1  // the roles keep the registers that they have at entry
 constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
 #endif
-constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
+constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4,
+              CLEAR_BARRIER = 8;  // the last two of each warpgroup
 
 // A tile of packed heads takes all keys: it has some head's last query, which sees them all.
 #if MASK
@@ -256,7 +262,7 @@ struct Barriers {
 };
 // Where everything lies in shared memory.
 struct Memory {
-    unsigned q, k, v, p, bias, staging, told;
+    unsigned q, k, v, p, bias, staging, told, seen;
     Barriers barriers;
     __device__ __forceinline__ explicit Memory(unsigned base)
         : q(base),
@@ -266,7 +272,8 @@ struct Memory {
           bias(p + ALL_P_BYTES),
           staging(bias + STAGES * BIAS_BYTES),
           told(staging + STAGED_BYTES),
-          barriers{told + 2 * TOLD_TURNS * TOLD_BYTES} {}
+          seen(told + 2 * TOLD_TURNS * TOLD_BYTES),
+          barriers{seen + (PADDED && MASK ? 64 * WARPGROUPS : 0)} {}
 };
 #if SOFTCAP || BIAS || SINKS
 // What changes scores. scale: of the products, in base e.
@@ -633,6 +640,18 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         entry = uniform(entry);
         MaskedTile work = self.schedule.tile(entry);
         if (PERSISTENT && uniform(work.row < 0)) break;
+#if PADDED
+        KeyRange all{MASK == 1 ? entry.z : NO_KEY, MASK == 1 ? entry.w : 0};
+#pragma unroll
+        for (int i = 0; i < (MASK == 1 ? 0 : ROW_GROUPS); ++i) {
+            int4 of_group;
+            if constexpr (TOLD_TURNS)
+                of_group = load_told(at.told + (q_phase ^ 1) * TOLD_BYTES + 16 + 16 * i);
+            else of_group = self.schedule.entry_of_block()[1 + i];
+            all = {min(all.first, of_group.x), max(all.end, of_group.y)};
+        }
+        self.keep_block_sees(all);
+#endif
 #else
         WorkTile work = self.schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;

@@ -157,6 +157,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
         staged = (not c.O_OVER_Q) * o_bytes + merge_bytes(c, p)
     if c.O_OVER_Q or not c.PERSISTENT:  # the output goes where Q was
         q_bytes = max(q_bytes, o_bytes)
+    staged += 64 * c.WARPGROUPS if mask_define(c, p) and p.kind != "window" else 0
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
     staged += 2 * 16 * (1 + c.WARPGROUPS) if mask_define(c, p) and c.PERSISTENT else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
@@ -421,7 +422,7 @@ def order(c, p, arch):
     if not how:
         return None
     masks, records, tiles = sizes_of_mask(c, p)
-    of_64 = ("together", words_of(p), c.BLOCK_N)
+    of_64 = ("together", "bits", words_of(p), c.BLOCK_N, p.seqlen_q)
     if how == 1:
         begins = "cu_seqlens_q" if p.kind == "packed" else "records"
         of_64 = ("records", begins, cuts(p), p.seqlen_q, tiles // masks)
@@ -500,7 +501,7 @@ def fwd(c, p, arch):
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     defines |= {"MASK": how, "EMPTY_ROWS": 1} if how else empty_rows(c, p)
     defines |= {"BITS": int(p.kind == "boolean")} if c.ITEM_KEYS else {}
-    defines |= packed_define(p)
+    defines |= packed_define(p) | ({"PADDED": 1} if p.kind in ("padded", "boolean") else {})
     defines |= {kind.upper(): 1 for kind in p.scores.kinds} | hopper.value_columns(p)
     panel = c.SWIZZLE // 2
     box = (panel, c.BLOCK_N // c.CLUSTER)

@@ -54,6 +54,43 @@ struct Products {
     __device__ __forceinline__ void wait_for_v() const {
         mbarrier_wait(at.barriers.v_full(v_at.stage), v_at.phase);
     }
+#if PADDED && MASK
+    // Keys that any query of the block sees, which no thread has registers to keep: a warp has them
+    // in shared memory.
+    __device__ __forceinline__ KeyRange block_sees() const {
+        const int4 seen = load_told(at.seen + 16 * warp);
+        return {seen.x, seen.y};
+    }
+    __device__ __forceinline__ void keep_block_sees(const KeyRange& seen) const {
+        __syncwarp();
+        if (lane == 0)
+            store_shared_floats(at.seen + 16 * warp, __int_as_float(seen.first),
+                                __int_as_float(seen.end), 0.f, 0.f);
+        __syncwarp();
+    }
+#elif PADDED
+    __device__ __forceinline__ KeyRange block_sees() const {
+        return {BITS ? call.item.keys.begin : 0, call.item.keys.count};
+    }
+#endif
+    // V of keys beside those that the block sees may be NaN: of those behind the last, in the tile
+    // that comes first, and, once that is waited for, of those before the first, in the last one.
+    __device__ __forceinline__ void clear_behind(int j) const {
+#if PADDED
+        const int end = block_sees().end - schedule.key(j, first_tile, end_tile);
+        if (__builtin_expect(uniform(end < BLOCK_N), 0)) wait_for_v(), clear_v(0, end);
+#endif
+    }
+    __device__ __forceinline__ void clear_before(int j) const {
+#if PADDED
+        const int first = block_sees().first - schedule.key(j, first_tile, end_tile);
+        if (__builtin_expect(uniform(first > 0), 0)) clear_v(first, BLOCK_N);
+#endif
+    }
+    __device__ __forceinline__ void clear_v(int first, int end) const {
+        clear_rows<VTile, BLOCK_N>(at.v + v_at.stage * V_BYTES, first, end,
+                                   CLEAR_BARRIER + warp / 4);
+    }
     // To the producers of all blocks that load into the barrier's stage.
     __device__ __forceinline__ void release(unsigned barrier) const {
         if constexpr (MULTICAST > 1) mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(MASK_THREADS, (MASK == 1 ? 2048 : 1
 // see together. It begins while the mask stage writes those. One block an SM: for more, ptxas saves
 // registers and waits for a load before it begins the next.
 #if MASK == 2
-#define LIST_OF const unsigned *together, int words, int block_n
+#define LIST_OF const unsigned *together, const unsigned *bits, int words, int block_n, int seqlen_q
 #else
 #define LIST_OF const int4 *records, const int *cu_seqlens_q, int cuts, int seqlen_q, int tiles_m
 #endif
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS, 1)
     extern __shared__ __align__(16) unsigned char smem[];
     int* place = reinterpret_cast<int*>(smem);
 #if MASK == 2
-    list_tiles<ROW_GROUPS, ORDER_THREADS>(together, work, masks, records_of_mask, seqlen_k, words,
-                                          block_n, place);
+    list_tiles<ROW_GROUPS, ORDER_THREADS>(together, bits, work, masks, records_of_mask, seqlen_q,
+                                          seqlen_k, words, block_n, place);
 #else
     grid_wait();
     order_tiles<ROW_GROUPS, ORDER_THREADS>(records, work, masks, records_of_mask, tiles_m,

@@ -31,6 +31,7 @@ Inputs = Literal[
     "wide",
     "sink",
     "huge_padding",
+    "nan_padding",
     "finite_mask",
     "exact",
 ]
@@ -124,7 +125,10 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
             return replace(case, problem=replace(case.problem, batch=2, mask=own, layout=padding))
 
         every = (*cases, case(2, 2, 200, 400, "normal"), *cases[3:5])
-        return tuple(masked(number, case) for number, case in enumerate(every))
+        padding = case(2, 2, 130, 321, "nan_padding", batch=2)
+        of_items = replace(padding.problem, mask=Boolean("padding", 31), layout=DENSE)
+        drawn = tuple(masked(number, case) for number, case in enumerate(every))
+        return (*drawn, replace(padding, problem=of_items))
     if isinstance(layout, Packed):
         return tuple(_packed(case, number) for number, case in enumerate((*cases, *cases[2:5])))
     if not isinstance(layout, Padded):
@@ -132,13 +136,15 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     more = (
         case(2, 1, 130, 321, "huge_padding", batch=3),
         case(2, 1, 70, 321, "huge_padding", batch=3),
+        case(2, 1, 130, 322, "nan_padding", batch=3),
+        case(2, 1, 70, 322, "nan_padding", batch=3),
         case(1, 1, 200, 400, "normal", batch=5),
         case(2, 2, 200, 400, "normal", batch=5),
         case(1, 1, 66, 130, "normal", batch=1),
         case(1, 1, 66, 130, "normal", batch=1),
     )
     # A pair of cases for each, as padding lies on either side in turns.
-    least = (*(layout.least,) * len(cases), 0, 0, 0, 0, 1, 1)
+    least = (*(layout.least,) * len(cases), 0, 0, 0, 0, 0, 0, 1, 1)
     return tuple(
         _padded(case, number, percent)
         for number, (case, percent) in enumerate(zip((*cases, *more), least, strict=True))

@@ -216,12 +216,15 @@ def values_of(
 ) -> npt.NDArray[Any]:
     """The exact values of a head of q, k or v, (rows, head_dim): float32, or float64 if scaled.
 
-    rows: only these. head: of q a query head, of k and v a key head.
+    rows: only these. head: of q a query head, of k and v a key head. NaN of k and v is 0: keys
+    that no query sees may hold it.
     """
     bits = inputs[name][batch, head]
     values = from_bits(bits if rows is None else bits[rows], problem.dtype)
     if not problem.scaled:
-        return values
+        return (
+            values if name == "q" else np.nan_to_num(values, nan=0, posinf=np.inf, neginf=-np.inf)
+        )
     head_kv = head // (problem.heads // problem.heads_kv) if name == "q" else head
     scale: Any = inputs[f"{name}_scale"][batch, head_kv].astype(np.float64)
     if scale.ndim:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.core import drawn
+from attnsweep.core.boolean import Boolean
 from attnsweep.core.length import is_long
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
@@ -187,7 +189,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     exact: q is 0, k and v are small whole numbers, and keys of the second half have the opposite
     values of those of the first, so that of 2^n keys that all queries see nothing is rounded.
     finite_mask: normal values; in fp16, beside whose least number float32 has eight bits of a
-    score, keys are equal. huge_padding: huge values of k and v in padding. Elsewhere padding is
+    score, keys are equal. huge_padding, nan_padding: huge values of k and v in padding, or NaN;
+    padding of a boolean mask is what it hides of all queries on either side. Elsewhere padding is
     drawn as all keys are, but that in far_below it is far above them.
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models.
@@ -274,12 +277,21 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         for x in (k, v):
             huge = np.abs(x).max() if problem.scaled else _HUGE[problem.dtype]
             np.copyto(x, np.copysign(np.float32(huge), x), where=~inside)
+    elif case.inputs == "nan_padding":  # one that is multiplied by a weight of 0 stays NaN
+        for x in (k, v):
+            np.copyto(x, np.float32(np.nan), where=~_in_range(problem))
     return {"q": q, "k": k, "v": v}
 
 
 def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:
-    """(batch, 1, seqlen_k, 1): whether a key is in its item's range."""
-    first, end = np.array(problem.key_ranges).T[:, :, None, None, None]
+    """(batch, 1, seqlen_k, 1): whether a key is in its item's range, or among those of a mask."""
+    ranges = np.array(problem.key_ranges)
+    if isinstance(problem.mask, Boolean):
+        seen: Any = drawn.tensor(problem).any(axis=(1, 2))
+        last = seen.shape[1] - seen[:, ::-1].argmax(axis=1)
+        ranges = np.stack([seen.argmax(axis=1), last * seen.any(axis=1)], axis=1)
+        ranges = np.broadcast_to(ranges, (problem.batch, 2))
+    first, end = ranges.T[:, :, None, None, None]
     keys = np.arange(problem.seqlen_k)[:, None]
     inside: npt.NDArray[np.bool_] = (keys >= first) & (keys < end)
     return inside

@@ -2,10 +2,12 @@
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attnsweep.core.cases import Case
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 
 MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutations.toml").read_text())
@@ -43,6 +45,13 @@ CASES = {
     "sinks": Case(Problem.parse("(2,4/2,97x161,64) fp16 full sinks")),
     "bias": Case(Problem.parse("(2,4/2,97x400,64) fp16 full bias(item,head)")),
     "finite masks": Case(Problem.parse("(3,2/1,97x333,64) bf16 full bias(item)"), "finite_mask"),
+    "NaN behind the keys": Case(Problem.parse("(3,2/1,97x321,64) bf16 full padded(right,10)"), "nan_padding"),
+    "NaN before the keys": Case(Problem.parse("(3,2/1,97x321,64) bf16 causal padded(left,10)"), "nan_padding"),
+    "NaN behind a mask's keys": Case(Problem.parse("(3,2/1,97x321,64) bf16 boolean(padding,11)"), "nan_padding"),
+    "NaN behind a query's keys": Case(Problem.parse("(3,4/2,1x321,64) bf16 boolean(padding,11)"), "nan_padding"),
+    "gradients, NaN behind the keys": Case(
+        replace(Problem.parse("(3,2/1,97x321,64) bf16 causal padded(right,10)"), op=BACKWARD), "nan_padding"
+    ),
     "blocks": Case(Problem.parse("(1,2,200x700,64) fp16 boolean(blocks,25)")),
     "holes": Case(Problem.parse("(2,2,97x333,64) fp16 boolean(holes,50)")),
     "documents": Case(Problem.parse("(1,2,200x333,64) fp16 boolean(documents,3)")),

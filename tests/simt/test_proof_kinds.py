@@ -6,8 +6,9 @@ A kernel here is the online softmax in NumPy, by tiles of keys, of which one ste
 import numpy as np
 import pytest
 
+from attnsweep.core.cases import small_cases
 from attnsweep.core.problem import Problem
-from attnsweep.verify import encoding
+from attnsweep.verify import encoding, reference
 from attnsweep.verify.device_case import WrongResult
 
 from .device import Device
@@ -186,3 +187,40 @@ def test_a_wrong_step_is_refused(wrong, case, bench):
         pytest.skip("of causal problems alone")
     with pytest.raises(WrongResult, match=case):
         bench.prove(wrong(), small=True)
+
+
+def plainly(problem, buffers, number=0):
+    """Attention in float32 and base 2, whose exponents are s * log2(e) - m * log2(e)."""
+    inputs, out = inputs_in(problem, buffers), np.empty(problem.shape_of("o"), np.float32)
+    group, rows = problem.heads // problem.heads_kv, np.arange(problem.seqlen_q)
+    with np.errstate(all="ignore"):
+        for batch, head in np.ndindex(problem.batch, problem.heads):
+            q, k, v = (
+                encoding.from_bits(inputs[name][batch, own], problem.dtype)
+                for name, own in (("q", head), ("k", head // group), ("v", head // group))
+            )
+            scores = reference.finished(q @ k.T * np.float32(problem.scale), inputs, problem, rows, batch, head)
+            scores[reference.hidden_keys(problem, rows, batch)] = -np.inf
+            base_2 = scores * np.float32(1.4426950408889634)
+            largest = base_2.max(1, keepdims=True)
+            p = np.exp2(base_2 - np.where(np.isneginf(scores.max(1, keepdims=True)), np.float32(0), largest))
+            total = p.sum(1, keepdims=True)
+            out[batch, head] = encoding.round_to(p, problem.dtype) @ v / np.where(total == 0, 1, total)
+    buffers["o"].upload(encoding.to_bits(out, problem.dtype))
+
+
+@pytest.mark.parametrize(
+    ("label", "inputs"),
+    [
+        ("(1,2,40x640,32) bf16 full bias()", "finite_mask"),
+        ("(1,2,40x640,32) bf16 full padded(right,40)", "nan_padding"),
+    ],
+)
+def test_exponents_that_overflow_and_padding_that_is_multiplied_are_refused(label, inputs, device):
+    problem = Problem.parse(label)
+    cases = small_cases(problem)
+    bench = Bench(device, problem)
+    bench.prove(plainly, small=True, cases=tuple(case for case in cases if case.inputs != inputs))
+    bench = Bench(device, problem)
+    with pytest.raises(WrongResult, match=inputs):
+        bench.prove(plainly, small=True, cases=cases)

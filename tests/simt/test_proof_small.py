@@ -35,8 +35,8 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
     assert accuracy.seed == 3
     assert bench.proof.repeat(proven, 12, 1e3) >= 12
     cases = verify_cases.small_cases(PROBLEM)
-    # The kinds of padding, of backwards and of callables.
-    of_others = {"huge_padding", "exact", "huge_scores"}
+    # The kinds of padding, of a bias, of backwards and of callables.
+    of_others = {"huge_padding", "nan_padding", "finite_mask", "exact", "huge_scores"}
     assert {case.inputs for case in cases} == {*get_args(verify_cases.Inputs)} - of_others
     for wrong in few([*cases], 2):
         fixture = fixture_of(bench, wrong)

@@ -60,9 +60,10 @@ __device__ void accumulate(const double* w, const typename T::Bits* from, int fi
         __syncthreads();
         for (int i = threadIdx.x; i < CHUNK * TILE; i += LANES * LANES) {
             int row = first + at + i / TILE, column = begin + i % TILE;
-            chunk[i] = row < rows && column < head_dim
-                           ? T::value(from[static_cast<long long>(row) * head_dim + column])
-                           : 0.;
+            chunk[i] =
+                row < rows && column < head_dim
+                    ? unless_nan(T::value(from[static_cast<long long>(row) * head_dim + column]))
+                    : 0.;
         }
         __syncthreads();
 #pragma unroll 4

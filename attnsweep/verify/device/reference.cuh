@@ -45,6 +45,9 @@ struct Fp64 {
     }
 };
 
+// Keys that no query sees may hold NaN, which a weight of 0 would not take away.
+__device__ double unless_nan(double x) { return x == x ? x : 0.; }
+
 // ---- the scales of a head's rows ----
 struct Unscaled {
     const float *q, *k, *v;
@@ -238,7 +241,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
             for (int at = thread; at < CHUNK * COLUMNS; at += LANES * LANES) {
                 int row = key + from + at / COLUMNS, column = begin + at % COLUMNS;
                 v_chunk[at] = row < seqlen_k && column < value_dim
-                                  ? T::value(v[static_cast<long long>(row) * value_dim + column]) *
+                                  ? unless_nan(T::value(
+                                        v[static_cast<long long>(row) * value_dim + column])) *
                                         scales.of_v(row)
                                   : 0.;
             }
@@ -329,7 +333,7 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
         sum = sum * shrink + more;
         for (int d = lane; d < value_dim; d += 32) {
             double all = own[d] * shrink;
-            for (int i = 0; i < KEYS; ++i) all += s[i] * T::value(rows[i][d]);
+            for (int i = 0; i < KEYS; ++i) all += s[i] * unless_nan(T::value(rows[i][d]));
             own[d] = all;
         }
     }

@@ -9,9 +9,10 @@ namespace attn {
 constexpr bool ALONE = false, BESIDE_PV = true;
 
 // What the formats share. Traits are the rest of a consumer: its constants; the two products, and
-// the stages of the rings that they read; P's format and the softmax; the factors of a tile's
-// scores and V. State is what stays from tile to tile: O, the softmax's rows, and P of a tile.
-// HalfScores are of half a tile, for a first tile of which the warpgroup sees no more.
+// the stages of the rings that they read; what of V is not to be read; P's format and the softmax;
+// the factors of a tile's scores and V. State is what stays from tile to tile: O, the softmax's
+// rows, and P of a tile. HalfScores are of half a tile, for a first tile of which the warpgroup
+// sees no more.
 template <class Traits>
 struct FlashConsumer : Traits {
     using State = typename Traits::State;
@@ -94,7 +95,8 @@ struct FlashConsumer : Traits {
                 if (j == first) own.release_q(true);
                 own.mask(s, j);
                 own.softmax(s, state, factors, j == first);  // P = softmax(S)
-                own.wait_for_v();
+                if (j == first) own.clear_behind(j);
+                own.wait_for_v(), own.clear_before(j);
                 own.begin_pv(state);  // O += P V
                 own.end_pv(state);
             }
@@ -104,8 +106,10 @@ struct FlashConsumer : Traits {
             own.wait_for_k(ALONE);
             if (own.sees_half(first)) begin<typename Traits::HalfScores>(state, factors, first);
             else begin<typename Traits::Scores>(state, factors, first);
+            own.clear_behind(first);
+            int j = first + Traits::KeyGroups;
 #pragma unroll 1
-            for (int j = first + Traits::KeyGroups; j < tiles; j += Traits::KeyGroups) {
+            for (; j < tiles; j += Traits::KeyGroups) {
                 typename Traits::Scores s;
                 const auto factors = own.factors_of(j);
                 own.wait_for_k(BESIDE_PV), take_turn();
@@ -117,7 +121,7 @@ struct FlashConsumer : Traits {
                 own.softmax_beside_pv(s, state, factors, j);  // P = softmax(S)
             }
             own.release_q(false);
-            own.wait_for_v();
+            own.wait_for_v(), own.clear_before(j - Traits::KeyGroups);
             own.begin_pv(state);
             own.end_pv(state);
         }

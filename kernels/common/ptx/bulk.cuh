@@ -53,11 +53,5 @@ __device__ __forceinline__ float2 load_shared_floats(unsigned address) {
                  : "memory");
     return x;
 }
-__device__ __forceinline__ void store_shared_floats(unsigned address, float a, float b, float c,
-                                                    float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
-                 : "memory");
-}
 
 }  // namespace attn

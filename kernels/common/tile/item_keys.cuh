@@ -5,10 +5,10 @@
 
 namespace attn {
 
-// `count` keys from `first` on. Some before the `holes`-th of them are not seen: their bits say
-// which.
+// `count` keys from `first` on, of which the `begin`-th is the first that is seen. Some before the
+// `holes`-th are not seen: their bits say which.
 struct __align__(16) ItemKeys {
-    int first, count, holes, unused;
+    int first, count, holes, begin;
 };
 
 // What a call has of the items, and of the one that was looked up.
@@ -66,7 +66,8 @@ __device__ __forceinline__ void see_item(const unsigned char* mask, int key_stri
         if (half) first = min(first, key + __ffs(half) - 1), end = key + 32 - __clz(half);
     }
     const int2 ends = of_block(first, end);  // behind it all threads see the bits
-    first = min(ends.x, ends.y) / 128 * 128, end = ends.y;
+    const int begin = min(ends.x, ends.y);
+    first = begin / 128 * 128, end = ends.y;
     int hole = 0;
     for (int at = first / 32 + threadIdx.x; at * 32 < end; at += Threads) {
         const unsigned own = end - at * 32 < 32 ? (1u << (end - at * 32)) - 1 : ALL;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void see_item(const unsigned char* mask, int key_stri
         if (hidden) hole = at * 32 + 32 - __clz(hidden) - first;
     }
     hole = of_block(0, hole).y;
-    if (threadIdx.x == 0) *item = {first, end - first, hole, 0};
+    if (threadIdx.x == 0) *item = {first, end - first, hole, begin - first};
 }
 
 }  // namespace attn

@@ -506,15 +506,18 @@ struct SeenByTile {
     }
     // Writes its tiles of keys and its records, behind an entry's first 16 bytes, and returns the
     // number of those tiles: by a warp, a lane a tile of keys, from the right. next: what
-    // of_lane(0, ..) has read.
+    // of_lane(0, ..) has read. sixteen(group, key): which of 16 keys a group of its queries sees.
+    template <class Sixteen>
     __device__ __forceinline__ int list(int4* records, OfLane next, int tiles, int seqlen_k,
-                                        int block_n) const {
+                                        int block_n, Sixteen sixteen) const {
         const int lane = threadIdx.x % 32;
         int* key_tiles = reinterpret_cast<int*>(records + Groups);
-        int total = 0, begin[Groups], end[Groups], keys[Groups];  // places, and keys of the first
+        // Places of the first and the last, and where in these keys begin to be seen, or end.
+        int total = 0, begin[Groups], end[Groups], keys[Groups], before[Groups];
+        int key_of_left[Groups];
         LongestRun whole[Groups];
 #pragma unroll
-        for (int g = 0; g < Groups; ++g) begin[g] = end[g] = -1, keys[g] = 0;
+        for (int g = 0; g < Groups; ++g) begin[g] = end[g] = -1, keys[g] = before[g] = 0;
         for (int from = 0; from < tiles; from += 32) {
             const OfLane now = next;
             next = of_lane(from + 32, tiles, block_n);
@@ -535,11 +538,17 @@ struct SeenByTile {
                 const unsigned seen = __ballot_sync(0xffffffffu, any[g] != 0);
                 whole[g].stop(__ballot_sync(0xffffffffu, part[g]) & lanes, place);
                 if (seen == 0) continue;
-                const int right = __ffs(seen) - 1;
+                const int right = __ffs(seen) - 1, left = 31 - __clz(seen);
                 const unsigned bits = __shfl_sync(0xffffffffu, any[g], right);
                 const int place_of_right = __shfl_sync(0xffffffffu, place, right);
-                if (begin[g] < 0) begin[g] = place_of_right, keys[g] = 16 * (32 - __clz(bits));
-                end[g] = __shfl_sync(0xffffffffu, place, 31 - __clz(seen));
+                if (begin[g] < 0) {
+                    const int last = 16 * (31 - __clz(bits));
+                    const int key = __shfl_sync(0xffffffffu, now.key, right) + last;
+                    begin[g] = place_of_right, keys[g] = last + 32 - __clz(sixteen(g, key));
+                }
+                end[g] = __shfl_sync(0xffffffffu, place, left);
+                before[g] = 16 * (__ffs(__shfl_sync(0xffffffffu, any[g], left)) - 1);
+                key_of_left[g] = __shfl_sync(0xffffffffu, now.key, left) + before[g];
             }
             total += __popc(lanes);
         }
@@ -547,7 +556,8 @@ struct SeenByTile {
         for (int g = 0; g < Groups; ++g) {
             LongestRun& run = whole[g];
             run.stop(1, total);
-            const int4 record{(total - 1 - end[g]) * block_n,
+            if (end[g] >= 0) before[g] += __ffs(sixteen(g, key_of_left[g])) - 1;
+            const int4 record{(total - 1 - end[g]) * block_n + before[g],
                               begin[g] < 0 ? 0 : (total - 1 - begin[g]) * block_n + keys[g],
                               (total - run.end) * block_n, (total - run.begin) * block_n};
             if (lane == 0) records[g] = record;
@@ -557,13 +567,13 @@ struct SeenByTile {
 };
 
 // The same of MASK 2, by how many sixteens of keys its queries see, and its tiles of keys.
-// together: what a scan has written of each 64 queries. Each block counts all tiles and has entries
-// of some: those of the blocks before it come first among the equally long. place: two of each
-// thread, and one of each warp.
+// together: what a scan has written of each 64 queries; bits: of each. Each block counts all tiles
+// and has entries of some: those of the blocks before it come first among the equally long. place:
+// two of each thread, and one of each warp.
 template <int Groups, int Threads>
-__device__ __forceinline__ void list_tiles(const unsigned* together, int4* work, int masks,
-                                           int records_of_mask, int seqlen_k, int words,
-                                           int block_n, int* place) {
+__device__ __forceinline__ void list_tiles(const unsigned* together, const unsigned* bits,
+                                           int4* work, int masks, int records_of_mask, int seqlen_q,
+                                           int seqlen_k, int words, int block_n, int* place) {
     constexpr int Places = Threads;
     const int tiles_m = ceil_div<Groups>(records_of_mask), tiles = masks * tiles_m;
     const int of_64 = ceil_div<512>(seqlen_k), unit = ceil_div<16 * (Places - 1)>(seqlen_k);
@@ -624,8 +634,18 @@ __device__ __forceinline__ void list_tiles(const unsigned* together, int4* work,
         int to = place_of(__reduce_add_sync(0xffffffffu, count));
         if (lane == 0) to = atomicAdd(place + to, 1);
         int4* entry = work + __shfl_sync(0xffffffffu, to, 0) * entry_pitch<Groups>(words);
-        count = seen.list(entry + 1, of_lane, key_tiles, seqlen_k, block_n);
-        if (lane == 0) *entry = {at % tiles_m * Groups * 64, at / tiles_m, 0, count};
+        const int own_mask = at / tiles_m, first_row = at % tiles_m * Groups * 64;
+        auto sixteen = [&](int group, int key) {
+            unsigned any = 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = min(first_row + group * 64 + 32 * i + lane, seqlen_q - 1);
+                any |= bits[(own_mask * static_cast<long long>(seqlen_q) + row) * words + key / 32];
+            }
+            return __reduce_or_sync(0xffffffffu, any) >> key % 32 & 0xffffu;
+        };
+        count = seen.list(entry + 1, of_lane, key_tiles, seqlen_k, block_n, sixteen);
+        if (lane == 0) *entry = {first_row, own_mask, 0, count};
         at += Threads / 32;
         seen = tile_at(min(at, tiles - 1)), of_lane = seen.of_lane(0, key_tiles, block_n);
     }

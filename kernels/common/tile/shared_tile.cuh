@@ -1,5 +1,6 @@
 // Tiles: where their rows lie in global and in shared memory, and how wgmma reads them.
 #pragma once
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/fp8.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
@@ -133,6 +134,23 @@ struct SharedTile {
         return (chunk + k * 32 / Swizzle * PANEL_BYTES) ^ (k * 32 % Swizzle);
     }
 };
+
+// By a warpgroup: of Rows rows of each panel of a tile, those before `first` and from `end` on
+// become zeros, before its wgmma reads them. They are rows of keys that nobody sees, and may hold
+// NaN, which a weight of 0 would not take away.
+template <class Tile, int Rows>
+__device__ __forceinline__ void clear_rows(unsigned rows, int first, int end, int barrier) {
+#pragma unroll 1
+    for (int at = threadIdx.x % 128 * 16; at < Rows * Tile::ROW_BYTES; at += 128 * 16) {
+        const int row = at / Tile::ROW_BYTES;
+        if (row >= first && row < end) continue;
+#pragma unroll
+        for (int i = 0; i < Tile::PANELS; ++i)
+            store_shared_floats(rows + i * Tile::PANEL_BYTES + at, 0.f, 0.f, 0.f, 0.f);
+    }
+    fence_async_proxy();
+    named_barrier_sync(barrier, 128);
+}
 
 // ---- transposition of bytes ----
 

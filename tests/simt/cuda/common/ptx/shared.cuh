@@ -35,5 +35,10 @@ inline uint4 load_shared_16(unsigned address, SIMT_HERE) {
     simt::load_shared(&x, address, 16, SIMT_AT);
     return x;
 }
+inline void store_shared_floats(unsigned address, float a, float b, float c, float d, SIMT_HERE) {
+    const float x[] = {a, b, c, d};
+    simt::store_shared(address, x, 16, SIMT_AT);
+    simt::wrote_shared(address);
+}
 
 }  // namespace attn
