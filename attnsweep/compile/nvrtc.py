@@ -31,12 +31,17 @@ from attnsweep.core.files import install_command, shipped
 from attnsweep.core.hardware import Arch
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
+STANDARD = Path(__file__).parent / "std"
+"""Headers of the C++ standard library, as far as a kernel needs them."""
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 _HEADERS_OF = {
     r"(cute|cutlass)/": "nvidia-cutlass",
     r"(cuda|nv|cub|thrust)/": "nvidia-cuda-cccl",
     r"(cu\w+|mma|sm_\w+|crt/\w+|cooperative_groups.*)\.h(pp)?$": "nvidia-cuda-runtime",
 }
+# Headers of the standard library, whose names in CCCL are others.
+_OF_C = re.compile(r"(ctype|errno|inttypes|stdio|stdlib|string|time)\.h")
+_OF_CPP = re.compile(r"[a-z]\w*")
 
 
 def default_cache_dir() -> Path:
@@ -128,7 +133,10 @@ def include_dirs(source: Path) -> tuple[Path, ...]:
 
 @cache
 def installed_headers() -> tuple[Path, ...]:
-    """Where it looks last: CUDA's headers, CCCL's and CUTLASS's, of packages and of the toolkit."""
+    """Where it looks last: CUDA's headers, CCCL's and CUTLASS's, of packages and of the toolkit.
+
+    Then those of the standard library that are ours, since NVRTC has none: see std/README.md.
+    """
     major = nvrtc_version()[0]
     wheels = [f"nvidia/cu{major}/include", f"nvidia/cu{major}/include/cccl"]
     if major == 12:
@@ -137,7 +145,7 @@ def installed_headers() -> tuple[Path, ...]:
     wheels += ["cupy/_core/include/cupy/_cccl/libcudacxx"]
     found = [path for part in wheels for place in sys.path for path in Path(place).glob(part)]
     toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    found += [Path(toolkit, "include"), Path(toolkit, "include/cccl")]
+    found += [Path(toolkit, "include"), Path(toolkit, "include/cccl"), STANDARD]
     return tuple(dict.fromkeys(path.resolve() for path in found if path.is_dir()))
 
 
@@ -406,6 +414,9 @@ def _where_it_is(error: str) -> str:
     for names, package in _HEADERS_OF.items():
         if re.match(names, missing[1]):
             return f"; pip install {package}"
+    if (of_c := _OF_C.fullmatch(missing[1])) or _OF_CPP.fullmatch(missing[1]):
+        name = f"c{of_c[1]}" if of_c else missing[1]
+        return f"; write <cuda/std/{name}>, of CCCL: pip install nvidia-cuda-cccl"
     return "; name its directory in the family's include_dirs"
 
 

@@ -50,6 +50,11 @@ TEMPLATE_FLAGS = (
 )
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
+# The host's <cmath> declares functions of the names of some of CUDA's: it comes first, if at all.
+_MATHS = re.compile(r"^\s*#\s*include\s*<(?:cmath|math\.h)>", re.MULTILINE)
+_BEFORE = "#include <cmath>\n#include <math.h>\n" + "".join(
+    f"#define __{name}f simt_{name}f\n" for name in ("exp", "log", "log2", "pow", "sin", "cos")
+)
 # Comments of a template may be in another encoding, and paths in the locale's: their bytes stay.
 _BYTES: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
 # Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
@@ -201,6 +206,7 @@ class Simulator:
     ) -> Future[Path]:
         """A stage as a library for the runner. texts: of its sources by name. asan: sanitized."""
         translated = {name: translate(text, name) for name, text in texts.items()}
+        maths = any(map(_MATHS.search, texts.values()))
 
         def build(to: Path) -> None:
             for name, text in translated.items():
@@ -208,7 +214,7 @@ class Simulator:
                 (to.parent / name).write_text(text, **_BYTES)
             wrapper = to.parent / "wrapper.cpp"
             wrapper.write_text(
-                f'#include "simt.hpp"\n#include "{kernel.source.name}"\n'
+                f'{_BEFORE if maths else ""}#include "simt.hpp"\n#include "{kernel.source.name}"\n'
                 f'extern "C" void simt_stage(void* const* args)'
                 f" {{ simt::invoke(&{function}, args); }}\n"
                 f'extern "C" const char* simt_stage_signature()'
@@ -225,7 +231,8 @@ class Simulator:
                 ]
             )
 
-        return self.kept_file((translated, function, dict(defines), asan), build, ".so")
+        what = (translated, function, dict(defines), asan, *([_BEFORE] if maths else []))
+        return self.kept_file(what, build, ".so")
 
     def build(
         self,

@@ -127,6 +127,14 @@ def test_what_cannot_be_verified_is_exit_code_2(attnsweep, words, said):
     assert said in done.stderr
 
 
+def test_headers_of_the_standard_library_are_found(attnsweep, mine):
+    names = ("stdint.h", "cstdint", "type_traits", "limits", "math.h", "cmath", "assert.h", "cassert", "float.h")
+    includes = "".join(f"#include <{name}>\n" for name in names)
+    text = f"{includes}using namespace attn;\nstatic_assert(std::is_same_v<uint32_t, unsigned>);"
+    done = attnsweep("verify", mine("using namespace attn;", text), *SHAPE)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_the_simulator_cannot_build_says_what_it_takes(attnsweep, mine):
     done = attnsweep("verify", mine("using namespace attn;", "#include <cooperative_groups.h>"))
     assert done.returncode == 2
