@@ -119,7 +119,7 @@ class Kernel:
         if "bias" in compiled:
             bias = tensor_of(bias)
             sizes = zip(bias.shape, q.shape[:3], strict=False)
-            assert apart == [int(n > 1 or n == m) for n, m in sizes]
+            assert all(own == int(n > 1) for own, (n, m) in zip(apart, sizes, strict=True) if m > 1)
             scores = scores + bias.float()
         if of_items:
             own = self._seen_of_items(of_items, heads, keys, by_bits="boolean" in compiled)
@@ -137,8 +137,9 @@ class Kernel:
             assert of_item == q.shape[1]
             sink = _floats(sinks, of_item).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
             scores = torch.cat((scores, sink), 3)
+        unseen = (scores[..., :keys] == -math.inf).all(2)[..., None]
         weights = torch.softmax(scores, -1).nan_to_num(0)
-        o.copy_(weights[..., :keys] @ v)
+        o.copy_(weights[..., :keys] @ v.masked_fill(unseen, 0))
 
     @staticmethod
     def _seen_of_items(given: list[int], heads: int, keys: int, *, by_bits: bool) -> Any:
@@ -239,6 +240,8 @@ class BackwardKernel(Kernel):
         pitch, group, factor = numbers
         k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
         p = self._weights(q, k, neg_lse, pitch, factor)
+        unseen = ~(p > 0).any(2)[..., None]
+        k, v = (each.masked_fill(unseen, 0) for each in (k, v))
         batch, heads, rows, _ = q.shape
         own = _floats(delta, batch * heads * pitch).view(batch, heads, pitch)[..., :rows, None]
         return p, p * (d_out.float() @ v.mT - own), q.float(), k, d_out.float()

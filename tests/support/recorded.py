@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unguarded import unguarded as unguarded
+
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
@@ -22,17 +24,7 @@ from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import export
 from attnsweep.serve.export_code import FP8_FAMILY, compile_for_models, gpu_row
 from attnsweep.serve.held import spares
-from attnsweep.serve.runtime.table import (
-    CUBINS,
-    FORMAT,
-    TABLE,
-    GpuKey,
-    Guard,
-    Table,
-    TunedGpu,
-    kind_of_code,
-    read_table,
-)
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Table, kind_of_code, read_table
 from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -86,13 +78,6 @@ def taken_for(raw: dict[str, Any], key: GpuKey) -> dict[str, Any]:
         for gpu in gpus:
             gpu |= key._asdict()
     return raw
-
-
-def unguarded(gpu: TunedGpu) -> TunedGpu:
-    """A GPU whose kernels serve whatever the rules allow."""
-    winners = tuple(replace(winner, gain_low=9.0) for winner in gpu.winners)
-    guard = Guard(margin=-99.0, per_octave=0.0, reach=99.0, short_us=0.0, scan_us=0.0)
-    return replace(gpu, guard=guard, winners=winners)
 
 
 def changed(run: Run, place: Path, trials: Iterable[Trial]) -> Path:
