@@ -173,7 +173,7 @@ class FakeDriver:
         elif function[1].endswith("_mask"):
             kinds = "bdww" + "ppp" + "iiiiii" + "iiiii"
         elif function[1].endswith("_order"):
-            kinds = ("pii" if b" boolean " in code else "pwiii") + "pw" + "iii"
+            kinds = ("pp" if b" boolean " in code else "pw") + "iii" + "pw" + "iii"
         elif masked or scored:
             kinds = "mmmmwp" + "iiiii" + "f"
             kinds += "pppw" + "iii" if masked else ""
