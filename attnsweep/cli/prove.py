@@ -138,7 +138,7 @@ def verify(
     :--dtype: dtype of the small cases (default: all that it has; with --problem its first).
     :--causal: Mask every shape (default: the small cases have all of its masks).
     :--inputs: Inputs of --problem: normal, large_scores and so on.
-    :--seeds: Random schedules, besides the two fixed ones.
+    :--seeds: Random schedules, besides the three fixed ones.
     :--asan: Build with g++'s address sanitizer; slower.
 
     $ attnsweep verify naive
@@ -152,7 +152,7 @@ def verify(
         raise ToolchainError("g++ is not installed", hint="apt install g++, or conda install gxx")
     families, target = _families(kernel), arch_named(arch)
     how: dict[str, Any] = {"arch": target, "asan": asan}
-    how["schedules"] = (*simulator.SCHEDULES, *range(2, 2 + seeds))
+    how["schedules"] = range(len(simulator.SCHEDULES) + seeds)
     findings: list[dict[str, str]] = []
     covered: list[dict[str, Any]] = []
     ran, begin = 0, time.monotonic()

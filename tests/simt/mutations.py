@@ -25,6 +25,7 @@ CASES = {
     "fp32, head_dim 216": Case(Problem(1, 2, 1, 65, 100, 216, "fp32", causal=True)),
     "large scores": Case(Problem(1, 1, 1, 129, 129, 64), "large_scores"),
     "keys grow": Case(Problem(1, 2, 1, 97, 400, 64), "large_scores"),
+    "18 tiles": Case(Problem(1, 1, 1, 65, 1100, 64)),
     "five tiles in full": Case(Problem(1, 1, 1, 290, 600, 64)),
     "rows end in a tile": Case(Problem(1, 2, 1, 200, 333, 64, causal=True)),
     "causal, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, causal=True)),

@@ -23,8 +23,8 @@ OF_ITEMS: dict[str, Any] = {
 }
 
 
-def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
-    """What showed the bug, or None."""
+def run(simulator: Simulator, bug: dict[str, Any], **how: Any) -> str | None:
+    """What showed the bug, or None. how: as Simulator.check takes it."""
     family, stage = bug["stage"].split(".")
     kernel, words = KERNELS[family], bug.get("config", "")
     built: Any = {"changed": {stage: mutated(sources(kernel), bug)}, "asan": bug.get("asan", False)}
@@ -33,7 +33,7 @@ def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
             name, (problem, given, seen) = OF_ITEMS[bug["case"]]
             check(simulator, words, problem, seen, built=built, **{name: given})
             return None
-        found = simulator.check(kernel, config_of(kernel, words), CASES[bug["case"]], **built)
+        found = simulator.check(kernel, config_of(kernel, words), CASES[bug["case"]], **built, **how)
     except BuildError:
         raise
     except (SimtError, AssertionError) as report:
@@ -48,6 +48,13 @@ def test_every_bug_has_its_place():
             mutated(texts[bug["stage"].split(".")[0]], bug)
         except AssertionError as error:
             pytest.fail(f"{name}: {error}")
+
+
+def test_a_fault_of_parity_is_found_by_the_newest_copies_first_alone(simulator):
+    bug = MUTATIONS["key_groups_share_stages"]
+    others = (0, 1, *range(3, 43))
+    assert run(simulator, bug, schedules=others) is None
+    assert run(simulator, bug, schedules=(2,)) is not None
 
 
 @pytest.mark.mutation

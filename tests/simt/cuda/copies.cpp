@@ -232,7 +232,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
         for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) {
             memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16);
         });
-        if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+        if (schedule == 1 || (at_random() && random_bits() % 2)) deliver(load);
         else loads.push_back(std::make_unique<Load>(load));
     }
 }
@@ -248,7 +248,7 @@ void store_async(unsigned target, const float (&values)[4], unsigned barrier, Wh
     Load load{
         &cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
     memcpy(load.data.data(), values, 16);
-    if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+    if (schedule == 1 || (at_random() && random_bits() % 2)) deliver(load);
     else loads.push_back(std::make_unique<Load>(load));
 }
 void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier, Where where) {
@@ -262,7 +262,7 @@ void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned bar
     check_reads(cta, target, bytes, "bulk_load", where);
     auto* from = static_cast<const unsigned char*>(source);
     Load load{&cta, target, barrier, {}, {}, where, std::vector<unsigned char>(from, from + bytes)};
-    if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+    if (schedule == 1 || (at_random() && random_bits() % 2)) deliver(load);
     else loads.push_back(std::make_unique<Load>(load));
 }
 void wrote_shared(unsigned address) {

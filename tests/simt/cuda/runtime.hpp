@@ -5,7 +5,8 @@
 // luck.
 //   schedule 0: low warps first; TMA loads arrive as late as they can, wgmma and stores read at
 //   once. schedule 1: high warps first, blocks and lanes backwards; loads arrive at once, reads
-//   come late. schedule n: all of it by a generator seeded with n.
+//   come late. schedule 2: as 0, but of the loads that somebody waits for the newest arrives first.
+//   schedule n: all of it by a generator seeded with n.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -146,6 +147,8 @@ struct Cta {
 extern std::vector<void*> arguments;
 extern std::size_t smem_bytes;
 extern unsigned schedule;
+constexpr unsigned NEWEST_FIRST = 2;
+inline bool at_random() { return schedule > NEWEST_FIRST; }
 extern bool in_order;  // blocks wait for those before them
 void leave_held(Fiber& fiber);
 void apply_held();
@@ -169,7 +172,7 @@ inline void set_state(Fiber& fiber, State state) {
 }
 inline void wake(Fiber* fiber) { set_state(*fiber, RUNNABLE); }
 inline Fiber& me() { return static_cast<Fiber&>(*self); }
-inline bool late_reads() { return schedule == 1 || (schedule > 1 && random_bits() % 2); }
+inline bool late_reads() { return schedule == 1 || (at_random() && random_bits() % 2); }
 inline float value_of(unsigned bits, bool bf16) {
     return bf16 ? __uint_as_float(bits << 16) : half_values[bits & 0xffff];
 }

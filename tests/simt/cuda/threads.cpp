@@ -374,7 +374,7 @@ static void thread_ends() {
 template <class T>
 static T* choose(std::vector<T>& from) {  // the one the schedule prefers
     if (from.empty()) return nullptr;
-    return &from[schedule == 0 ? 0 : schedule == 1 ? from.size() - 1 : random_bits() % from.size()];
+    return &from[at_random() ? random_bits() % from.size() : schedule == 1 ? from.size() - 1 : 0];
 }
 static void run_warp(Cta& cta, unsigned warp) {
     unsigned begin = warp * 32, end = std::min<unsigned>(begin + 32, cta.fibers.size());
@@ -387,8 +387,18 @@ static void run_warp(Cta& cta, unsigned warp) {
             switch_to(main_fiber, fiber);
             self = &main_fiber;
         }
-        if (schedule > 1 && random_bits() % 4 == 0) return;
+        if (at_random() && random_bits() % 4 == 0) return;
     }
+}
+// The load that arrives next. Schedules 0 and 2 deliver nothing but what somebody waits for, as
+// long as there is any.
+static auto next_load() {
+    if (at_random()) return loads.begin() + random_bits() % loads.size();
+    auto awaited = [](const auto& load) { return is_waited_for(*load); };
+    auto found = std::find_if(loads.begin(), loads.end(), awaited);
+    if (schedule == NEWEST_FIRST && found != loads.end())
+        found = std::find_if(loads.rbegin(), loads.rend(), awaited).base() - 1;
+    return found == loads.end() ? found - 1 : found;
 }
 void run_cluster() {
     cluster_came.clear(), cluster_passed.clear();
@@ -411,13 +421,8 @@ void run_cluster() {
         if (!alive) return;
         if (Ready* next = choose(runnable)) {
             run_warp(*next->cta, next->warp);
-        } else if (!loads.empty() && (deferred.empty() || schedule < 2 || random_bits() % 2)) {
-            // Schedule 0 delivers nothing but what somebody waits for, as long as there is any.
-            auto next = schedule > 1 ? loads.begin() + random_bits() % loads.size()
-                                     : std::find_if(loads.begin(), loads.end(), [](auto& load) {
-                                           return is_waited_for(*load);
-                                       });
-            if (next == loads.end()) --next;
+        } else if (!loads.empty() && (deferred.empty() || !at_random() || random_bits() % 2)) {
+            auto next = next_load();
             const std::unique_ptr<Load> load = std::move(*next);
             loads.erase(next);
             deliver(*load);
