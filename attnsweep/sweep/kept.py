@@ -18,6 +18,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Family
+from attnsweep.regress.verdicts import other_machine
 from attnsweep.specs.load import SweepSpec
 from attnsweep.store.run import ROWS, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
@@ -154,6 +155,7 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
     """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's.
 
     Another card of the same kind is another GPU: cards differ, and a problem's rows are compared.
+    So is the same card with another power limit, or a part of it.
     """
     if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
         return None
@@ -168,6 +170,8 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
         return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"
     if None not in (before.uuid, now.uuid) and before.uuid != now.uuid:
         return f"another {before.gpu}"
+    if (unlike := other_machine(before.machine, now.machine)) is not None:
+        return unlike.removeprefix("measured with ")
     return None
 
 

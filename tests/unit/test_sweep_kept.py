@@ -186,6 +186,9 @@ def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     [
         ({"uuid": "a"}, {"uuid": "a"}, None),
         ({"uuid": "a"}, {"uuid": "b"}, f"another {TEST_GPU.gpu}"),
+        ({"power_limit_w": 700.0}, {"power_limit_w": 350.0}, "700 W of power limit, then 350"),
+        ({"sm_count": 132}, {"sm_count": 66}, "132 SMs, then 66"),
+        ({"power_limit_w": None}, {"power_limit_w": 350.0}, None),
         ({"uuid": None}, {"uuid": "b"}, None),  # recorded before rows named their card
         ({"driver": "1.2"}, {}, f"{TEST_GPU.gpu}, driver 1.2, CUDA {TEST_GPU.cuda}"),
     ],
