@@ -54,9 +54,9 @@ def gpu(session: nox.Session, cuda: str) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """What is too much for a push: every seeded bug, recorded winner and many random configs.
+    """What is too much for a push: every seeded bug, recorded winner and attack, many random calls.
 
-    They run on the CPU, by tests/simt. Needs g++.
+    They run on the CPU, configs by tests/simt. Needs g++.
     """
-    session.install("-e", ".[compile,test]")
+    session.install("-e", ".[compile,test,torch]")
     session.run("python", "-m", "pytest", "-n", "auto", "-m", "nightly", *session.posargs)

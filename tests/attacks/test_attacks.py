@@ -20,6 +20,9 @@ from attnsweep.verify import compare, device_case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
 
+# Each starts processes that import PyTorch: too many for a push.
+pytestmark = pytest.mark.nightly(push=60, of="attacks")
+
 
 def judged(bench, name, rounds=2, kinds=("warm", "cold")):
     """What a judge says of a callable: `confirmed`, or why not."""

@@ -19,6 +19,9 @@ from attnsweep.core.problem import BACKWARD
 from attnsweep.verify import calls
 from attnsweep.verify.compare import Comparer
 
+# Each starts processes that import PyTorch: too many for a push.
+pytestmark = pytest.mark.nightly(push=60, of="attacks")
+
 PROBLEM = replace(card.PROBLEM, op=BACKWARD)
 
 

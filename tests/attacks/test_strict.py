@@ -23,6 +23,9 @@ from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase
 from attnsweep.verify.verifier import Verifier
 
+# Each starts processes that import PyTorch: too many for a push.
+pytestmark = pytest.mark.nightly(push=60, of="attacks")
+
 
 def place_of(name):
     return "strangers" if hasattr(strangers, name.partition("?")[0]) else "kernels"

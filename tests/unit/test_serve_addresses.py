@@ -35,6 +35,7 @@ class Forgetful(FakeDriver):
         return (0,)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("grad", [False, True])
 def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
     """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
