@@ -1,7 +1,7 @@
 """Time models whose batches are padded or whose layers have windows, with attnsweep and without.
 
 Needs a GPU that attnsweep has winners for. Random weights, bf16, a batch that is padded on the
-right to 40 to 100 % of its length; milliseconds a forward, by transformers' sdpa and by
+right to 40 to 100 % of its length, T5's apart; milliseconds a forward, by transformers' sdpa and by
 `register_attention()`, in turns, eager or both by torch.compile; `served`: calls by a kernel of
 all; `sdpa_off` and `off`: the norm of the difference of the logits from those by attention in
 float64, of tokens that are no padding, over their norm.
@@ -26,6 +26,9 @@ ROUNDS = 7
 
 def exact(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **given: Any) -> tuple[Any, None]:
     """Attention in float64, as transformers calls it. mask: to be added."""
+    bias = given.get("position_bias")
+    if bias is not None:
+        mask = bias if mask is None else mask + bias
     causal = mask is None and getattr(module, "is_causal", False) and q.shape[2] > 1
     scores = {"softcap": given.get("softcap"), "sinks": given.get("s_aux")}
     out = float64_attention(q, k, v, mask, is_causal=causal, scale=scaling, **scores)
@@ -37,6 +40,8 @@ def inputs(config: Any, batch: int, seqlen: int) -> tuple[dict[str, Any], Any]:
     ids = torch.randint(0, config.vocab_size, (batch, seqlen), device="cuda")
     length = torch.linspace(0.4 * seqlen, seqlen, batch, device="cuda").int()
     keep = torch.arange(seqlen, device="cuda") < length[:, None]
+    if config.model_type == "t5":  # whole sequences, whose bias is one tensor for all layers
+        return {"input_ids": ids}, keep | True
     if not config.is_encoder_decoder:
         return {"input_ids": ids, "attention_mask": keep.long()}, keep
     sound = torch.randn(batch, config.num_mel_bins, 3000, device="cuda").bfloat16()
@@ -65,7 +70,7 @@ def timed(name: str, config: Any, kind: Any, batch: int, seqlen: int, theirs: st
             logits = call(**given)[0][keep].double()
             off[way] = float((logits - right).norm() / right.norm())
         served = counted(package_at(None), ways[ours].call).get("kernel", 0)
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and config.model_type != "t5":
         layers = config.encoder_layers + 2 * config.decoder_layers
     else:
         layers = config.num_hidden_layers
@@ -107,12 +112,14 @@ def rows() -> Iterator[dict[str, Any]]:
     gemma_3 = ("Gemma 3 kind, window 1024", config, t.Gemma3ForCausalLM, 2, 4096, "sdpa")
     config = t.BertConfig(num_hidden_layers=6, vocab_size=1024)
     bert = ("BERT kind", config, t.BertModel, 32, 512, "sdpa")
+    config = t.T5Config(**few | {"d_model": 1024, "d_ff": 4096, "num_heads": 16})
+    t5 = ("T5 encoder's kind", config, t.T5EncoderModel, 16, 512, "sdpa")
     config = t.WhisperConfig(**sides, d_model=1024, num_mel_bins=80)
     whisper = ("Whisper kind", config, t.WhisperForConditionalGeneration, 8, 448, "sdpa")
     gemma_2 = ("Gemma 2 kind, by eager", t.Gemma2Config(**few), t.Gemma2ForCausalLM)
     gpt_oss = ("gpt-oss kind, by eager", t.GptOssConfig(**experts), t.GptOssForCausalLM)
     unfused = [(*kind, *size, "eager") for kind in (gemma_2, gpt_oss) for size in ((1, 4096), (2, 2048))]
-    for model in (llama, qwen, mistral, gemma_3, bert, whisper, *unfused):
+    for model in (llama, qwen, mistral, gemma_3, bert, t5, whisper, *unfused):
         yield timed(*model, compiled=False)
     for model in (llama, mistral, bert, unfused[0]):
         yield timed(*model, compiled=True)

@@ -96,6 +96,13 @@ def biased(call: Call, *, items: bool = True, rows: bool = True) -> Ways:
     return call.ways(bias, attn_mask=bias)
 
 
+def of_positions(call: Call) -> Ways:
+    """A bias of each head by distance, as T5 makes it: heads next to each other in memory."""
+    bias = torch.randn(call.seqlen, call.seqlen, call.heads, device="cuda", dtype=call.q.dtype)
+    mask = bias.permute(2, 0, 1)[None]
+    return call.ways(mask, attn_mask=mask)
+
+
 def with_sinks(call: Call, kind: str, **hides: Any) -> Ways:
     """A sink of each head."""
     return call.ways(call.mask(kind), sinks=torch.linspace(-2, 2, call.heads, device="cuda"), **hides)
@@ -161,6 +168,7 @@ ARGUMENTS: tuple[tuple[tuple[int, ...], str, Callable[[Call], Ways]], ...] = (
     ((4, 16, 16, 1024, 64), "bias of keys", partial(biased, rows=False)),
     ((32, 12, 12, 512, 64), "bias of keys", partial(biased, rows=False)),
     ((4, 16, 16, 2048, 128), "bias", biased),
+    ((16, 16, 16, 512, 64), "bias as of T5", of_positions),
     ((1, 16, 8, 4096, 256), "softcap, causal", lambda c: c.ways(c.mask("causal"), is_causal=True, softcap=50.0)),
     ((1, 64, 8, 4096, 64), "sinks, causal", lambda c: with_sinks(c, "causal", is_causal=True)),
     ((1, 64, 8, 4096, 64), "sinks, window of 128", lambda c: with_sinks(c, "window of 128", window=(127, 0))),

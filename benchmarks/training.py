@@ -49,6 +49,8 @@ SHAPES = (
     (8, 12, 12, 512, 64, False),
     (1, 16, 16, 1024, 64, True),
     (32, 16, 16, 128, 64, False),
+    (4, 16, 16, 577, 64, False),
+    (2, 32, 8, 512, 128, True),
 )
 HOST_BOUND = SHAPES[7:]  # by the host rather than by the device
 

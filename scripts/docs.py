@@ -28,6 +28,7 @@ from performance import csv
 from records import Book
 from typer.testing import CliRunner
 from used import (
+    faults,
     judged,
     masked,
     masks,
@@ -57,6 +58,7 @@ PAGES = {
     "measuring": "docs/measuring.md",
     "numerics": "docs/explanation/numerics.md",
     "profile": "docs/how-to/profile.md",
+    "pytorch": "docs/explanation/pytorch.md",
     "tried": "docs/tried.md",
     "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
@@ -221,6 +223,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
+    yield PAGES["pytorch"], with_blocks("pytorch", {"faults": faults()})
     yield from examples(known)
 
 

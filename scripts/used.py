@@ -49,6 +49,47 @@ STEPS = ("eager", "compiled")
 NOT_RECORDED = "Not recorded yet.\n"
 
 
+_FAULTS = {
+    "layouts": "gradients of several layouts in turn",
+    "expanded_gradients": "expanded gradients after an ordinary one",
+    "alignment": "tensors that begin 2 to 8 bytes off",
+    "strides": "rows 65 to 72 elements apart, expanded tensors",
+    "empty_rows": "masks that leave queries no key",
+    "low_scores": "scores far below zero",
+    "many": "65,536 items or heads",
+    "masks_of_queries": "masks of one number for each query",
+    "float32_masks": "a float32 mask beside bf16",
+    "mask_alone": "a mask alone records gradients",
+    "idle_slots": "packed sequences, some without a query",
+}
+
+
+def faults(path: Path = ROOT / CARD / "pytorch_faults.json") -> str:
+    """What PyTorch alone got wrong of the calls of each fault, and attnsweep of the same."""
+    if not path.is_file():
+        return NOT_RECORDED
+    found = json.loads(path.read_text(encoding="utf-8"))
+    facts = found["environment"]
+    lines = [
+        f"Wrong of the calls that were made; {facts['gpu']}, driver {facts['driver']}, PyTorch "
+        f"{found['torch']}, {facts['date'][:10]}:",
+        "",
+        "| calls | PyTorch alone | `attention` | PyTorch's name, enabled |",
+        "|---|---:|---:|---:|",
+    ]
+    rows = {(row["fault"], row["who"]): row for row in found["rows"]}
+    for fault, what in _FAULTS.items():
+        if (fault, "alone") not in rows:
+            continue
+        cells = []
+        for who in ("alone", "attention", "enabled"):
+            row = rows[fault, who]
+            ended = ", then the process ended" if row["ended"] else ""
+            cells.append(f"{len(row['wrong'])} of {row['calls']}{ended}")
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def models(path: Path = ROOT / CARD / "models.json") -> str:
     """Prefill before and after for each model, tokens and mode; errors and greedy tokens."""
     if not path.is_file():

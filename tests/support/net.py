@@ -56,7 +56,6 @@ STAND_IN = Limits(known=tuple(Sizes(2, 4, kv, *each) for kv in (4, 2) for each i
 
 Open = Callable[[Drawn, Made], bool]
 OPEN: dict[str, Open] = {
-    "3 softcap with nothing hidden": lambda drawn, made: bool(drawn.softcap) and made.seen is made.added is None,
     "7 NaN in what lengths hide": lambda drawn, made: drawn.hidden_nan,
     "gradients of rows of far sums": lambda drawn, made: drawn.direction is not None and bool(far_rows(made).any()),
 }

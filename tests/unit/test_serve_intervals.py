@@ -20,8 +20,9 @@ from packages import shape, winner  # noqa: E402
 import attnsweep  # noqa: E402
 from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
-from attnsweep.serve.runtime import intervals  # noqa: E402
+from attnsweep.serve.runtime import pytorch_calls  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, ROWS = 2, 4, 128
@@ -144,11 +145,13 @@ def test_what_is_causal_says_alone_is_an_ordinary_call(tmp_path, driver, case):
 def test_pytorchs_gradients_are_those_of_float64_whatever_it_does_where_no_key_is_seen(operator, monkeypatch, case):
     """Softmax of a row that is all hidden is NaN, and 0 times NaN is NaN; cuDNN's of 2.11 sees all keys there."""
 
-    def nans(q, k, v, mask, *_, **__):
+    def nans(q, k, v, mask, *rest, **how):
+        if mask is None:
+            return sdpa(q, k, v, mask, *rest, **how)
         scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~mask, -torch.inf)
         return torch.softmax(scores, -1) @ v
 
-    monkeypatch.setattr(intervals, "sdpa", nans)
+    monkeypatch.setattr(pytorch_calls, "sdpa", nans)
     tensors_ = [t[:, :, :64].float().requires_grad_() for t in given_of()]
     direction, limits = torch.randn(BATCH, HEADS, 64, 64), CASES[case]
     got = operator.attention(*tensors_, **limits)

@@ -106,7 +106,7 @@ STRIDES = {
     "numbers, sliced": lambda: numbers(BATCH, 1, ROWS, ROWS + 8)[..., 8:],
     "numbers, an expanded row": lambda: numbers(BATCH, 1, 1, ROWS).expand(WHOLE),
 }
-# What TMA cannot read.
+# What TMA cannot read, but a copy of it.
 OTHERS = {
     "numbers, transposed": lambda: numbers(ROWS, ROWS).mT,
     "numbers, every second key": lambda: numbers(ROWS, 2 * ROWS)[:, ::2],
@@ -117,8 +117,48 @@ OTHERS = {
 
 @pytest.mark.parametrize("how", [*STRIDES, *OTHERS])
 def test_strides(operator, how):
-    by = "kernel" if how in STRIDES else "alignment" if "begin" in how else "mask"
-    right(operator, (STRIDES | OTHERS)[how](), by)
+    right(operator, (STRIDES | OTHERS)[how](), "alignment" if "begin" in how else "kernel")
+
+
+def bias_of_t5(heads=HEADS):
+    """As transformers makes it: a table's rows by their distance, heads next to each other."""
+    return numbers(ROWS, ROWS, heads).permute(2, 0, 1)[None]
+
+
+def test_a_bias_that_no_map_describes_is_copied_once_a_version(operator, driver):
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    mask = bias_of_t5()
+
+    def read():
+        assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask))
+        return [launch["values"][12]["pointer"] for launch in driver.launches if len(launch["values"]) > 15][-1]
+
+    first = read()
+    assert first != mask.data_ptr()
+    assert {read() for _ in range(3)} == {first}
+    mask.mul_(2)
+    assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask)), "written to"
+    with torch.inference_mode():  # whose tensors have no version
+        mask = bias_of_t5()
+        for _ in range(3):
+            assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask))
+            mask.mul_(1.5)
+    assert operator.counters() == {"kernel": 8}
+
+
+def test_copies_of_biases_are_bounded_in_bytes(operator, monkeypatch):
+    """The oldest go; one that is larger than all may be is copied in each call."""
+    q, k, v = tensors(BATCH, HEADS, ROWS)
+    one = bias_of_t5().numel() * 2
+    for most, kept in ((3 * one, 3), (one - 1, 0)):
+        monkeypatch.setattr(call_cache, "MOST_BYTES", most)
+        operator._masks.forget()
+        masks = [bias_of_t5() for _ in range(5)]
+        for mask in masks:
+            assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask))
+        before = alive(call_cache.MaskList)
+        operator._masks.forget()
+        assert before - alive(call_cache.MaskList) == kept
 
 
 def test_another_dtype_and_gradients_of_the_mask_are_pytorchs(operator):

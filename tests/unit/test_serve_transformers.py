@@ -455,6 +455,31 @@ def test_softcap_and_sinks(tmp_path, driver, kind, padded, served):
     assert made.counters() == {"kernel" if served else "head_dim": 2}
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_bias_of_positions_is_served(tmp_path, driver, kernel, padded):
+    """T5's, of one tensor for all layers."""
+    config = {"vocab_size": 128, "d_model": 128, "d_kv": 64, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.T5EncoderModel(transformers.T5Config(**config)).to(torch.bfloat16).eval()
+    own = ("item", "head") if padded else ("head",)
+    tuned = winner(shape(2, 4, SEQLEN, bias=own), gain=4.0)
+    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, tuned)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 200:] = 0 if padded else 1
+    double = copy.deepcopy(model).double()
+
+    def states(of):
+        with torch.no_grad():
+            return of(ids, attention_mask=mask).last_hidden_state.float()[mask == 1]
+
+    wanted, right = states(model), states(double)
+    model.set_attn_implementation(made.register())
+    ours = states(model)
+    assert (ours - right).norm() <= 1.5 * (wanted - right).norm()
+    assert made.counters() == {"kernel": 2}
+
+
 @pytest.mark.parametrize("option", ["softcap", "s_aux"])
 def test_what_nobody_computes_beside_a_changed_score_is_an_error(package, option):
     attend = transformers.AttentionInterface()[package.register()]

@@ -30,7 +30,8 @@ class Call(NamedTuple):
     no kernel serves is_causal beside it. A query that sees no key has output 0. limits: diagonals,
     between which a query sees keys; mask is then key_lengths, or None; or of packed sequences,
     which mask then is, the keys before and after a query's own. softcap, sinks: as
-    `changed_scores.checked` returns them.
+    `changed_scores.checked` returns them. fill: whether a query that a mask leaves no key has
+    output 0 also where PyTorch computes it, whose backends differ.
     """
 
     query: Any
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     softcap: float = 0.0
     sinks: Any = None
     dropout_p: float = 0.0
+    fill: bool = False
 
 
 def records_gradients(call: Call) -> bool:
@@ -100,6 +102,18 @@ def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tenso
     found = mask.expand(whole).stride()
     sizes = [n if step else 1 for n, step in zip(whole[:3], found[:3], strict=True)]
     return Tensor((*sizes, whole[3]), (*found[:3], found[3] if whole[3] > 1 else 1))
+
+
+def bias_copied(mask: torch.Tensor) -> torch.Tensor:
+    """A copy of a float mask that `bias_of` takes: rows in memory, at multiples of 16 bytes.
+
+    What is one for all items, heads or queries stays so.
+    """
+    pairs = zip(mask.shape[:-1], mask.stride()[:-1], strict=True)
+    own = mask[tuple(slice(1) if n > 1 and step == 0 else slice(None) for n, step in pairs)]
+    keys, step = own.shape[-1], 16 // own.element_size()
+    made = own.new_empty((*own.shape[:-1], -(-keys // step) * step))[..., :keys]
+    return made.copy_(own).expand(mask.shape)
 
 
 def mask_strides(

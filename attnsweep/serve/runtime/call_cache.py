@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from .arguments import PLAIN as _PLAIN
 from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
+from .pytorch_calls import Steps
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 TensorGuards = getattr(_guards, "TensorGuards", None)
@@ -123,9 +124,67 @@ class Seen:
         self._kinds[what] = ((plan, alike, grad), *kinds[: MOST_ALIKE - 1])
 
 
+class ShortSteps:
+    """Kinds of short steps that PyTorch gets, by the place in a program that makes them.
+
+    A place is a code object and the number of an instruction in it; None: any of the others.
+    settled: by `number`, the kinds whose gradients were alike so often that nobody watches them:
+    whether tensors are alike in all but addresses, whether it is causal, and the code object.
+    """
+
+    def __init__(self) -> None:
+        self.settled: dict[int, tuple[tuple[Callable[..., bool], bool, Any], ...]] = {}
+        self._kinds: dict[Any, tuple[tuple[Callable[..., bool], bool, Steps, Any], ...]] = {}
+
+    @staticmethod
+    def number(code: Any, at: int) -> int:
+        """The number of a place: one number is looked up sooner than two."""
+        return (id(code) << 24) + at
+
+    def find(
+        self, code: Any, at: int, query: Any, key: Any, value: Any, causal: bool
+    ) -> Steps | None:
+        """What is known of such steps: alike in all but addresses."""
+        place = self.number(code, at)
+        for alike, is_causal, steps, _ in self._kinds.get(place, ()):
+            if is_causal is causal and alike(query, key, value):
+                if not steps.left and not any(alike is each for each, *_ in self._of(place)):
+                    self.settled[place] = ((alike, causal, code), *self._of(place)[:3])
+                return steps
+        return None
+
+    def _of(self, place: int) -> tuple[tuple[Callable[..., bool], bool, Any], ...]:
+        return self.settled.get(place, ())
+
+    def add(
+        self, code: Any, at: int, query: Any, key: Any, value: Any, causal: bool
+    ) -> Steps | None:
+        """Begin to count steps; None if they cannot be told from others. Keeps the code alive."""
+        if TensorGuards is None or query is key or key is value or query is value:
+            return None
+        tensors = (query, key, value)
+        if not all(type(each) in _PLAIN for each in tensors) or any(map(_wrapped, tensors)):
+            return None
+        sizes = [list(each.shape) for each in tensors]
+        strides = [list(each.stride()) for each in tensors]
+        try:
+            alike = TensorGuards(
+                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check
+        except (TypeError, RuntimeError):
+            return None
+        if len(self._kinds) >= MOST_SIZES:
+            self._kinds.clear()
+            self.settled.clear()
+        what, steps = self.number(code, at), Steps()
+        kinds = self._kinds.get(what, ())
+        self._kinds[what] = ((alike, causal, steps, code), *kinds[: MOST_ALIKE - 1])
+        return steps
+
+
 Masks = tuple[torch.Tensor, ...]
-MOST_LISTS = 64
-"""A model makes one or two masks in a forward. Beyond this many, the oldest are forgotten."""
+MOST_LISTS, MOST_BYTES = 64, 2**29
+"""A model makes one or two masks in a forward. Beyond so many or so large, the oldest go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +193,11 @@ class MaskList:
 
     addresses: tuple[int, ...]
     memory: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps alive."""
+        return sum(each.untyped_storage().nbytes() for each in self.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +253,13 @@ class MaskLists:
         def gone(_: Any, what: tuple[int, ...] = what) -> None:
             self._kept.pop(what, None)
 
-        while len(self._kept) >= MOST_LISTS:
+        room = MOST_BYTES - made.nbytes
+        if room < 0:
+            return
+        while (
+            len(self._kept) >= MOST_LISTS
+            or sum(each.made.nbytes for each in [*self._kept.values()]) > room
+        ):
             self._kept.pop(next(iter(self._kept)), None)
         own = tuple((weakref.ref(m, gone), m.data_ptr(), m._version) for m in masks)
         self._kept[what] = _Kept(own, plan, stream, capture, made)

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arguments import PLAIN, output_of
+from .pytorch_calls import CUDNN, aligned, nan_prone, settled
 from .sdpa_patch import sdpa
 
 _choice = torch._fused_sdp_choice
-_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 SETTINGS = [
     getattr(torch._C, f"_get_{name}", object)
     for name in (
@@ -37,9 +37,11 @@ def with_lse(
     """
     if _takes_cudnn(query, key, value, causal, scale):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, lse, *_ = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        how = (None, True, 0.0, causal, False)
+        out, lse, *_ = cudnn(*map(aligned, (query, key, value)), *how, scale=scale)
         return like(out, query, value), lse.squeeze(-1).contiguous()
-    given = _of_one_head_dim(*map(_with_contiguous_head_dim, (query, key, value)))
+    given = [aligned(_with_contiguous_head_dim(each)) for each in (query, key, value)]
+    given = _of_one_head_dim(*given)
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
     return like(out[..., : value.shape[3]], query, value), lse.contiguous()
@@ -73,7 +75,7 @@ def _takes_cudnn(
     how = {"scale": scale, "enable_gqa": bool(query.shape[1] != key.shape[1])}
     given = (query, key, value)
     if all(type(each) in PLAIN for each in given):
-        return bool(_choice(*given, None, 0.0, causal, **how) == _CUDNN)
+        return bool(_choice(*given, None, 0.0, causal, **how) == CUDNN)
     return _becomes(given, is_causal=causal, **how) == "_scaled_dot_product_cudnn_attention"
 
 
@@ -215,7 +217,7 @@ def _flash_gradients(
 ) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp."""
     *inputs, out, lse = saved
-    given = (grad, *map(_with_contiguous_head_dim, inputs), out)
+    given = (grad, *(aligned(_with_contiguous_head_dim(each)) for each in inputs), out)
     alike = inputs[0].shape[3] == inputs[2].shape[3]
     grad, query, key, value, out = given if alike else _of_one_head_dim(*given)
     lengths = (query.shape[2], key.shape[2])
@@ -236,15 +238,15 @@ def _cudnn_gradients(
     seed: torch.Tensor,
 ) -> tuple[Any, ...]:
     """The same by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
-    query, key, value, out, lse = saved
+    *given, out, lse = saved
+    if nan_prone(given[1], causal):
+        return _flash_gradients(grad, saved, causal, scale, seed)
+    query, key, value = map(aligned, given)
+    if query is not given[0]:
+        out = out.contiguous()  # as cuDNN's own would be
     lengths = (query.shape[2], key.shape[2])
     lse = lse.unsqueeze(-1)
-    # PyTorch 2.11 finds cuDNN's plan by the strides of q, k and v, whatever those of the output and
-    # its gradient are; with a plan that was made for others, gradients are wrong (relative error
-    # 1.41). The output lies as q does, here its gradient too; and -0.0 of dropout finds plans that
-    # PyTorch's own calls neither made nor meet, as the bytes of all parameters are compared.
-    if grad.stride() != out.stride():
-        grad = torch.empty_like(out).copy_(grad)
+    grad = settled(grad, out)  # -0.0 of dropout finds the plans of these layouts alone
     grads: tuple[Any, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         *(grad, query, key, value, out, lse, seed, seed, None, None, None, *lengths, -0.0, causal),
         scale=scale,

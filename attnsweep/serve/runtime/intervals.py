@@ -15,7 +15,7 @@ from attnsweep.core.scores import Scores
 
 from .arguments import Call
 from .changed_scores import checked, composed
-from .sdpa_patch import sdpa
+from .pytorch_calls import attend
 
 _UNKNOWN = Padded("right", 100)
 """The layout of lengths that the device alone knows: they count as if every key were seen."""
@@ -46,7 +46,7 @@ def forms(
 def dense(
     limits: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
-    """The boolean mask that says the same, if anything is hidden by it.
+    """The boolean mask that says the same.
 
     It broadcasts to (batch, heads, seqlen_q, seqlen_k).
     """
@@ -60,7 +60,7 @@ def dense(
         first, end = (None, lengths) if lengths.dim() == 1 else lengths.unbind(1)
         parts += [] if first is None else [keys >= first[:, None, None, None]]
         parts += [keys < end[:, None, None, None]]
-    return functools.reduce(torch.logical_and, parts)
+    return functools.reduce(torch.logical_and, parts or [keys >= 0])
 
 
 def scanned(
@@ -85,29 +85,24 @@ def scanned(
 def by_pytorch(call: Call) -> torch.Tensor:
     """A call with a mask or limits by PyTorch's own attention, or its operators.
 
-    With limits a query that sees no key has 0. PyTorch's backends differ for those: cuDNN's of 2.11
-    lets them see all keys. So all let them here, and their rows are filled afterwards, which keeps
-    gradients finite too.
+    With limits a query that sees no key has 0.
     """
-    query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p = call
-    may_be_empty = False
+    query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p, fill = call
     if limits is not None:
         (low, high), lengths = limits, mask
         if lengths is not None or low is not None or high is not None:
             mask = dense(limits, query, key, lengths)
         # A window's left side begins no later than the last query's own key, which is the last one.
         sees = high is None or high >= max(0, 0 if low is None else low)
-        may_be_empty = lengths is not None or not sees
+        fill = lengths is not None or not sees
     if softcap or sinks is not None:
         given = (query, key, value, mask, dropout_p)
         return composed(*given, scale, enable_gqa, softcap, sinks)
-    if mask is None:
-        raise AssertionError
-    empty = ~mask.any(-1, keepdim=True) if may_be_empty else None
-    mask = mask if empty is None else mask | empty
-    how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    out: torch.Tensor = sdpa(query, key, value, mask, dropout_p, False, **how)
-    return out if empty is None else out.masked_fill(empty, 0)
+    how: Any = (mask, dropout_p, False)
+    out: torch.Tensor = attend(
+        query, key, value, *how, scale=scale, enable_gqa=enable_gqa, fill=fill
+    )
+    return out
 
 
 def understood(

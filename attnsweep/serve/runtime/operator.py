@@ -10,19 +10,26 @@ from typing import Any
 
 import torch
 
-from .arguments import Call, autocast, dropped, number, plain, records_gradients
+from .arguments import (
+    Call,
+    autocast,
+    bias_copied,
+    dropped,
+    number,
+    plain,
+    records_gradients,
+)
 from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
-from .call_cache import MaskList, MaskLists, Seen, transformed
+from .call_cache import MaskList, MaskLists, Seen, ShortSteps, transformed
 from .changed_scores import checked
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
-from .gradients import Gradient, with_gradient
+from .gradients import Gradient, like, with_gradient
 from .intervals import by_pytorch, scanned, understood
 from .packed import CuSeqlens
 from .planner import Planner
 from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .sdpa_patch import pytorchs as _sdpa
-from .sdpa_patch import sdpa
+from .pytorch_calls import attend
 from .table import Guard, PackageError, Table
 from .traced import Traced
 from .transformers_hook import LazyMask
@@ -82,6 +89,7 @@ class Operator:
         # finds their plans reaches over so much memory that a step, which has used the caches for
         # other things, is 11 to 26 us longer on the host of an H100.
         self.shorts: set[Any] = set()
+        self.short_steps = ShortSteps()
         self._on_cuda = "cuda" in devices
         # Without PyTorch's Python around them, where this build has them.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -136,8 +144,7 @@ class Operator:
         if not plan.lse and plain_scores and not records_gradients(call):
             how = (call.is_causal, call.scale, call.enable_gqa, mask)
             self._seen.add(plan, query, key, value, *how)
-        if plan.short_scan and self._is_scanned_alone(mask, keep):
-            self.fell_back(SHORT_SCAN)
+        if self._is_for_once(plan, mask, keep):
             return None
         if plan.lse:
             given = (query, key, value, mask, self, plan, keep)
@@ -156,11 +163,17 @@ class Operator:
         seen = self._find(query, key, value, *how, mask)
         if seen is None or not seen.calls:
             return self.masked(Call(query, key, value, mask, *how), keep)
-        if seen.short_scan and self._is_scanned_alone(mask, keep):
-            self.fell_back(SHORT_SCAN)
+        if self._is_for_once(seen, mask, keep):
             return None
         done = self.run(seen, query, key, value, mask, keep)
         return None if done is None else done[0]
+
+    def _is_for_once(self, plan: Plan, mask: Any, keep: bool) -> bool:
+        """Whether what a call makes of its mask is for it alone, and takes longer than it gains."""
+        if not plan.short_scan or not self._is_scanned_alone(mask, keep):
+            return False
+        self.fell_back(SHORT_SCAN)
+        return True
 
     def _is_scanned_alone(self, mask: Any, keep: bool) -> bool:
         """Whether a scan is of one call: nothing of it is kept, and no graph replays it."""
@@ -201,7 +214,7 @@ class Operator:
 
         It also has it where gradients are recorded and a kernel has them.
         """
-        query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, _ = call
+        query, key, value, mask, is_causal, scale, enable_gqa, limits, softcap, sinks, *_ = call
         if transformed():
             return TRANSFORMED
         if not _alone(query, key, value):
@@ -271,12 +284,30 @@ class Operator:
             and key.dim() == 4
             and query.numel() * key.shape[2] < self.short_work
         ):
-            self.fell_back(SHORT)
-            return sdpa(
-                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return self.short(query, key, value, dropout_p, is_causal, scale, enable_gqa)
         how = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return self.eager(query, key, value, *how, cache=cache)
+        return self.eager(query, key, value, *how, cache=cache, fill=True)
+
+    def short(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        code: Any = None,
+        at: int = 0,
+    ) -> torch.Tensor:
+        """A short step with gradients, which PyTorch gets. code, at: the place that makes it."""
+        self.fell_back(SHORT)
+        find = self.short_steps
+        steps = find.find(code, at, query, key, value, is_causal)
+        steps = steps or find.add(code, at, query, key, value, is_causal)
+        how: Any = (None, dropout_p, is_causal)
+        given = (query, key, value, *how)
+        return attend(*given, scale=scale, enable_gqa=enable_gqa, steps=steps)
 
     def eager(
         self,
@@ -290,14 +321,19 @@ class Operator:
         enable_gqa: bool,
         *,
         cache: bool = True,
+        fill: bool = False,
     ) -> torch.Tensor:
-        """`attention` with the arguments of PyTorch's own, of a call that is not short."""
+        """`attention` with the arguments of PyTorch's own, of a call that is not short.
+
+        fill: whether a query that a mask leaves no key has output 0 where PyTorch computes it too.
+        """
         if _is_compiling():  # also one that gave up on the callers, and takes up this frame
             masks = (attn_mask, dropout_p, is_causal)
-            return self.traced.call(query, key, value, *masks, scale, enable_gqa)
+            return self.traced.call(query, key, value, *masks, scale, enable_gqa, fill)
         if type(is_causal) is not bool or type(enable_gqa) is not bool:  # 1 would find True's plan
             how = (dropout_p, is_causal)
-            return _sdpa(query, key, value, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
+            own = (query, key, value, attn_mask, *how)
+            return attend(*own, scale=scale, enable_gqa=enable_gqa, fill=fill)
         if scale is not None and type(scale) is not float:
             scale = number(scale)
         if _any_autocast():
@@ -341,11 +377,8 @@ class Operator:
             self.fell_back(choice)
             if choice.code == SHORT.code and len(self.shorts) < MOST_PLANS:
                 self.shorts.add((query.shape, key.shape, is_causal))
-        if attn_mask is None and scale is None and not enable_gqa:
-            return sdpa(query, key, value, None, dropout_p, is_causal)
-        return _sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        return attend(*given, scale=scale, enable_gqa=enable_gqa, fill=fill)
 
     def _beyond_sdpa(
         self, given: tuple[Any, ...], limits: Any, softcap: Any, sinks: Any, keep: bool
@@ -503,6 +536,9 @@ class Operator:
         if index >= 0 and index != self.current_device():
             with torch.cuda.device(index):
                 return self.run(plan, query, key, value, mask, keep, sinks)
+        if plan.of_rows is not None:
+            done = self.run(plan.of_rows, query.contiguous(), key, value, mask, keep, sinks)
+            return None if done is None else (like(done[0], query, value), *done[1:])
         out = _empty_like(query) if plan.out is None else query.new_empty_strided(*plan.out)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
@@ -529,6 +565,14 @@ class Operator:
                 listed = self._masks.find(masks, plan, stream) if keep else None
                 if listed is None:
                     listed = self._listed(plan, query, key, masks, stream, keep)
+                addresses += listed.addresses
+            elif plan.copied:
+                listed = self._masks.find((mask,), plan, stream) if keep else None
+                if listed is None:
+                    copy = bias_copied(mask)
+                    listed = MaskList((copy.data_ptr(),), (copy,))
+                    if keep:
+                        self._masks.keep((mask,), plan, stream, listed)
                 addresses += listed.addresses
             elif plan.biased:
                 if mask.data_ptr() & 15:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
 from .plans import Explanation
-from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, pytorchs, sdpa
+from .pytorch_calls import attend
+from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, sdpa
 from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.
@@ -30,16 +32,17 @@ _fp8 = Fp8Operator(_operator)
 _Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
 _is_grad_enabled, _SHORT = torch.is_grad_enabled, SHORT.code
 _in_function_mode = torch._C._is_torch_function_mode_enabled
-_counts, _shorts = _operator.counts, _operator.shorts
+_counts, _shorts, _settled = _operator.counts, _operator.shorts, _operator.short_steps.settled
+_frame = sys._getframe
 _compiled = _operator.traced.ops.attention_sdpa
 __version__ = _operator.table.attnsweep
 
 
 def serve_by(operator: Operator) -> None:
     """Have another operator serve the calls: one of another driver, or for other devices."""
-    global _operator, _varlen, _fp8, _counts, _shorts, _compiled
+    global _operator, _varlen, _fp8, _counts, _shorts, _settled, _compiled
     _operator, _varlen, _fp8 = operator, VarlenOperator(operator), Fp8Operator(operator)
-    _counts, _shorts = operator.counts, operator.shorts
+    _counts, _shorts, _settled = operator.counts, operator.shorts, operator.short_steps.settled
     _compiled = operator.traced.ops.attention_sdpa
 
 
@@ -290,29 +293,36 @@ class _Routed(InPlace):
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
         elif attn_mask is None and type(query) is _Tensor and query.requires_grad:
+            place = _frame(1)
             try:
+                for alike, causal, _ in _settled.get((id(place.f_code) << 24) + place.f_lasti, ()):
+                    if (
+                        causal is is_causal
+                        and alike(query, key, value)
+                        and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+                        and _is_grad_enabled()
+                        and _routing.on
+                    ):
+                        _counts[_SHORT] += 1
+                        dropout_p = dropout_p or -0.0  # as `attend` does
+                        if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
+                            return sdpa(query, key, value, None, dropout_p, is_causal)
+                        how: Any = (None, dropout_p, is_causal)
+                        return sdpa(query, key, value, *how, scale=scale, enable_gqa=enable_gqa)
                 short = query.numel() * key.shape[-2] < _routing.short_work or (
                     (query.shape, key.shape, is_causal) in _shorts and _routing.on
                 )
             except (RuntimeError, AttributeError, IndexError):  # nested, or no tensor
                 short = False
-            if short and _is_grad_enabled():
-                if _counts[_SHORT]:
-                    _counts[_SHORT] += 1
-                    if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
-                        return sdpa(query, key, value, None, dropout_p, is_causal)
-                    how = (dropout_p, is_causal)
-                    return sdpa(query, key, value, None, *how, scale=scale, enable_gqa=enable_gqa)
-                if flash_allowed():  # the first is logged
-                    return _operator.attention(
-                        query, key, value, None, dropout_p, is_causal, scale, enable_gqa
-                    )
+            if short and _is_grad_enabled() and flash_allowed():
+                how = (dropout_p, is_causal, scale, enable_gqa, place.f_code, place.f_lasti)
+                return _operator.short(query, key, value, *how)
         if _routing.on and flash_allowed():
             return _operator.eager(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
         masks = (attn_mask, dropout_p, is_causal)
-        return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+        return attend(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
 
 
 _routed = _Routed()

@@ -12,7 +12,7 @@ from .dispatch import Choice
 from .gradients import like
 from .intervals import sides
 from .plans import Explanation
-from .sdpa_patch import sdpa
+from .pytorch_calls import attend, flash_varlen
 from .torch_ops import define
 
 Window = tuple[int | None, int | None]
@@ -88,25 +88,14 @@ def by_pytorch(
     head_dim, plain = query.shape[2], not softcap and sinks is None
     flash = query.is_cuda and query.dtype in DTYPES and head_dim % 8 == 0 and head_dim <= 256
     if plain and flash and key.shape == value.shape and query.shape[0] and key.shape[0]:
-        left, right = window
         most = [n or each.shape[0] for n, each in zip(longest, (query, key), strict=True)]
-        begins = [each.to(torch.int32).contiguous() for each in cu_seqlens]
-        of_window: dict[str, int] = {}
-        if left is not None or right not in (None, 0):
-            of_window["window_size_left"] = -1 if left is None else left
-            of_window["window_size_right"] = -1 if right is None else right
-        given = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-        causal = right == 0 and not of_window
-        how: Any = (*begins, *most, dropout_p, causal, False)
-        flash_attention = torch.ops.aten._flash_attention_forward
-        out: torch.Tensor = flash_attention(*given, *how, scale=scale, **of_window)[0]
-        return out
+        begins = CuSeqlens(*(each.to(torch.int32).contiguous() for each in cu_seqlens))
+        return flash_varlen(query, key, value, begins, most, window, dropout_p, scale)
     one = as_one(query, key, value)
     mask = dense(query.shape[0], key.shape[0], cu_seqlens, window)
     if plain:
-        empty = ~mask.any(-1, keepdim=True)
-        how = (mask | empty, dropout_p, False)
-        made = sdpa(*one, *how, scale=scale, enable_gqa=True).masked_fill(empty, 0)
+        how: Any = (mask, dropout_p, False)
+        made = attend(*one, *how, scale=scale, enable_gqa=True, fill=True)
     else:
         made = composed(*one, mask, dropout_p, scale, True, softcap, sinks)
     return made.squeeze(0).transpose(0, 1).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +21,7 @@ from .arguments import (
     DTYPES,
     PLAIN,
     Call,
+    bias_copied,
     bias_of,
     laid_out,
     mask_strides,
@@ -38,6 +40,14 @@ from .sdpa_patch import asked_once
 from .served import WGMMA
 from .table import GpuKey, Table, TunedGpu, known
 
+APART = Choice(
+    None,
+    "layout",
+    "the queries of grouped heads are not equally far apart in memory, as they are in "
+    "query.contiguous(), and to copy them takes longer than the kernel gains",
+)
+# What copies of a few queries and of their output take together, and what must be gained besides.
+COPIES_US, COPIES_MARGIN = 6.0, 0.05
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _NUMBERS = (int, float, torch.SymFloat)
@@ -129,7 +139,7 @@ class Planner:
             tuned = "; ".join(key.label for key in self._table.gpus) or "none"
             why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
-        out = output_of(query, value, "meta")
+        out, copied = output_of(query, value, "meta"), False
         tensors = {
             name: laid_out(each)
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
@@ -138,6 +148,9 @@ class Planner:
             return Plan(unserved)
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             tensors["bias"] = bias_of(mask, query, key)
+            copied = unmapped(tensors["bias"]) is not None
+            if copied:
+                tensors["bias"] = bias_of(bias_copied(mask.to("meta")), query, key)
             fault = unmapped(tensors["bias"])
             if fault is not None:
                 return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
@@ -145,12 +158,26 @@ class Planner:
         if choice.kernel is None or problem is None:
             return Plan(choice)
         plan = self._launched(call, lse, out, choice, problem, tensors)
+        if plan.choice is APART:
+            return self._of_rows(call, lse, choice)
+        plan.copied = copied
         # With lengths, PyTorch's own attention needs a mask first, which takes longer to make than
         # a scan of the lengths does.
         given = limits is None and isinstance(mask, torch.Tensor)
         scans = given and plan.scan_reads and not plan.grouped
         plan.short_scan = bool(scans and 0 < choice.sdpa_us < gpu.guard.scan_us)
+        # PyTorch reads rows at any address nearly as fast, but not what is no row: (16,16,512,64)
+        # took it 1723 us with keys 16 elements apart, and 86 with a contiguous copy.
+        plan.short_scan |= copied and mask.stride(-1) == 1
         return plan
+
+    def _of_rows(self, call: Call, lse: bool, choice: Choice) -> Plan:
+        """The plan of a call whose query is copied first, and its output afterwards."""
+        ours = choice.sdpa_us / choice.gain if choice.gain else 0.0
+        if choice.sdpa_us < (ours + COPIES_US) * (1 + COPIES_MARGIN):
+            return Plan(replace(APART, gain=choice.gain))
+        own = self.made(call._replace(query=call.query.contiguous()), lse)
+        return replace(own, of_rows=own) if own.calls else own
 
     @staticmethod
     def _launched(
@@ -164,9 +191,7 @@ class Planner:
             for name in ("q", "o"):
                 view = rows_of_group(tensors[name], problem.heads // problem.heads_kv)
                 if view is None:
-                    why = "the queries of grouped heads are not equally far apart in memory"
-                    why += ", as they are in query.contiguous()"
-                    return Plan(Choice(None, "layout", why, choice.gain))
+                    return Plan(APART)
                 tensors[name] = view
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()

@@ -50,8 +50,10 @@ class Plan:
     and end in memory of 32-bit words; scans: once they are loaded. scan_reads: the names of what
     they read. short_scan: whether they outlast the call. biased: whether a call reads its mask
     itself, as numbers that are added to scores.
-    limits: the mask by diagonals, if the call has it so. out: sizes and strides of the output, if
-    it is not like q.
+    copied: whether it reads a copy of that, since no tensor map can describe the mask.
+    of_rows: the plan of the call with a contiguous query, by which it is served, if the rows of its
+    groups are not equally far apart. limits: the mask by diagonals, if the call has it so. out:
+    sizes and strides of the output, if it is not like q.
     """
 
     choice: Choice
@@ -76,6 +78,8 @@ class Plan:
     scans: BoundLaunches | None = None
     short_scan: bool = False
     biased: bool = False
+    copied: bool = False
+    of_rows: Plan | None = None
     limits: Diagonals | None = None
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 

@@ -22,7 +22,6 @@ exports: Any = torch.compiler if _KNOWN else SimpleNamespace(_is_exporting_flag=
 """Its _is_exporting_flag says whether a program is exported: that holds PyTorch's operator, so that
 it needs no package. The compiler of PyTorch 2.11 takes is_exporting() as true wherever it reads it,
 and each name on the way to an answer is one thing more that is asked before each call."""
-_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 
 
 def is_traced(tensor: Any) -> bool:
@@ -31,56 +30,6 @@ def is_traced(tensor: Any) -> bool:
     Earlier PyTorch says is_compiling in what the compiler reads itself, and not there.
     """
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
-
-
-def pytorchs(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """`sdpa`, also for a mask of PyTorch's class CausalBias while a package stands in its place.
-
-    The class recognises a call by what stands in torch.nn.functional, and otherwise hands over the
-    tensor that it is, which is empty. So its own function for attention is called. And a float32
-    mask beside half precision, which cuDNN reads as if it were of that, is added in float32.
-    """
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    bias = None if attn_mask is None else sys.modules.get("torch.nn.attention.bias")
-    if bias is not None and isinstance(attn_mask, bias.CausalBias):
-        return bias.CausalBias._dispatch(*given, scale, enable_gqa)
-    if _misread(*given, scale, enable_gqa):
-        single = query.float(), key.float(), value.float()
-        out = sdpa(*single, *given[3:], scale=scale, enable_gqa=enable_gqa)
-        return out.to(query.dtype)
-    return sdpa(*given, scale=scale, enable_gqa=enable_gqa)
-
-
-def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> bool:
-    """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
-
-    Autocast would cast the mask too. A compiler cannot ask, nor can `torch.vmap`.
-    """
-    if getattr(attn_mask, "dtype", None) is not torch.float32:
-        return False
-    if not getattr(query, "is_cuda", False):
-        return False
-    if query.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda"):
-        return False
-    if torch.compiler.is_compiling() or is_traced(query):
-        return True
-    *masks, scale, enable_gqa = how
-    given = (query, key, value, attn_mask, *masks)
-    try:
-        choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
-    except RuntimeError:
-        return True
-    return bool(choice == _CUDNN)
 
 
 class InPlace:

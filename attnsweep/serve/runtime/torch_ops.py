@@ -15,13 +15,13 @@ _LIMITS = "Tensor? key_range, SymInt? low, SymInt? high, float scale"
 _GIVEN = f"({_QKV}, bool causal, float scale)"
 _MASKED = (
     f"({_QKV}, Tensor? mask, bool diagonals, SymInt? low, SymInt? high, float scale, "
-    "float softcap, Tensor? sinks, bool repeats)"
+    "float softcap, Tensor? sinks, bool repeats, bool fill)"
 )
 OPERATORS = {
     "attention": f"{_GIVEN} -> Tensor",
     "attention_sdpa": (
         f"({_QKV}, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
-        "bool enable_gqa) -> Tensor"
+        "bool enable_gqa, bool fill=False) -> Tensor"
     ),
     "attention_masked": f"{_MASKED} -> Tensor",
     "forward": f"{_GIVEN} -> Tensor",

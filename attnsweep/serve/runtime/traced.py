@@ -19,7 +19,8 @@ from .call_cache import transformed
 from .gradients import like
 from .intervals import by_pytorch
 from .planner import choice_of, forms_of, why_unserved
-from .sdpa_patch import exports, pytorchs, sdpa
+from .pytorch_calls import attend
+from .sdpa_patch import exports
 from .torch_ops import OPERATORS, define, differentiate, library_of
 
 
@@ -54,6 +55,7 @@ class Traced:
         is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
+        fill: bool = False,
     ) -> torch.Tensor:
         """`Operator.attention` with PyTorch's arguments, as one operator, if none is of a subclass.
 
@@ -75,13 +77,15 @@ class Traced:
             # No bool(), which would stay in the graph.
             is_causal = True if is_causal else False  # noqa: SIM210
             enable_gqa = True if enable_gqa else False  # noqa: SIM210
-            how = (dropout_p, is_causal, scale, enable_gqa)
+            how = (dropout_p, is_causal, scale, enable_gqa, fill)
             out: torch.Tensor = self.ops.attention_sdpa(query, key, value, attn_mask, *how)
             return out
         masks = (attn_mask, dropout_p, is_causal)
-        return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+        return attend(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa, fill=fill)
 
-    def attention_sdpa(self, query: Any, key: Any, value: Any, *asked: Any) -> torch.Tensor:
+    def attention_sdpa(
+        self, query: Any, key: Any, value: Any, *asked: Any, fill: bool = False
+    ) -> torch.Tensor:
         """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
 
         PyTorch where torch.func transforms it: it has rules for its own operator alone. And where a
@@ -89,25 +93,28 @@ class Traced:
         device alone, so that nothing can be asked of them.
         """
         given = self._operator.cast(query, key, value)
+        if len(asked) == 6:
+            *asked, fill = asked  # type: ignore[assignment]
         *masks, scale, enable_gqa = asked
         out: Any = None
         if not transformed() and not _saves_selected():
             try:
-                out = self._served(*given, *asked)
+                out = self._served(*given, *asked, fill)
             except RuntimeError as error:  # to import its class takes as long as a compiler
                 if type(error).__name__ != "GuardOnDataDependentSymNode":
                     raise
         if out is None:
-            out = pytorchs(*given, *masks, scale=scale, enable_gqa=enable_gqa)
+            out = attend(*given, *masks, scale=scale, enable_gqa=enable_gqa, fill=fill)
         return out
 
     def _served(self, query: Any, key: Any, value: Any, *asked: Any) -> Any:
-        attn_mask, dropout_p, is_causal, scale, enable_gqa = asked
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, fill = asked
         if attn_mask is not None:
             scores: Any = (None, 0.0, None)
-            how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p)
+            how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p, fill)
             return self._masked(Call(query, key, value, *how), repeats=False)
-        unserved = dropout_p or self._planner.unserved(query, key, value, *asked[2:])
+        how = (is_causal, scale, enable_gqa)
+        unserved = dropout_p or self._planner.unserved(query, key, value, *how)
         if unserved or not self._planner.is_known(query.device.index or 0):
             return None
         return self.ops.attention(query, key, value, is_causal, default_scale(query, scale))
@@ -120,7 +127,8 @@ class Traced:
         return self._masked(call, repeats) if plain(call.query, call.key, call.value) else None
 
     def _masked(self, call: Call, repeats: bool) -> Any:
-        query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p = call
+        query, key, value, mask, _, scale, enable_gqa, limits, *others = call
+        softcap, sinks, dropout_p, fill = others
         if dropout_p:
             return None
         if self._planner.unserved(query, key, value, False, scale, enable_gqa):
@@ -130,8 +138,9 @@ class Traced:
             grad = False  # `attention_masked` knows more of the sizes
         if why_unserved(call, grad) or not self._planner.is_known(query.device.index or 0):
             return None
-        how = (limits is not None, *(limits or (None, None)), default_scale(query, scale))
-        return self.ops.attention_masked(query, key, value, mask, *how, softcap, sinks, repeats)
+        diagonals = (limits is not None, *(limits or (None, None)))
+        how = (*diagonals, default_scale(query, scale), softcap, sinks, repeats, fill)
+        return self.ops.attention_masked(query, key, value, mask, *how)
 
     # ---- what the operators compute ----
     def attention(
@@ -180,7 +189,7 @@ class Traced:
 
     def attention_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """As `attention`, with a mask or diagonals and lengths, and changed scores."""
-        diagonals, low, high, scale, softcap, sinks, _ = how
+        diagonals, low, high, scale, softcap, sinks, *_ = how
         gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
         call, padded = _call(query, key, value, mask, *how), mask is not None
         if records_gradients(call):
@@ -198,7 +207,7 @@ class Traced:
 
     def forward_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
-        diagonals, _, _, scale, softcap, sinks, _ = how
+        diagonals, _, _, scale, softcap, sinks, *_ = how
         if diagonals or softcap or sinks is not None:
             done = self._operator.masked(_call(query, key, value, mask, *how), keep=False)
         else:  # found by one question if it was met before: a short call waits for the host
@@ -222,18 +231,19 @@ def default_scale(query: Any, scale: float | None) -> float:
 def _by_pytorch(query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     how: Any = (None, 0.0, causal)
-    out: torch.Tensor = sdpa(query, key, value, *how, scale=scale, enable_gqa=grouped)
+    out: torch.Tensor = attend(query, key, value, *how, scale=scale, enable_gqa=grouped)
     return out
 
 
 def _call(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Call:
-    diagonals, low, high, scale, softcap, sinks, _ = how
+    diagonals, low, high, scale, softcap, sinks, _, fill = how
     limits = (low, high) if diagonals else None
-    return Call(query, key, value, mask, False, scale, True, limits, softcap, sinks)
+    given = (query, key, value, mask, False, scale, True, limits, softcap, sinks)
+    return Call(*given, fill=fill)
 
 
 def _masked_by_pytorch(query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor:
-    *_, repeats = how
+    *_, repeats, _ = how
     grouped = bool(query.shape[1] != key.shape[1])
     if grouped and repeats:
         groups, grouped = query.shape[1] // key.shape[1], False

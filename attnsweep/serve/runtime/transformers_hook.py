@@ -251,6 +251,15 @@ def _masks(sdpa: Callable[..., Any], masking_utils: Any) -> Callable[..., Any]:
     return mask
 
 
+def _biased(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask that adds a model's bias to scores, as transformers makes it: T5's, say."""
+    if mask is None:
+        return bias
+    if mask.dtype is torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
 def _implementation(
     attention: Callable[..., Any], masked: Callable[..., Any], sdpa: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -295,6 +304,13 @@ def _implementation(
             how = {"scale": scaling, "enable_gqa": grouped, **scores}
             out = attention(query, key, value, attention_mask, dropout, **how)
             return out.transpose(1, 2).contiguous(), None
+        if found == ["position_bias"] and not changed and dropout == 0.0:
+            own = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if attention_mask is not None or not own or query.shape[2] == 1:
+                mask = _biased(options["position_bias"], attention_mask)
+                out = masked(query, key, value, mask, scaling)
+                if out is not None:
+                    return out.transpose(1, 2).contiguous(), None
         if attention_mask is not None and not others:
             out = masked(query, key, value, attention_mask, scaling)
             if out is not None:

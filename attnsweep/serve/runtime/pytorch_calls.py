@@ -1,0 +1,364 @@
+"""Every attention call that PyTorch computes for a package, and how callers are kept from faults.
+
+PyTorch's backends are wrong for some calls that they accept, most of them cuDNN's. `attend` and
+`aligned`, `settled` and `nan_prone` for its operators, are the only ways to them, and know these:
+
+- cuDNN's backward is planned by the layout of q, k and v alone: a gradient of another layout than
+  the one that the plan was made for gives wrong gradients or an illegal access.
+- cuDNN misreads tensors that do not begin, or whose rows are not, at multiples of 16 bytes.
+- cuDNN's dq is NaN at seqlen_k % 128 == 64 where scores are below -88, unless causal alone.
+- A query that sees no key has a mixture of v from cuDNN, where other backends have 0.
+- cuDNN reads a float32 mask beside half precision as if it were of that.
+- Flash attention of packed sequences takes each for one of a query if the longest has one.
+- Backward passes refuse more than 65,535 items or heads, and a mask that alone has a gradient.
+
+docs/explanation/pytorch.md says which version was tried on which card; what was not is taken to
+have the faults. benchmarks/pytorch_faults.py tries them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .sdpa_patch import is_traced, sdpa
+
+CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
+_OF_CUDNN = "ScaledDotProductCudnnAttentionBackward0"
+_HALVES = (torch.float16, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Blocks of a launch in its second and third dimension, which backward passes have items and heads
+# in.
+MOST_IN_GRID = 65535
+# Where a row that adds -inf to every score is 0 whichever backend computes it, gradients too: tried
+# on an H100. Elsewhere such rows are filled.
+_ADDED_ROWS_RIGHT = torch.__version__.startswith("2.11.")
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    fill: bool = False,
+    steps: Steps | None = None,
+) -> Any:
+    """PyTorch's own scaled_dot_product_attention, by a backend that computes the call rightly.
+
+    fill: whether a query that sees no key has output 0 and gradients of 0, whatever the backend
+    makes of it. steps: counts the gradients of a call without a mask that have the layout of the
+    ones before.
+    """
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    how: Any = {"scale": scale, "enable_gqa": enable_gqa}
+    # The class recognises a call by what stands in torch.nn.functional, and otherwise hands over
+    # the tensor that it is, which is empty.
+    bias = None if attn_mask is None else sys.modules.get("torch.nn.attention.bias")
+    if bias is not None and isinstance(attn_mask, bias.CausalBias):
+        return bias.CausalBias._dispatch(*given, scale, enable_gqa)
+    if _misread(*given, scale, enable_gqa):
+        single = query.float(), key.float(), value.float()
+        return attend(*single, *given[3:], **how, fill=fill).to(query.dtype)
+    if fill and attn_mask is not None:
+        return _filled(*given, **how)
+    traced = is_traced(query)
+    plain = type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN
+    if not (plain or traced) or _is_compiling() or _transform() is not None or query.dim() != 4:
+        return sdpa(*given, **how)
+    grad = records(query, key, value, attn_mask)
+    if grad and not traced and max(query.shape[:2]) > MOST_IN_GRID:
+        return _in_parts(*given, **how)
+    if grad and not (query.requires_grad or key.requires_grad or value.requires_grad):
+        query = query.detach().requires_grad_()  # or no log-sum-exp is kept for the mask's own
+    query, key, value = aligned(query), aligned(key), aligned(value)
+    if attn_mask is not None and not traced and attn_mask.dim() > 1:
+        attn_mask = _of_rows(attn_mask, key.shape[-2])
+    if not grad:
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    if nan_prone(key, is_causal and attn_mask is None):
+        with _without_cudnn():
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    if traced:
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    # The bytes of -0.0 find plans that calls outside this module neither made nor meet.
+    dropout_p = dropout_p or -0.0
+    out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    if type(out.grad_fn).__name__ == _OF_CUDNN:
+        (steps or _layout_of(out)).watch(out)
+    return connected(out, query, key, value)
+
+
+def flash_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: Sequence[torch.Tensor],
+    longest: Sequence[int],
+    window: tuple[int | None, int | None],
+    dropout_p: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Packed sequences by PyTorch's flash attention: (tokens, heads, head_dim) on a card.
+
+    cu_seqlens, longest: of queries and of keys. window: the keys before and after a query's own,
+    None: all on that side.
+    """
+    (of_q, of_k), (most_q, most_k), (left, right) = cu_seqlens, longest, window
+    # If none has more than one query, it takes each for one of a query, and an idle one for another
+    # that is there.
+    if most_q < 2 and query.shape[0] != of_q.shape[0] - 1:
+        most_q = 2
+    of_window: dict[str, int] = {}
+    if left is not None or right not in (None, 0):
+        of_window["window_size_left"] = -1 if left is None else left
+        of_window["window_size_right"] = -1 if right is None else right
+    given = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
+    how: Any = (of_q, of_k, most_q, most_k, dropout_p, right == 0 and not of_window, False)
+    flash = torch.ops.aten._flash_attention_forward
+    out, *_ = flash(*map(aligned, given), *how, scale=scale, **of_window)
+    return connected(out, query, key, value)
+
+
+def connected(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """The output, with gradients of 0 to tensors whose gradients PyTorch does not record for it."""
+    if out.requires_grad or not records(*tensors):
+        return out
+    for each in tensors:
+        out = out + each[..., :0].sum()
+    return out
+
+
+def records(*tensors: Any) -> bool:
+    """Whether gradients of any of these, or None, are recorded."""
+    return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> bool:
+    """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
+
+    Autocast would cast the mask too. A compiler cannot ask, nor can `torch.vmap`.
+    """
+    if getattr(attn_mask, "dtype", None) is not torch.float32:
+        return False
+    if not getattr(query, "is_cuda", False):
+        return False
+    if query.dtype not in _HALVES or torch.is_autocast_enabled("cuda"):
+        return False
+    if _is_compiling() or is_traced(query):
+        return True
+    *masks, scale, enable_gqa = how
+    given = (query, key, value, attn_mask, *masks)
+    try:
+        choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
+    except RuntimeError:
+        return True
+    return bool(choice == CUDNN)
+
+
+def _filled(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any, **options: Any) -> Any:
+    """`attend`, where queries that see no key see all, and their output is 0 afterwards.
+
+    That keeps gradients finite too.
+    """
+    if attn_mask.dtype is torch.bool:
+        empty = ~attn_mask.any(-1, keepdim=True)
+        attn_mask = attn_mask | empty
+    elif _ADDED_ROWS_RIGHT:
+        return attend(query, key, value, attn_mask, *how, **options)
+    else:
+        empty = (attn_mask == -torch.inf).all(-1, keepdim=True)
+        attn_mask = attn_mask.masked_fill(empty, 0.0)
+    return attend(query, key, value, attn_mask, *how, **options).masked_fill(empty, 0.0)
+
+
+def _in_parts(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any, **options: Any) -> Any:
+    """`attend`, by as many items or heads at a time as a backward takes."""
+    dim = 0 if query.shape[0] > MOST_IN_GRID else 1
+    group = max(1, query.shape[dim] // max(1, key.shape[dim]))
+    most = max(1, MOST_IN_GRID // group)
+    parts = []
+    for at in range(0, -(-query.shape[dim] // group), most):
+
+        def part(tensor: Any, of: int, at: int = at) -> Any:
+            axis = dim - 4
+            if tensor is None or tensor.dim() < -axis or tensor.shape[axis] == 1:
+                return tensor
+            return tensor.narrow(axis, at * of, min(most * of, tensor.shape[axis] - at * of))
+
+        own = part(query, group), part(key, 1), part(value, 1), part(attn_mask, group)
+        parts.append(attend(*own, *how, **options))
+    return torch.cat(parts, dim)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one whose rows do not begin at multiples of 16 bytes.
+
+    cuDNN takes heads of multiples of 16 bytes alone, so that others need no copy.
+    """
+    step = 16 // tensor.element_size()
+    *steps, last = tensor.stride()
+    if tensor.shape[-1] % step or last != 1:
+        return tensor
+    if is_traced(tensor):  # which has no address, and may have numbers that are not known yet
+        steps.append(tensor.storage_offset())
+    else:
+        steps.append(tensor.data_ptr() // tensor.element_size())
+    if any(type(each) is int and each % step for each in steps):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _of_rows(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask, or a copy of one whose rows backends read slowly, or wrongly.
+
+    With keys 16 elements apart, as T5 makes its bias, a call took PyTorch 20 times as long.
+    """
+    if mask.shape[-1] == 1 < keys:  # or a bias is made of it whose keys are 0 elements apart
+        mask = mask.expand(*mask.shape[:-1], keys)
+    if mask.dtype is torch.bool or (mask.stride(-1) == 1 and not mask.data_ptr() & 15):
+        return mask
+    pairs = zip(mask.shape[:-1], mask.stride()[:-1], strict=True)
+    own = mask[tuple(slice(1) if n > 1 and step == 0 else slice(None) for n, step in pairs)]
+    return own.clone(memory_format=torch.contiguous_format).expand(mask.shape)
+
+
+def nan_prone(key: torch.Tensor, causal_alone: bool) -> bool:
+    """Whether cuDNN's backward may make NaN of scores far below zero: see this module.
+
+    A compiler's numbers that vary are not asked.
+    """
+    keys = key.shape[-2]
+    return not causal_alone and type(keys) is int and keys % 128 == 64
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Have PyTorch choose another backend, as torch.nn.attention.sdpa_kernel does."""
+    before = torch._C._get_cudnn_sdp_enabled()
+    torch._C._set_sdp_use_cudnn(False)
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_use_cudnn(before)
+
+
+# ---- one layout of gradients for each layout of an output ----
+class Layout:
+    """The layout of the gradients of outputs of one shape and layout, for which plans are made.
+
+    It is the first one's, since nearly all programs have one, unless cuDNN cannot take that.
+    """
+
+    def __init__(self, of_output: tuple[int, ...]) -> None:
+        self._of_output = of_output
+        self._strides: tuple[int, ...] | None = None
+        # autograd's own hook of a dict: a hook of `register_hook` takes 5 us more.
+        self._holder = torch.empty(0, requires_grad=True)
+        self._holder._backward_hooks = {0: self.copied}
+
+    def watch(self, out: torch.Tensor) -> None:
+        """Have the gradient of an output, when there is one, in this layout."""
+        hooked(out, self._holder, self.copied)
+
+    def copied(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A copy of a gradient in this layout; None if it has it already."""
+        strides = self._strides
+        if strides is None:
+            strides = self._of_output
+            if grad.stride(-1) == 1 and _is_dense(grad):
+                strides = grad.stride()
+            self._strides = strides
+        try:
+            if not grad.data_ptr() & 15 and _alike(grad, strides):
+                return None
+        except RuntimeError:  # a batch of them, which has no memory of its own
+            return None
+        how: Any = {"dtype": grad.dtype, "device": grad.device}
+        return torch.empty_strided(grad.shape, strides, **how).copy_(grad)
+
+
+def _alike(grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor has these strides, where it has more than one element."""
+    own = grad.stride()
+    return own == strides or all(
+        n == 1 or a == b for n, a, b in zip(grad.shape, own, strides, strict=True)
+    )
+
+
+def hooked(out: torch.Tensor, holder: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """Call the hook of a holder's `_backward_hooks` with the gradient of an output."""
+    register = getattr(out.grad_fn, "_register_hook_dict", None)
+    if register is None:
+        out.register_hook(hook)
+    else:
+        register(holder)
+
+
+_layouts: dict[Any, Layout] = {}
+_MOST_LAYOUTS = 65536
+
+
+def _layout_of(out: torch.Tensor) -> Layout:
+    """The layout of the gradients of outputs like this one: the same for ever, as plans are."""
+    sizes = out.shape
+    what = (sizes, *[step if n > 1 else 0 for n, step in zip(sizes, out.stride(), strict=True)])
+    found = _layouts.get(what)
+    if found is None:
+        found = Layout(out.stride())
+        if len(_layouts) < _MOST_LAYOUTS:
+            found = _layouts.setdefault(what, found)
+        else:  # as any other beyond that many would be
+            found._strides = out.stride()
+    return found
+
+
+def settled(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of an output, in the layout that cuDNN's plan is made for."""
+    copied = _layout_of(out).copied(grad)
+    return grad if copied is None else copied
+
+
+class Steps:
+    """Short steps of one kind that one place of a program makes: are their gradients all alike?
+
+    left: how many more must be, before no hook watches them, 0 when that many were. A hook takes
+    the thread of a backward from 15 to 25 us, of 230 to 370 that a short step takes the host.
+    Gradients of another layout, once they were seen, are watched for ever.
+    """
+
+    WATCHED = 32
+
+    def __init__(self) -> None:
+        self.left = self.WATCHED
+        self._layout: Layout | None = None
+        self._holder = torch.empty(0, requires_grad=True)
+        self._holder._backward_hooks = {0: self._copied}
+
+    def watch(self, out: torch.Tensor) -> None:
+        """Count the gradient of an output, when there is one, while they are not settled."""
+        if not self.left:
+            return
+        self._layout = _layout_of(out)
+        hooked(out, self._holder, self._copied)
+
+    def _copied(self, grad: torch.Tensor) -> torch.Tensor | None:
+        if self._layout is None:
+            raise AssertionError
+        copied = self._layout.copied(grad)
+        if copied is not None:
+            self.left = sys.maxsize
+        elif self.left:
+            self.left -= 1
+        return copied
