@@ -163,6 +163,9 @@ def draw(limits: Limits, seed: int, number: int) -> Drawn:
         call |= {"inputs": "apart", "scale": 1.0, "softcap": None}
     elif rng.random() < 0.15:
         call["inputs"] = "wide"
+    if (mask := call.get("mask")) is not None and "-1e9" in mask.hides:
+        # Beside it float32 rounds a score to a multiple of 64: no rounding of a score may decide which.
+        call |= {"scale": None, "inputs": "normal"}
     if (kind in ("lengths", "ranges") or entry in VARLEN) and rng.random() < 0.4:
         call["hidden_nan"] = True
     call["kept"] = rng.random() < 0.5
@@ -210,11 +213,13 @@ def _arguments(entry: str, kind: str, sizes: Sizes, rng: random.Random) -> dict[
     if entry in VARLEN:
         count, equal = rng.randint(1, 5), rng.random() < 0.5
         decoding = rng.random() < 0.3
-        of_q = [0 if rng.random() < 0.2 else rng.randint(1, sizes.seqlen_q) for _ in range(count)]
+        # All of them are no more than twice as long as one: what is right takes memory by the square.
+        most_q, most_k = (max(1, 2 * n // (count + 1)) for n in (sizes.seqlen_q, sizes.seqlen_k))
+        of_q = [0 if rng.random() < 0.2 else rng.randint(1, most_q) for _ in range(count)]
         of_q = [min(1, n) for n in of_q] if decoding else of_q
-        of_q[rng.randrange(count)] = 1 if decoding else rng.randint(1, sizes.seqlen_q)
-        of_k = [0 if rng.random() < 0.2 else rng.randint(1, sizes.seqlen_k) for _ in range(count)]
-        of_k[rng.randrange(count)] = rng.randint(1, sizes.seqlen_k)
+        of_q[rng.randrange(count)] = 1 if decoding else rng.randint(1, most_q)
+        of_k = [0 if rng.random() < 0.2 else rng.randint(1, most_k) for _ in range(count)]
+        of_k[rng.randrange(count)] = rng.randint(1, most_k)
         of_k = list(of_q) if equal and not decoding else of_k
         window = _window(rng) if kind == "window" else (None, None)
         causal = kind == "causal" or (kind == "window" and rng.random() < 0.3)
