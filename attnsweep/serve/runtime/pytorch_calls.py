@@ -30,13 +30,16 @@ from .sdpa_patch import is_traced, sdpa
 CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
 _OF_CUDNN = "ScaledDotProductCudnnAttentionBackward0"
 _HALVES = (torch.float16, torch.bfloat16)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR, _PLAIN = torch.Tensor, (torch.Tensor, torch.nn.Parameter)
 # Blocks of a launch in its second and third dimension, which backward passes have items and heads
 # in.
 MOST_IN_GRID = 65535
 # Where a row that adds -inf to every score is 0 whichever backend computes it, gradients too: tried
 # on an H100. Elsewhere such rows are filled.
 _ADDED_ROWS_RIGHT = torch.__version__.startswith("2.11.")
+_MOST_LAYOUTS = 65536
+# Strides of 16-bit tensors whose rows lie at multiples of 16 bytes.
+_in_steps: set[tuple[int, ...]] = set()
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -61,6 +64,11 @@ def attend(
     makes of it. steps: counts the gradients of a call without a mask that have the layout of the
     ones before.
     """
+    if attn_mask is None and not _is_compiling() and _is_right(query, key, value):
+        if scale is None and not enable_gqa:
+            return sdpa(query, key, value, None, dropout_p, is_causal)
+        masks = (None, dropout_p, is_causal)
+        return sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     how: Any = {"scale": scale, "enable_gqa": enable_gqa}
     # The class recognises a call by what stands in torch.nn.functional, and otherwise hands over
@@ -74,7 +82,7 @@ def attend(
     if fill and attn_mask is not None:
         return _filled(*given, **how)
     traced = is_traced(query)
-    plain = type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN
+    plain = all(type(each) in _PLAIN and not each.is_nested for each in (query, key, value))
     if not (plain or traced) or _is_compiling() or _transform() is not None or query.dim() != 4:
         return sdpa(*given, **how)
     grad = records(query, key, value, attn_mask)
@@ -82,11 +90,13 @@ def attend(
         return _in_parts(*given, **how)
     if grad and not (query.requires_grad or key.requires_grad or value.requires_grad):
         query = query.detach().requires_grad_()  # or no log-sum-exp is kept for the mask's own
-    query, key, value = aligned(query), aligned(key), aligned(value)
-    if attn_mask is not None and not traced and attn_mask.dim() > 1:
+    if type(attn_mask) is torch.Tensor and not traced and attn_mask.dim() > 1:
         attn_mask = _of_rows(attn_mask, key.shape[-2])
-    if not grad:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    if query.dtype in _HALVES:
+        query, key, value = aligned(query), aligned(key), aligned(value)
+    if not grad or query.dtype not in _HALVES:
+        out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        return connected(out, query, key, value) if grad else out
     if nan_prone(key, is_causal and attn_mask is None):
         with _without_cudnn():
             return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
@@ -98,6 +108,24 @@ def attend(
     if type(out.grad_fn).__name__ == _OF_CUDNN:
         (steps or _layout_of(out)).watch(out)
     return connected(out, query, key, value)
+
+
+def _is_right(query: Any, key: Any, value: Any) -> bool:
+    """Whether each backend computes a call without a mask rightly: most calls, and soon known."""
+    if not (type(query) is type(key) is type(value) is _TENSOR) or _transform() is not None:
+        return False
+    if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return False  # they have no strides: to ask about these would end the process
+    if query.dtype not in _HALVES:
+        return True
+    return (
+        not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+        and query.stride() in _in_steps
+        and key.stride() in _in_steps
+        and value.stride() in _in_steps
+    )
 
 
 def flash_varlen(
@@ -208,15 +236,20 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     cuDNN takes heads of multiples of 16 bytes alone, so that others need no copy.
     """
     step = 16 // tensor.element_size()
+    if is_traced(tensor):  # which has no address, and may have numbers that are not known yet
+        off = tensor.storage_offset()
+        off = type(off) is int and off % step
+    else:
+        off = tensor.data_ptr() & 15
+        if not off and tensor.stride() in _in_steps:
+            return tensor
     *steps, last = tensor.stride()
     if tensor.shape[-1] % step or last != 1:
         return tensor
-    if is_traced(tensor):  # which has no address, and may have numbers that are not known yet
-        steps.append(tensor.storage_offset())
-    else:
-        steps.append(tensor.data_ptr() // tensor.element_size())
-    if any(type(each) is int and each % step for each in steps):
+    if off or any(type(each) is int and each % step for each in steps):
         return tensor.clone(memory_format=torch.contiguous_format)
+    if len(_in_steps) < _MOST_LAYOUTS and step == 8 and not is_traced(tensor):
+        _in_steps.add(tensor.stride())
     return tensor
 
 
@@ -307,7 +340,6 @@ def hooked(out: torch.Tensor, holder: torch.Tensor, hook: Callable[..., Any]) ->
 
 
 _layouts: dict[Any, Layout] = {}
-_MOST_LAYOUTS = 65536
 
 
 def _layout_of(out: torch.Tensor) -> Layout:
