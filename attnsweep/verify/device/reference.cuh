@@ -166,6 +166,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
     int first_key[4], end_key[4], least, end, unused;
+#pragma unroll 1
     for (int i = 0; i < 4; ++i)
         keys.keys_of(head, first + y + 16 * i, low, high, seqlen_k, first_key[i], end_key[i]);
     // All keys of the sequences of a tile: a later one may have none for many queries.
@@ -206,16 +207,24 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
             }
         }
 #pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) p[(x + 16 * j) * PITCH + y + 16 * i] = s[i][j];
+        // A thread's own sixteen, one by one: unrolled, compilation took twice as long.
+#pragma unroll 1
+        for (int own = 0; own < 16; ++own) {
+            int i = own / 4, row = first + y + 16 * i, column = key + x + own % 4 * 16;
+            double& one = p[(x + own % 4 * 16) * PITCH + y + 16 * i];
+            bool seen = column >= first_key[i] && column < end_key[i] &&
+                        keys.pair(head, row, column, seqlen_q, seqlen_k);
+            one = seen ? how.of<T>(one * scale, head, row, column, seqlen_q, seqlen_k) : -1e300;
+        }
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int row = first + y + 16 * i;
             double grown = largest[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                int column = key + x + 16 * j;
-                bool seen = column >= first_key[i] && column < end_key[i] &&
-                            keys.pair(head, row, column, seqlen_q, seqlen_k);
-                s[i][j] = seen ? how.of<T>(s[i][j] * scale, head, row, column, seqlen_q, seqlen_k)
-                               : -1e300;
+                s[i][j] = p[(x + 16 * j) * PITCH + y + 16 * i];
                 grown = fmax(grown, s[i][j]);
             }
 #pragma unroll
