@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -168,6 +169,9 @@ def exec_(
         code, calls, failed = run_served(command, package, Path(folder))
     for error in failed:
         errors.print(f"{package} was not enabled: {error}", markup=False, soft_wrap=True)
+    for wrong in _wrong_kernels(package):
+        again = f"make it anew: attnsweep export RUN... --out {package}"
+        errors.print(f"{package}: {wrong}; {again}", markup=False, soft_wrap=True)
     used = _calls_text(calls) if calls or failed else "not used: no process imported PyTorch"
     errors.print(f"{package}: {used}", markup=False, soft_wrap=True)
     raise typer.Exit(code or (1 if failed else 0))
@@ -202,6 +206,20 @@ def speedup(
     console.print(said_of(shlex.join(command), pairs), markup=False, soft_wrap=True)
     again = shlex.join(["attnsweep", "exec", str(out / "package"), "--", *command])
     errors.print(f"it is used by: {again}", markup=False, soft_wrap=True)
+
+
+def _wrong_kernels(package: str) -> list[str]:
+    """What the kernels of a package are wrong for: of a directory's, or an installed one's."""
+    from attnsweep.serve.export_code import wrong_kernels
+
+    found = [*Path(package).glob("*/table.json")]
+    if not Path(package).is_dir() and package.isidentifier():
+        spec = importlib.util.find_spec(package)
+        origins = [spec.origin] if spec is not None and spec.origin else []
+        found = [Path(origin).with_name("table.json") for origin in origins]
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        return wrong_kernels(json.loads(found[0].read_text(encoding="utf-8")))
+    return []
 
 
 def run_served(

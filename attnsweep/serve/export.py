@@ -33,6 +33,7 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import (
     BACKWARD_FAMILY,
+    CODE,
     FAMILY,
     FP8_FAMILY,
     Families,
@@ -250,6 +251,7 @@ def _table(
     used = {family_of(problem) for _, problem in selected.codes.values()} | {FAMILY}
     table = {
         "format": FORMAT,
+        "code": CODE,
         "attnsweep": __version__,
         "source": source_digest(*(families[name] for name in used)),
         "configs": list(configs),

@@ -29,6 +29,12 @@ FP8_FAMILY = "flash_fwd_fp8_wgmma"
 """The same in FP8, of contiguous tensors."""
 Families = Mapping[str, Family]
 """Families by name."""
+CODE = 1
+"""Of a table: raised when machine code before it is wrong for some inputs; without one it is 0."""
+_WRONG_BEFORE = {
+    1: ({"bias", "padded", "packed", "boolean"}, "finite masks, or NaN beyond an item's keys,"),
+}
+"""Of each: the masks whose kernels were wrong, and for what they gave NaN."""
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""
@@ -39,6 +45,13 @@ def family_of(problem: Problem) -> str:
     if problem.scaled:
         return FP8_FAMILY
     return BACKWARD_FAMILY if problem.op == BACKWARD else FAMILY
+
+
+def wrong_kernels(table: Mapping[str, Any]) -> list[str]:
+    """What the kernels of a package are wrong for, since they were compiled: mostly nothing."""
+    masks = {word for kernel in table.get("kernels", ()) for word in kernel["mask"].split()}
+    later = ((code, of) for code, of in _WRONG_BEFORE.items() if code > table.get("code", 0))
+    return [f"{what} give NaN in its kernels" for _, (wrong, what) in later if wrong & masks]
 
 
 def order_of(problem: Problem) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -12,6 +13,7 @@ from sweeping import use
 
 from attnsweep.cli.program import said_of
 from attnsweep.core.problem import Problem
+from attnsweep.serve.export_code import CODE
 
 PROGRAM = """
 import sys, time, torch
@@ -70,6 +72,28 @@ def test_exec_runs_a_program_with_a_package_on_and_says_what_came_of_it(place, p
     done = attnsweep("exec", package, "--", sys.executable, *program)
     assert (done.returncode, done.stdout) == (code, printed)
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("table", "warned"),
+    [
+        ({"kernels": [{"mask": "causal"}, {"mask": "full bias"}]}, True),
+        ({"kernels": [{"mask": "padded backward"}], "code": 0}, True),
+        ({"kernels": [{"mask": "causal"}, {"mask": "window"}]}, False),
+        ({"kernels": [{"mask": "full bias"}], "code": CODE}, False),
+    ],
+    ids=["bias", "padded", "none of these", "of today"],
+)
+def test_a_package_of_kernels_that_were_wrong_is_named_with_how_to_make_it_anew(place, table, warned):
+    (place / "mine" / "tuned" / "table.json").write_text(json.dumps(table))
+    shutil.copytree(place / "mine" / "tuned", place / "lib" / "tuned")
+    for package in ("mine", "tuned"):  # a directory, and one that is installed
+        done = attnsweep("exec", package, "--", sys.executable, "program.py")
+        assert (done.returncode, done.stdout) == (0, "fast\n")
+        again = f"make it anew: attnsweep export RUN... --out {package}"
+        assert [line for line in done.stderr.splitlines() if again in line] == (
+            [f"{package}: finite masks, or NaN beyond an item's keys, give NaN in its kernels; {again}"] * warned
+        )
 
 
 def test_a_program_that_runs_alone_later_has_no_package_on(place):
