@@ -574,7 +574,7 @@ def exact(made: Made, direction: Any = None) -> Exact:
     p = p / total.masked_fill(total == 0, 1)
     # Weights and sums that 16 bits make 0, or say with a few bits, are of keys that are seen.
     least = torch.finfo(DTYPES[drawn.sizes.dtype]).tiny
-    about = p + (scores > -math.inf) * max(least / 8, 1e-36)
+    about = p + (scores > -math.inf) * max(least / 8, 1e-30)
 
     def norm(each: Any) -> Any:
         return each.pow(2).sum(-1, keepdim=True)
