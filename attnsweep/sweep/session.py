@@ -44,7 +44,7 @@ from attnsweep.store.store import Store
 from attnsweep.sweep.kept import measured_elsewhere, of_these_cards, retire
 from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.replay import replay
-from attnsweep.verify.compare import judge_source
+from attnsweep.verify.compare import judge_parts, judge_source
 
 # Candidates to compile while the GPU process starts, which takes 1.5 s.
 _EARLY = 64
@@ -248,8 +248,9 @@ def _compile_early(
     firsts: Sequence[Problem],
 ) -> None:
     """Begin to compile the first candidates, while the card starts."""
-    for dtype in {entry.problem.dtype for entry in spec.problems}:
-        compiler.submit(*judge_source(dtype))  # the GPU process needs it first
+    for op, dtype in {(entry.problem.op, entry.problem.dtype) for entry in spec.problems}:
+        for part in judge_parts(op):  # the GPU process needs them first
+            compiler.submit(*judge_source(dtype, part))
     asked = []
     for item in [item for item in planned if item.problem in firsts] or planned[:1]:
         for space in item.spaces:

@@ -129,8 +129,8 @@ class Device:
 
     def library(self, dtype: str) -> str:
         """The judge's kernels, compiled for the host."""
-        source, (define,) = judge_module.judge_source(dtype)
-        return str(_stage(self._simulator, source, define))
+        source, (define, _) = judge_module.judge_source(dtype, 1)
+        return str(_stage(self._simulator, source, define))  # all parts
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch, buffer: type = HostBuffer) -> None:
         """Let verify/compare.py and what uses it have host buffers, and the library for a cubin.
@@ -138,7 +138,7 @@ class Device:
         buffer: of a bench and its cases.
         """
 
-        monkeypatch.setattr(judge_module, "judge_cubin", lambda arch, dtype, cache_dir: self.library(dtype))
+        monkeypatch.setattr(judge_module, "judge_cubin", lambda arch, dtype, part, cache_dir: self.library(dtype))
         own = (judge_module, calls_module, proof_module)
         for module in (fixture_module, measure, *own):
             monkeypatch.setattr(module, "Buffer", HostBuffer if module in own else buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from contextlib import nullcontext
 from dataclasses import fields
 
@@ -13,21 +14,45 @@ from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
 from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures, rounded
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify.compare import Compared
+from attnsweep.verify.compare import PART_OF, Compared, judge_parts, judge_source
 from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 from attnsweep.verify.measures import TILT, Measures
 from attnsweep.verify.sample import ALL, Sample
 
-from .device import DTYPES, HostBuffer, sign_of, small, uploaded
+from .device import DTYPES, KERNEL, HostBuffer, sign_of, small, uploaded
 from .harness import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
+
+# -- its parts ---------------------------------------------------------------------------------
+
+
+def kernels_of(*defines):
+    source = judge_source("bf16", 1)[0]
+    command = [COMPILER, "-E", "-P", "-x", "c++", *(f"-D{define}" for define in defines), source]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return KERNEL.findall(found.stdout)
+
+
+def test_each_kernel_is_in_the_part_in_which_it_is_looked_up():
+    parts = {
+        part: kernels_of(*(f"{name}={value}" for name, value in judge_source("bf16", part)[1].items()))
+        for part in judge_parts(BACKWARD)
+    }
+    every = [(name, part) for part, names in parts.items() for name in names]
+    assert sorted(name for name, _ in every) == sorted(kernels_of("DTYPE_BF16=1"))
+    assert [part for _, part in every] == [PART_OF.get(name, 1) for name, _ in every]
+    of_forward = {name for part in judge_parts() for name in parts[part]}
+    assert {"reference_64", "reference_128", "judge", "judge_rows"} <= of_forward
+    assert not {name for name in of_forward if name.startswith("backward_")}
+
 
 # -- the reference ----------------------------------------------------------------------------
 

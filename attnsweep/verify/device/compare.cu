@@ -1,6 +1,7 @@
 // The judge, compiled for one dtype (DTYPE_FP16, _BF16, _FP32 or _E4M3): attention in float64, and
 // how far an output is from it. It shares no code with the kernels that it judges.
 // verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
+// It is compiled as three cubins beside one another, of PART 1, 2 and 3, or as one without PART.
 //
 // For a backward problem, the gradients in float64, from o and lse as given. The inputs of a mix
 // then have dO negated in place of k and v.
@@ -13,16 +14,6 @@
 
 #include "backward.cuh"
 #include "reference.cuh"
-
-// Some rows of every head, one after the other, so that one copy takes them to the host.
-extern "C" __global__ void __launch_bounds__(256)
-    gather(const double* all, const long long* rows, int count, int seqlen, int head_dim,
-           long long elements, double* some) {
-    for (long long i = blockIdx.x * 256 + threadIdx.x; i < elements; i += gridDim.x * 256) {
-        long long row = i / head_dim, head = row / count;
-        some[i] = all[(head * seqlen + rows[row % count]) * head_dim + i % head_dim];
-    }
-}
 
 // ---- which heads of keys are negated ----
 __device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of SplitMix64
@@ -153,6 +144,7 @@ using In = Fp32;
 using Out = In;
 using Scales = Unscaled;
 #endif
+#if !PART || PART == 2
 extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                  int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
@@ -177,6 +169,8 @@ extern "C" __global__ void __launch_bounds__(256)
                     Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
                     Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
 }
+#endif
+#if !PART || PART == 3
 extern "C" __global__ void __launch_bounds__(256)
     backward_delta(const void* o, const void* d_o, double* delta, long long rows, int head_dim) {
     row_products<In>(o, d_o, delta, rows, head_dim);
@@ -197,6 +191,18 @@ extern "C" __global__ void __launch_bounds__(256)
     gradients<In, true>(q, k, v, d_o, lse, delta, dk, dv, group, seqlen_q, seqlen_k, head_dim,
                         scale, low, high, ranges, heads);
 }
+#endif
+#if !PART || PART == 1
+// Some rows of every head, one after the other, so that one copy takes them to the host.
+extern "C" __global__ void __launch_bounds__(256)
+    gather(const double* all, const long long* rows, int count, int seqlen, int head_dim,
+           long long elements, double* some) {
+    for (long long i = blockIdx.x * 256 + threadIdx.x; i < elements; i += gridDim.x * 256) {
+        long long row = i / head_dim, head = row / count;
+        some[i] = all[(head * seqlen + rows[row % count]) * head_dim + i % head_dim];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
           const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor,
@@ -240,8 +246,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (!(one.tile_gain <= 1e300)) one.tile_gain = 1e300;
     found[blockIdx.x] = one;
 }
-
-// The same of rows of dQ, or of dK and dV, whose findings follow one another.
+#endif
+#if !PART || PART == 3
+// Judges rows of dQ, or of dK and dV, whose findings follow one another, as judge_rows does.
 template <bool KEYS>
 __device__ void judge_gradients(const void* q, const void* k, const void* v, const void* o,
                                 const void* d_o, const float* lse, const void* of_ds,
@@ -282,7 +289,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     judge_gradients<true>(q, k, v, o, d_o, lse, dk, dv, found, group, seqlen_q, seqlen_k, head_dim,
                           scale, low, high, ranges, heads, seed, rows, floor, floor_of_p);
 }
-
+#endif
+#if !PART || PART == 1
 // Many tiles' findings as one, by a block of at most 256 threads.
 __device__ void summarise(const Found* found, long long tiles, Found* all) {
     extern __shared__ double shared[];
@@ -565,3 +573,4 @@ extern "C" __global__ void __launch_bounds__(256) summary_each(const Output* out
     Output one = outputs[blockIdx.x];
     summarise(one.tiles, one.count, one.all);
 }
+#endif
