@@ -11,11 +11,11 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
@@ -24,6 +24,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread
 from attnsweep.core.timings import proving
 from attnsweep.device.process import Beside
+from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits
 from attnsweep.verify.expected import ExpectedCase
 from attnsweep.verify.sample import ALL, Sample
@@ -51,6 +52,8 @@ class Answer:
     small: list[ExpectedCase]
     maths: Maths
     """For scores that are not rounded."""
+    hard: ExpectedCase | None
+    """Of the problem's hard case, if our own candidates are judged on it."""
 
     @classmethod
     def of(cls, problem: Problem, seed: int) -> Answer:
@@ -65,11 +68,18 @@ class Answer:
         def maths(case: Case) -> limits.Same:
             return limits.errors_of(case)
 
+        def harder(case: Case, of: Mapping[str, Any]) -> ExpectedCase:
+            given = {**of, "q": verify_inputs.harder(of["q"], case)}
+            return ExpectedCase.of(case, seed, sample=Sample.of(problem, seed), given=given)
+
         with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
             errors = aside.submit(maths, timed)
             first = known(timed)
-        found = {(timed, 0): errors.result()} | {(case, 0): maths(case) for case in small}
-        return cls(first, [known(case) for case in small], found)
+            every = verify_cases.whole_cases(problem)[1:]
+            hard = [aside.submit(harder, case, first.inputs) for case in every]
+            found = {(case, 0): maths(case) for case in small} | {(timed, 0): errors.result()}
+            rest = [known(case) for case in small]
+        return cls(first, rest, found, hard[0].result() if hard else None)
 
 
 def rounding(problem: Problem, rounds_scores: int) -> Maths:

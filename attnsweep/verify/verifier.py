@@ -23,12 +23,11 @@ from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import encoding, limits
-from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.calls import Calls, Collect, Judgeable, Proven
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import DeviceCase, Errors, Small, WrongResult
 from attnsweep.verify.encoding import Bits
-from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
+from attnsweep.verify.expected import OPPOSITE, PLAIN
 from attnsweep.verify.hints import hints
 from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.sample import Sample
@@ -90,6 +89,7 @@ class Verifier(Calls):
             pool.begin(then, seed)
             self._begin(then, rounds_scores)  # a baseline needs its limits soon
         self._hard: DeviceCase | None = None
+        self._known_hard = known.hard
         self._served: dict[tuple[Case, ...], Small] = {}
         """Of families that do not serve all small cases."""
         # Digests of o and of lse, (2, 2, parts).
@@ -167,19 +167,11 @@ class Verifier(Calls):
         if self._hard is None:
             with step("inputs and float64 outputs"):
                 own, sample = (case, self._seed), self.timed.sample
-                given = None if case.problem.scaled else self._harder(case)
-                known = ExpectedCase.of(*own, sample=sample, given=given)
-                how: dict[str, Any] = {"known": known, "sample": sample}
+                how: dict[str, Any] = {"known": self._known_hard, "sample": sample}
                 self._hard = DeviceCase(*own, self._session, self._judge, **how)
+                self._known_hard = None  # as large as the timed inputs
         self._know_limits(rounds_scores, case)
         return self._hard
-
-    def _harder(self, case: Case) -> Mapping[str, npt.NDArray[Any]]:
-        """The timed inputs with larger queries."""
-        with self._session.stream:
-            self.timed.go_to(PLAIN)
-        made = {**verify_inputs.beside(case, self._seed), **self._downloaded("qkv")}
-        return {**made, "q": verify_inputs.harder(made["q"], case)}
 
     def _downloaded(self, names: Iterable[str], items: int | None = None) -> dict[str, Bits]:
         """Tensors of the timed problem on the host, without scales. items: the first of a batch."""

@@ -22,7 +22,7 @@ from attnsweep.verify import encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
-from attnsweep.verify.expected import OPPOSITE, PLAIN
+from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -147,6 +147,12 @@ def test_finalists_are_judged_on_hard_inputs_of_the_timed_size(problem, device, 
     assert on_hard(bench) == on_hard(bench, deterministic=False) == 1
     assert all((bench.proof.timed.buffers[name].main == before[name]).all() for name in "qkv")
     assert bench.repeat(attend) >= 12  # as if nothing had been
+
+
+def test_a_finalist_waits_for_no_reference_on_the_host(device, no_small_cases, monkeypatch):
+    bench = Bench(device, PROBLEM)
+    monkeypatch.setattr(ExpectedCase, "of", None)
+    assert on_hard(bench) == 1
 
 
 def test_a_finalist_is_not_lost_where_hard_inputs_have_no_room(device, no_small_cases):

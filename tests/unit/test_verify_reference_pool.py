@@ -2,16 +2,22 @@
 
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 
 from attnsweep.core import cases
+from attnsweep.core.boolean import Boolean
+from attnsweep.core.layouts import Padded
+from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
-from attnsweep.verify import limits, reference_pool, rounded
+from attnsweep.core.scores import Scores
+from attnsweep.verify import inputs, limits, reference_pool, rounded
 from attnsweep.verify.expected import ExpectedCase
 from attnsweep.verify.reference_pool import Answer, ReferencePool, rounding, turns
+from attnsweep.verify.sample import Sample
 
 PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
 
@@ -38,7 +44,8 @@ def processes():
 
 
 def equal(one, other):
-    for known, again in zip([one.timed, *one.small], [other.timed, *other.small], strict=True):
+    both = ([each.timed, each.hard, *each.small] for each in (one, other))
+    for known, again in zip(*both, strict=True):
         same_known(known, again)
     assert one.maths == other.maths
 
@@ -77,6 +84,25 @@ def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(p
     assert (again.timed.inputs["q"] != one.timed.inputs["q"]).any()
     equal(ahead.take(PROBLEM, 5), Answer.of(PROBLEM, 5))
     assert len(processes()) == 1
+
+
+MORE = [replace(PROBLEM, scores=Scores(30.0, True, ("head",))), replace(OTHER, layout=Padded("left", 0))]
+MORE += [replace(OTHER, dtype="fp32"), Problem(2, 2, 1, 70, 90, 8, "bf16", mask=Boolean("holes", 30))]
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, *MORE], ids=str)
+def test_the_hard_case_has_larger_queries_and_what_is_right_of_them(problem):
+    case, known = cases.hard_case(problem), Answer.of(problem, 3).hard
+    larger = inputs.harder(inputs.make_inputs(cases.Case(problem), 3)["q"], case)
+    given = {**inputs.make_inputs(case, 3), "q": larger}
+    same_known(known, ExpectedCase.of(case, 3, sample=Sample.of(problem, 3), given=given))
+    assert {*known.inputs} == {*given}
+    assert len(known.sides) == 1
+
+
+def test_gradients_and_scaled_problems_have_no_hard_case_of_ours():
+    for problem in (Problem(1, 1, 1, 8, 8, 16, op=BACKWARD), Problem(1, 1, 1, 8, 8, 16, "e4m3")):
+        assert Answer.of(problem, 3).hard is None
 
 
 @pytest.fixture
