@@ -82,13 +82,13 @@ class Answer:
         return cls(first, rest, found, hard[0].result() if hard else None)
 
 
-def rounding(problem: Problem, rounds_scores: int) -> Maths:
-    """The rounded maths of all cases of a problem, with scores rounded so often.
+def rounding(problem: Problem, rounds_scores: int, *, hard: bool = False) -> Maths:
+    """The rounded maths of the cases of a problem, with scores rounded so often.
 
-    0: of those that `Answer` is without, since nothing waits for them until there are finalists.
+    hard: of its hard case alone, for which nothing waits until there are finalists.
     """
-    cases = verify_cases.whole_cases(problem)
-    cases = (*cases, *verify_cases.small_cases(problem)) if rounds_scores else cases[1:]
+    every = [Case(problem), *verify_cases.small_cases(problem)]
+    cases = verify_cases.whole_cases(problem)[1:] if hard else every
     if problem.op == BACKWARD:  # its limits are the same
         return {(case, rounds_scores): limits.errors_of(case) for case in cases}
     return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}
@@ -174,7 +174,7 @@ class ReferencePool:
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
-        self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
+        self._maths: dict[tuple[Problem, int, bool], Future[Maths]] = {}
         self._turns: dict[tuple[Case, int], Future[tuple[ExpectedCase, Maths]]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
@@ -199,18 +199,18 @@ class ReferencePool:
         self._answers.clear()
         return self._next.waited(asked)
 
-    def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
+    def begin_rounding(self, problem: Problem, rounds_scores: int, *, hard: bool = False) -> None:
         """Have `rounding` computed, if it is not being computed."""
-        if (problem, rounds_scores) not in self._maths:
-            asked = self._limits.ask(problem, _always, rounding, problem, rounds_scores)
-            self._maths[problem, rounds_scores] = asked
+        if (key := (problem, rounds_scores, hard)) not in self._maths:
+            asked = self._limits.ask(problem, _always, rounding, problem, rounds_scores, hard=hard)
+            self._maths[key] = asked
 
-    def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
+    def rounding(self, problem: Problem, rounds_scores: int, *, hard: bool = False) -> Maths:
         """See the function `rounding`. It is kept until that of a later problem is asked for."""
-        self.begin_rounding(problem, rounds_scores)
+        self.begin_rounding(problem, rounds_scores, hard=hard)
         for key in list(itertools.takewhile(lambda key: key[0] != problem, self._maths)):
             del self._maths[key]
-        return self._limits.waited(self._maths[problem, rounds_scores])
+        return self._limits.waited(self._maths[problem, rounds_scores, hard])
 
     def begin_turns(self, case: Case, seed: int) -> None:
         """Have `turns` computed, if it is not being computed; the oldest are kept no longer."""

@@ -97,12 +97,16 @@ class Verifier(Calls):
         self._turns: DeviceCase | None = None
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
-        """Begin what limits of rounded scores and short turns of a problem need."""
-        rounded = {limits.rounded_scores(problem, each) for each in rounds_scores} - {0}
-        if len(verify_cases.whole_cases(problem)) > 1:
-            rounded.add(0)
+        """Begin what limits of rounded scores and short turns of a problem need.
+
+        Finalists alone are judged on the hard case: its limits come last.
+        """
+        rounded = sorted({limits.rounded_scores(problem, each) for each in rounds_scores} - {0})
         for often in rounded:
             self._pool.begin_rounding(problem, often)
+        if len(verify_cases.whole_cases(problem)) > 1:
+            for often in (0, *rounded):
+                self._pool.begin_rounding(problem, often, hard=True)
         if (turns := verify_cases.short_turns(problem, self._session.gpu.sm_count)) is not None:
             self._pool.begin_turns(turns, self._seed)
 
@@ -112,7 +116,8 @@ class Verifier(Calls):
         often = limits.rounded_scores(case.problem, rounds_scores)
         if (case, often) not in self._maths:
             with step("wait for NumPy's limits"):
-                self._maths.update(self._pool.rounding(case.problem, often))
+                hard = case != self.timed.case
+                self._maths.update(self._pool.rounding(case.problem, often, hard=hard))
 
     def settle(self) -> None:
         """Wait until the host computes nothing, so that its own times can be taken."""

@@ -23,6 +23,8 @@ from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
+from attnsweep.verify.reference_pool import ReferencePool
+from attnsweep.verify.verifier import Verifier
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -153,6 +155,17 @@ def test_a_finalist_waits_for_no_reference_on_the_host(device, no_small_cases, m
     bench = Bench(device, PROBLEM)
     monkeypatch.setattr(ExpectedCase, "of", None)
     assert on_hard(bench) == 1
+
+
+def test_what_every_candidate_waits_for_is_computed_before_what_finalists_do(device, no_small_cases, monkeypatch):
+    begun = []
+
+    def begin_rounding(pool, problem, rounds_scores, *, hard=False):
+        begun.append((rounds_scores, hard))
+
+    monkeypatch.setattr(ReferencePool, "begin_rounding", begin_rounding)
+    Verifier(PROBLEM, 3, device, rounds_scores={0, 1, 2})
+    assert begun == [(1, False), (2, False), (0, True), (1, True), (2, True)]
 
 
 def test_a_finalist_is_not_lost_where_hard_inputs_have_no_room(device, no_small_cases):

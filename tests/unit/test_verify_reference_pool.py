@@ -70,8 +70,10 @@ def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(p
     expected = rounding(PROBLEM, 1)
     assert ahead.rounding(PROBLEM, 1) == ahead.rounding(PROBLEM, 1) == expected
     hard = cases.hard_case(PROBLEM)
-    assert {*expected} == {(c, 1) for c in (cases.Case(PROBLEM), hard, *cases.small_cases(PROBLEM))}
-    assert {*ahead.rounding(PROBLEM, 0)} == {(hard, 0)}
+    assert {*expected} == {(c, 1) for c in (cases.Case(PROBLEM), *cases.small_cases(PROBLEM))}
+    for often in (0, 1):
+        same = limits.same_maths(hard, often)
+        assert ahead.rounding(PROBLEM, often, hard=True) == {(hard, often): same}
     known, maths = ahead.turns(case, 3)
     same_known(known, turns(case, 3)[0])
     assert maths == {(case, 0): limits.same_maths(case, 0)}
