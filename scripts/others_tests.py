@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import os
 import random
 import sys
@@ -28,10 +27,15 @@ import torch
 import torch.nn.functional as F
 
 import attnsweep
-from attnsweep.serve.runtime import package
 
 UNUSED = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"}
 """Arguments that change how FlashAttention computes, and not what."""
+KNOWN = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"} | {
+    "deterministic",
+    "return_attn_probs",
+    "block_table",
+}
+"""Arguments that attnsweep's functions have besides tensors, or refuse by name."""
 
 
 # ---- FlashAttention's functions by attnsweep's ----
@@ -59,14 +63,13 @@ def adapted(
     output of a call without dropout, tests look at the output alone.
     """
     own = getattr(attnsweep, name)
-    known = inspect.signature(getattr(package, name)).parameters
 
     def function(*given: Any, **how: Any) -> Any:
         for argument in [*how]:
             off = how[argument] is None or (isinstance(how[argument], int) and not how[argument])
-            if argument in UNUSED or (argument not in known and off):
+            if argument in UNUSED or (argument not in KNOWN and off):
                 del how[argument]
-            elif argument not in known:
+            elif argument not in KNOWN:
                 raise NotImplementedError(f"{argument} is not computed here")
         asked = how.pop("return_attn_probs", False) or how.pop("return_softmax", False)
         dropped = how.get("dropout_p") or 0.0
