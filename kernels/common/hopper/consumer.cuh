@@ -107,9 +107,8 @@ struct FlashConsumer : Traits {
             if (own.sees_half(first)) begin<typename Traits::HalfScores>(state, factors, first);
             else begin<typename Traits::Scores>(state, factors, first);
             own.clear_behind(first);
-            int j = first + Traits::KeyGroups;
 #pragma unroll 1
-            for (; j < tiles; j += Traits::KeyGroups) {
+            for (int j = first + Traits::KeyGroups; j < tiles; j += Traits::KeyGroups) {
                 typename Traits::Scores s;
                 const auto factors = own.factors_of(j);
                 own.wait_for_k(BESIDE_PV), take_turn();
@@ -121,7 +120,7 @@ struct FlashConsumer : Traits {
                 own.softmax_beside_pv(s, state, factors, j);  // P = softmax(S)
             }
             own.release_q(false);
-            own.wait_for_v(), own.clear_before(j - Traits::KeyGroups);
+            own.wait_for_v(), own.clear_before(tiles - 1 - (tiles - 1 - first) % Traits::KeyGroups);
             own.begin_pv(state);
             own.end_pv(state);
         }

@@ -110,7 +110,8 @@ struct Join {
         float theirs[Splits - 1][4], largest[2] = {rows.m[0], rows.m[1]}, offset[2], by[2];
         // With a bias a reference may be the least finite number: see OnlineSoftmax::FAR.
         auto weight = [&](float m, int r) {
-            return exp2_approx(BIAS ? (m - rows.from(r)) * factor : fmaf(m, factor, offset[r]));
+            const float from = largest[r] == minus_infinity() ? 0.f : largest[r];
+            return exp2_approx(BIAS ? (m - from) * factor : fmaf(m, factor, offset[r]));
         };
 #pragma unroll
         for (int other = 0; other < Splits - 1; ++other) {
@@ -122,10 +123,8 @@ struct Join {
         for (int r = 0; r < 2; ++r) {
             offset[r] =
                 largest[r] == minus_infinity() ? 0.f : -largest[r] * factor;  // a row without a key
-            float own = rows.m[r];
-            rows.m[r] = largest[r];
-            by[r] = weight(own, r);
-            rows.l[r] *= by[r];
+            by[r] = weight(rows.m[r], r);
+            rows.l[r] *= by[r], rows.m[r] = largest[r];
         }
 #pragma unroll
         for (int i = 0; i < SLICE; ++i) mine[i] *= by[i / 2 % 2];

@@ -203,7 +203,7 @@ struct OnlineSoftmax {
         } else {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
         }
-        come_near(s, offset);
+        if constexpr (BIAS) come_near(s, offset);
         exponentials(s, factor, offset, sum, put);
         l[0] += sum[0], l[1] += sum[1];
         return grew && !first;
@@ -228,7 +228,7 @@ struct OnlineSoftmax {
             float largest[2];
             maxima(s, largest);
             refer_to(largest, factor, offset, by);
-            come_near(s, offset);
+            if constexpr (BIAS) come_near(s, offset);
             exponentials(s, factor, offset, sum, over);
         }
         l[0] += sum[0], l[1] += sum[1];
