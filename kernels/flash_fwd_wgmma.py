@@ -74,7 +74,7 @@ OF_POLYNOMIAL = (8, 12)
 
 
 def empty_rows(c: Config, p: Problem) -> dict[str, int]:
-    """hopper.empty_rows; the device alone knows an item's keys, and a bias, which may leave none."""
+    """hopper.empty_rows; the device alone knows an item's keys, and a bias: there may be none."""
     known_there = c.ITEM_KEYS or p.scores.bias is not None
     return {"EMPTY_ROWS": 1} if known_there else hopper.empty_rows(p)
 
