@@ -56,10 +56,18 @@ STAND_IN = Limits(known=tuple(Sizes(2, 4, kv, *each) for kv in (4, 2) for each i
 
 Open = Callable[[Drawn, Made], bool]
 OPEN: dict[str, Open] = {
-    "7 NaN in what lengths hide": lambda drawn, made: drawn.hidden_nan,
-    "gradients of rows of far sums": lambda drawn, made: drawn.direction is not None and bool(far_rows(made).any()),
+    "NaN in what lengths hide, by PyTorch": lambda drawn, made: drawn.hidden_nan and by_pytorch(made),
+    "rows of far sums, by PyTorch": lambda drawn, made: bool(far_rows(made).any()) and by_pytorch(made),
 }
-"""Faults that are known and not yet away: which calls have them."""
+"""Faults that are known and not away, as docs/explanation/pytorch.md says: which calls have them."""
+
+
+def by_pytorch(made: Made) -> bool:
+    """Whether PyTorch may compute a call, or its gradients."""
+    if made.drawn.direction is not None or made.drawn.entry not in ("attention", "sdpa"):
+        return True
+    how = {"scale": made.drawn.scale, "softcap": made.drawn.softcap, "sinks": made.sinks, **made.arguments}
+    return attnsweep.explain_attention(made.q, made.k, made.v, enable_gqa=True, **how).kernel is None
 
 
 def far_rows(made: Made) -> Any:
@@ -177,6 +185,7 @@ class Net:
         if len(self.kept) > 60:  # of gigabytes, on a card
             self.kept.clear()
         made = make(drawn, self.device, self.kept)
+        self.choose(drawn)  # who serves it
         for name, has in OPEN.items():
             if has(drawn, made):
                 self.left_out[name] += 1

@@ -331,3 +331,37 @@ def test_a_scan_of_a_mask_that_hides_nothing(tmp_path, driver, kernel, options):
     out = made.attention(q, k, v, **options)
     assert made.counters() == {"kernel": 1}
     assert close(out, exact(q, k, v, **options))
+
+
+@pytest.mark.parametrize(("window", "told"), [((None, None), 9), ((None, 0), 9), ((127, 200), 201), ((4, 30), 31)])
+def test_a_window_longer_than_the_keys_is_no_open_one(monkeypatch, window, told):
+    """PyTorch's flash attention takes it for one, which it is not where queries are more than keys."""
+    longest = []
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *rest, scale=None, **_):
+        longest.append(max_k)
+        return q.clone(), None, None, None, None
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    q, k, v = torch.randn(40, 4, 64), torch.randn(9, 4, 64), torch.randn(9, 4, 64)
+    begins = [torch.tensor([0, n]) for n in (40, 9)]
+    pytorch_calls.flash_varlen(q, k, v, begins, (40, 9), window, 0.0, None)
+    assert longest == [told]
+
+
+def test_gradients_of_other_backends_begin_where_they_are_read(backend):
+    given = leaves(*tensors(seqlen=40))
+    out, seen = attend(*given), []
+    out.register_hook(seen.append)
+    torch.autograd.grad(out, given, shifted(torch.randn_like(out)))
+    assert seen[0].data_ptr() % 16 == 0
+
+
+def test_a_window_of_flash_attn_may_be_a_tensor():
+    q, k, v = (t.transpose(1, 2) for t in tensors())
+    wanted = attnsweep.flash_attn_func(q, k, v, window_size=(5, 9))
+    assert torch.equal(attnsweep.flash_attn_func(q, k, v, window_size=torch.tensor([5, 9])), wanted)
+    begins = torch.tensor([0, 256], dtype=torch.int32)
+    given = (q[0], k[0], v[0], begins, begins, 256, 256)
+    packed = attnsweep.flash_attn_varlen_func(*given, window_size=torch.tensor([5, 9]))
+    assert close(packed, wanted[0])

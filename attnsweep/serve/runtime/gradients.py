@@ -217,7 +217,7 @@ def _flash_gradients(
 ) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp."""
     *inputs, out, lse = saved
-    given = (grad, *(aligned(_with_contiguous_head_dim(each)) for each in inputs), out)
+    given = (*(aligned(_with_contiguous_head_dim(each)) for each in (grad, *inputs)), out)
     alike = inputs[0].shape[3] == inputs[2].shape[3]
     grad, query, key, value, out = given if alike else _of_one_head_dim(*given)
     lengths = (query.shape[2], key.shape[2])

@@ -441,8 +441,10 @@ class Operator:
         else:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self.plan(query, key, value, is_causal, scale, enable_gqa, grad)
-            aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
-            choice = plan.choice if aligned or not plan.calls else UNALIGNED
+            choice = plan.choice
+        tensors = (query, key, value, *((mask,) if plan.biased and not plan.copied else ()))
+        if plan.calls and any(each.data_ptr() & 15 for each in tensors):
+            choice = UNALIGNED
         own = None
         if plan.lse and choice.kernel:
             own = self.backward.choice(query, key, value, is_causal, diagonals, mask is not None)

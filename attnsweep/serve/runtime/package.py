@@ -127,6 +127,11 @@ def _refuse_others(
         )
 
 
+def _sides(window_size: Any) -> tuple[Any, ...]:
+    """A window as flash_attn takes it: also a tensor of two numbers."""
+    return tuple(window_size.tolist() if isinstance(window_size, _Tensor) else window_size)
+
+
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -147,11 +152,12 @@ def flash_attn_func(
     return_attn_probs, and for deterministic where gradients are recorded.
     """
     _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs)
+    window_size = _sides(window_size)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "enable_gqa": True}
     how |= {"softcap": softcap or None}
     if causal and window_size[0] == -1 and q.shape[1] == k.shape[1]:
         how |= {"is_causal": True}
-    elif causal or tuple(window_size) != (-1, -1):
+    elif causal or window_size != (-1, -1):
         how |= {"window": (window_size[0], 0) if causal else window_size}
     out = _operator.attention(*(each.transpose(1, 2) for each in (q, k, v)), **how)
     return out.transpose(1, 2).contiguous()
@@ -181,7 +187,7 @@ def flash_attn_varlen_func(
     """
     _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs, block_table)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal}
-    how |= {"window": window_size, "softcap": softcap, "sinks": None, "cache": True}
+    how |= {"window": _sides(window_size), "softcap": softcap, "sinks": None, "cache": True}
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _varlen.attention(*given, **how).contiguous()
 

@@ -9,7 +9,8 @@ PyTorch's backends are wrong for some calls that they accept, most of them cuDNN
 - cuDNN's dq is NaN at seqlen_k % 128 == 64 where scores are below -88, unless causal alone.
 - A query that sees no key has a mixture of v from cuDNN, where other backends have 0.
 - cuDNN reads a float32 mask beside half precision as if it were of that.
-- Flash attention of packed sequences takes each for one of a query if the longest has one.
+- Flash attention of packed sequences takes each for one of a query if the longest has one, and
+  a window's side for open if it is no shorter than the longest keys.
 - Backward passes refuse more than 65,535 items or heads, and a mask that alone has a gradient.
 
 docs/explanation/pytorch.md says which version was tried on which card; what was not is taken to
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,17 +98,16 @@ def attend(
     if not grad or query.dtype not in _HALVES:
         out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
         return connected(out, query, key, value) if grad else out
-    if nan_prone(key, is_causal and attn_mask is None):
-        with _without_cudnn():
-            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
-    if traced:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
     # The bytes of -0.0 find plans that calls outside this module neither made nor meet.
-    dropout_p = dropout_p or -0.0
-    out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    masks = (attn_mask, dropout_p if traced else dropout_p or -0.0, is_causal)
+    with _without_cudnn() if nan_prone(key, is_causal and attn_mask is None) else nullcontext():
+        out = sdpa(query, key, value, *masks, **how)
+    if traced:
+        return out
     if type(out.grad_fn).__name__ == _OF_CUDNN:
         (steps or _layout_of(out)).watch(out)
-    return connected(out, query, key, value)
+        return out
+    return _of_aligned(connected(out, query, key, value))
 
 
 def _is_right(query: Any, key: Any, value: Any) -> bool:
@@ -148,6 +148,9 @@ def flash_varlen(
     # that is there.
     if most_q < 2 and query.shape[0] != of_q.shape[0] - 1:
         most_q = 2
+    # A side of a window that is no shorter than the longest keys counts as open there, which it is
+    # not where queries are more than keys.
+    most_k = max(most_k, (left or 0) + 1, (right or 0) + 1)
     of_window: dict[str, int] = {}
     if left is not None or right not in (None, 0):
         of_window["window_size_left"] = -1 if left is None else left
@@ -156,7 +159,7 @@ def flash_varlen(
     how: Any = (of_q, of_k, most_q, most_k, dropout_p, right == 0 and not of_window, False)
     flash = torch.ops.aten._flash_attention_forward
     out, *_ = flash(*map(aligned, given), *how, scale=scale, **of_window)
-    return connected(out, query, key, value)
+    return _of_aligned(connected(out, query, key, value))
 
 
 def connected(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -337,6 +340,22 @@ def hooked(out: torch.Tensor, holder: torch.Tensor, hook: Callable[..., Any]) ->
         out.register_hook(hook)
     else:
         register(holder)
+
+
+def _aligned_gradient(grad: torch.Tensor) -> torch.Tensor | None:
+    """A copy of an output's gradient that backends would misread; None if it is none."""
+    try:
+        made = aligned(grad)
+    except RuntimeError:  # a batch of them
+        return None
+    return None if made is grad else made
+
+
+def _of_aligned(out: torch.Tensor) -> torch.Tensor:
+    """The output, whose gradient a backend other than cuDNN's gets where it can read it."""
+    if out.requires_grad:
+        out.register_hook(_aligned_gradient)
+    return out
 
 
 _layouts: dict[Any, Layout] = {}
