@@ -574,7 +574,8 @@ def exact(made: Made, direction: Any = None) -> Exact:
     p = p / total.masked_fill(total == 0, 1)
     # Weights and sums that 16 bits make 0, or say with a few bits, are of keys that are seen.
     least = torch.finfo(DTYPES[drawn.sizes.dtype]).tiny
-    about = p + (scores > -math.inf) * max(least / 8, 1e-30)
+    seen = scores > -math.inf
+    about = p + seen * max(least / 8, 1e-30)
 
     def norm(each: Any) -> Any:
         return each.pow(2).sum(-1, keepdim=True)
@@ -588,7 +589,8 @@ def exact(made: Made, direction: Any = None) -> Exact:
         return found
     grad = direction.double()
     dp, delta = grad @ v.mT, (grad * out).sum(-1, keepdim=True)
-    ds, rough = p * (dp - delta), (about * dp) ** 2
+    # A score's gradient is rounded too: fp16 says it to 3e-8, least / 2048, of which a row sums many.
+    ds, rough = p * (dp - delta), (about * dp) ** 2 + (seen * (least / 16)) ** 2
     if slope is not None:
         ds, rough = ds * slope, rough * slope**2
     # What rounding the output makes delta uncertain by, in units of that rounding.

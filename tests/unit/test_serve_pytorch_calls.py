@@ -333,13 +333,22 @@ def test_a_scan_of_a_mask_that_hides_nothing(tmp_path, driver, kernel, options):
     assert close(out, exact(q, k, v, **options))
 
 
-@pytest.mark.parametrize(("window", "told"), [((None, None), 9), ((None, 0), 9), ((127, 200), 201), ((4, 30), 31)])
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        ((None, None), (9, {})),
+        ((None, 0), (9, {})),
+        ((127, 200), (201, {"window_size_left": 127, "window_size_right": 200})),
+        ((4, None), (50, {"window_size_left": 4, "window_size_right": 49})),
+        ((None, 3), (50, {"window_size_left": 49, "window_size_right": 3})),
+    ],
+)
 def test_a_window_longer_than_the_keys_is_no_open_one(monkeypatch, window, told):
     """PyTorch's flash attention takes it for one, which it is not where queries are more than keys."""
     longest = []
 
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *rest, scale=None, **_):
-        longest.append(max_k)
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *rest, scale=None, **of_window):
+        longest.append((max_k, of_window))
         return q.clone(), None, None, None, None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)

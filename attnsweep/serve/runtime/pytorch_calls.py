@@ -9,8 +9,8 @@ PyTorch's backends are wrong for some calls that they accept, most of them cuDNN
 - cuDNN's dq is NaN at seqlen_k % 128 == 64 where scores are below -88, unless causal alone.
 - A query that sees no key has a mixture of v from cuDNN, where other backends have 0.
 - cuDNN reads a float32 mask beside half precision as if it were of that.
-- Flash attention of packed sequences takes each for one of a query if the longest has one, and
-  a window's side for open if it is no shorter than the longest keys.
+- Flash attention of packed sequences takes each for one of a query if the longest has one; a
+  window's side for open if it is no shorter than the longest keys; and an open one for that long.
 - Backward passes refuse more than 65,535 items or heads, and a mask that alone has a gradient.
 
 docs/explanation/pytorch.md says which version was tried on which card; what was not is taken to
@@ -77,15 +77,12 @@ def attend(
     bias = None if attn_mask is None else sys.modules.get("torch.nn.attention.bias")
     if bias is not None and isinstance(attn_mask, bias.CausalBias):
         return bias.CausalBias._dispatch(*given, scale, enable_gqa)
-    if _misread(*given, scale, enable_gqa):
-        single = query.float(), key.float(), value.float()
-        return attend(*single, *given[3:], **how, fill=fill).to(query.dtype)
     if fill and attn_mask is not None:
         return _filled(*given, **how)
     traced = is_traced(query)
     plain = all(type(each) in _PLAIN and not each.is_nested for each in (query, key, value))
     if not (plain or traced) or _is_compiling() or _transform() is not None or query.dim() != 4:
-        return sdpa(*given, **how)
+        return _in_float32(*given, **how) if _misread(*given, **how) else sdpa(*given, **how)
     grad = records(query, key, value, attn_mask)
     if grad and not traced and max(query.shape[:2]) > MOST_IN_GRID:
         return _in_parts(*given, **how)
@@ -95,6 +92,9 @@ def attend(
         attn_mask = _of_rows(attn_mask, key.shape[-2])
     if query.dtype in _HALVES:
         query, key, value = aligned(query), aligned(key), aligned(value)
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    if _misread(*given, **how):  # as it lies now: cuDNN refuses some that were copied
+        return _in_float32(*given, **how)
     if not grad or query.dtype not in _HALVES:
         out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
         return connected(out, query, key, value) if grad else out
@@ -148,13 +148,14 @@ def flash_varlen(
     # that is there.
     if most_q < 2 and query.shape[0] != of_q.shape[0] - 1:
         most_q = 2
-    # A side of a window that is no shorter than the longest keys counts as open there, which it is
-    # not where queries are more than keys.
-    most_k = max(most_k, (left or 0) + 1, (right or 0) + 1)
     of_window: dict[str, int] = {}
     if left is not None or right not in (None, 0):
-        of_window["window_size_left"] = -1 if left is None else left
-        of_window["window_size_right"] = -1 if right is None else right
+        # A side that is no shorter than the longest keys counts as open there, and an open one as
+        # that long, which it is not where queries are more than keys.
+        all_keys = most_q + most_k
+        of_window["window_size_left"] = all_keys if left is None else left
+        of_window["window_size_right"] = all_keys if right is None else right
+        most_k = max(*of_window.values(), most_k) + 1
     given = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
     how: Any = (of_q, of_k, most_q, most_k, dropout_p, right == 0 and not of_window, False)
     flash = torch.ops.aten._flash_attention_forward
@@ -176,7 +177,12 @@ def records(*tensors: Any) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> bool:
+def _in_float32(query: Any, key: Any, value: Any, *masks: Any, **how: Any) -> Any:
+    """The call with float32 tensors, and its output in query's dtype."""
+    return sdpa(query.float(), key.float(), value.float(), *masks, **how).to(query.dtype)
+
+
+def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *masks: Any, **how: Any) -> bool:
     """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
 
     Autocast would cast the mask too. A compiler cannot ask, nor can `torch.vmap`.
@@ -189,10 +195,8 @@ def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any) -> boo
         return False
     if _is_compiling() or is_traced(query):
         return True
-    *masks, scale, enable_gqa = how
-    given = (query, key, value, attn_mask, *masks)
     try:
-        choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
+        choice = torch._fused_sdp_choice(query, key, value, attn_mask, *masks, **how)
     except RuntimeError:
         return True
     return bool(choice == CUDNN)
