@@ -43,7 +43,7 @@ _MOST_LAYOUTS = 65536
 _in_steps: set[tuple[int, ...]] = set()
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
-_transform = torch._C._functorch.peek_interpreter_stack
+_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
 
 
 def attend(
@@ -81,7 +81,7 @@ def attend(
         return _filled(*given, **how)
     traced = is_traced(query)
     plain = all(type(each) in _PLAIN and not each.is_nested for each in (query, key, value))
-    if not (plain or traced) or _is_compiling() or _transform() is not None or query.dim() != 4:
+    if not (plain or traced) or _is_compiling() or _is_transformed() or query.dim() != 4:
         return _in_float32(*given, **how) if _misread(*given, **how) else sdpa(*given, **how)
     grad = records(query, key, value, attn_mask)
     if grad and not traced and max(query.shape[:2]) > MOST_IN_GRID:
@@ -110,9 +110,14 @@ def attend(
     return _of_aligned(connected(out, query, key, value))
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func or torch.jit.trace looks at the call, to which tensors are no memory."""
+    return _transform() is not None or _is_tracing()
+
+
 def _is_right(query: Any, key: Any, value: Any) -> bool:
     """Whether each backend computes a call without a mask rightly: most calls, and soon known."""
-    if not (type(query) is type(key) is type(value) is _TENSOR) or _transform() is not None:
+    if not (type(query) is type(key) is type(value) is _TENSOR) or _is_transformed():
         return False
     if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
@@ -120,8 +125,12 @@ def _is_right(query: Any, key: Any, value: Any) -> bool:
         return False  # they have no strides: to ask about these would end the process
     if query.dtype not in _HALVES:
         return True
+    try:
+        off = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+    except RuntimeError:  # what a transform has left behind
+        return False
     return (
-        not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+        not off
         and query.stride() in _in_steps
         and key.stride() in _in_steps
         and value.stride() in _in_steps
@@ -247,7 +256,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
         off = tensor.storage_offset()
         off = type(off) is int and off % step
     else:
-        off = tensor.data_ptr() & 15
+        try:
+            off = tensor.data_ptr() & 15
+        except RuntimeError:  # a batch of tensors, which has no memory of its own
+            return tensor
         if not off and tensor.stride() in _in_steps:
             return tensor
     *steps, last = tensor.stride()
@@ -348,10 +360,7 @@ def hooked(out: torch.Tensor, holder: torch.Tensor, hook: Callable[..., Any]) ->
 
 def _aligned_gradient(grad: torch.Tensor) -> torch.Tensor | None:
     """A copy of an output's gradient that backends would misread; None if it is none."""
-    try:
-        made = aligned(grad)
-    except RuntimeError:  # a batch of them
-        return None
+    made = aligned(grad)
     return None if made is grad else made
 
 
