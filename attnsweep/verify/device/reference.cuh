@@ -165,10 +165,16 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
+    // By constants alone: what is indexed otherwise lies in memory.
     int first_key[4], end_key[4], least, end, unused;
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i)
-        keys.keys_of(head, first + y + 16 * i, low, high, seqlen_k, first_key[i], end_key[i]);
+    for (int i = 0; i < 4; ++i) {
+        int begins, ends;
+        keys.keys_of(head, first + y + 16 * i, low, high, seqlen_k, begins, ends);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (i == n) first_key[n] = begins, end_key[n] = ends;
+    }
     // All keys of the sequences of a tile: a later one may have none for many queries.
     int open = keys.sequences ? 1 << 29 : 0, last = min(first + TILE, seqlen_q) - 1;
     keys.keys_of(head, first, low - open, high, seqlen_k, least, unused);
@@ -215,7 +221,11 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
         for (int own = 0; own < 16; ++own) {
             int i = own / 4, row = first + y + 16 * i, column = key + x + own % 4 * 16;
             double& one = p[(x + own % 4 * 16) * PITCH + y + 16 * i];
-            bool seen = column >= first_key[i] && column < end_key[i] &&
+            int begins = first_key[0], ends = end_key[0];
+#pragma unroll
+            for (int n = 1; n < 4; ++n)
+                if (i == n) begins = first_key[n], ends = end_key[n];
+            bool seen = column >= begins && column < ends &&
                         keys.pair(head, row, column, seqlen_q, seqlen_k);
             one = seen ? how.of<T>(one * scale, head, row, column, seqlen_q, seqlen_k) : -1e300;
         }
