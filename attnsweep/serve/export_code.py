@@ -30,11 +30,11 @@ FP8_FAMILY = "flash_fwd_fp8_wgmma"
 Families = Mapping[str, Family]
 """Families by name."""
 CODE = 1
-"""Of a table: raised when machine code before it is wrong for some inputs; without one it is 0."""
+"""The revision of machine code in a table, raised when earlier code was wrong (absent: 0)."""
 _WRONG_BEFORE = {
     1: ({"bias", "padded", "packed", "boolean"}, "finite masks, or NaN beyond an item's keys,"),
 }
-"""Of each: the masks whose kernels were wrong, and for what they gave NaN."""
+"""By revision: the masks whose kernels were wrong before it, and what made them NaN."""
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""

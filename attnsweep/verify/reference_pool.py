@@ -53,7 +53,7 @@ class Answer:
     maths: Maths
     """For scores that are not rounded."""
     hard: ExpectedCase | None
-    """Of the problem's hard case, if our own candidates are judged on it."""
+    """The answer to the problem's hard case, if our own candidates are judged on it."""
 
     @classmethod
     def of(cls, problem: Problem, seed: int) -> Answer:

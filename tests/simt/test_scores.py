@@ -114,7 +114,7 @@ def test_finite_masks_in_every_way_to_take_the_softmax(simulator, words):
 
 @pytest.mark.parametrize("fill", [-3.3895313892515355e38, -1e30, -1e9])
 def test_a_row_whose_sums_are_all_equal_is_the_mean_of_v(simulator, fill):
-    """Of rows that a mask hides whole by the least number of bf16, or where scores vanish beside it."""
+    """Rows that a mask hides whole by the least number of bf16, or where scores vanish beside it."""
     problem = Problem.parse("(1,1,64x200,64) bf16 full bias(item)")
     given = verify_inputs.make_inputs(Case(problem), 1)
     given["bias"][:] = to_bits(np.full(given["bias"].shape, fill, np.float32), "bf16")

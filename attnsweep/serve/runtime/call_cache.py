@@ -184,7 +184,7 @@ class ShortSteps:
 
 Masks = tuple[torch.Tensor, ...]
 MOST_LISTS, MOST_BYTES = 64, 2**29
-"""A model makes one or two masks in a forward. Beyond so many or so large, the oldest go."""
+"""A model makes one or two masks in a forward. Past this count or these bytes, the oldest go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
