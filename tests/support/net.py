@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import math
 import sys
@@ -302,6 +303,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cpu: small calls, which PyTorch serves")
     parser.add_argument("--trace", action="store_true", help="say each call ahead of it, should the process die")
     asked = parser.parse_args()
+    faulthandler.enable()  # says where a process dies
     with guarded_and_not() as choose:
         limits = CARD if asked.device == "cuda" else STAND_IN
         return _report(Net(limits, asked.device, asked.seed, choose=choose), asked)
