@@ -35,7 +35,7 @@ def flash_forward(
 
 
 def winners() -> list[Any]:
-    """Of each kind of mask, layout and scores, and of backward.
+    """Winners for each kind of mask, layout and scores, and for backward.
 
     None hides nothing and has a softcap: kernels of masks serve those calls.
     """

@@ -33,6 +33,20 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _transform() is not None or _is_tracing()
 
 
+def _alike(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """Whether others are like these in all but addresses; None if PyTorch cannot be asked."""
+    if TensorGuards is None:
+        return None
+    sizes = [list(each.shape) for each in tensors]
+    strides = [list(each.stride()) for each in tensors]
+    try:
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (TypeError, RuntimeError):
+        return None
+    check: Callable[..., bool] = guards.check
+    return check
+
+
 class Seen:
     """The kinds of calls that were met before."""
 
@@ -99,7 +113,7 @@ class Seen:
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
         plan.met += 1
-        if TensorGuards is None or plan.met < 2 or query is key or key is value or query is value:
+        if plan.met < 2 or query is key or key is value or query is value:
             return
         if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
             return
@@ -110,13 +124,8 @@ class Seen:
         seldom = len(kinds) >= MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return
-        sizes = [list(each.shape) for each in tensors]
-        strides = [list(each.stride()) for each in tensors]
-        try:
-            alike = TensorGuards(
-                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-            ).check
-        except (TypeError, RuntimeError):
+        alike = _alike(tensors)
+        if alike is None:
             return
         grad = _is_grad_enabled() if any(each.requires_grad for each in tensors) else None
         if len(self._kinds) >= MOST_SIZES:
@@ -160,18 +169,13 @@ class ShortSteps:
         self, code: Any, at: int, query: Any, key: Any, value: Any, causal: bool
     ) -> Steps | None:
         """Begin to count steps; None if they cannot be told from others. Keeps the code alive."""
-        if TensorGuards is None or query is key or key is value or query is value:
+        if query is key or key is value or query is value:
             return None
         tensors = (query, key, value)
         if not all(type(each) in _PLAIN for each in tensors) or any(map(_wrapped, tensors)):
             return None
-        sizes = [list(each.shape) for each in tensors]
-        strides = [list(each.stride()) for each in tensors]
-        try:
-            alike = TensorGuards(
-                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-            ).check
-        except (TypeError, RuntimeError):
+        alike = _alike(tensors)
+        if alike is None:
             return None
         if len(self._kinds) >= MOST_SIZES:
             self._kinds.clear()

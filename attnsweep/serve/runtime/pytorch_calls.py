@@ -20,7 +20,7 @@ have the faults. benchmarks/pytorch_faults.py tries them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -316,13 +316,10 @@ class Layout:
     def __init__(self, of_output: tuple[int, ...]) -> None:
         self._of_output = of_output
         self._strides: tuple[int, ...] | None = None
-        # autograd's own hook of a dict: a hook of `register_hook` takes 5 us more.
-        self._holder = torch.empty(0, requires_grad=True)
-        self._holder._backward_hooks = {0: self.copied}
 
     def watch(self, out: torch.Tensor) -> None:
         """Have the gradient of an output, when there is one, in this layout."""
-        hooked(out, self._holder, self.copied)
+        out.register_hook(self.copied)
 
     def copied(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A copy of a gradient in this layout; None if it has it already."""
@@ -347,15 +344,6 @@ def _alike(grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
     return own == strides or all(
         n == 1 or a == b for n, a, b in zip(grad.shape, own, strides, strict=True)
     )
-
-
-def hooked(out: torch.Tensor, holder: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """Call the hook of a holder's `_backward_hooks` with the gradient of an output."""
-    register = getattr(out.grad_fn, "_register_hook_dict", None)
-    if register is None:
-        out.register_hook(hook)
-    else:
-        register(holder)
 
 
 def _aligned_gradient(grad: torch.Tensor) -> torch.Tensor | None:
@@ -398,7 +386,7 @@ class Steps:
     """Short steps of one kind that one place of a program makes: are their gradients all alike?
 
     left: how many more must be, before no hook watches them, 0 when that many were. A hook takes
-    the thread of a backward from 15 to 25 us, of 230 to 370 that a short step takes the host.
+    the host from 15 to 50 us, of 230 to 370 that a short step takes it.
     Gradients of another layout, once they were seen, are watched for ever.
     """
 
@@ -407,15 +395,13 @@ class Steps:
     def __init__(self) -> None:
         self.left = self.WATCHED
         self._layout: Layout | None = None
-        self._holder = torch.empty(0, requires_grad=True)
-        self._holder._backward_hooks = {0: self._copied}
 
     def watch(self, out: torch.Tensor) -> None:
         """Count the gradient of an output, when there is one, while they are not settled."""
         if not self.left:
             return
         self._layout = _layout_of(out)
-        hooked(out, self._holder, self._copied)
+        out.register_hook(self._copied)
 
     def _copied(self, grad: torch.Tensor) -> torch.Tensor | None:
         if self._layout is None:
