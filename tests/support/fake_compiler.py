@@ -60,6 +60,13 @@ class FakeCompiler:
     hangs = False
     """Whether no stage is ever ready; not at the start of a test."""
 
+    @classmethod
+    def as_new(cls) -> None:
+        """Forget what a test asked of every compiler."""
+        cls.made.clear()
+        cls.errors.clear()
+        cls.hangs, cls.edited = False, None
+
     def __init__(self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None) -> None:
         self.arch = arch
         self.made.append(arch)

@@ -51,9 +51,7 @@ def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
     """Have commands compile nothing."""
     for place in (session, live, check_cards, compile_tool):
         patch.setattr(place, "compiler_for", compiler_for)
-    FakeCompiler.made.clear()
-    FakeCompiler.errors.clear()
-    FakeCompiler.hangs, FakeCompiler.edited = False, None
+    FakeCompiler.as_new()
 
 
 def use_gpu(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:

@@ -10,6 +10,7 @@ import fleets
 import pytest
 import typer
 from fake_cards import FakeCards
+from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from once import once
 from samples import TEST_GPU
@@ -44,6 +45,13 @@ def made_once():
         patch.setattr(discovering, "load_kernel", loaded)
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
+
+
+@pytest.fixture(autouse=True)
+def fake_compilers():
+    """What a test asked of the fake compilers ends with it: another file's test uses them too."""
+    yield
+    FakeCompiler.as_new()
 
 
 @pytest.fixture(autouse=True)
