@@ -28,7 +28,7 @@ from attnsweep.serve.export_code import config_of, family_of, gpu_of
 from attnsweep.serve.held import asked_of, held_for, is_sdpa, lost_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
-from attnsweep.serve.runtime.served import refused_by
+from attnsweep.serve.runtime.families import refused_by
 from attnsweep.serve.runtime.table import (
     TABLE,
     CompiledKernel,

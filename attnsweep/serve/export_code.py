@@ -16,7 +16,7 @@ from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES
 from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run, environment_of
@@ -104,7 +104,7 @@ def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
 def why_unpacked(config: Config, problem: Problem) -> str | None:
     """Why a package cannot pack the grouped heads of a problem, if its config does.
 
-    Packed rows are the queries of one head there (`served.rows_of`), so a mask would be another
+    Packed rows are the queries of one head there (`families.rows_of`), so a mask would be another
     one, unless an item has one for all queries. With FEW_QUERIES or more, other kernels serve
     whatever lies in memory as models have it.
     """
@@ -134,8 +134,8 @@ class Compiling:
         files: dict[str, bytes] = {}
         stages: dict[str, str] = {}
         spills = 0
-        launches = served.launches(
-            served.DECLARED[family_of(self.problem)],
+        launches = families.launches(
+            families.DECLARED[family_of(self.problem)],
             *(self.config, self.problem, self.problem.scale),
             lse=self.problem.op == BACKWARD or _has_lse(self.problem),
             strides=contiguous(self.problem),
@@ -179,7 +179,7 @@ def compile_for_models(
 
     See Compiling.done.
     """
-    own, rows = served.rows_of(served.DECLARED[family.name], config, problem)
+    own, rows = families.rows_of(families.DECLARED[family.name], config, problem)
     lse = int(_has_lse(problem))
     chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
     strided = {} if problem.scaled else {"STRIDED": "1"}
@@ -195,4 +195,4 @@ def compile_for_models(
 
 def _has_lse(problem: Problem) -> bool:
     """Whether the code of a forward writes the log-sum-exp where a call wants it."""
-    return not problem.scaled and served.has_lse(problem.variant)
+    return not problem.scaled and families.has_lse(problem.variant)

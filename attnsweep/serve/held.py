@@ -17,7 +17,7 @@ from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import FP8_FAMILY, Families, family_of, why_unpacked
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
-from attnsweep.serve.runtime.served import DECLARED
+from attnsweep.serve.runtime.families import DECLARED
 from attnsweep.serve.runtime.table import GpuKey, kind_of_code
 from attnsweep.store.run import Run
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.serve.runtime.about import MASKS_AND_SCORES, PACKED, ends_with
+from attnsweep.serve.runtime.docstrings import MASKS_AND_SCORES, PACKED, ends_with
 
 if TYPE_CHECKING:
-    from attnsweep.serve.runtime.plans import Explanation
+    from attnsweep.serve.runtime.serving_plan import Explanation
 
 
 _loaded: Any = None

@@ -13,7 +13,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
-from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.driver import Tensor, rows_of_group
 from attnsweep.verify import backward_limits
 from attnsweep.verify.backward import gradients, least_lengths
@@ -75,12 +75,12 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     as q, dK as k.
     """
     family, backward = FAMILY, problem.op == BACKWARD
-    declaration = served.WGMMA
+    declaration = families.WGMMA
     if backward:
-        family, declaration = discover()["flash_bwd_wgmma"], served.WGMMA_BACKWARD
+        family, declaration = discover()["flash_bwd_wgmma"], families.WGMMA_BACKWARD
     config = config_of(family, words)
     config = config if backward else Config({**config, "LSE": int(lse)})
-    code, rows_of_heads = served.rows_of(declaration, config, problem)
+    code, rows_of_heads = families.rows_of(declaration, config, problem)
     group = problem.heads // rows_of_heads.heads
     case = Case(problem)
     inputs = make_inputs(case, 1)
@@ -103,7 +103,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     if "mask" in inputs:
         steps = zip(inputs["mask"].shape, inputs["mask"].strides, strict=True)
         given["mask_strides"] = tuple(step if size > 1 else 0 for size, step in steps)
-    launches = served.launches(*(declaration, config, problem, problem.scale), **given)
+    launches = families.launches(*(declaration, config, problem, problem.scale), **given)
     launches = {name: _strided(made, rows_of_heads, strides) for name, made in launches.items()}
     declared = family.launches(code, rows_of_heads, ARCH)
     sizes = {**family.workspaces(code, rows_of_heads)}
@@ -139,7 +139,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
 
 def test_packed_heads_of_any_strides_are_refused(simulator, monkeypatch):
     """By the template: a package views them as queries of one head."""
-    monkeypatch.setattr(served, "rows_of", lambda _, config, problem: (config, problem))
+    monkeypatch.setattr(families, "rows_of", lambda _, config, problem: (config, problem))
     layouts = dict.fromkeys("qkvo", "heads_first")
     with pytest.raises(BuildError, match="packed heads lie one behind the other"):
         check(simulator, "PACK_GQA=1", Problem(1, 2, 1, 5, 70, 64), layouts, lse=False)

@@ -14,7 +14,7 @@ from attnsweep.core.layouts import DENSE, Padded
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
+from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,

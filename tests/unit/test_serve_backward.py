@@ -21,7 +21,7 @@ from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.serve.runtime import backward_operator  # noqa: E402
-from attnsweep.serve.runtime.plans import Plan  # noqa: E402
+from attnsweep.serve.runtime.serving_plan import Plan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, HEADS_KV, ROWS = 2, 4, 2, 128

@@ -10,8 +10,8 @@ from packages import H100, SPLIT, shape, table, winner
 
 from attnsweep.serve.runtime import driver as driver_module
 from attnsweep.serve.runtime.driver import Device, DriverError, Tensor
-from attnsweep.serve.runtime.served import WGMMA
-from attnsweep.serve.runtime.served import launches as launches_of
+from attnsweep.serve.runtime.families import WGMMA
+from attnsweep.serve.runtime.families import launches as launches_of
 
 TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
 POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}

@@ -19,7 +19,7 @@ from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
 from attnsweep.serve.export_code import FP8_FAMILY
 from attnsweep.serve.held import spares
-from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.dispatch import choose_fp8
 from attnsweep.serve.runtime.table import read_table
 from attnsweep.store import run as store_run
@@ -102,7 +102,7 @@ def test_what_cannot_be_exported_is_said(tmp_path):
 
 # ---- which kernel ----
 def refused(kernel, shape):
-    return served.refused_by(served.FP8, kernel.values, shape, ARCH.sm_count)
+    return families.refused_by(families.FP8, kernel.values, shape, ARCH.sm_count)
 
 
 def test_a_tuned_shape_gets_its_winner(known):

@@ -25,7 +25,7 @@ from attnsweep.serve import export  # noqa: E402
 from attnsweep.serve.runtime.driver import Ready  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.plans import Plan  # noqa: E402
+from attnsweep.serve.runtime.serving_plan import Plan  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS, PackageError, read_table  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.space import Space
 from attnsweep.serve import export_code
-from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime import families
 
 FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, export_code.FP8_FAMILY))
 FAMILIES = {"16 bits": FAMILY, "fp8": FP8}
@@ -70,7 +70,7 @@ def others(draw, bits: str) -> tuple[Config, Problem]:
 def test_workspaces_are_those_that_are_declared_in_floats_without_the_log_sum_exp():
     for config, problem in UNUSUAL:
         declared = FAMILY.workspaces(config, problem)
-        floats = served.workspaces(served.WGMMA, config, problem)
+        floats = families.workspaces(families.WGMMA, config, problem)
         assert {name: 4 * n for name, n in floats.items()} == {n: declared[n] for n in declared if n != "lse"}
 
 
@@ -93,7 +93,7 @@ ANSWERS = {
 def test_rules_are_the_declarations(bits, data, sm_count):
     config, problem = data.draw(others(bits))
     refused = FAMILIES[bits].refused_by(config, problem, replace(ARCH, sm_count=sm_count))
-    assert served.refused_by(served.FP8 if bits == "fp8" else served.WGMMA, config, problem, sm_count) == refused
+    assert families.refused_by(families.FP8 if bits == "fp8" else families.WGMMA, config, problem, sm_count) == refused
 
 
 @pytest.mark.parametrize("bits", ANSWERS)
@@ -113,6 +113,6 @@ def test_the_rules_meet_both_answers(bits):
 def test_the_list_of_a_mask_begins_under_its_scan_and_no_call_under_them(mask):
     problem = Problem.parse(f"(1,4,512x4096,64) fp16 {mask}")
     config = Config(FIRST | {"BLOCK_N": 128, "WARPGROUPS": 2, "PDL": 1})
-    got = served.launches(served.WGMMA, config, problem, 0.25)
+    got = families.launches(families.WGMMA, config, problem, 0.25)
     early = {name: launch.programmatic for name, launch in got.items()}
     assert early == {"mask": False, "order": True, "fwd": False}

@@ -14,7 +14,7 @@ import pytest
 
 import attnsweep
 from attnsweep.serve.runtime import table as tables
-from attnsweep.serve.runtime.served import WGMMA, WGMMA_BACKWARD
+from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import ALIGNMENT, BASE, CUBINS, TABLE, PackageError, read_table, unpacked
 
 ROOT = Path(attnsweep.__file__).parent.parent

@@ -11,16 +11,16 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, FULL
 
-from . import served
-from .arguments import Call, laid_out, plain, problem_of, sized
+from . import families
+from .call import Call, laid_out, plain, problem_of, sized
 from .call_cache import transformed
 from .dispatch import Choice, choose, exactly
 from .driver import DriverError, Unaligned, unmapped
+from .families import WGMMA_BACKWARD
 from .gradients import like
 from .intervals import Diagonals, by_pytorch, dense, forms, scanned
 from .planner import Planner, choice_of, unmappable
-from .plans import FORKED, MOST_PLANS, Plan
-from .served import WGMMA_BACKWARD
+from .serving_plan import FORKED, MOST_PLANS, Plan
 from .table import PackageError
 
 Saved = tuple[torch.Tensor, ...]
@@ -182,10 +182,10 @@ class BackwardOperator:
             return Plan(choice)
         config, stages = choice.kernel.values, choice.kernel.stages
         own = {name: tensors[name].strides for name in ("o", "do", "dq")}
-        calls = served.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
+        calls = families.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
         if not calls.keys() <= stages.keys():
             return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
-        spaces = served.workspaces(WGMMA_BACKWARD, config, problem)
+        spaces = families.workspaces(WGMMA_BACKWARD, config, problem)
         return Plan(
             choice,
             calls,

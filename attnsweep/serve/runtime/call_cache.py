@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .arguments import PLAIN as _PLAIN
-from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
+from .call import PLAIN as _PLAIN
 from .pytorch_calls import Steps
+from .serving_plan import FORKED, SUBCLASS, TRANSFORMED, Plan
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 TensorGuards = getattr(_guards, "TensorGuards", None)

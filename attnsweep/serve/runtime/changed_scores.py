@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout
 
-from .arguments import number
+from .call import number
 
 _MOST_SCORES = 2**27
 """Scores of a step of `composed`, in float32: 512 MiB."""

@@ -27,7 +27,7 @@ from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.family import Config
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
-from .served import WGMMA, WGMMA_BACKWARD
+from .families import WGMMA, WGMMA_BACKWARD
 from .table import CardFacts, CompiledKernel
 
 FEW_QUERIES = 64

@@ -24,7 +24,7 @@ from .cost_model import (
     octaves,
     tiling,
 )
-from .served import FP8, arch_of, beyond_limits, refused_by
+from .families import FP8, arch_of, beyond_limits, refused_by
 from .table import CompiledKernel, TunedFp8Gpu, TunedGpu, Winner, kind_of_code
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.

@@ -13,10 +13,10 @@ import torch
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
-from . import served
+from . import families
 from .dispatch import choose_fp8
 from .driver import DriverError, Tensor
-from .plans import MOST_PLANS, Explanation, Plan
+from .serving_plan import MOST_PLANS, Explanation, Plan
 from .table import GpuKey, PackageError, TunedFp8Gpu
 from .torch_ops import define
 
@@ -176,7 +176,7 @@ class Fp8Operator:
             if choice.kernel is None:
                 why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
                 raise PackageError(why)
-            calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
+            calls = families.launches(families.FP8, choice.kernel.values, problem, scale)
             if not calls.keys() <= choice.kernel.stages.keys():
                 why = f"{problem.label}: the kernel has no code of a stage; export again"
                 raise PackageError(why)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .arguments import PLAIN, output_of
+from .call import PLAIN, output_of
 from .pytorch_calls import CUDNN, aligned, nan_prone, settled
 from .sdpa_patch import sdpa
 

@@ -13,7 +13,7 @@ from attnsweep.core.masks import Interval
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
-from .arguments import Call
+from .call import Call
 from .changed_scores import checked, composed
 from .pytorch_calls import attend
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .arguments import (
+from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
+from .call import (
     Call,
     autocast,
     bias_copied,
@@ -19,19 +20,18 @@ from .arguments import (
     plain,
     records_gradients,
 )
-from .backward_operator import BackwardOperator, IntervalGradient, key_ranges
 from .call_cache import MaskList, MaskLists, Seen, ShortSteps, transformed
 from .changed_scores import checked
+from .compiled_calls import Traced
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Unaligned, cuda_driver
 from .gradients import Gradient, like, with_gradient
 from .intervals import by_pytorch, scanned, understood
 from .packed import CuSeqlens
 from .planner import Planner
-from .plans import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .pytorch_calls import attend
+from .serving_plan import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .table import Guard, PackageError, Table
-from .traced import Traced
 from .transformers_hook import LazyMask
 
 # Looked up once: each is asked in every call.

@@ -14,13 +14,13 @@ import torch
 from torch.overrides import handle_torch_function
 
 from . import transformers_hook
-from .about import MASKS_AND_SCORES, PACKED, ends_with
+from .docstrings import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
-from .plans import Explanation
 from .pytorch_calls import attend
 from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, sdpa
+from .serving_plan import Explanation
 from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.

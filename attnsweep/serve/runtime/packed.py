@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import DTYPES, Call, dropped, number, records_gradients
+from .call import DTYPES, Call, dropped, number, records_gradients
 from .changed_scores import checked, composed
 from .dispatch import Choice
 from .gradients import like
 from .intervals import sides
-from .plans import Explanation
 from .pytorch_calls import attend, flash_varlen
+from .serving_plan import Explanation
 from .torch_ops import define
 
 Window = tuple[int | None, int | None]

@@ -16,8 +16,8 @@ from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import CAUSAL, FULL, Problem
 from attnsweep.core.scores import Scores
 
-from . import served
-from .arguments import (
+from . import families
+from .call import (
     DTYPES,
     PLAIN,
     Call,
@@ -33,11 +33,11 @@ from .arguments import (
 )
 from .dispatch import Choice, choose
 from .driver import Tensor, rows_of_group, unmapped
+from .families import WGMMA
 from .intervals import forms
 from .packed import CuSeqlens
-from .plans import Plan
 from .sdpa_patch import asked_once
-from .served import WGMMA
+from .serving_plan import Plan
 from .table import GpuKey, Table, TunedGpu, known
 
 APART = Choice(
@@ -205,8 +205,8 @@ class Planner:
             steps = (0, *steps[1:])
         options: Any = {"lse": lse, "strides": {"o": layout}, "mask_strides": steps}
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
-        made = served.launches(WGMMA, kernel.values, problem, by, **options)
-        spaces = served.workspaces(WGMMA, kernel.values, problem)
+        made = families.launches(WGMMA, kernel.values, problem, by, **options)
+        spaces = families.workspaces(WGMMA, kernel.values, problem)
         if not made.keys() <= kernel.stages.keys():
             return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
         calls = {name: launch for name, launch in made.items() if not launch.once}
@@ -327,7 +327,7 @@ def choice_of(
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         choice = choose(gpu, problem, gradients=gradients)
-        if gradients and choice.kernel is not None and not served.has_lse(problem.variant):
+        if gradients and choice.kernel is not None and not families.has_lse(problem.variant):
             why = "the kernel has no code that a gradient needs"
             choice = Choice(None, "no_lse", why, choice.gain)
         found.append((choice, problem))

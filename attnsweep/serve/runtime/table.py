@@ -16,7 +16,7 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .served import DECLARED, WGMMA, config_of
+from .families import DECLARED, WGMMA, config_of
 
 _T = TypeVar("_T")
 FORMAT = 7

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .arguments import output_of
+from .call import output_of
 
 _QKV = "Tensor query, Tensor key, Tensor value"
 _SAVED = f"Tensor grad, {_QKV}, Tensor out, Tensor lse"

@@ -13,8 +13,8 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import backward_operator, gradients
-from .arguments import Call, plain, records_gradients, sized
 from .backward_operator import IntervalGradients, key_ranges
+from .call import Call, plain, records_gradients, sized
 from .call_cache import transformed
 from .gradients import like
 from .intervals import by_pytorch
