@@ -22,7 +22,7 @@ from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.callable import DOES_NOT, says_what_it_supports
 from attnsweep.core.errors import in_short
-from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
+from attnsweep.core.ops import DTYPE_BYTES
 from attnsweep.core.problem import Problem
 from attnsweep.device import process
 from attnsweep.device.buffers import Buffer
@@ -53,8 +53,8 @@ class Card:
 
 
 def sealed_of(problem: Problem) -> tuple[str, ...]:
-    """What is sealed of a call: its outputs, and of a forward the log-sum-exp that it may give."""
-    return problem.outputs if problem.op == BACKWARD else (*problem.outputs, "lse")
+    """What is sealed of a call: its outputs, and what it may give beside."""
+    return (*problem.outputs, *(tensor.name for tensor in problem.op.optional(problem)))
 
 
 class Called:
@@ -91,10 +91,11 @@ class Called:
         bits, each = prepare.STORAGE[DTYPE_BYTES[shape.out_dtype]], []
         for call in range(calls):
             outputs = [arena[f"{o} {call}"].view(shape.shape_of(o), bits) for o in shape.outputs]
-            lse = None
-            if shape.op != BACKWARD:
-                lse = arena[f"lse {call}"].view(shape.shape_of("o")[:3], np.int32)
-            each.append((outputs, lse))
+            beside = [
+                arena[f"{tensor.name} {call}"].view(tensor.shape, np.int32)
+                for tensor in shape.op.optional(shape)
+            ]
+            each.append((outputs, *(beside or [None])))
         bound.seals_in(each)
         return bound
 

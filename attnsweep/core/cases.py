@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from attnsweep.core.boolean import Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Packed, Padded
 from attnsweep.core.length import is_long
 from attnsweep.core.masks import CAUSAL, Interval
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
@@ -67,7 +66,6 @@ class Case:
 def small_cases(problem: Problem) -> tuple[Case, ...]:
     """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
-    A backward has none whose gradients cancel to nothing, of which only the noise would be judged.
     Of a boolean mask of one query, each has one, and more heads instead.
     Of a padded problem, each has padding, and there are items with no key, one, and all of them.
 
@@ -76,7 +74,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     """
 
     def case(
-        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
+        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Any, batch: int = 1
     ) -> Case:
         seqlen_k = min(seqlen_k, problem.seqlen_k)
         shape = _shaped(problem, seqlen_q, seqlen_k)
@@ -86,34 +84,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
             batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
-    of_backward = (
-        case(1, 1, 1, 1, "normal"),
-        case(2, 1, 1, 63, "normal"),
-        case(4, 2, 127, 192, "normal", batch=2),
-        case(2, 1, 192, 64, "exact"),
-        case(1, 1, 65, 704, "normal"),
-        case(3, 1, 129, 129, "large_scores"),
-        case(1, 1, 130, 255, "far_below"),
-        case(2, 1, 70, 70, "far_above"),
-        case(1, 1, 63, 192, "equal_keys"),
-        case(1, 1, 67, 640, "tiny_ends"),
-        case(1, 1, 64, 321, "wide"),
-        case(1, 1, 66, 513, "sink"),
-    )
-    of_forward = (
-        case(1, 1, 1, 1, "normal"),
-        case(2, 1, 1, 17, "normal"),
-        case(4, 2, 97, 161, "normal", batch=2),
-        case(3, 1, 129, 129, "large_scores"),
-        case(1, 1, 65, 200, "equal_keys"),
-        case(1, 1, 130, 255, "far_below"),
-        case(2, 1, 70, 70, "far_above"),
-        case(1, 1, 67, 640, "tiny_ends"),
-        case(2, 2, 65, 131, "one_hot"),
-        case(1, 1, 64, 321, "wide"),
-        case(1, 1, 66, 513, "sink"),
-    )
-    cases: tuple[Case, ...] = of_backward if problem.op == BACKWARD else of_forward
+    cases: tuple[Case, ...] = tuple(case(*each) for each in problem.op.small_cases)
     if problem.scores.bias is not None:
         cases = (*cases, case(2, 1, 130, 321, "finite_mask", batch=3))
     layout, mask = problem.layout, problem.mask
@@ -164,7 +135,7 @@ def whole_cases(problem: Problem) -> tuple[Case, ...]:
 
     Gradients are not, and neither are long calls. In FP8 the inputs take the host seconds to make.
     """
-    hard = problem.op != BACKWARD and not problem.scaled and not is_long(problem)
+    hard = problem.op.judged_on_hard and not problem.scaled and not is_long(problem)
     return (Case(problem), hard_case(problem)) if hard else (Case(problem),)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,20 +39,31 @@ class Tensor:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """What a call computes of a problem."""
+    """What a call computes of a problem; there is one of each name in a process."""
 
     name: str
     inputs: Callable[[Problem], tuple[Tensor, ...]]
     outputs: Callable[[Problem], tuple[Tensor, ...]]
     flops: Callable[[Problem], int]
+    small_cases: tuple[tuple[int, int, int, int, str, int], ...]
+    """Heads, key heads, queries, keys, kind of inputs and batch of the cases that it must get right
+    beside the problem."""
+    optional: Callable[[Problem], tuple[Tensor, ...]] = lambda _: ()
+    """Outputs that a callable may return beside the others."""
+    faults: Callable[[Problem], Iterator[tuple[str, str]]] = lambda _: iter(())
+    """What a problem of it cannot be, and what to write in its place."""
+    judged_on_hard: bool = True
+    """Whether our own candidates are judged on the problem's hard case too."""
+    proved_if_long: bool = True
+    """Whether NumPy proves some rows of a long problem, at the cost of these rows."""
 
     def __repr__(self) -> str:
         return self.name.upper()
 
     def __reduce__(self) -> tuple[Callable[[str], Op], tuple[str]]:
-        return _named, (self.name,)  # there is one of each name in a process
+        return _named, (self.name,)
 
 
 def of_heads(p: Problem) -> dict[str, tuple[int, ...]]:
@@ -126,14 +137,36 @@ def _forward_flops(p: Problem) -> int:
     return 2 * p.pairs * sum(p.head_dims)  # of Q K^T, and of P V
 
 
-FORWARD = Op("forward", _forward_inputs, _forward_outputs, _forward_flops)
+def _log_sum_exp(p: Problem) -> tuple[Tensor, ...]:
+    return (Tensor("lse", (p.batch, p.heads, p.seqlen_q), "fp32"),)
+
+
+FORWARD = Op(
+    "forward",
+    _forward_inputs,
+    _forward_outputs,
+    _forward_flops,
+    small_cases=(
+        (1, 1, 1, 1, "normal", 1),
+        (2, 1, 1, 17, "normal", 1),
+        (4, 2, 97, 161, "normal", 2),
+        (3, 1, 129, 129, "large_scores", 1),
+        (1, 1, 65, 200, "equal_keys", 1),
+        (1, 1, 130, 255, "far_below", 1),
+        (2, 1, 70, 70, "far_above", 1),
+        (1, 1, 67, 640, "tiny_ends", 1),
+        (2, 2, 65, 131, "one_hot", 1),
+        (1, 1, 64, 321, "wide", 1),
+        (1, 1, 66, 513, "sink", 1),
+    ),
+    optional=_log_sum_exp,
+)
 """O = softmax(Q K^T / sqrt(head_dim)) V."""
 
 
 def _backward_inputs(p: Problem) -> tuple[Tensor, ...]:
-    rows = Tensor("lse", (p.batch, p.heads, p.seqlen_q), "fp32")
     o, do = (Tensor(name, _queries(p), p.dtype) for name in ("o", "do"))
-    return (*_forward_inputs(p), o, rows, do)
+    return (*_forward_inputs(p), o, *_log_sum_exp(p), do)
 
 
 def _backward_outputs(p: Problem) -> tuple[Tensor, ...]:
@@ -145,7 +178,37 @@ def _backward_flops(p: Problem) -> int:
     return 10 * p.pairs * p.head_dim  # of S, dP, dV, dQ and dK: scores are not kept
 
 
-BACKWARD = Op("backward", _backward_inputs, _backward_outputs, _backward_flops)
+def _backward_faults(p: Problem) -> Iterator[tuple[str, str]]:
+    others = [p.mask.label] * p.mask.boolean + [p.layout.kind] * (p.layout.kind == "packed")
+    others += [*p.scores.kinds, *["head_dim_v"] * bool(p.head_dim_v)]
+    others += [p.dtype] * (DTYPE_BYTES[p.dtype] != 2)
+    hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"
+    yield from ((f"a backward has no {other}", hint) for other in others)
+
+
+BACKWARD = Op(
+    "backward",
+    _backward_inputs,
+    _backward_outputs,
+    _backward_flops,
+    small_cases=(  # none whose gradients cancel to nothing: only the noise would be judged
+        (1, 1, 1, 1, "normal", 1),
+        (2, 1, 1, 63, "normal", 1),
+        (4, 2, 127, 192, "normal", 2),
+        (2, 1, 192, 64, "exact", 1),
+        (1, 1, 65, 704, "normal", 1),
+        (3, 1, 129, 129, "large_scores", 1),
+        (1, 1, 130, 255, "far_below", 1),
+        (2, 1, 70, 70, "far_above", 1),
+        (1, 1, 63, 192, "equal_keys", 1),
+        (1, 1, 67, 640, "tiny_ends", 1),
+        (1, 1, 64, 321, "wide", 1),
+        (1, 1, 66, 513, "sink", 1),
+    ),
+    faults=_backward_faults,
+    judged_on_hard=False,
+    proved_if_long=False,  # NumPy computes the whole forward of a backward
+)
 """The gradients of Q, K and V, of dO that O has, from O and the log-sum-exp of a forward.
 
 P = exp(Q K^T / sqrt(head_dim) - lse), dV = P^T dO, dS = P * (dO V^T - sum(dO * O)) with a sum for

@@ -171,12 +171,7 @@ class Problem:
         if self.scores.bias is not None and (mask != FULL or layout != DENSE):
             hint = "minus infinity in a bias hides a key by itself"
             yield "a bias has no mask beside it", hint
-        if self.op == BACKWARD:
-            others = [mask.label] * mask.boolean + [layout.kind] * (layout.kind == "packed")
-            others += [*kinds, *["head_dim_v"] * bool(self.head_dim_v)]
-            others += [self.dtype] * (DTYPE_BYTES[self.dtype] != 2)
-            hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"
-            yield from ((f"a backward has no {other}", hint) for other in others)
+        yield from self.op.faults(self)
 
     @property
     def causal(self) -> bool:
@@ -370,16 +365,16 @@ class Problem:
         return tuple(tensor.name for tensor in self.op.outputs(self))
 
     def tensor(self, name: str) -> Tensor:
-        """An input or output of a call."""
-        tensors = (*self.op.inputs(self), *self.op.outputs(self))
+        """An input or output of a call, or what a callable may return beside."""
+        tensors = (*self.op.inputs(self), *self.op.outputs(self), *self.op.optional(self))
         return next(each for each in tensors if each.name == name)
 
     def bytes_of(self, tensor: str) -> int:
-        """Bytes of an input or output."""
+        """Bytes of such a tensor."""
         return self.tensor(tensor).nbytes
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Shape of an input or output: four sizes, but of scales two or three, of sinks one."""
+        """Shape of such a tensor: four sizes, but of scales two or three, of sinks one."""
         return self.tensor(tensor).shape
 
     @property

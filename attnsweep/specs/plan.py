@@ -11,7 +11,6 @@ from typing import Any
 from attnsweep.core.errors import NoGpuError, SpaceError, SpecError
 from attnsweep.core.hardware import Arch, arch_on
 from attnsweep.core.length import is_long
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.space import Space
@@ -35,9 +34,9 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
         for name in entry.kernels:
             kernel = spec.families[spec.family_of(name)]
             reason = kernel.refusal(entry.problem, arch)
-            if reason is None and entry.problem.op == BACKWARD and is_long(entry.problem):
-                # NumPy computes the whole forward of a backward.
-                reason = "a backward of 2e13 FLOPs or more cannot be proved"
+            op = entry.problem.op
+            if reason is None and is_long(entry.problem) and not op.proved_if_long:
+                reason = f"a {op.name} of 2e13 FLOPs or more cannot be proved"
             if reason is not None:
                 refused[kernel.name] = reason
                 continue
