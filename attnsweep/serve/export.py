@@ -71,7 +71,7 @@ _CARRIED = (
     *("core/boolean.py", "core/layouts.py", "core/masks.py", "core/ops.py", "core/problem.py"),
     "core/scores.py",
     *("family/__init__.py", "family/family.py", "family/hopper.py"),
-    *("family/launch.py", "family/time_limit.py", "family/validate.py"),
+    *("family/launch.py", "family/params.py", "family/time_limit.py", "family/validate.py"),
 )
 """What of attnsweep the declarations import; a package has it under the same names."""
 # Providers of PyTorch's own attention: what a call gets without a package.
