@@ -49,8 +49,7 @@ from .core.hardware import ARCHS, Arch, CardFacts, arch_named, binding, bounds
 from .core.observer import Observer
 from .core.problem import Problem
 from .core.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
-from .family.chunks import CHUNKS_RULE, MODES
-from .family.family import BLOCK_LIMITS, CHUNKS, Config, Family, Launch, Param, TensorMap
+from .family.family import BLOCK_LIMITS, Config, Family, Launch, Param, TensorMap
 from .family.space import Space
 from .regress.verdicts import Verdict
 from .serve.export import Exported
@@ -77,9 +76,6 @@ __version__: str
 __all__ = [
     "ARCHS",
     "BLOCK_LIMITS",
-    "CHUNKS",
-    "CHUNKS_RULE",
-    "MODES",
     "Accuracy",
     "Arch",
     "AttnsweepError",

@@ -254,8 +254,6 @@ def rebuild(
     from attnsweep.compile.candidate import Build
     from attnsweep.compile.nvrtc import Compiler
     from attnsweep.core.hardware import arch_named
-    from attnsweep.family.chunks import changed_since, of_today
-    from attnsweep.family.family import Config
 
     known = families() if kernels is None else kernels
     compiler = Compiler(arch_named(arch) if isinstance(arch, str) else arch)
@@ -263,9 +261,9 @@ def rebuild(
     try:
         for trial in trials:
             kernel = known.get(trial.kernel)
-            if kernel is None or changed_since(kernel, Config(trial.config)) is not None:
+            if kernel is None or kernel.changed_since(trial.config) is not None:
                 continue
-            config = of_today(kernel, trial.config)
+            config = kernel.of_today(trial.config)
             if kernel.refusal(trial.problem, compiler.arch) is None and (
                 kernel.refused_by(config, trial.problem, compiler.arch) is None
             ):

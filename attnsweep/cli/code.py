@@ -175,7 +175,7 @@ def inspect(
     if subject not in families and Path(subject).exists():
         run = open_run(Path(subject))
         winner = inspection.winner_of(run, shape)
-        changed = inspection.texts(winner.config) | values_in(given)
+        changed = inspection.texts(winner.config, families.get(winner.kernel)) | values_in(given)
         subject, shape = winner.kernel, winner.problem
         given = " ".join(f"{name}={value}" for name, value in changed.items())
         card = run.environment

@@ -17,8 +17,7 @@ from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial, key_of
-from attnsweep.family.chunks import ChunkPlan, schedule_of
-from attnsweep.family.family import Config, Family, Launch
+from attnsweep.family.family import Config, Family, Launch, Schedule
 from attnsweep.family.space import Space
 from attnsweep.specs import require
 from attnsweep.specs.load import SweepSpec
@@ -41,7 +40,7 @@ class Build:
     config: Config
     problem: Problem
     arch: Arch
-    schedule: ChunkPlan
+    schedule: Schedule
     launches: Mapping[str, Launch]
     """Stage name to its launch of one chunk: of the whole call, if the call is not cut."""
     keys: tuple[str, ...]
@@ -65,7 +64,7 @@ class Build:
 
         workspace_limit: bytes above which a call is cut into chunks.
         """
-        schedule = schedule_of(kernel, config, problem, workspace_limit)
+        schedule = kernel.schedule(config, problem, workspace_limit)
         launches = kernel.launches(config, schedule.widest, compiler.arch)
         keys = tuple(
             compiler.key(
@@ -120,7 +119,7 @@ class Build:
 
         Raises CompileError if a launch's arguments do not match the parameters of its template.
         """
-        schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
+        schedule = self.kernel.schedule(self.config, problem, self.workspace_limit)
         cubins = self.cubins()
         stages: list[CompiledStage] = []
         begun = set()
@@ -183,7 +182,7 @@ class Build:
             return None
         problem = case.problem
         try:
-            schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
+            schedule = self.kernel.schedule(self.config, problem, self.workspace_limit)
             if len(schedule.pieces) > 1 or sum(schedule.workspaces.values()) > _TURNS_BYTES:
                 return None
             if self.kernel.excess(self.config, problem, self.arch) is not None:

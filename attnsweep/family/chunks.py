@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from attnsweep.core.ops import FORWARD
-from attnsweep.core.problem import CAUSAL, FULL, Problem, Value, ceil_div
-from attnsweep.core.trial import OURS, Trial
-from attnsweep.family.family import Config, Family, Param
+from attnsweep.core.problem import CAUSAL, FULL, Problem, ceil_div
+from attnsweep.family.params import Config, Param
 
-MODES = (
+if TYPE_CHECKING:
+    from attnsweep.family.family import Family
+
+_MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
     Param("STREAMS", (1,), "streams that chunks of heads alternate on"),
     Param(
@@ -25,40 +28,10 @@ MODES = (
     ),
     Param("CHUNK_ROWS", (0,), "queries per launch, then of one head; 0: all, or as above"),
 )
-"""A config contains a mode only if its spec names that mode; otherwise the first value holds."""
-
-
-CHUNKS_RULE = "chunks are smaller than the call, keep grouped heads together, and use every stream"
-
 # A chunk of queries is a multiple of ROW_UNIT: the largest BLOCK_M of any family, so that no tile
 # is cut. The workspaces of different streams begin at multiples of _ALIGNMENT bytes.
 ROW_UNIT = 256
 _ALIGNMENT = 1024
-
-
-def changed_since(kernel: Family, recorded: Config) -> str | None:
-    """The parameters that the family gained or lost since a config was recorded, or None.
-
-    One that it gained does not count where the config means the same without it: see of_today.
-    """
-    own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
-    gone = [repr(name) for name in recorded if name not in own | modes]
-    new = [repr(name) for name in sorted(own - set(of_today(kernel, recorded)))]
-    facts = [f"lost parameter{'s' * (len(gone) > 1)} {', '.join(gone)}"] if gone else []
-    facts += [f"gained parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
-    return f"{kernel.name} {', '.join(facts)}" if facts else None
-
-
-def of_today(kernel: Family, recorded: Mapping[str, Value]) -> Config:
-    """A recorded config in declared order, with what Param.absent says of parameters it lacks."""
-    own = {p.name: recorded.get(p.name, p.absent) for p in kernel.params}
-    return Config({name: v for name, v in (own | dict(recorded)).items() if v is not None})
-
-
-def row_of_today(kernels: Mapping[str, Family], row: Trial) -> Trial:
-    """A recorded row with its config as of_today says it, if its family is among these."""
-    kernel = kernels.get(row.kernel) if row.provider == OURS else None
-    return row if kernel is None else row.with_(config=dict(of_today(kernel, row.config)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +44,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """Every chunk of a call, in the order of issue. Chunks on one stream share a workspace."""
+class Schedule:
+    """How a call is issued: its chunks in order. Those on one stream share a workspace."""
 
     pieces: tuple[Piece, ...]
     streams: int
@@ -101,8 +74,8 @@ class ChunkPlan:
 
 
 def mode(config: Mapping[str, object], name: str) -> int | bool | str:
-    """The value of one of MODES in a config, whether the config names it or not."""
-    default = next(param.values[0] for param in MODES if param.name == name)
+    """The value of one of the modes in a config, whether the config names it or not."""
+    default = next(param.values[0] for param in _MODES if param.name == name)
     return config.get(name, default)  # type: ignore[return-value]
 
 
@@ -111,7 +84,7 @@ def _number(config: Mapping[str, object], name: str) -> int:
 
 
 def is_used(config: Config, problem: Problem) -> bool:
-    """Rule CHUNKS: whether every mode that the config sets takes effect on this problem."""
+    """Whether every mode that the config sets takes effect on this problem."""
     total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
     heads, rows = _number(config, "CHUNK_HEADS"), _number(config, "CHUNK_ROWS")
     if rows and (rows >= problem.seqlen_q or rows % ROW_UNIT or heads > 1):
@@ -137,22 +110,43 @@ def is_served(kernel: Family, config: Config, problem: Problem) -> bool:
     return all(kernel.serves(piece.problem) for piece in pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The modes of a family, the rule that prunes useless ones, and the schedule they ask for."""
+
+    modes: tuple[Param, ...] = _MODES
+    rule: str = "chunks_are_used"
+    description: str = (
+        "chunks are smaller than the call, keep grouped heads together, and use every stream"
+    )
+
+    def keeps(self, kernel: Family, config: Config, problem: Problem) -> bool:
+        """The rule: each mode takes effect, and the family serves each chunk."""
+        return is_used(config, problem) and is_served(kernel, config, problem)
+
+    def schedule(
+        self, kernel: Family, config: Config, problem: Problem, workspace_limit: int | None
+    ) -> Schedule:
+        """How a call of the config is issued: see schedule_of."""
+        return schedule_of(kernel, config, problem, workspace_limit)
+
+
 def schedule_of(
     kernel: Family, config: Config, problem: Problem, workspace_limit: int | None = None
-) -> ChunkPlan:
+) -> Schedule:
     """The chunks that a config asks for; if it leaves them open, the fewest that fit.
 
     workspace_limit: bytes of all workspaces together. If not even ROW_UNIT queries of one head fit,
     the schedule exceeds the limit, and the caller must refuse it.
     """
 
-    def made(heads: int, rows: int) -> ChunkPlan:
+    def made(heads: int, rows: int) -> Schedule:
         return _schedule(kernel, config, problem, heads, rows)
 
     heads, rows = _wanted(config, problem)
     schedule = made(heads, rows)
 
-    def fits(schedule: ChunkPlan) -> bool:
+    def fits(schedule: Schedule) -> bool:
         used = sum(schedule.workspaces.values())
         # Items with keys of their own are one call, and a family may not serve a chunk.
         whole = bool(kernel.supports) or kernel.turned or not _splits(problem)
@@ -215,12 +209,12 @@ def _spans(problem: Problem, heads: int, rows: int) -> Iterator[tuple[int, int, 
             yield head, min(heads, total - head), row, min(rows, problem.seqlen_q - row)
 
 
-def _schedule(kernel: Family, config: Config, problem: Problem, heads: int, rows: int) -> ChunkPlan:
+def _schedule(kernel: Family, config: Config, problem: Problem, heads: int, rows: int) -> Schedule:
     spans = list(_spans(problem, heads, rows))
     eager = mode(config, "LAUNCH") == "eager"
     if len(spans) == 1:
         whole = Piece(problem, 0, {})
-        return ChunkPlan((whole,), 1, eager, kernel.workspaces(config, problem), problem)
+        return Schedule((whole,), 1, eager, kernel.workspaces(config, problem), problem)
     streams = min(_number(config, "STREAMS"), len(spans))
     chunks = [_chunk(problem, *span) for span in spans]
     largest: dict[str, int] = {}
@@ -235,7 +229,7 @@ def _schedule(kernel: Family, config: Config, problem: Problem, heads: int, rows
         pieces.append(Piece(chunk, stream, {**offsets, **own}))
     workspaces = {name: (streams - 1) * apart[name] + largest[name] for name in largest}
     widest = replace(chunks[0][0], seqlen_k=problem.seqlen_k)
-    return ChunkPlan(tuple(pieces), streams, eager, workspaces, widest)
+    return Schedule(tuple(pieces), streams, eager, workspaces, widest)
 
 
 def _chunk(
@@ -262,3 +256,7 @@ def _chunk(
         if name in "qo":
             offsets[name] += own // problem.seqlen_q * row
     return chunk, offsets
+
+
+IN_CHUNKS = Chunks()
+"""What every family has that declares nothing else."""

@@ -6,10 +6,12 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.files import shipped
+from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.family import Family, _named
 
 _DECLARATIONS = "[!_]*.py"
@@ -84,3 +86,9 @@ def discover(extra: Path | None = None) -> dict[str, Family]:
                 )
             found[kernel.name] = kernel
     return dict(sorted(found.items()))
+
+
+def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:
+    """A recorded row with its config as Family.of_today says it, if its family is among these."""
+    family = families.get(row.kernel) if row.provider == OURS else None
+    return row if family is None else row.with_(config=dict(family.of_today(row.config)))

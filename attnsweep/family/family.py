@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.ops import ORDERS
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit, validate
+from attnsweep.family.chunks import IN_CHUNKS, Chunks
+from attnsweep.family.chunks import Schedule as Schedule
 from attnsweep.family.launch import Arg as Arg
 from attnsweep.family.launch import Launch as Launch
 from attnsweep.family.launch import TensorMap as TensorMap
@@ -47,8 +49,6 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
 
 # The rule that every family has: CUDA can launch its threads, shared memory and grid.
 BLOCK_LIMITS = "block_limits"
-# The rule of chunks.MODES.
-CHUNKS = "chunks_are_used"
 # Compute capability of the first cards whose tensor cores take FP8.
 _FIRST_WITH_FP8 = (8, 9)
 # Ctrl-C names the function that has run for so long; it is then why nothing else happened.
@@ -118,7 +118,8 @@ class Family:
     backward. supports: what else a problem must be, as pairs of a sentence and a function of it;
     its cases are made to be so. order: `bshd` if q, k, v, o and their gradients lie in memory as
     (batch, seqlen, heads, head_dim), as FlashAttention has them. include_dirs: where its headers
-    lie, beside its own directory. compile_options: of NVRTC, for each of its stages.
+    lie, beside its own directory. compile_options: of NVRTC, for each of its stages. chunks:
+    how its calls are cut, and the modes that say so.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Family:
     order: str = ORDERS[0]
     include_dirs: tuple[str | Path, ...] = ()
     compile_options: tuple[str, ...] = ()
+    chunks: Chunks = IN_CHUNKS
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""
@@ -154,11 +156,51 @@ class Family:
 
     def __post_init__(self) -> None:
         self.declared_at = _caller()
+        modes = [mode.name for mode in self.modes]
         fault = validate.of_kernel(self) or validate.of_params(
-            self.params, Param, PROBLEM_CONSTANTS, Config
+            self.params, Param, PROBLEM_CONSTANTS, modes, Config
         )
         self._refuse(fault, self.declared_at)
         self.source = Path(self.declared_at.rpartition(":")[0]).with_name(f"{self.name}.cu")
+
+    @property
+    def modes(self) -> tuple[Param, ...]:
+        """The parameters that a config has only if its spec names them: how a call is issued."""
+        return self.chunks.modes
+
+    @property
+    def mode_rules(self) -> dict[str, str]:
+        """What is asked first of a config with modes: the rule's name and description."""
+        return {self.chunks.rule: self.chunks.description}
+
+    def rules_for(self, names: Collection[str]) -> tuple[str, ...]:
+        """The rules that configs of these parameters are asked, in order."""
+        modes = any(mode.name in names for mode in self.modes)
+        return (*(self.mode_rules if modes else ()), *self.rules, BLOCK_LIMITS)
+
+    def schedule(
+        self, config: Config, problem: Problem, workspace_limit: int | None = None
+    ) -> Schedule:
+        """How one call is issued. workspace_limit: bytes that the call may use if it can be cut."""
+        return self.chunks.schedule(self, config, problem, workspace_limit)
+
+    def of_today(self, recorded: Mapping[str, Value]) -> Config:
+        """A recorded config in declared order, with Param.absent of parameters that it lacks."""
+        own = {p.name: recorded.get(p.name, p.absent) for p in self.params}
+        return Config({n: v for n, v in (own | dict(recorded)).items() if v is not None})
+
+    def changed_since(self, recorded: Mapping[str, Value]) -> str | None:
+        """The parameters that the family gained or lost since a config was recorded, or None.
+
+        One that it gained does not count where the config means the same without it: see of_today.
+        """
+        own = {param.name for param in self.params}
+        known = own | {mode.name for mode in self.modes}
+        gone = [repr(name) for name in recorded if name not in known]
+        new = [repr(name) for name in sorted(own - set(self.of_today(recorded)))]
+        facts = [f"lost parameter{'s' * (len(gone) > 1)} {', '.join(gone)}"] if gone else []
+        facts += [f"gained parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
+        return f"{self.name} {', '.join(facts)}" if facts else None
 
     @property
     def include_places(self) -> tuple[Path, ...]:
@@ -225,7 +267,7 @@ class Family:
         where = _place(rule, where)
         fault = validate.of_function(f"rule {name}", rule, ("config", "problem", "arch"))
         self._refuse(fault or validate.of_rule(name, description), where)
-        if name in {*self.rules, BLOCK_LIMITS, CHUNKS}:
+        if name in {*self.rules, BLOCK_LIMITS, *self.mode_rules}:
             fix = "rename one: a dry run counts what each removes by its name"
             raise KernelError(f"{self.name} has two rules called {name}", where=where, hint=fix)
         self.rules[name] = (description, rule)
@@ -367,6 +409,8 @@ class Family:
         """Whether a rule keeps a config that all earlier rules keep."""
         if name == BLOCK_LIMITS:
             return self.excess(config, problem, arch) is None
+        if name in self.mode_rules:
+            return self.chunks.keeps(self, config, problem)
         _, rule = self.rules[name]
         passed = self._ask(f"rule {name}", rule, config, problem, arch)
         if not isinstance(passed, int):

@@ -16,8 +16,7 @@ from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit
-from attnsweep.family.chunks import is_served, is_used
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Family
+from attnsweep.family.family import Config, Family
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,21 +60,14 @@ class _Noting(Config):
         return super().__getstate__()
 
 
-def refused(
-    kernel: Family, problem: Problem, arch: Arch, values: Values, *, chunks: bool
-) -> Iterator[str | None]:
-    """The rule that refuses each combination of values first, or None, in itertools.product order.
-
-    chunks: whether the configs name modes, so that CHUNKS is asked before the family's rules.
-    """
+def refused(kernel: Family, problem: Problem, arch: Arch, values: Values) -> Iterator[str | None]:
+    """The first rule that refuses each combination of values, or None, as itertools orders them."""
 
     def passes(rule: str, config: Config) -> bool:
         time_limit.begin()
-        if rule == CHUNKS:
-            return is_used(config, problem) and is_served(kernel, config, problem)
         return kernel.passes(rule, config, problem, arch)
 
-    rules = (*([CHUNKS] if chunks else []), *kernel.rules, BLOCK_LIMITS)
+    rules = kernel.rules_for(values)
     try:
         return iter(_at_once(rules, passes, values))
     except KernelError as error:

@@ -11,8 +11,7 @@ from attnsweep.core.errors import SpaceError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family import time_limit
-from attnsweep.family.chunks import MODES
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Family
+from attnsweep.family.family import BLOCK_LIMITS, Config, Family
 from attnsweep.family.rules import refused
 
 # Enumerating takes about 4 us a combination, so this limit takes four seconds.
@@ -97,17 +96,15 @@ class Space:
     ) -> Space:
         """Every combination of selected values that all rules keep, each config once."""
         selection = selection or Selection()
-        modes = selection.names & {param.name for param in MODES}
         groups = list(selected(kernel, selection, arch))
         _refuse_too_many(kernel, groups)
-        rules = [*kernel.rules, *([CHUNKS] if modes else []), BLOCK_LIMITS]
-        removed = dict.fromkeys(rules, 0)
+        removed = dict.fromkeys(kernel.rules_for(selection.names), 0)
         kept: dict[Config, dict[str, str]] = {}
         seen: set[tuple[Value, ...]] = set()
         over: dict[str, tuple[int, int, int]] = {}
         with time_limit.limited():
             for chosen, values in groups:
-                refusals = refused(kernel, problem, arch, values, chunks=bool(modes))
+                refusals = refused(kernel, problem, arch, values)
                 combinations = itertools.product(*values.values())
                 for combination, by in zip(combinations, refusals, strict=True):
                     if combination in seen:
@@ -135,7 +132,9 @@ def selected(
     If one variant names a mode, every config contains it, so that all have the same parameters.
     """
     own = {param.name: param.on(arch) for param in kernel.params}
-    modes = {param.name: param.values[:1] for param in MODES if param.name in selection.names}
+    modes = {
+        param.name: param.values[:1] for param in kernel.modes if param.name in selection.names
+    }
     for chosen, values in selection.on(kernel, arch).groups():
         yield chosen, {name: values.get(name, default) for name, default in (own | modes).items()}
 

@@ -18,8 +18,6 @@ from attnsweep.core.ops import DTYPE_BYTES, OPS, ORDERS
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
-MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
-"""Names of chunks.MODES, which every family has next to its own parameters."""
 LAYOUTS = ("dense", "padded", "packed")
 TENSORS = ("q", "k", "v", "o")
 # More than float32 scores of the longest sequence that a card holds, 2**66; a limit below it
@@ -137,11 +135,13 @@ def _of_options(name: str, options: object) -> Fault | None:
     return None
 
 
-def of_params(params: object, kind: type, constants: Collection[str], taken: type) -> Fault | None:
+def of_params(
+    params: object, kind: type, constants: Collection[str], modes: Collection[str], taken: type
+) -> Fault | None:
     """The fault of a Family's params, or None.
 
-    kind: Param. constants: names that a problem defines. taken: Config, whose attributes a
-    parameter's name would hide.
+    kind: Param. constants: names that a problem defines. modes: names of its modes. taken: Config,
+    whose attributes a parameter's name would hide.
     """
     example = 'write params=(Param("BLOCK_M", (64, 128), "query rows per block"),)'
     if not isinstance(params, tuple) or not all(isinstance(param, kind) for param in params):
@@ -152,7 +152,7 @@ def of_params(params: object, kind: type, constants: Collection[str], taken: typ
         why = _macro(name) if isinstance(name, str) else "is not text"
         if why is None and (name in constants or name.startswith("STAGE_")):
             why = "is a constant that attnsweep defines"
-        if why is None and name in MODE_NAMES:
+        if why is None and name in modes:
             why = "is a mode that every family has"
         if why is None and hasattr(taken, name):
             why = "hides an attribute of Config"

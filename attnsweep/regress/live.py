@@ -26,8 +26,7 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Status, Trial
 from attnsweep.device.lock import held
-from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Family
+from attnsweep.family.family import Family
 from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
@@ -186,10 +185,10 @@ def _today(
     if kernel is None:
         what = f"the baseline's winner, kernel {winner.kernel!r}, no longer exists"
         raise Ended(Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {RECORD}")
-    changed = changed_since(kernel, Config(winner.config))
+    changed = kernel.changed_since(winner.config)
     if changed is not None:
         raise Ended(Verdict.INCONCLUSIVE, f"{changed}; {RECORD}")
-    config = of_today(kernel, winner.config)
+    config = kernel.of_today(winner.config)
     try:
         refusal = kernel.refusal(winner.problem, compiler.arch)
         rule = None if refusal else kernel.refused_by(config, winner.problem, compiler.arch)

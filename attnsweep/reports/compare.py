@@ -17,7 +17,7 @@ from attnsweep.choose.columns import named
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
-from attnsweep.family.chunks import row_of_today
+from attnsweep.family.discover import row_of_today
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import aligned, counted, wrap
 from attnsweep.reports.text import Row, Section, baselines_of, by_problem, figure

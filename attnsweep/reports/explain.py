@@ -17,8 +17,7 @@ from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Status, Trial
-from attnsweep.family.chunks import CHUNKS_RULE, MODES, changed_since, of_today
-from attnsweep.family.family import CHUNKS, SMS, Config, Family
+from attnsweep.family.family import SMS, Family
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
@@ -302,7 +301,9 @@ def _explain(
         family, config = base["kernel"], _changed(base["trial"].config, wanted)
     else:
         family, config = row["kernel"], row["trial"].config
-    unknown, removes = _rules(kernels.get(family), section, config)
+    own, values = kernels.get(family), _spec_values(spec, family, section)
+    unknown, removes = _rules(own, section, config)
+    modes = [mode.name for mode in own.modes] if own is not None else []
     rule = removes(config) if row is None else None
     mine = [r for r in section.candidates if r["kernel"] == family]
     trials = [r["trial"] for r in mine]
@@ -317,7 +318,7 @@ def _explain(
         row,
         rule,
         tuple(_beside(section, row)),
-        tuple(_neighbours(mine, row, config, _spec_values(spec, family, section), removes)),
+        tuple(_neighbours(mine, row, config, values, removes, modes)),
         {n: c for n, c in removed.items() if c} if isinstance(removed, Mapping) else {},
         tuple(effects(trials, best["trial"], axes)) if best is not None else (),
         len(timed(trials, family)),
@@ -355,19 +356,19 @@ def _rules(
         unknown = "the family is not here today, so its rules cannot be asked"
     elif where is None:
         unknown = "the run has no usable environment.json, so its rules cannot be asked"
-    elif (changed := changed_since(kernel, Config(config))) is not None:
+    elif (changed := kernel.changed_since(config)) is not None:
         unknown = f"{changed} since the run, so its rules cannot be asked"
 
     def removes(config: Mapping[str, Value]) -> tuple[str, str] | None:
         if unknown is not None or kernel is None or where is None:
             return None
         try:
-            name = kernel.refused_by(of_today(kernel, config), section.problem, arch_on(where))
+            name = kernel.refused_by(kernel.of_today(config), section.problem, arch_on(where))
         except AttnsweepError:
             return None  # a rule that fails for a value that no spec named
         if name is None:
             return None
-        described = {n: text for n, (text, _) in kernel.rules.items()} | {CHUNKS: CHUNKS_RULE}
+        described = {n: text for n, (text, _) in kernel.rules.items()} | kernel.mode_rules
         return name, described.get(name, "the GPU's limits of threads, shared memory and grid")
 
     return unknown, removes
@@ -399,11 +400,14 @@ def _neighbours(
     config: Mapping[str, Value],
     named_values: Mapping[str, Sequence[Value]],
     removes: Asks,
+    modes: Collection[str],
 ) -> list[Neighbour]:
-    """Every config one parameter away, of the values that the run or its spec has."""
+    """Every config one parameter away, of the values that the run or its spec has.
+
+    modes: parameters that no rule of the family reads.
+    """
     by_config = {_frozen(r["trial"].config): r for r in rows}
     own = row["trial"].screened_us if row is not None else None
-    modes = {mode.name for mode in MODES}
     out = []
     for name, mine in config.items():
         seen = {value_text(v): v for v in named_values.get(name, ())}

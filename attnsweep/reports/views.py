@@ -16,8 +16,7 @@ from attnsweep.baselines.registry import backend_of
 from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
 from attnsweep.core.trial import Status, Trial
-from attnsweep.family.chunks import CHUNKS_RULE, MODES
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Family, Param
+from attnsweep.family.family import BLOCK_LIMITS, Family, Param
 from attnsweep.reports.terminal import GLUE, aligned, counted, wrap
 from attnsweep.specs.plan import PlannedProblem
 
@@ -118,8 +117,11 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
         for rule, (description, _) in kernel.rules.items():
             if (name, rule) in broken:
                 out += said(f"{name}.{rule}: {description}", width, "dim")
-    if any(CHUNKS in space.removed for item in items for space in item.spaces):
-        out += said(f"{CHUNKS}: {CHUNKS_RULE}", width, "dim")
+    of_modes = {
+        rule: text for s in every for rule, text in s.kernel.mode_rules.items() if rule in s.removed
+    }
+    for rule, description in of_modes.items():
+        out += said(f"{rule}: {description}", width, "dim")
     return out
 
 
@@ -148,7 +150,7 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
     if not baselines:
         return out[:-1]
     out += _titled("modes", "for every family, if a spec names them", width)
-    out += _parameters(_of_params(MODES), width)
+    out += _parameters(_of_params(_modes(kernels)), width)
     out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
     fixes: dict[str, list[str]] = {}
@@ -208,10 +210,15 @@ def families_json(kernels: Mapping[str, Family], baselines: Iterable[str]) -> di
             }
             for kernel in kernels.values()
         ],
-        "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in MODES],
+        "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in _modes(kernels)],
         "baselines": list(baselines),
         "missing_baselines": _missing(baselines),
     }
+
+
+def _modes(kernels: Mapping[str, Family]) -> list[Param]:
+    """The modes of the families, each once."""
+    return [*dict.fromkeys(mode for kernel in kernels.values() for mode in kernel.modes)]
 
 
 def _missing(baselines: Iterable[str]) -> dict[str, str]:

@@ -19,12 +19,10 @@ import numpy as np
 
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import changed_since
+from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import outline
-from attnsweep.serve.export_code import config_of, family_of, gpu_of
+from attnsweep.serve.export_code import config_of, family_of, gpu_of, is_one_call
 from attnsweep.serve.held import asked_of, held_for, is_sdpa, lost_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
@@ -99,15 +97,10 @@ def swept(run: Path) -> list[Swept]:
         family = families[family_of(problem)]
         if is_sdpa(trial):
             theirs.setdefault(problem, {})[trial.provider] = time_us
-        elif _is_ours(trial, family) and changed_since(family, Config(trial.config)) is None:
+        elif (trial.provider, trial.kernel) == (OURS, family.name) and is_one_call(trial, family):
             ours.setdefault(problem, {})[config_of(trial, family).label] = time_us
     both = ours.keys() & (theirs.keys() - lost_sdpa(opened, theirs).keys())
     return [Swept(run.name, each, us, theirs[each]) for each, us in ours.items() if each in both]
-
-
-def _is_ours(trial: Trial, family: Family) -> bool:
-    kernel = (trial.provider, trial.kernel) == (OURS, family.name)
-    return kernel and trial.schedule.get("chunks", 1) == 1
 
 
 def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:

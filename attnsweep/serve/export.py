@@ -29,7 +29,6 @@ from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
-from attnsweep.family.chunks import changed_since
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import (
     BACKWARD_FAMILY,
@@ -42,6 +41,7 @@ from attnsweep.serve.export_code import (
     family_of,
     gpu_of,
     gpu_row,
+    is_one_call,
     kind_of_mask,
     order_of,
     source_digest,
@@ -70,7 +70,7 @@ _CARRIED = (
     *("core/__init__.py", "core/errors.py", "core/files.py", "core/hardware.py"),
     *("core/boolean.py", "core/layouts.py", "core/masks.py", "core/ops.py", "core/problem.py"),
     "core/scores.py",
-    *("family/__init__.py", "family/family.py", "family/hopper.py"),
+    *("family/__init__.py", "family/chunks.py", "family/family.py", "family/hopper.py"),
     *("family/launch.py", "family/params.py", "family/time_limit.py", "family/validate.py"),
 )
 """What of attnsweep the declarations import; a package has it under the same names."""
@@ -339,7 +339,7 @@ def chosen_of(
         if reason is not None or best is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue
-        timed = {config_of(t, family).label: t for t in own if _is_kept(t, family)}
+        timed = {config_of(t, family).label: t for t in own if is_one_call(t, family)}
         times_us = {label: time_of(trial) for label, trial in timed.items()}
         rate = environment.memory_bytes_per_second / 1e6
         compared, rivals = (0.0, 0.0, 0.0), list[Chosen]()
@@ -386,12 +386,6 @@ def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: A
     if baseline is None and not best.problem.scaled:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)
-
-
-def _is_kept(trial: Trial, family: Family) -> bool:
-    """Whether the time of a config is that of one whole call of today's code."""
-    whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1
-    return whole and changed_since(family, Config(trial.config)) is None
 
 
 def _order(chosen: Chosen) -> tuple[float, str]:

@@ -14,7 +14,6 @@ from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
-from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES
@@ -76,7 +75,7 @@ def contiguous(problem: Problem) -> Strides:
 
 def config_of(trial: Trial, family: Family) -> Config:
     """The family's own parameters, in declared order; LSE is chosen per call."""
-    config = of_today(family, trial.config)
+    config = family.of_today(trial.config)
     own = {p.name: config[p.name] for p in family.params}
     return Config(own | ({"LSE": 0} if trial.problem.op == FORWARD else {}))
 
@@ -86,11 +85,17 @@ def time_of(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
+def is_one_call(trial: Trial, family: Family) -> bool:
+    """Whether the time of a row is that of one launch for a whole call, of today's parameters."""
+    whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1
+    return whole and family.changed_since(trial.config) is None
+
+
 def why_not_today(best: Trial, family: Family, arch: Arch) -> str | None:
     """Why a package cannot hold a winner: its form, or what the family has become since."""
     if best.schedule.get("chunks", 1) > 1:
         return "its calls are cut into chunks"
-    changed = changed_since(family, Config(best.config))
+    changed = family.changed_since(best.config)
     if changed is not None:
         return changed
     own = config_of(best, family)

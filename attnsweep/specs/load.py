@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem, Value
-from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Family, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
@@ -320,7 +319,8 @@ def _check_spaces(
             what, hint = f"unknown kernel {family!r}", nearest(family, families)
             document.report(what, hint, document.keys[named])
             continue
-        declared = {param.name: param for param in (*families[family].params, *MODES)}
+        own = families[family]
+        declared = {param.name: param for param in (*own.params, *own.modes)}
         _check_values(document, family, loc, selection.values, declared)
         axis_of: dict[str, str] = {}
         for axis, variants in selection.variants.items():

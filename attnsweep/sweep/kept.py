@@ -16,7 +16,6 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
-from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Family
 from attnsweep.regress.verdicts import other_machine
 from attnsweep.specs.load import SweepSpec
@@ -136,12 +135,13 @@ def retire(store: Store, families: Mapping[str, Family], observer: Observer) -> 
     packed = next((name for name in ROWS[1:] if (store.directory / name).is_file()), None)
     if packed and not store.trials:
         observer.note(f"{packed} stays there; this run's rows are in {TRIALS} and are read first")
-    modes, retired = {param.name for param in MODES}, 0
+    retired = 0
     for trial in store.trials:
         if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in families:
             continue
-        params = {param.name for param in families[trial.kernel].params}
-        changed = (set(trial.config) - modes) ^ params
+        family = families[trial.kernel]
+        modes = {param.name for param in family.modes}
+        changed = (set(trial.config) - modes) ^ {param.name for param in family.params}
         if changed:
             what = f"{trial.kernel} changed since: {', '.join(sorted(changed))}"
             row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})

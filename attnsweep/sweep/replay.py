@@ -13,7 +13,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import row_of_today
+from attnsweep.family.discover import row_of_today
 from attnsweep.family.space import Space
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec

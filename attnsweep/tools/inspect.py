@@ -20,7 +20,6 @@ from attnsweep.core.errors import KernelError, SpaceError, StoreError, Toolchain
 from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Trial
-from attnsweep.family.chunks import MODES
 from attnsweep.family.family import SMS, Config, Family, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
@@ -161,9 +160,9 @@ def winner_of(run: Run, problem: Problem | None) -> Trial:
     return found[problem]
 
 
-def texts(config: Mapping[str, Value]) -> dict[str, str]:
+def texts(config: Mapping[str, Value], family: Family | None) -> dict[str, str]:
     """A recorded config as `inspect` takes one: without modes, which no cubin depends on."""
-    modes = {param.name for param in MODES}
+    modes = {mode.name for mode in family.modes} if family is not None else set()
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in config.items()

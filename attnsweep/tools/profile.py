@@ -43,8 +43,7 @@ from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Trial
-from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Family, values_in
+from attnsweep.family.family import Family, values_in
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.outputs import FILE, read
 from attnsweep.store.run import Run
@@ -238,7 +237,7 @@ def check(trials: Sequence[Trial], kernels: Mapping[str, Family]) -> None:
     for trial in trials:
         if trial.kernel not in kernels:
             raise KernelError(f"the run's family {trial.kernel!r} does not exist")
-        changed = changed_since(kernels[trial.kernel], Config(trial.config))
+        changed = kernels[trial.kernel].changed_since(trial.config)
         if changed is not None:
             raise KernelError(
                 f"{changed} since the run, so its configs no longer exist",
@@ -259,7 +258,7 @@ def compiled(
         builds = []
         for trial in trials:
             kernel = kernels[trial.kernel]
-            config = of_today(kernel, trial.config)
+            config = kernel.of_today(trial.config)
             builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]

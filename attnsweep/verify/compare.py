@@ -35,7 +35,7 @@ _FOUND = (
     *("gains", "norm", "tilt", "tilt_norm"),
 )
 _THREADS = 256
-_PITCH, _CHUNK, _TILE = 65, 16, TILE
+_PITCH, _STEP, _TILE = 65, 16, TILE
 # Blocks along the heads; each then takes several.
 _PARTS = 1024
 _SUMS = 8 * _THREADS // 32  # bytes of shared memory: a sum of each warp
@@ -177,7 +177,7 @@ class Comparer:
         Only rows of the sample's tiles are written.
         """
         columns = 64 if problem.value_dim <= 64 else 128
-        doubles = _TILE * _PITCH + max(2 * _CHUNK * _PITCH, _CHUNK * columns)
+        doubles = _TILE * _PITCH + max(2 * _STEP * _PITCH, _STEP * columns)
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.value_dim, columns)
         args: list[Any] = [np.uint64(inputs[name].pointer) for name in "qkv"]
         args += [np.uint64(out.pointer), np.uint64(lse.pointer)]
@@ -252,7 +252,7 @@ class Comparer:
         self._launch("backward_delta", ceil_div(rows, _THREADS // 32), args)
         given = [*(at[name] for name in ("q", "k", "v", "do", "lse")), to]
         how = _gradients(inputs, problem)
-        smem_bytes = 8 * (2 * _TILE + 2 * _CHUNK) * _PITCH
+        smem_bytes = 8 * (2 * _TILE + 2 * _STEP) * _PITCH
         parts = ceil_div(problem.head_dim, _TILE)
         for name, length, heads, written in (
             ("backward_queries", problem.seqlen_q, problem.heads, ("dq", "dq")),

@@ -7,7 +7,6 @@ from pathlib import Path
 from attnsweep.choose.ranking import rank
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS
-from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Family
 from attnsweep.store.run import open_run
 
@@ -42,7 +41,7 @@ def winners_of(directory: Path, families: Mapping[str, Family]) -> Iterator[Winn
             continue
         seen.add(what)
         kernel = families.get(trial.kernel)
-        if kernel is None or changed_since(kernel, Config(trial.config)):
+        if kernel is None or kernel.changed_since(trial.config):
             continue
-        config = of_today(kernel, trial.config)
+        config = kernel.of_today(trial.config)
         yield Winner(directory.name, kernel.name, config, trial.problem, arch)

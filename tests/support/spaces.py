@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
-from attnsweep.family.chunks import MODES, is_used
 from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Selection, selected
 
@@ -22,13 +21,11 @@ def candidates(
     seed: in random order, those of the first 100,000 combinations drawn.
     """
     selection = selection or Selection()
-    modes = selection.names & {param.name for param in MODES}
     for _, lists in selected(kernel, selection, arch):
         combinations = itertools.product(*lists.values())
         for combination in combinations if seed is None else _drawn(list(lists.values()), seed):
             config = Config(dict(zip(lists, combination, strict=True)))
-            used = not modes or is_used(config, problem)
-            if used and not kernel.refused_by(config, problem, arch):
+            if all(kernel.passes(rule, config, problem, arch) for rule in kernel.rules_for(lists)):
                 yield config
 
 

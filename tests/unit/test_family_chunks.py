@@ -13,9 +13,9 @@ from attnsweep.core.cases import Case
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.chunks import MODES, ROW_UNIT, changed_since, is_used, of_today, row_of_today, schedule_of
-from attnsweep.family.discover import discover
-from attnsweep.family.family import CHUNKS, Config, Family, Launch, Param
+from attnsweep.family.chunks import IN_CHUNKS, ROW_UNIT, is_used, schedule_of
+from attnsweep.family.discover import discover, row_of_today
+from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
@@ -173,7 +173,7 @@ def test_the_rule(config, kept):
     selection = Selection({name: (value,) for name, value in config.items()})
     space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
     assert len(space.configs) == (2 if kept else 0)
-    assert space.removed.get(CHUNKS, 0) == (0 if kept else 2)
+    assert space.removed.get(IN_CHUNKS.rule, 0) == (0 if kept else 2)
 
 
 def test_an_auto_chunk_is_of_heads_first_and_then_of_queries():
@@ -219,7 +219,7 @@ def test_no_rule_of_a_family_trips_over_a_mode(kernel):
     assert kernel.refusal(problem, arch) is None
     plain = list(itertools.islice(candidates(kernel, problem, arch, seed=0), 200))
     modes = {"LAUNCH": "eager", "STREAMS": 2, "CHUNK_HEADS": 2, "CHUNK_ROWS": 256}
-    assert set(modes) == {mode.name for mode in MODES}
+    assert set(modes) == {mode.name for mode in kernel.modes}
     for name, value in modes.items():
         configs = [Config({**config, name: value}) for config in plain]
         assert all(is_used(config, problem) for config in configs)
@@ -234,16 +234,16 @@ def grown(absent=None):
 
 
 def test_a_config_recorded_before_a_parameter_has_what_the_family_did_without():
-    assert changed_since(grown(0), Config({"A": 7})) is None
-    assert of_today(grown(0), {"A": 7}) == {"A": 7, "B": 0}
-    assert list(of_today(grown(0), {"A": 7})) == ["B", "A"], "in declared order"
-    assert of_today(grown(0), {"A": 7, "B": 1, "STREAMS": 2}) == {"A": 7, "B": 1, "STREAMS": 2}
+    assert grown(0).changed_since({"A": 7}) is None
+    assert grown(0).of_today({"A": 7}) == {"A": 7, "B": 0}
+    assert list(grown(0).of_today({"A": 7})) == ["B", "A"], "in declared order"
+    assert grown(0).of_today({"A": 7, "B": 1, "STREAMS": 2}) == {"A": 7, "B": 1, "STREAMS": 2}
 
 
 def test_a_config_recorded_before_a_parameter_that_says_nothing_is_another():
-    assert changed_since(grown(), Config({"A": 7})) == "toy gained parameter 'B'"
-    assert of_today(grown(), {"A": 7}) == {"A": 7}
-    assert changed_since(grown(0), Config({"A": 7, "C": 1})) == "toy lost parameter 'C'"
+    assert grown().changed_since({"A": 7}) == "toy gained parameter 'B'"
+    assert grown().of_today({"A": 7}) == {"A": 7}
+    assert grown(0).changed_since({"A": 7, "C": 1}) == "toy lost parameter 'C'"
 
 
 def test_a_recorded_row_of_today():
@@ -277,6 +277,6 @@ def test_heads_behind_rows_are_one_launch(chunks):
     behind = family(order="bshd")
     selection = Selection({name: (value,) for name, value in chunks.items()})
     space = Space.build(behind, PROBLEM, ARCHS["sm_90a"], selection)
-    assert (space.configs, space.removed[CHUNKS]) == ((), 2)
+    assert (space.configs, space.removed[IN_CHUNKS.rule]) == ((), 2)
     config = next(iter(Space.build(behind, PROBLEM, ARCHS["sm_90a"]).configs))
     assert len(schedule_of(behind, config, PROBLEM, workspace_limit=1).pieces) == 1

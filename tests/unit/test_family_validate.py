@@ -9,9 +9,8 @@ from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family import validate
-from attnsweep.family.chunks import MODES
 from attnsweep.family.discover import load_kernel
-from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Launch, TensorMap
+from attnsweep.family.family import Config, Launch, TensorMap
 from attnsweep.family.launch import l2_bytes_at_once
 
 # Line 1 is the import; a test replaces one part and says on which line the fault is.
@@ -244,8 +243,3 @@ def test_a_descriptor_of_one_dimension_has_no_row_to_begin_within_a_line():
 )
 def test_the_l2_fetches_256_bytes_for_rows_that_begin_with_lines(strides, nbytes):
     assert l2_bytes_at_once(strides) == nbytes
-
-
-def test_names_that_two_files_must_agree_on():
-    assert tuple(mode.name for mode in MODES) == validate.MODE_NAMES
-    assert CHUNKS != BLOCK_LIMITS

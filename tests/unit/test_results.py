@@ -12,8 +12,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import DEFAULT_STRATEGY, exhaustively
 from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.core.trial import OURS, Status
-from attnsweep.family.chunks import row_of_today
-from attnsweep.family.discover import discover
+from attnsweep.family.discover import discover, row_of_today
 from attnsweep.reports import tables as report
 from attnsweep.reports.text import baselines_of
 from attnsweep.specs.load import load_spec

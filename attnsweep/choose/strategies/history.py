@@ -17,7 +17,7 @@ from typing import Any
 
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Trial
-from attnsweep.family.chunks import row_of_today
+from attnsweep.family.discover import row_of_today
 from attnsweep.family.family import Family
 
 FILE = Path(__file__).with_name("history.json.xz")

@@ -280,9 +280,9 @@ def unpacked(path: Path) -> bytes:
     try:
         reading = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=how)
         for at in range(0, len(before), 2**16):
-            chunk = before[at : at + 2**16]  # the first one, 1, begins anew
+            block = before[at : at + 2**16]  # the first one, 1, begins anew
             reading.decompress(
-                bytes([2 if at else 1]) + (len(chunk) - 1).to_bytes(2, "big") + chunk
+                bytes([2 if at else 1]) + (len(block) - 1).to_bytes(2, "big") + block
             )
         data = reading.decompress(path.read_bytes(), WINDOW)
     except (lzma.LZMAError, EOFError) as error:
