@@ -73,7 +73,7 @@ def build(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) ->
     out, _ = made.graph.sdpa(
         **made.options(),
         generate_stats=False,
-        diagonal_band_right_bound=problem.mask.right,
+        diagonal_band_right_bound=problem.mask.interval.right,
         **_left_bound(problem),
     )
     made.write(out, "o", _O, made.io)
@@ -116,7 +116,7 @@ def build_backward(
             data_type=cudnn.data_type.FLOAT,
             uid=_STATS,
         ),
-        diagonal_band_right_bound=problem.mask.right,
+        diagonal_band_right_bound=problem.mask.interval.right,
         **_left_bound(problem),
         use_deterministic_algorithm=deterministic,
     )
@@ -153,7 +153,7 @@ def build_fp8(
         for name, uid in _SCALES.items()
     }
     out, _, *largest = made.graph.sdpa_fp8(
-        **made.options(), **scales, generate_stats=False, right_bound=problem.mask.right
+        **made.options(), **scales, generate_stats=False, right_bound=problem.mask.interval.right
     )
     for tensor, uid in zip(largest, _AMAX, strict=True):
         tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
@@ -191,7 +191,7 @@ def build_fp8(
 
 def _left_bound(problem: Problem) -> dict[str, int]:
     """cuDNN's option of a window, which counts the key on the diagonal too."""
-    left = problem.mask.left
+    left = problem.mask.interval.left
     return {} if left is None else {"diagonal_band_left_bound": left + 1}
 
 
@@ -201,7 +201,7 @@ def _aligned_last(problem: Problem) -> bool:
         same = all(q[1] - q[0] == k[1] - k[0] for q, k in problem.sequence_ranges)
     else:
         same = problem.seqlen_q == problem.seqlen_k
-    return not (same or problem.mask.top_left)
+    return not (same or problem.mask.interval.top_left)
 
 
 class _Graph:

@@ -116,14 +116,14 @@ def cannot(problem: Problem) -> str | None:
         return "has lengths of a cache alone, beside no other mask"
     if isinstance(problem.layout, Padded) and problem.layout.side == "left":
         return "has no padding on the left: the lengths of a cache count from its first key"
-    return "has no mask that is aligned top-left" if problem.mask.top_left else None
+    return "has no mask that is aligned top-left" if problem.mask.interval.top_left else None
 
 
 def _window(problem: Problem) -> dict[str, Any]:
     """The option of a window: keys before and after the diagonal, -1 for all of them."""
     if problem.mask.kind != "window":
         return {}
-    left, right = (-1 if side is None else side for side in problem.mask.sides)
+    left, right = (-1 if side is None else side for side in problem.mask.interval.sides)
     return {"window_size": (left, right)}
 
 
@@ -151,7 +151,7 @@ def _in_sequences(module: str, problem: Problem, options: dict[str, Any], *, spa
     lengths = packed_lengths(torch, problem)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        out = attention()(q, k, v, *lengths, causal=problem.mask.right == 0, **options)
+        out = attention()(q, k, v, *lengths, causal=problem.mask.interval.right == 0, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
 
     return Way(forward, packed_inputs, spare)
@@ -177,7 +177,7 @@ def _gradients(torch: Any, name: str, problem: Problem) -> list[Way]:
     there = [module for module in modules if importable(module)]
     if not there:
         raise Unavailable(f"no {name} with a backward is installed: {fix}")
-    left, right = problem.mask.sides if problem.mask.kind == "window" else (None, None)
+    left, right = problem.mask.interval.sides if problem.mask.kind == "window" else (None, None)
     scale, causal = problem.scale, problem.causal
 
     def by_3(module: str, lse: Any, do: Any, q: Any, k: Any, v: Any, o: Any) -> tuple[Any, ...]:

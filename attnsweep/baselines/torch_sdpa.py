@@ -35,7 +35,7 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
 
     Of a padded or packed problem, or a boolean mask, it has four dimensions, as models pass it.
     """
-    if problem.mask.boolean and problem.layout.kind == "dense":
+    if problem.mask.as_tensor and problem.layout.kind == "dense":
         return ~torch.from_numpy(drawn.tensor(problem)).to(device)
     low, high = problem.diagonals
     rows = torch.arange(problem.seqlen_q, device=device)[:, None]
@@ -87,11 +87,11 @@ def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    lengths, causal = packed_lengths(torch, problem), problem.mask.right == 0
-    sides = tuple(-1 if side is None else side for side in problem.mask.sides)
+    lengths, causal = packed_lengths(torch, problem), problem.mask.interval.right == 0
+    sides = tuple(-1 if side is None else side for side in problem.mask.interval.sides)
     options: dict[str, Any] = {"window_size": sides}
     if "window_size" not in known:
-        if problem.mask.left is not None:
+        if problem.mask.interval.left is not None:
             raise Unavailable("this PyTorch's varlen_attn has no window")
         options = {"is_causal": causal}
     if "enable_gqa" in known:
@@ -162,7 +162,7 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
         raise Unavailable("PyTorch's backward of a mask takes no query that sees no key")
     if problem.kind == "padded" and backend == "FLASH_ATTENTION":
         raise Unavailable("PyTorch's flash attention has no mask for padding")
-    if masked and problem.mask.top_left and backend == "FLASH_ATTENTION":
+    if masked and problem.mask.interval.top_left and backend == "FLASH_ATTENTION":
         raise Unavailable("PyTorch's flash attention aligns windows bottom-right")
     if problem.kind == "causal" and problem.seqlen_q != problem.seqlen_k:
         raise Unavailable("PyTorch's backward has a causal mask aligned top-left alone")
@@ -188,7 +188,7 @@ def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
 
     def by_flash_in_window(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
         """What SDPA calls too, which has no argument for windows."""
-        left, right = (-1 if side is None else side for side in problem.mask.sides)
+        left, right = (-1 if side is None else side for side in problem.mask.interval.sides)
         given = (*(x.transpose(1, 2) for x in (do, q, k, v, o)), lse, None, None, *rest, seed, seed)
         found = aten._flash_attention_backward.default(
             *given, scale=scale, window_size_left=left, window_size_right=right
@@ -272,7 +272,7 @@ def flex_cannot(problem: Problem) -> str | None:
 
 def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:
     """The problem's mask as FlexAttention asks for it: of batch, head, query and key."""
-    if problem.mask.boolean and problem.layout.kind == "dense":
+    if problem.mask.as_tensor and problem.layout.kind == "dense":
         dense = torch.from_numpy(drawn.tensor(problem)).to(device)[:, 0]
 
         def element(batch: Any, _head: Any, query: Any, key: Any) -> Any:

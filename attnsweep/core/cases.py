@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Packed, Padded
 from attnsweep.core.length import is_long
-from attnsweep.core.masks import CAUSAL, Interval
+from attnsweep.core.masks import CAUSAL, Boolean, Mask, pattern
 from attnsweep.core.problem import Problem, ceil_div
 
 TILE = 64
@@ -40,9 +39,9 @@ _SHORT, _SHORT_CAUSAL = (300, 100), (150, 150)
 # Tiles of 64 queries for an SM, which has room for the accumulators of four: three turns.
 _TURNS_OF_AN_SM = 3 * 4
 # Boolean masks of cases, beside that of the problem: kernels learn a mask on the device.
-_MASKS: tuple[Boolean | Interval, ...] = (
-    *(Boolean("blocks", 1), Boolean("documents", 3), Boolean("holes", 50), Boolean("padding", 0)),
-    *(CAUSAL.as_boolean(), Boolean("holes", 1, 1)),
+_MASKS: tuple[Mask, ...] = (
+    *(pattern("blocks", 1), pattern("documents", 3), pattern("holes", 50), pattern("padding", 0)),
+    *(CAUSAL.as_boolean(), pattern("holes", 1, 1)),
 )
 # Elements of an output at most: 256 MB in float64.
 _MOST_ELEMENTS = 2**25
@@ -88,7 +87,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     if problem.scores.bias is not None:
         cases = (*cases, case(2, 1, 130, 321, "finite_mask", batch=3))
     layout, mask = problem.layout, problem.mask
-    if mask.boolean:
+    if mask.as_tensor:
         masks = ((mask, layout), *((other, DENSE) for other in _MASKS))
 
         def masked(number: int, case: Case) -> Case:
@@ -97,7 +96,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
 
         every = (*cases, case(2, 2, 200, 400, "normal"), *cases[3:5])
         padding = case(2, 2, 130, 321, "nan_padding", batch=2)
-        of_items = replace(padding.problem, mask=Boolean("padding", 31), layout=DENSE)
+        of_items = replace(padding.problem, mask=pattern("padding", 31), layout=DENSE)
         drawn = tuple(masked(number, case) for number, case in enumerate(every))
         return (*drawn, replace(padding, problem=of_items))
     if isinstance(layout, Packed):
@@ -205,7 +204,7 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     successive turns of a block then read different keys, and keys of another turn show. Wide heads
     get fewer turns, and None is returned if one group of heads is too large.
     """
-    seqlen_q, seqlen_k = _SHORT if problem.mask.right is None else _SHORT_CAUSAL
+    seqlen_q, seqlen_k = _SHORT if problem.mask.interval.right is None else _SHORT_CAUSAL
     of_one = _shaped(problem, seqlen_q, min(seqlen_k, problem.seqlen_k))
     seqlen_q = of_one.seqlen_q
     group = problem.heads // problem.heads_kv
@@ -225,7 +224,7 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
 
 def _of_one_query(problem: Problem) -> bool:
     """Whether the mask is a row of keys: a kernel may take it for that, so its cases are such."""
-    return problem.mask.boolean and problem.seqlen_q == 1
+    return problem.mask.as_tensor and problem.seqlen_q == 1
 
 
 def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
@@ -233,16 +232,17 @@ def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
 
     A window becomes so narrow that it hides keys on both of its sides.
     """
-    mask = problem.mask
-    if isinstance(mask, Interval) and mask.left is not None:
-        left, right = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
-        mask = replace(mask, left=left, right=right)
+    mask, interval = problem.mask, problem.mask.interval
+    if interval.left is not None:
+        left, right = (None if s is None else min(s, seqlen_k // 3) for s in interval.sides)
+        interval = replace(interval, left=left, right=right)
+        mask = replace(mask, shows=interval) if isinstance(mask, Boolean) else interval
     if _of_one_query(problem):
         seqlen_q = 1
-    if problem.layout != DENSE or not isinstance(mask, Interval) or mask.boolean:
+    if problem.layout != DENSE or mask.as_tensor:
         return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)
-    if not problem.has_empty_rows and mask.empty_rows(seqlen_q, seqlen_k):
+    if not problem.has_empty_rows and interval.empty_rows(seqlen_q, seqlen_k):
         seqlen_q = min(seqlen_q, seqlen_k)
-    while problem.has_empty_rows and not mask.empty_rows(seqlen_q, seqlen_k):
+    while problem.has_empty_rows and not interval.empty_rows(seqlen_q, seqlen_k):
         seqlen_q += seqlen_k
     return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import Padded
 from attnsweep.core.masks import mixed
 from attnsweep.core.problem import Problem, ceil_div
@@ -20,25 +19,25 @@ _ROWS = 256  # that are drawn at once
 
 def seen(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> Mask:
     """(rows, seqlen_k): whether a key is seen by these rows of an item, by the mask alone."""
-    mask, seqlen_q, seqlen_k = problem.mask, problem.seqlen_q, problem.seqlen_k
+    mask, seqlen_q, seqlen_k = problem.mask.pattern, problem.seqlen_q, problem.seqlen_k
     keys, rows = np.arange(seqlen_k), rows[:, None]
     made: Mask
-    if not isinstance(mask, Boolean):
+    if mask is None:
         low, high = problem.diagonals
         made = (keys - rows >= low) & (keys - rows <= high)
-    elif mask.pattern == "blocks":
+    elif mask.name == "blocks":
         blocks, of_row = np.arange(ceil_div(seqlen_k, _BLOCK)), rows // _BLOCK
         kept = _percent(mask.seed, of_row, blocks) < mask.density
         kept |= _random(mask.seed, of_row, 2**20) % np.uint64(len(blocks)) == blocks
         made = kept.repeat(_BLOCK, axis=1)[:, :seqlen_k]
-    elif mask.pattern == "documents":
+    elif mask.name == "documents":
         parts = np.arange(mask.density)
         # The first begins at 0, and the others in the first half of an even part.
         begins = 200 * parts + _percent(mask.seed, parts, 0).astype(np.int64) * (parts > 0)
         of_rows, of_keys = (begins * n // (200 * mask.density) for n in (seqlen_q, seqlen_k))
         own = np.searchsorted(of_rows, rows, side="right")
         made = own == np.searchsorted(of_keys, keys, side="right")
-    elif mask.pattern == "padding":
+    elif mask.name == "padding":
         layout = Padded("right", mask.density, mask.seed)
         first, end = layout.ranges(problem.batch, seqlen_k)[item]
         made = np.broadcast_to((keys >= first) & (keys < end), (len(rows), seqlen_k))

@@ -5,13 +5,59 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from attnsweep.core.errors import ProblemError
 
+PATTERNS = ("blocks", "documents", "holes", "padding")
+_HINT = f"write one of {', '.join(PATTERNS)}, and its density: boolean(blocks,30)"
 _OWN = ("item", "head")
 _BOOLEAN = re.compile(r"boolean\((.+?)((?:,(?:item|head))*)\)")
+_DRAWN = re.compile(r"boolean\((\w+), ?(\d+)(?:, ?(\d+))?\)")
 _WINDOW = re.compile(r"window(_top_left)?\((\d+|all|-1), ?(\d+|all|-1)\)")
+
+
+class Mask(Protocol):
+    """Which keys a query sees, as problems, references, kernels and baselines ask it."""
+
+    @property
+    def as_tensor(self) -> bool:
+        """Whether a call gets it as the input `mask`, True where a query sees a key."""
+
+    @property
+    def kind(self) -> str:
+        """What a family declares that it can: `full`, `causal`, `window` or `boolean`."""
+
+    @property
+    def interval(self) -> Interval:
+        """The keys that it lets queries see at most; all it hides, if it has no pattern."""
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """The pairs that it hides inside its interval; they are drawn element by element."""
+
+    @property
+    def of_item(self) -> bool:
+        """Whether each item of a batch has its own."""
+
+    @property
+    def of_head(self) -> bool:
+        """Whether each head has its own."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells two masks of a kind apart."""
+
+    @property
+    def label(self) -> str:
+        """Its part of a problem's label."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it."""
+
+    def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Mask:
+        """The one of all equal masks of these lengths that problems have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,24 +66,24 @@ class Interval:
 
     The diagonal of query i is key i + seqlen_k - seqlen_q: aligned bottom-right, as in
     FlashAttention >= 2.1, whose `window_size` these two numbers are (-1 for None). top_left: it is
-    key i, as PyTorch's is_causal has it. boolean: whether a call gets it as a boolean tensor, True
-    where a query sees a key: a kernel that reads it takes any other such mask too. Each item of a
-    batch has its own if `of_item`, and each head if `of_head`.
+    key i, as PyTorch's is_causal has it.
     """
 
     left: int | None = None
     right: int | None = None
     top_left: bool = False
-    boolean: bool = False
-    of_item: bool = False
-    of_head: bool = False
+    as_tensor = of_item = of_head = False
+    pattern = None
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
             if size is not None and size < 0:
                 raise ProblemError(f"a window's {name} is {size}: it must be at least 0, or None")
-        if (self.of_item or self.of_head) and not self.boolean:
-            raise ProblemError("only a boolean mask is of an item of the batch, or of a head")
+
+    @property
+    def interval(self) -> Interval:
+        """Itself."""
+        return self
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -46,9 +92,9 @@ class Interval:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two such masks apart."""
+        """What tells two such masks apart, and from boolean ones."""
         left, right = (-1 if side is None else side for side in self.sides)
-        return left, right, *map(int, (self.top_left, self.boolean, self.of_item, self.of_head))
+        return left, right, int(self.top_left), 0, 0, 0
 
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Interval:
         """The one of all equal masks of these lengths that problems have."""
@@ -86,27 +132,19 @@ class Interval:
         return min(seqlen_q, before + after) if first < end else seqlen_q
 
     @property
-    def plain(self) -> Interval:
-        """What it lets queries see, however a call gets it."""
-        return Interval(self.left, self.right, self.top_left)
-
-    @property
     def kind(self) -> str:
-        """`full`, `causal`, `window` or `boolean`: what a family declares that it can.
+        """`full`, `causal` or `window`.
 
         A window has its diagonals at launch, so that causal masks aligned top-left are windows.
         """
-        return "boolean" if self.boolean else _NAMED.get(self, "window")
+        return _NAMED.get(self, "window")
 
     @property
     def label(self) -> str:
-        """`full`, `causal`, `causal_top_left`, `window(512,0)`, `boolean(causal,item)`.
+        """`full`, `causal`, `causal_top_left`, `window(512,0)`.
 
         An open side is a word: names of files keep no sign, and -1 and 1 would share one.
         """
-        if self.boolean:
-            own = [name for name in _OWN if getattr(self, f"of_{name}")]
-            return f"boolean({','.join([self.plain.label, *own])})"
         aligned = "_top_left" if self.top_left else ""
         if (name := _NAMED.get(replace(self, top_left=False))) is not None:
             return name + aligned
@@ -118,42 +156,144 @@ class Interval:
         """As rows and specs have it: `causal`, and the others only where they are."""
         causal = self.sides == CAUSAL.sides
         window = {} if causal or self.sides == FULL.sides else {"window": [self.left, self.right]}
-        boolean = {"boolean": [n for n in _OWN if getattr(self, f"of_{n}")]} if self.boolean else {}
-        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {}) | boolean
+        return {"causal": causal} | window | ({"top_left": True} if self.top_left else {})
 
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Interval:
-        """The mask of such facts. Raises ProblemError."""
-        window = facts.get("window")
-        if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
-            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
-        left, right = window or (CAUSAL if facts.get("causal") else FULL).sides
-        mask = cls(left, right, bool(facts.get("top_left")))
-        return mask if (own := facts.get("boolean")) is None else mask.as_boolean(own)
-
-    def as_boolean(self, own: Iterable[str] = ()) -> Interval:
+    def as_boolean(self, own: Iterable[str] = ()) -> Boolean:
         """The same as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
         own = [own] if isinstance(own, str) else [*own]
         if not {*own} <= {*_OWN}:
             raise ProblemError(f"a boolean mask is of {', '.join(_OWN)}, not of {own!r}")
-        return replace(self, boolean=True, of_item="item" in own, of_head="head" in own)
+        return Boolean(self, "item" in own, "head" in own)
 
-    @classmethod
-    def parse(cls, text: str) -> Interval:
-        """The mask of a label. Raises ProblemError for any other text."""
-        for mask in (FULL, CAUSAL, replace(CAUSAL, top_left=True)):
-            if text == mask.label:
-                return mask
-        if boolean := _BOOLEAN.fullmatch(text):
-            inside, own = boolean.groups()
-            return cls.parse(inside).as_boolean([word for word in own.split(",") if word])
-        match = _WINDOW.fullmatch(text)
-        if match is None:
-            hint = "write full, causal, causal_top_left, or window(LEFT,RIGHT): window(512,0)"
-            raise ProblemError(f"{text!r} is not a mask", hint=hint)
-        aligned, *sizes = match.groups()
-        left, right = (None if size in ("all", "-1") else int(size) for size in sizes)
-        return cls(left, right, top_left=aligned is not None)
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Pairs of a query and a key that are no interval; core/drawn.py draws them from the seed.
+
+    blocks: 128 x 128 pairs are seen together, `density` percent of all, and some of each row.
+    documents: rows see the keys of their part of the sequence, of `density` parts of other lengths.
+    holes: rows see `density` percent of the keys of their causal interval, and the last. padding:
+    keys of Padded("right", density, seed), of each item of the batch.
+    """
+
+    name: str
+    density: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in PATTERNS:
+            raise ProblemError(f"{self.name!r} is no pattern of a boolean mask", hint=_HINT)
+        percent = self.density
+        if self.name == "documents":
+            if type(self.density) is not int or not 1 <= self.density <= 2**15:
+                what = f"a mask has 1 to {2**15} documents, not {self.density!r}"
+                raise ProblemError(what, hint=_HINT)
+            percent = 100
+        check_drawn(self.name, percent, self.seed, _HINT)
+
+    @property
+    def label(self) -> str:
+        """`blocks,30`; with the seed after it if it is not 0."""
+        return f"{self.name},{self.density}" + (f",{self.seed}" if self.seed else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Boolean:
+    """A mask that a call gets as a tensor: a kernel that reads it takes any other such mask too.
+
+    shows: what it lets queries see. Each item of a batch has its own if `of_item`, and each head if
+    `of_head`; a pattern has the one or the other by itself.
+    """
+
+    shows: Interval | Pattern
+    of_item: bool = False
+    of_head: bool = False
+    as_tensor = True
+    kind = "boolean"
+
+    def __post_init__(self) -> None:
+        if self.pattern is not None:
+            object.__setattr__(self, "of_item", self.pattern.name == "padding")
+
+    @property
+    def interval(self) -> Interval:
+        """What it shows, if that is an interval; otherwise all keys."""
+        return self.shows if isinstance(self.shows, Interval) else FULL
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """What it shows, if that is drawn."""
+        return self.shows if isinstance(self.shows, Pattern) else None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells two such masks apart."""
+        if (drawn := self.pattern) is not None:
+            return PATTERNS.index(drawn.name), drawn.density, drawn.seed
+        return *self.interval.numbers[:3], 1, int(self.of_item), int(self.of_head)
+
+    @property
+    def _own(self) -> list[str]:
+        return [name for name in _OWN if self.pattern is None and getattr(self, f"of_{name}")]
+
+    @property
+    def label(self) -> str:
+        """`boolean(causal,item)`, `boolean(blocks,30)`."""
+        return f"boolean({','.join([self.shows.label, *self._own])})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it."""
+        drawn = self.pattern
+        own = self._own if drawn is None else [drawn.name, drawn.density, drawn.seed]
+        return self.interval.facts | {"boolean": own}
+
+    def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Boolean:
+        """The one of all equal masks of these lengths that problems have."""
+        if self.pattern is not None:
+            return self
+        return replace(self, shows=self.interval.of_lengths(seqlen_q, seqlen_k))
+
+
+def pattern(name: str, density: int, seed: int = 0) -> Boolean:
+    """A boolean mask of a pattern: `pattern("blocks", 30)`. Raises ProblemError."""
+    return Boolean(Pattern(name, density, seed))
+
+
+def mask_of_facts(facts: Mapping[str, Any]) -> Mask:
+    """The mask of a problem's facts. Raises ProblemError."""
+    boolean = facts.get("boolean")
+    if isinstance(boolean, list | tuple) and len(boolean) in (2, 3) and type(boolean[1]) is int:
+        return pattern(*boolean)
+    window = facts.get("window")
+    if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
+        raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
+    left, right = window or (CAUSAL if facts.get("causal") else FULL).sides
+    mask = Interval(left, right, bool(facts.get("top_left")))
+    return mask if boolean is None else mask.as_boolean(boolean)
+
+
+def mask_of_label(text: str) -> Mask:
+    """The mask of a label. Raises ProblemError for any other text."""
+    if drawn := _DRAWN.fullmatch(text):
+        return pattern(drawn[1], int(drawn[2]), int(drawn[3] or 0))
+    if boolean := _BOOLEAN.fullmatch(text):
+        inside, own = boolean.groups()
+        return _interval_of_label(inside).as_boolean([word for word in own.split(",") if word])
+    return _interval_of_label(text)
+
+
+def _interval_of_label(text: str) -> Interval:
+    for mask in (FULL, CAUSAL, replace(CAUSAL, top_left=True)):
+        if text == mask.label:
+            return mask
+    match = _WINDOW.fullmatch(text)
+    if match is None:
+        hint = "write full, causal, causal_top_left, or window(LEFT,RIGHT): window(512,0)"
+        raise ProblemError(f"{text!r} is not a mask", hint=hint)
+    aligned, *sizes = match.groups()
+    left, right = (None if size in ("all", "-1") else int(size) for size in sizes)
+    return Interval(left, right, top_left=aligned is not None)
 
 
 Range = tuple[int, int]

@@ -92,7 +92,7 @@ def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
 
 def _mask(p: Problem) -> tuple[Tensor, ...]:
     """The mask as a tensor, True where a query sees a key, if a call gets it so."""
-    if not p.mask.boolean:
+    if not p.mask.as_tensor:
         return ()
     items, heads = p.batch if p.mask.of_item else 1, p.heads if p.mask.of_head else 1
     return (Tensor("mask", (items, heads, p.seqlen_q, p.seqlen_k), "bool"),)
@@ -179,7 +179,7 @@ def _backward_flops(p: Problem) -> int:
 
 
 def _backward_faults(p: Problem) -> Iterator[tuple[str, str]]:
-    others = [p.mask.label] * p.mask.boolean + [p.layout.kind] * (p.layout.kind == "packed")
+    others = [p.mask.label] * p.mask.as_tensor + [p.layout.kind] * (p.layout.kind == "packed")
     others += [*p.scores.kinds, *["head_dim_v"] * bool(p.head_dim_v)]
     others += [p.dtype] * (DTYPE_BYTES[p.dtype] != 2)
     hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"

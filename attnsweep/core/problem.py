@@ -12,15 +12,15 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from attnsweep.core.boolean import Boolean as Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Layout, of_facts, of_label
 from attnsweep.core.layouts import Packed as Packed
 from attnsweep.core.layouts import Padded as Padded
 from attnsweep.core.masks import CAUSAL as CAUSAL
 from attnsweep.core.masks import FULL as FULL
+from attnsweep.core.masks import Boolean as Boolean
 from attnsweep.core.masks import Interval as Interval
-from attnsweep.core.masks import Range
+from attnsweep.core.masks import Mask, Range, mask_of_facts, mask_of_label
 from attnsweep.core.ops import BACKWARD as BACKWARD
 from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
 from attnsweep.core.ops import FORWARD, OPS, Op, Tensor
@@ -80,7 +80,7 @@ class Problem:
     seqlen_k: int
     head_dim: int
     dtype: Dtype = "fp16"
-    mask: Interval | Boolean = FULL
+    mask: Mask = FULL
     layout: Layout = DENSE
     scores: Scores = PLAIN
     op: Op = FORWARD
@@ -100,7 +100,7 @@ class Problem:
         seqlen_k: int,
         head_dim: int,
         dtype: Dtype = "fp16",
-        mask: Interval | Boolean = FULL,
+        mask: Mask = FULL,
         layout: Layout = DENSE,
         scores: Scores = PLAIN,
         op: Op = FORWARD,
@@ -154,17 +154,17 @@ class Problem:
     def _faults(self) -> Iterator[tuple[str, str | None]]:
         """What cannot be together, and what to write in its place."""
         mask, layout, kinds = self.mask, self.layout, self.scores.kinds
-        if isinstance(mask, Boolean) and layout != DENSE:
+        if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
         if layout.kind == "packed":
             if self.batch > 1:
                 hint = "write batch 1, and as seqlen the tokens of all sequences"
                 yield "packed sequences are a batch of 1", hint
-            if mask.boolean or mask.top_left or self.scaled:
-                what = "a boolean mask" if mask.boolean else "FP8" if self.scaled else "top_left"
+            if mask.as_tensor or mask.interval.top_left or self.scaled:
+                what = "a boolean mask" if mask.as_tensor else "FP8" if self.scaled else "top_left"
                 yield f"packed sequences have no {what}", None
-        if mask.boolean and layout != DENSE and not mask.of_item:
+        if mask.as_tensor and layout != DENSE and not mask.of_item:
             yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
         if self.scaled and (self.head_dim_v or kinds):
             yield f"FP8 has no {'head_dim_v' if self.head_dim_v else kinds[0]}", None
@@ -201,7 +201,7 @@ class Problem:
     @property
     def kind(self) -> str:
         """What hides keys: `full`, `causal`, `window`, `padded`, `packed` or `boolean`."""
-        if self.mask.boolean or self.layout == DENSE:
+        if self.mask.as_tensor or self.layout == DENSE:
             return self.mask.kind
         return self.layout.kind
 
@@ -224,8 +224,8 @@ class Problem:
         In a packed layout i counts from the key beside the last query of the sequence.
         """
         if self.layout.kind == "packed":
-            return self.mask.diagonals(whole := self.seqlen_q + self.seqlen_k, whole)
-        return self.mask.diagonals(self.seqlen_q, self.seqlen_k)
+            return self.mask.interval.diagonals(whole := self.seqlen_q + self.seqlen_k, whole)
+        return self.mask.interval.diagonals(self.seqlen_q, self.seqlen_k)
 
     @property
     def sequence_ranges(self) -> tuple[tuple[Range, Range], ...]:
@@ -273,7 +273,7 @@ class Problem:
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = of_label(padding) if padding else DENSE
-        seen = Boolean.parse(mask) if mask else FULL
+        seen = mask_of_label(mask) if mask else FULL
         how = Scores.parse(scores), OPS[op or "forward"], int(of_v) if of_v else None
         return cls(*sizes, known, seen, layout, *how)
 
@@ -303,7 +303,8 @@ class Problem:
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
-        values = {"mask": Boolean.of(facts), "layout": of_facts(facts), "scores": Scores.of(facts)}
+        values: dict[str, Any] = {"mask": mask_of_facts(facts), "layout": of_facts(facts)}
+        values["scores"] = Scores.of(facts)
         if (op := facts.get("op", FORWARD.name)) not in OPS:
             raise ProblemError(f"an op is one of {', '.join(OPS)}, not {op!r}")
         of_v = facts.get("head_dim_v")
@@ -398,7 +399,8 @@ class Problem:
 
         Of several queries, only padding counts as not seen.
         """
-        padded = isinstance(self.mask, Boolean) and self.mask.pattern == "padding"
+        pattern = self.mask.pattern
+        padded = pattern is not None and pattern.name == "padding"
         if self.seqlen_q == 1 or padded:
             unseen = self.batch * self.seqlen_k - _pairs(self) // self.seqlen_q
         elif isinstance(self.layout, Padded):
@@ -430,28 +432,29 @@ _tensor_bytes = lru_cache(maxsize=4096)(_all_bytes)
 @lru_cache(maxsize=128)
 def _pairs(p: Problem) -> int:
     """Pairs of a query and a key that it sees, of one head in the whole batch."""
-    if isinstance(p.mask, Boolean):
+    if p.mask.pattern is not None:
         from attnsweep.core import drawn  # packages have no NumPy, and no such problem
 
         return drawn.counts(p)[0]
     if p.layout == DENSE:
-        return p.batch * p.mask.pairs(p.seqlen_q, p.seqlen_k)
+        return p.batch * p.mask.interval.pairs(p.seqlen_q, p.seqlen_k)
     if p.layout.kind == "packed":
-        return sum(p.mask.pairs(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
-    return sum(p.mask.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
+        return sum(p.mask.interval.pairs(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
+    return sum(p.mask.interval.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
 
 
 @lru_cache(maxsize=128)
 def _rows_with_keys(p: Problem) -> int:
-    if isinstance(p.mask, Boolean):
+    if p.mask.pattern is not None:
         from attnsweep.core import drawn
 
         return drawn.counts(p)[1]
+    empty_rows = p.mask.interval.empty_rows
     if p.layout == DENSE:
-        return p.batch * (p.seqlen_q - p.mask.empty_rows(p.seqlen_q, p.seqlen_k))
+        return p.batch * (p.seqlen_q - empty_rows(p.seqlen_q, p.seqlen_k))
     if p.layout.kind == "packed":
-        return sum(b - a - p.mask.empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
-    empty = (p.mask.empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
+        return sum(b - a - empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
+    empty = (empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
     return p.batch * p.seqlen_q - sum(empty)
 
 

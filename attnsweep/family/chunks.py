@@ -173,7 +173,7 @@ def _splits(problem: Problem) -> bool:
     """Whether some heads of all items are a problem of their own."""
     if problem.op != FORWARD:
         return False
-    return problem.layout.kind == "dense" and not problem.mask.boolean
+    return problem.layout.kind == "dense" and not problem.mask.as_tensor
 
 
 def _splits_queries(problem: Problem) -> bool:
@@ -182,7 +182,7 @@ def _splits_queries(problem: Problem) -> bool:
     # The first queries alone may have no keys at all.
     if problem.has_empty_rows or not _splits(problem):
         return False
-    return not mask.top_left and (mask in (FULL, CAUSAL) or mask.right == 0)
+    return not mask.interval.top_left and (mask in (FULL, CAUSAL) or mask.interval.right == 0)
 
 
 def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
@@ -238,7 +238,8 @@ def _chunk(
     """The problem of a chunk, with batch and heads merged, and the byte offsets of its tensors."""
     group = problem.heads // problem.heads_kv
     seqlen_k = problem.seqlen_k
-    if problem.mask.right is not None:  # dropping hidden keys at the end keeps the mask aligned
+    if problem.mask.interval.right is not None:
+        # Dropping hidden keys at the end keeps the mask aligned.
         seqlen_k -= problem.seqlen_q - row - rows
     chunk = replace(
         problem,

@@ -16,8 +16,9 @@ from typing import Any
 from attnsweep.choose.search import DEFAULT_STRATEGY
 from attnsweep.core.errors import NoGpuError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_named, arch_of
+from attnsweep.core.masks import mask_of_facts
 from attnsweep.core.ops import BACKWARD, FORWARD
-from attnsweep.core.problem import DTYPE_BYTES, Dtype, Interval, Problem, Scores
+from attnsweep.core.problem import DTYPE_BYTES, Dtype, Problem, Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import counted
@@ -309,7 +310,7 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         sizes = q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0]
         of_v = None if v[3] == q[3] else v[3]  # a padded head_dim is also v's
         options: Any = {"scores": Scores.of(kind), "head_dim_v": of_v}
-        return Problem(*sizes, dtype, Interval.of(kind), **options)
+        return Problem(*sizes, dtype, mask_of_facts(kind), **options)
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
 

@@ -26,8 +26,9 @@ from pathlib import Path
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import of_label
+from attnsweep.core.masks import Mask, mask_of_label
 from attnsweep.core.ops import OPS
-from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Boolean, Interval, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.specs.model import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest, nearest
@@ -383,12 +384,12 @@ def _dtype(text: str) -> str:
     return text.lower()
 
 
-def _mask(text: str) -> Interval | Boolean:
+def _mask(text: str) -> Mask:
     if text.lower() in _MASKS:
         return _MASKS[text.lower()]
     said = _bracketed(text)
     try:
-        return Boolean.parse(said)
+        return mask_of_label(said)
     except ProblemError as error:
         hint = "write causal, full, window(512,0) or boolean(blocks,30)"
         raise ProblemError(f"mask cannot be {said!r}", hint=hint) from error

@@ -20,7 +20,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.ops import BACKWARD, FORWARD, Op
-from attnsweep.core.problem import DTYPE_BYTES, SCALE_BLOCK, Boolean, Problem, ceil_div
+from attnsweep.core.problem import DTYPE_BYTES, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
 from attnsweep.verify.sample import ALL, Sample
@@ -482,7 +482,7 @@ def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> l
             per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
     given = {name: at[name].pointer for name in problem.inputs}
     # Other masks are between two diagonals.
-    mask = given["mask"] if isinstance(problem.mask, Boolean) else 0
+    mask = given["mask"] if problem.mask.pattern is not None else 0
     how, own = problem.scores, problem.scores.bias or ()
     return [
         *map(np.int32, (*sizes, *problem.head_dims)),

@@ -135,7 +135,7 @@ _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 def mask_of(problem: Problem) -> dict[str, Bits]:
     """The inputs that say which keys queries see, if there are any."""
-    made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.boolean else {}
+    made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.as_tensor else {}
     if "key_range" in problem.inputs:
         made["key_range"] = np.array(problem.key_ranges, np.int32)
     if isinstance(problem.layout, Packed):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import TILE
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import Problem
 from attnsweep.verify import reference
 
@@ -65,8 +65,8 @@ def _mistakes(
             yield words, made, few, replace(problem, seqlen_k=whole)
     else:
         yield "no mask", made, given, replace(problem, mask=FULL)
-        if problem.seqlen_q != keys and isinstance(mask, Interval):
-            other = replace(mask, top_left=not mask.top_left)
+        if problem.seqlen_q != keys and mask.pattern is None:
+            other = replace(mask.interval, top_left=not mask.interval.top_left)
             words = f"a mask aligned {'top-left' if other.top_left else 'bottom-right'}"
             yield words, made, given, replace(problem, mask=other)
         if mask == CAUSAL and keys > 1:

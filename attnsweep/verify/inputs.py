@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core import drawn
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.length import is_long
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
@@ -221,7 +220,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         if case.inputs == "tiny_ends":
             end = min(256, 2 * problem.seqlen_k // 5)
             shift[:, :, end : problem.seqlen_k - end] = 0
-        elif case.inputs == "far_below" and problem.mask.right is not None:
+        elif case.inputs == "far_below" and problem.mask.interval.right is not None:
             # Not at the edge of a tile, so that the last tile of some queries has such keys.
             half = min(problem.seqlen_q, problem.seqlen_k) // 2
             shift[:, :, max(1, problem.seqlen_k - half - 3) :] = 0
@@ -286,7 +285,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:
     """(batch, 1, seqlen_k, 1): whether a key is in its item's range, or among those of a mask."""
     ranges = np.array(problem.key_ranges)
-    if isinstance(problem.mask, Boolean):
+    if problem.mask.pattern is not None:
         seen: Any = drawn.tensor(problem).any(axis=(1, 2))
         last = seen.shape[1] - seen[:, ::-1].argmax(axis=1)
         ranges = np.stack([seen.argmax(axis=1), last * seen.any(axis=1)], axis=1)

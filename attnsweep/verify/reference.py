@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from attnsweep.core import drawn
 from attnsweep.core.cases import TILE, Case
-from attnsweep.core.problem import Boolean, Problem, ceil_div
+from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import Float, Tensor, from_bits, values_of
 
@@ -34,7 +34,7 @@ def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt
     if problem.layout.kind == "packed":
         first, end, beside = drawn.keys_of_sequences(problem, rows)
         after = after - beside
-    if isinstance(problem.mask, Boolean):
+    if problem.mask.pattern is not None:
         return ~drawn.seen(problem, rows, item)
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
@@ -44,7 +44,7 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
     """(batch, seqlen_q): the query rows that see a key."""
     low, high = problem.diagonals
     rows = np.arange(problem.seqlen_q)
-    if isinstance(problem.mask, Boolean):
+    if problem.mask.pattern is not None:
         items = range(problem.batch)
         return np.stack([~hidden_keys(problem, rows, item).all(axis=1) for item in items])
     first, end = np.array(problem.key_ranges).T[:, :, None]
@@ -197,7 +197,7 @@ def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
     the fewest are there, whose rounding averages least.
     """
     rows = tiles_of_rows(case.problem, seed, most)
-    if isinstance(case.problem.mask, Boolean):
+    if case.problem.mask.pattern is not None:
         rows = np.unique(np.concatenate([rows, drawn.fewest(case.problem, TILE)]))
     if case.inputs == "normal" or case.problem.scaled:
         return rows

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.cases import Case
 from attnsweep.core.layouts import Packed, Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, Interval, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import measures
@@ -31,10 +30,10 @@ PROBLEMS = (
     Problem(3, 2, 1, 130, 200, 64, "bf16", CAUSAL, Padded("left", 0)),
     Problem(5, 4, 2, 70, 300, 24, "fp32", FULL, Padded("right", 0, 1)),
     Problem(2, 4, 4, 150, 150, 32, "e4m3_block", Interval(30, 3), Padded("right", 40)),
-    Problem(2, 2, 1, 200, 300, 64, "bf16", Boolean("blocks", 20)),
-    Problem(2, 4, 2, 130, 70, 24, "fp16", Boolean("holes", 30)),
-    Problem(3, 2, 1, 70, 300, 32, "e4m3", Boolean("padding", 0)),
-    Problem(1, 1, 1, 150, 90, 130, "fp32", Boolean("documents", 5)),
+    Problem(2, 2, 1, 200, 300, 64, "bf16", pattern("blocks", 20)),
+    Problem(2, 4, 2, 130, 70, 24, "fp16", pattern("holes", 30)),
+    Problem(3, 2, 1, 70, 300, 32, "e4m3", pattern("padding", 0)),
+    Problem(1, 1, 1, 150, 90, 130, "fp32", pattern("documents", 5)),
     Problem(1, 4, 2, 300, 300, 64, "bf16", CAUSAL, Packed(4, 0)),
     Problem(1, 2, 1, 200, 330, 24, "fp32", Interval(30, 7), Packed(5, 10, 1)),
     Problem(1, 2, 2, 330, 100, 64, "fp16", CAUSAL, Packed(6, 0, 2)),  # queries without keys

@@ -12,10 +12,9 @@ import pytest
 
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.core import cases
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.cases import Case
 from attnsweep.core.layouts import Packed, Padded
-from attnsweep.core.masks import CAUSAL
+from attnsweep.core.masks import CAUSAL, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
 from attnsweep.verify import encoding, reference
@@ -135,7 +134,7 @@ def on_hard(bench, write=attend, **facts):
 
 
 HARD = [PROBLEM, OTHER_V, replace(PROBLEM, dtype="fp16", mask=CAUSAL), replace(PROBLEM, dtype="fp32")]
-HARD += [replace(PROBLEM, layout=Padded("right", 0)), replace(PROBLEM, mask=Boolean("holes", 50))]
+HARD += [replace(PROBLEM, layout=Padded("right", 0)), replace(PROBLEM, mask=pattern("holes", 50))]
 HARD += [replace(PROBLEM, scores=Scores(30.0, True)), replace(PROBLEM, batch=1, seqlen_q=20, layout=Packed(3, 40))]
 
 

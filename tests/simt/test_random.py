@@ -11,9 +11,8 @@ from typing import get_args
 
 import pytest
 
-from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case, Inputs, small_cases
-from attnsweep.core.masks import FULL
+from attnsweep.core.masks import FULL, PATTERNS, pattern
 from attnsweep.core.ops import FORWARD, OPS
 from attnsweep.core.problem import Padded, Problem
 from attnsweep.family.discover import discover
@@ -56,7 +55,7 @@ def of_one_range(problem: Problem, rng: random.Random) -> Problem:
     if rng.random() < 0.5:
         layout = Padded(rng.choice(("right", "left")), rng.choice((0, 1, 30, 100)), rng.randint(0, 9))
         return replace(problem, mask=FULL, layout=layout)
-    mask = Boolean(rng.choice([*PATTERNS]), rng.choice((1, 3, 50, 100)), rng.randint(0, 9))
+    mask = pattern(rng.choice([*PATTERNS]), rng.choice((1, 3, 50, 100)), rng.randint(0, 9))
     return replace(problem, seqlen_q=1, mask=mask)
 
 

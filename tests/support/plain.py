@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 
 from attnsweep.core import drawn
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.problem import Problem
 from attnsweep.verify.encoding import from_bits
 
 
 def dense(problem: Problem, item: int = 0) -> Any:
     """(seqlen_q, seqlen_k): which keys the queries of an item of the batch see."""
-    if isinstance(problem.mask, Boolean):
+    if problem.mask.pattern is not None:
         tensor = drawn.tensor(problem)
         return tensor[item % len(tensor), 0]
     (low, high), (first, end) = problem.diagonals, problem.key_ranges[item]

@@ -5,9 +5,8 @@ import pytest
 
 from attnsweep.baselines import torch_sdpa
 from attnsweep.baselines.registry import BACKENDS, backend_of
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, Interval, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.verify.reference import hidden_keys
 
@@ -17,9 +16,9 @@ PROBLEMS = (
     Problem(2, 2, 2, 150, 150, 64, "bf16", Interval(20, 3), Padded("right", 30)),
     Problem(2, 2, 1, 150, 40, 64, "bf16", Interval(None, 0, top_left=True)),
     Problem(1, 2, 1, 150, 200, 64, "bf16", Interval(17, 0)),
-    Problem(2, 4, 2, 200, 150, 64, "bf16", Boolean("blocks", 30)),
+    Problem(2, 4, 2, 200, 150, 64, "bf16", pattern("blocks", 30)),
     Problem(2, 4, 2, 40, 150, 64, "bf16", Interval(17, 3), head_dim_v=32),
-    Problem(3, 4, 2, 40, 150, 64, "bf16", Boolean("padding", 0)),
+    Problem(3, 4, 2, 40, 150, 64, "bf16", pattern("padding", 0)),
 )
 MASKED = ("torch_cudnn", "torch_efficient", "torch_math", "unfused", "flex")
 

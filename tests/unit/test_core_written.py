@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, PATTERNS, Interval, pattern
 from attnsweep.core.problem import BACKWARD, Dtype, Packed, Problem, Scores
 from attnsweep.specs.shapes import read_shapes
 
@@ -21,8 +20,8 @@ SIDES = st.none() | st.integers(0, 12)
 ALIGNED = st.sampled_from([FULL, CAUSAL]) | st.builds(Interval, SIDES, SIDES)
 MASKS = ALIGNED | st.builds(Interval, SIDES, SIDES, top_left=st.just(True))
 BOOLEANS = st.builds(
-    Boolean, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
-) | st.builds(Boolean, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
+    pattern, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
+) | st.builds(pattern, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
 PERCENT, SEED = st.integers(0, 100), st.integers(0, 5)
 PADDED = st.builds(Padded, st.sampled_from(["right", "left"]), PERCENT, SEED)
 PACKED = st.builds(Packed, st.integers(1, 6), PERCENT, SEED)

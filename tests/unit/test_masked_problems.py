@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from plain import dense
 
 from attnsweep.core import drawn
-from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case, Inputs, short_turns, small_cases
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import DENSE, Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, PATTERNS, Interval, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Family
@@ -127,7 +126,7 @@ def test_padded_problems_count_the_pairs_of_each_item(layout, mask, batch, seqle
 
 
 @given(
-    st.builds(Boolean, st.sampled_from([*PATTERNS]), st.integers(1, 100), st.integers(0, 5)) | MASKS,
+    st.builds(pattern, st.sampled_from([*PATTERNS]), st.integers(1, 100), st.integers(0, 5)) | MASKS,
     st.integers(1, 4),
     st.integers(1, 300),
 )
@@ -135,12 +134,12 @@ def test_bytes_that_one_query_needs_are_those_of_the_keys_that_it_sees(mask, bat
     made = Problem(batch, 6, 2, 1, seqlen_k, 64, "bf16", mask, head_dim_v=32)
     seen = sum((~hidden_keys(made, np.arange(1), item)).sum() for item in range(batch))
     assert made.tensor_bytes - made.min_bytes == 2 * (batch * seqlen_k - seen) * (64 + 32) * 2
-    if not isinstance(mask, Boolean) or mask.pattern != "padding":  # of two it is not worked out
+    if mask.pattern is None or mask.pattern.name != "padding":  # of two it is not worked out
         assert replace(made, seqlen_q=2).min_bytes == replace(made, seqlen_q=2).tensor_bytes
 
 
 def test_bytes_of_several_queries_leave_out_the_padding_of_a_boolean_mask():
-    made = problem(3, 1000, Boolean("padding", 10))
+    made = problem(3, 1000, pattern("padding", 10))
     hidden = sum(hidden_keys(made, np.arange(1), item).sum() for item in range(2))
     assert hidden > 0
     assert made.tensor_bytes - made.min_bytes == 2 * hidden * 2 * 64 * 2
@@ -226,8 +225,8 @@ def test_families_declare_padding_with_empty_rows():
 # -- boolean masks --------------------------------------------------------------------------------
 
 BOOLEANS = st.builds(
-    Boolean, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
-) | st.builds(Boolean, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
+    pattern, st.sampled_from([p for p in PATTERNS if p != "documents"]), st.integers(0, 100)
+) | st.builds(pattern, st.just("documents"), st.integers(1, 9), st.integers(0, 3))
 
 
 @given(BOOLEANS, st.integers(1, 3), st.integers(1, 300), st.integers(1, 300))
@@ -247,8 +246,8 @@ def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
 
 
 def test_patterns_of_boolean_masks():
-    def of(pattern, density, seed=0, sizes=(700, 900)):
-        return drawn.tensor(Problem(2, 1, 1, *sizes, 64, mask=Boolean(pattern, density, seed)))
+    def of(name, density, seed=0, sizes=(700, 900)):
+        return drawn.tensor(Problem(2, 1, 1, *sizes, 64, mask=pattern(name, density, seed)))
 
     blocks = of("blocks", 30, sizes=(1280, 1280))[0, 0]
     assert (blocks.reshape(10, 128, 10, 128) == blocks[::128, ::128][:, None, :, None]).all()
@@ -275,9 +274,9 @@ def test_patterns_of_boolean_masks():
 
 
 def test_cases_of_boolean_masks():
-    asked = Problem(4, 8, 2, 2048, 2048, 64, "bf16", Boolean("blocks", 30))
+    asked = Problem(4, 8, 2, 2048, 2048, 64, "bf16", pattern("blocks", 30))
     cases = small_cases(asked)
-    drawn_masks = [case.problem.mask for case in cases if isinstance(case.problem.mask, Boolean)]
+    drawn_masks = [case.problem.mask for case in cases if case.problem.mask.pattern is not None]
     assert {mask.pattern for mask in drawn_masks} == {*PATTERNS}
     assert len({case.label for case in cases}) == len(cases)
     assert any(case.problem.has_empty_rows for case in cases)
@@ -312,7 +311,7 @@ def test_limits_know_the_rows_of_a_drawn_mask_that_see_the_fewest_keys():
     assert seen_keys[rows].min() == seen_keys.min() < np.median(seen_keys)
 
 
-ONE_QUERY = (Boolean("padding", 7), Boolean("holes", 50), FULL.as_boolean(("item",)))
+ONE_QUERY = (pattern("padding", 7), pattern("holes", 50), FULL.as_boolean(("item",)))
 
 
 @pytest.mark.parametrize("mask", ONE_QUERY, ids=lambda mask: mask.label)

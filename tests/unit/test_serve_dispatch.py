@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, PLAIN_BACKWARD, SPLIT, gpu, shape, winner, with_config
 
-from attnsweep.core.boolean import Boolean
-from attnsweep.core.masks import FULL
+from attnsweep.core.masks import FULL, pattern
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, Interval, Padded
 from attnsweep.serve.runtime.cost_model import ALONE, SDPA, learn, memory_us, nearness, tiling, work
@@ -243,7 +242,7 @@ def test_a_kernel_that_was_fast_on_few_documents_is_not_taken_for_every_mask():
     """It was timed on an eighth of the pairs alone, and nobody has read the mask of a call."""
     asked = shape(4, 16, 4096, boolean=("item",))
     every = timed(replace(asked, mask=FULL.as_boolean()), 700.0, 1700.0)
-    documents = timed(replace(asked, mask=Boolean("documents", 8)), 100.0, 1700.0, SMALL)
+    documents = timed(replace(asked, mask=pattern("documents", 8)), 100.0, 1700.0, SMALL)
     assert choose(gpu(every, documents), asked).kernel.config == PLAIN.config
     assert choose(gpu(documents), asked).kernel.config == SMALL.config  # nothing else is known
 

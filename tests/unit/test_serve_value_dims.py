@@ -14,7 +14,7 @@ from operators import aten, close, flash_backward, gradients_of, make, tensors, 
 from packages import PLAIN_BACKWARD, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
-from attnsweep.core.masks import Interval  # noqa: E402
+from attnsweep.core.masks import FULL, Boolean  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
 from attnsweep.serve.runtime.packed import VarlenOperator  # noqa: E402
@@ -109,7 +109,7 @@ def test_opcheck(tmp_path, driver, layout, name):
 
 # ---- masks and packed sequences ----
 HIDDEN = {
-    "boolean": ({"mask": Interval(boolean=True)}, lambda: torch.rand(256, 256) < 0.5),
+    "boolean": ({"mask": Boolean(FULL)}, lambda: torch.rand(256, 256) < 0.5),
     "bias": ({"scores": Scores(bias=())}, lambda: torch.randn(256, 256).bfloat16()),
 }
 

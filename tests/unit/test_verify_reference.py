@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from plain import attention
 
-from attnsweep.core.boolean import PATTERNS, Boolean
 from attnsweep.core.cases import Case
 from attnsweep.core.layouts import Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, PATTERNS, Interval, pattern
 from attnsweep.core.problem import Problem, Scores
 from attnsweep.verify import rounded
 from attnsweep.verify.inputs import make_inputs
@@ -30,7 +29,7 @@ PROBLEMS = (
     *(Problem(1, 3, 1, 7, 7, 16, "bf16", CAUSAL), Problem(1, 2, 2, 3, 11, 8, "fp16", CAUSAL)),
     *EMPTY,
     *PADDED,
-    *(Problem(2, 2, 1, 70, 90, 64, "fp16", Boolean(pattern, 30)) for pattern in PATTERNS),
+    *(Problem(2, 2, 1, 70, 90, 64, "fp16", pattern(name, 30)) for name in PATTERNS),
     *(
         Problem.parse(f"(2,4/2,40x70,{dims}) fp16 {mask}")
         for dims in ("192/128", "96/64", "64/128", "8/256", "24/8")

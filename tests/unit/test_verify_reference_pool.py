@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from attnsweep.core import cases
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.layouts import Padded
+from attnsweep.core.masks import pattern
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
@@ -89,7 +89,7 @@ def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(p
 
 
 MORE = [replace(PROBLEM, scores=Scores(30.0, True, ("head",))), replace(OTHER, layout=Padded("left", 0))]
-MORE += [replace(OTHER, dtype="fp32"), Problem(2, 2, 1, 70, 90, 8, "bf16", mask=Boolean("holes", 30))]
+MORE += [replace(OTHER, dtype="fp32"), Problem(2, 2, 1, 70, 90, 8, "bf16", mask=pattern("holes", 30))]
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, *MORE], ids=str)

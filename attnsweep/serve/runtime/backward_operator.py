@@ -130,7 +130,7 @@ class BackwardOperator:
         form: tuple[Any, ...] = (CAUSAL if causal else FULL,)
         if limits is not None:
             form, *_ = forms(limits, query.shape[2], key.shape[2], padded)
-            if form[0].boolean:
+            if form[0].as_tensor:
                 return _NO_INTERVAL, None
         try:
             forward = problem_of(query, key, value, *form)

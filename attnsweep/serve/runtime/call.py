@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnsweep.core.layouts import DENSE, Layout
-from attnsweep.core.masks import FULL, Interval
+from attnsweep.core.masks import FULL, Mask
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
@@ -77,7 +77,7 @@ def dropped(dropout_p: float) -> Choice | None:
 
 def taken_for(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scores: Scores = PLAIN_SCORES
-) -> tuple[Interval, Layout, Scores]:
+) -> tuple[Mask, Layout, Scores]:
     """Mask, layout and scores of the problem of a call whose mask `planner.why_unserved` lets pass.
 
     What a mask hides is known on the device alone, so it counts as if it hid nothing: others take
@@ -147,7 +147,7 @@ def problem_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: Interval,
+    mask: Mask,
     layout: Layout = DENSE,
     scores: Scores = PLAIN_SCORES,
 ) -> Problem:

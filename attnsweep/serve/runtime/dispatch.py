@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnsweep.core.boolean import Boolean
 from attnsweep.core.ops import BACKWARD, FORWARD
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
@@ -180,7 +179,7 @@ def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
     timed: dict[str, list[tuple[int, Problem, float]]] = defaultdict(list)
     # Nobody has read a call's mask. A kernel that was timed on 8 documents alone, which have an
     # eighth of the pairs, was taken for every mask, and lost up to 10 %.
-    told = [winner for winner in known if not isinstance(winner.problem.mask, Boolean)]
+    told = [winner for winner in known if winner.problem.mask.pattern is None]
     for winner in told or known:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
             timed[kernel.config].append((numbers[winner.problem], winner.problem, time_us))

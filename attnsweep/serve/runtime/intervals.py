@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnsweep.core.layouts import DENSE, Dense, Padded
-from attnsweep.core.masks import Interval
+from attnsweep.core.masks import FULL, Boolean, Interval, Mask
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
@@ -25,14 +25,14 @@ Diagonals = tuple[int | None, int | None]
 
 def forms(
     limits: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool, scores: Scores = PLAIN_SCORES
-) -> list[tuple[Interval, Dense | Padded, Scores]]:
+) -> list[tuple[Mask, Dense | Padded, Scores]]:
     """What a kernel may take a call for, the best first: mask, layout and scores of its problem.
 
     The last is a boolean mask: a kernel of these has any diagonals, and queries without a key,
     which the shipped code for causal masks does not expect.
     """
     (low, high), layout = limits, _UNKNOWN if padded else DENSE
-    found: list[tuple[Interval, Dense | Padded, Scores]] = []
+    found: list[tuple[Mask, Dense | Padded, Scores]] = []
     for top_left, diagonal in ((False, seqlen_k - seqlen_q), (True, 0)):
         left = None if low is None else diagonal - low
         right = None if high is None else high - diagonal
@@ -40,7 +40,7 @@ def forms(
             mask = Interval(left, right, top_left).of_lengths(seqlen_q, seqlen_k)
             if padded or mask.kind == "window" or not mask.empty_rows(seqlen_q, seqlen_k):
                 found.append((mask, layout, scores))
-    return [*found[:1], (Interval(boolean=True, of_item=padded), DENSE, scores)]
+    return [*found[:1], (Boolean(FULL, of_item=padded), DENSE, scores)]
 
 
 def dense(

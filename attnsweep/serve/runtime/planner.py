@@ -197,7 +197,7 @@ class Planner:
         steps: tuple[int, ...] = ()
         if mask is not None and not biased and limits is None:
             steps = mask_strides(mask, call.query, call.key)
-        elif problem.mask.boolean:  # as `scanned` makes it
+        elif problem.mask.as_tensor:  # as `scanned` makes it
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
             return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
