@@ -82,7 +82,7 @@ SPECIAL_CASES = (
     SpecialCase("backward", _asks_for_backward, 19),
     SpecialCase("fp8", _asks_for_fp8, 27),
     SpecialCase("chunks", _asks_for_chunks, 5, aliases=False),
-    SpecialCase("layout", _asks_for_layout, 17),
+    SpecialCase("layout", _asks_for_layout, 14),
     SpecialCase('"o"', lambda node: _text(node) == "o", 50, lines=True, aliases=False),
 )
 

@@ -79,7 +79,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         shape = _shaped(problem, seqlen_q, seqlen_k)
         if _of_one_query(problem):
             heads *= seqlen_q  # as many rows
-        if isinstance(problem.layout, Packed):
+        if problem.layout.one_item:
             batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 

@@ -82,11 +82,21 @@ def counts(problem: Problem) -> tuple[int, int]:
     return times * pairs, times * rows_with_keys
 
 
+def keys_of_rows(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> tuple[Any, ...]:
+    """The first key that there is for each of these queries of an item, the one after the last, and
+    from the number of a query to that of the key from which its diagonals count.
+
+    (rows, 1) each, or numbers that hold for all of them.
+    """
+    if problem.layout.sequences:
+        return keys_of_sequences(problem, rows)
+    return (*problem.key_ranges[item], 0)
+
+
 def keys_of_sequences(
     problem: Problem, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], ...]:
-    """(rows, 1) each: the first key of the sequence of each query of a packed layout, the one after
-    its last, and from the number of a query to that of the key beside it."""
+    """The same of packed sequences."""
     of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequence_ranges, strict=True))
     own = np.searchsorted(of_q[:, 1], rows, side="right")
     beside = of_k[own, 1] - of_q[own, 1]

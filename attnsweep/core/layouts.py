@@ -1,16 +1,23 @@
-"""Layouts: which keys each item of a batch has, or each part of it. The standard library only."""
+"""Layouts: which keys each item of a batch has, or each part of it. The standard library only.
+
+A layout answers for its problems: the inputs that tell a kernel its keys (`shapes`, `values`), what
+is seen under an interval (`diagonals`, `pairs`, `empty_rows`), what cannot be beside it (`faults`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.masks import Range, check_drawn, drawn_order
+from attnsweep.core.masks import Interval, Range, check_drawn, drawn_order
+
+if TYPE_CHECKING:
+    from attnsweep.core.problem import Problem
 
 _PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
 _PACKED = re.compile(r"(?:packed\()?(\d+)(?:, ?(\d+))?(?:, ?(\d+))?\)?")
@@ -20,14 +27,51 @@ _HOW_PACKED = (
 _HINT = "write the padded side and percent of the keys that the shortest item has: right,40"
 
 
+Fault = tuple[str, str | None]
+"""What cannot be together, and what to write in its place."""
+
+
+class _OfItems:
+    """What layouts share in which an item of the batch has one range of keys."""
+
+    __slots__ = ()
+    sequences = 0
+    one_item = False
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+        """The keys of each item: the first, and the one after the last."""
+        raise NotImplementedError
+
+    def diagonals(self, interval: Interval, seqlen_q: int, seqlen_k: int) -> Range:
+        """(low, high): query i sees the keys i + low to i + high that there are."""
+        return interval.diagonals(seqlen_q, seqlen_k)
+
+    def pairs(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """Pairs of a query and a key that it sees, of one head in the whole batch."""
+        return sum(interval.pairs(seqlen_q, seqlen_k, own) for own in self.ranges(batch, seqlen_k))
+
+    def empty_rows(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """Queries of a head that see no key, in the whole batch."""
+        ranges = self.ranges(batch, seqlen_k)
+        return sum(interval.empty_rows(seqlen_q, seqlen_k, own) for own in ranges)
+
+    def unseen(self, batch: int, seqlen_k: int) -> int:
+        """Keys of a head, in the whole batch, that no query may see."""
+        return sum(seqlen_k - end + first for first, end in self.ranges(batch, seqlen_k))
+
+    def faults(self, p: Problem) -> Iterator[Fault]:  # noqa: ARG002
+        """What a problem cannot have beside it."""
+        yield from ()
+
+
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(_OfItems):
     """Every item has all keys."""
 
     kind = "dense"
-    sequences = 0
     label = ""
     numbers = ()
+    of_item = False
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -35,12 +79,32 @@ class Dense:
         return {}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
-        """The keys of each item."""
+        """The keys of each item: all."""
         return ((0, seqlen_k),) * batch
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """The inputs of a call, int32, that tell which keys there are: none."""
+        return {}
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """What these inputs hold."""
+        return {}
+
+    def pairs(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """As of every layout; items are alike."""
+        return batch * interval.pairs(seqlen_q, seqlen_k)
+
+    def empty_rows(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """As of every layout; items are alike."""
+        return batch * interval.empty_rows(seqlen_q, seqlen_k)
+
+    def unseen(self, batch: int, seqlen_k: int) -> int:  # noqa: ARG002
+        """As of every layout: none."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(_OfItems):
     """Items have keys of their own number, and padding on one side of them, which no query sees.
 
     least: percent of seqlen_k that the shortest item has. Lengths are spread evenly from it to all
@@ -52,7 +116,7 @@ class Padded:
     least: int
     seed: int = 0
     kind = "padded"
-    sequences = 0
+    of_item = True
 
     def __post_init__(self) -> None:
         if self.side not in ("right", "left"):
@@ -78,6 +142,19 @@ class Padded:
         """The keys of each item: the first, and the one after the last."""
         return _ranges(self, batch, seqlen_k)
 
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """The input that tells the keys of each item: the first, and the one after the last."""
+        return {"key_range": (batch, 2)}
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """What it holds."""
+        return {"key_range": self.ranges(batch, seqlen_k)}
+
+    def faults(self, p: Problem) -> Iterator[Fault]:
+        """What a problem cannot have beside it."""
+        if p.mask.as_tensor and not p.mask.of_item:
+            yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
+
     @classmethod
     def parse(cls, text: str) -> Padded:
         """The layout of a label, or of `right,40`. Raises ProblemError for any other text."""
@@ -99,6 +176,8 @@ class Packed:
     least: int = 40
     seed: int = 0
     kind = "packed"
+    of_item = False
+    one_item = True
 
     def __post_init__(self) -> None:
         if type(self.sequences) is not int or self.sequences < 1:
@@ -126,6 +205,48 @@ class Packed:
         """Those of items: all keys."""
         return DENSE.ranges(batch, seqlen_k)
 
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """The inputs that tell where sequences begin, and where the last ends."""
+        return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (self.sequences + 1,))
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """What they hold."""
+        return {"cu_seqlens_q": self.begins(seqlen_q), "cu_seqlens_k": self.begins(seqlen_k)}
+
+    def of_sequences(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[Range, Range], ...]:
+        """The range of queries and the range of keys of each sequence."""
+        of_q, of_k = self.begins(seqlen_q), self.begins(seqlen_k)
+        return tuple(zip(pairwise(of_q), pairwise(of_k), strict=True))
+
+    def diagonals(self, interval: Interval, seqlen_q: int, seqlen_k: int) -> Range:
+        """(low, high), counted from the key beside the last query of a sequence."""
+        return interval.diagonals(whole := seqlen_q + seqlen_k, whole)
+
+    def pairs(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:  # noqa: ARG002
+        """Pairs of a query and a key that it sees, of one head."""
+        each = self.of_sequences(seqlen_q, seqlen_k)
+        return sum(interval.pairs(b - a, d - c) for (a, b), (c, d) in each)
+
+    def empty_rows(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:  # noqa: ARG002
+        """Queries of a head that see no key."""
+        each = self.of_sequences(seqlen_q, seqlen_k)
+        return sum(interval.empty_rows(b - a, d - c) for (a, b), (c, d) in each)
+
+    def unseen(self, batch: int, seqlen_k: int) -> int:  # noqa: ARG002
+        """Keys of a head that no query may see: none."""
+        return 0
+
+    def faults(self, p: Problem) -> Iterator[Fault]:
+        """What a problem cannot have beside it."""
+        if p.batch > 1:
+            hint = "write batch 1, and as seqlen the tokens of all sequences"
+            yield "packed sequences are a batch of 1", hint
+        if p.mask.as_tensor or p.mask.interval.top_left or p.scales:
+            what = "a boolean mask" if p.mask.as_tensor else "FP8" if p.scales else "top_left"
+            yield f"packed sequences have no {what}", None
+        if p.mask.as_tensor:
+            yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
+
     def begins(self, seqlen: int) -> tuple[int, ...]:
         """cu_seqlens: where each sequence begins among `seqlen` tokens, and where the last ends."""
         return _begins(self, seqlen)
@@ -148,6 +269,10 @@ def _read(pattern: re.Pattern[str], text: str, none: str, hint: str) -> tuple[An
 
 DENSE = Dense()
 Layout = Dense | Padded | Packed
+EXAMPLES: Mapping[str, Layout] = {
+    each.kind: each for each in (DENSE, Padded("right", 40), Packed(8))
+}
+"""A layout of each kind."""
 
 
 def of_label(text: str) -> Layout:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnsweep.core.layouts import Packed, Padded
-
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
 
@@ -109,12 +107,7 @@ def _scales(p: Problem) -> tuple[Tensor, ...]:
 
 def _ranges(p: Problem) -> tuple[Tensor, ...]:
     """What tells the keys of each item, or the sequences of one: see Problem."""
-    if isinstance(p.layout, Padded):
-        return (Tensor("key_range", (p.batch, 2), "int32"),)
-    if isinstance(p.layout, Packed):
-        names = ("cu_seqlens_q", "cu_seqlens_k")
-        return tuple(Tensor(name, (p.layout.sequences + 1,), "int32") for name in names)
-    return ()
+    return tuple(Tensor(name, shape, "int32") for name, shape in p.layout.shapes(p.batch).items())
 
 
 def _of_scores(p: Problem) -> tuple[Tensor, ...]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from attnsweep.core.errors import ProblemError
@@ -157,15 +156,7 @@ class Problem:
         if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
-        if layout.kind == "packed":
-            if self.batch > 1:
-                hint = "write batch 1, and as seqlen the tokens of all sequences"
-                yield "packed sequences are a batch of 1", hint
-            if mask.as_tensor or mask.interval.top_left or self.scaled:
-                what = "a boolean mask" if mask.as_tensor else "FP8" if self.scaled else "top_left"
-                yield f"packed sequences have no {what}", None
-        if mask.as_tensor and layout != DENSE and not mask.of_item:
-            yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
+        yield from layout.faults(self)
         if self.scaled and (self.head_dim_v or kinds):
             yield f"FP8 has no {'head_dim_v' if self.head_dim_v else kinds[0]}", None
         if self.scores.bias is not None and (mask != FULL or layout != DENSE):
@@ -223,16 +214,13 @@ class Problem:
 
         In a packed layout i counts from the key beside the last query of the sequence.
         """
-        if self.layout.kind == "packed":
-            return self.mask.interval.diagonals(whole := self.seqlen_q + self.seqlen_k, whole)
-        return self.mask.interval.diagonals(self.seqlen_q, self.seqlen_k)
+        return self.layout.diagonals(self.mask.interval, self.seqlen_q, self.seqlen_k)
 
     @property
     def sequence_ranges(self) -> tuple[tuple[Range, Range], ...]:
         """The range of queries and the range of keys of each packed sequence."""
         assert isinstance(self.layout, Packed)
-        of_q, of_k = (self.layout.begins(n) for n in (self.seqlen_q, self.seqlen_k))
-        return tuple(zip(pairwise(of_q), pairwise(of_k), strict=True))
+        return self.layout.of_sequences(self.seqlen_q, self.seqlen_k)
 
     def query_tiles(self, block_m: int) -> int:
         """Number of tiles of block_m queries, over all heads."""
@@ -353,7 +341,7 @@ class Problem:
     @property
     def items_differ(self) -> bool:
         """Whether items of the batch see other keys."""
-        return self.mask.of_item or isinstance(self.layout, Padded)
+        return self.mask.of_item or self.layout.of_item
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -403,10 +391,8 @@ class Problem:
         padded = pattern is not None and pattern.name == "padding"
         if self.seqlen_q == 1 or padded:
             unseen = self.batch * self.seqlen_k - _pairs(self) // self.seqlen_q
-        elif isinstance(self.layout, Padded):
-            unseen = sum(self.seqlen_k - end + first for first, end in self.key_ranges)
         else:
-            return self.tensor_bytes
+            unseen = self.layout.unseen(self.batch, self.seqlen_k)
         row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
         return self.tensor_bytes - unseen * row
 
@@ -436,11 +422,7 @@ def _pairs(p: Problem) -> int:
         from attnsweep.core import drawn  # packages have no NumPy, and no such problem
 
         return drawn.counts(p)[0]
-    if p.layout == DENSE:
-        return p.batch * p.mask.interval.pairs(p.seqlen_q, p.seqlen_k)
-    if p.layout.kind == "packed":
-        return sum(p.mask.interval.pairs(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
-    return sum(p.mask.interval.pairs(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
+    return p.layout.pairs(p.mask.interval, p.batch, p.seqlen_q, p.seqlen_k)
 
 
 @lru_cache(maxsize=128)
@@ -449,13 +431,8 @@ def _rows_with_keys(p: Problem) -> int:
         from attnsweep.core import drawn
 
         return drawn.counts(p)[1]
-    empty_rows = p.mask.interval.empty_rows
-    if p.layout == DENSE:
-        return p.batch * (p.seqlen_q - empty_rows(p.seqlen_q, p.seqlen_k))
-    if p.layout.kind == "packed":
-        return sum(b - a - empty_rows(b - a, d - c) for (a, b), (c, d) in p.sequence_ranges)
-    empty = (empty_rows(p.seqlen_q, p.seqlen_k, keys) for keys in p.key_ranges)
-    return p.batch * p.seqlen_q - sum(empty)
+    empty = p.layout.empty_rows(p.mask.interval, p.batch, p.seqlen_q, p.seqlen_k)
+    return p.batch * p.seqlen_q - empty
 
 
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.layouts import EXAMPLES as LAYOUTS
 from attnsweep.core.ops import DTYPE_BYTES, OPS, ORDERS
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
-LAYOUTS = ("dense", "padded", "packed")
 TENSORS = ("q", "k", "v", "o")
 # More than float32 scores of the longest sequence that a card holds, 2**66; a limit below it
 # prunes a candidate instead, or cuts its call into chunks.

@@ -10,6 +10,7 @@ from typing import Any
 from attnsweep.core.cases import Case, served_cases, small_cases
 from attnsweep.core.errors import ProblemError, SpaceError
 from attnsweep.core.hardware import Arch
+from attnsweep.core.layouts import EXAMPLES
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Selection, Space
@@ -22,7 +23,6 @@ _MASKS = {
     "window": "window(256,128)",
     "boolean": "boolean(causal,item)",
 }
-_LAYOUTS = {"dense": "", "padded": " padded(right,40)", "packed": " packed(8)"}
 _SCORES = {"softcap": " softcap(50)", "sinks": " sinks", "bias": " bias(item,head)"}
 # More values than these are told by the first and the last.
 _MOST_TOLD = 4
@@ -38,8 +38,9 @@ def forms(
     for op, dtype in product(family.ops, dtypes):
         end = "" if op == "forward" else f" {op}"
         for layout, mask in product(family.layouts, masks):
-            batch = 1 if layout == "packed" else 2
-            said = f"{head_dim}) {dtype} {_MASKS[mask]}{_LAYOUTS[layout]}{end}"
+            example = EXAMPLES[layout]
+            batch = 1 if example.one_item else 2
+            said = f"{head_dim}) {dtype} {_MASKS[mask]}{example.label}{end}"
             with suppress(ProblemError):  # packed sequences have no boolean mask
                 yield Problem.parse(f"({batch},8,1024,{said}")
                 if family.empty_rows and layout == "dense":

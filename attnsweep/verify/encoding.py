@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from attnsweep.core import drawn
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import SCALE_BLOCK, Packed, Problem
+from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
@@ -136,12 +136,8 @@ _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 def mask_of(problem: Problem) -> dict[str, Bits]:
     """The inputs that say which keys queries see, if there are any."""
     made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.as_tensor else {}
-    if "key_range" in problem.inputs:
-        made["key_range"] = np.array(problem.key_ranges, np.int32)
-    if isinstance(problem.layout, Packed):
-        for name, seqlen in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
-            made[f"cu_seqlens_{name}"] = np.array(problem.layout.begins(seqlen), np.int32)
-    return made
+    values = problem.layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
+    return made | {name: np.array(value, np.int32) for name, value in values.items()}
 
 
 # -- scales ---------------------------------------------------------------------------------

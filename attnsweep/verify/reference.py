@@ -25,34 +25,32 @@ _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 
 def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt.NDArray[np.bool_]:
     """(rows, seqlen_k): the keys that these query rows of an item of the batch do not see."""
-    low, high = problem.diagonals
-    first: Any
-    end: Any
-    first, end = problem.key_ranges[item]
-    keys = np.arange(problem.seqlen_k)
-    after = keys - rows[:, None]
-    if problem.layout.kind == "packed":
-        first, end, beside = drawn.keys_of_sequences(problem, rows)
-        after = after - beside
     if problem.mask.pattern is not None:
         return ~drawn.seen(problem, rows, item)
+    low, high = problem.diagonals
+    first, end, beside = drawn.keys_of_rows(problem, rows, item)
+    keys = np.arange(problem.seqlen_k)
+    after = keys - rows[:, None] - beside
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
     return hidden
 
 
 def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
     """(batch, seqlen_q): the query rows that see a key."""
-    low, high = problem.diagonals
-    rows = np.arange(problem.seqlen_q)
+    rows, items = np.arange(problem.seqlen_q), range(problem.batch)
     if problem.mask.pattern is not None:
-        items = range(problem.batch)
         return np.stack([~hidden_keys(problem, rows, item).all(axis=1) for item in items])
-    first, end = np.array(problem.key_ranges).T[:, :, None]
-    if problem.layout.kind == "packed":
-        first, end, beside = (part.T for part in drawn.keys_of_sequences(problem, rows))
-        rows = rows + beside
-    some: npt.NDArray[np.bool_] = np.maximum(rows + low, first) <= np.minimum(rows + high, end - 1)
-    return some
+    low, high = problem.diagonals
+
+    def of_item(item: int) -> npt.NDArray[np.bool_]:
+        first, end, beside = drawn.keys_of_rows(problem, rows, item)
+        own = rows[:, None] + beside
+        some: npt.NDArray[np.bool_] = np.maximum(own + low, first) <= np.minimum(
+            own + high, end - 1
+        )
+        return some[:, 0]
+
+    return np.stack([of_item(item) for item in items])
 
 
 def finished(
