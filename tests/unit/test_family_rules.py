@@ -68,7 +68,7 @@ def table_rule(table, ways):
 )
 def test_the_answers_are_those_of_asking_one_by_one(rules):
     kernel = kernel_of(*(table_rule(table, ways) for ways, table in rules))
-    assert list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False)) == asked_one_by_one(kernel)
+    assert list(refused(kernel, PROBLEM, ARCH, VALUES)) == asked_one_by_one(kernel)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_however_a_rule_reads_a_config(rule):
     kernel = kernel_of(rule)
     expected = asked_one_by_one(kernel)
     assert {None, "rule0"} <= set(expected)
-    assert list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False)) == expected
+    assert list(refused(kernel, PROBLEM, ARCH, VALUES)) == expected
 
 
 def test_an_error_names_the_config_that_is_first_in_order():
@@ -96,14 +96,14 @@ def test_an_error_names_the_config_that_is_first_in_order():
     with pytest.raises(KernelError) as one:
         asked_one_by_one(kernel)
     with pytest.raises(KernelError) as other:
-        list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False))
+        list(refused(kernel, PROBLEM, ARCH, VALUES))
     assert other.value.render() == one.value.render()
     assert "config A=0 B=2 C=x" in one.value.hint
 
 
 def test_a_rule_that_guards_a_later_one_still_does():
     kernel = kernel_of(lambda c, p, a: c.B != 2, lambda c, p, a: 1 // (2 - c.B) < 5)
-    assert list(refused(kernel, PROBLEM, ARCH, VALUES, chunks=False)) == asked_one_by_one(kernel)
+    assert list(refused(kernel, PROBLEM, ARCH, VALUES)) == asked_one_by_one(kernel)
 
 
 SHIPPED = discover()
