@@ -29,6 +29,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # makes tests of PyTorch (OMP) three times as long.
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
+pytest_plugins = ["without_gpu"]
+BY_FILE = ("tests/unit/",)
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")
@@ -59,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, unit tests of one file go to one process, and all that need the one GPU.
+    """With `-n`, tests of one file in BY_FILE go to one process, and all that need the one GPU.
 
     What is dear is made once for a file: a recorded run is read, a large spec planned.
     """
@@ -69,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/gpu/"):
                 return "tests/gpu/"
-            return nodeid.split("::")[0] if nodeid.startswith("tests/unit/") else nodeid
+            return nodeid.split("::")[0] if nodeid.startswith(BY_FILE) else nodeid
 
     return Scheduling(config, log) if config.option.dist == "load" else None
 
