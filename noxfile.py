@@ -23,8 +23,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def unit(session: nox.Session) -> None:
-    """The quick tests: no kernel is compiled."""
-    session.install("-e", ".[compile,test,torch]", "transformers")
+    """The quick tests: one process, no PyTorch, no kernel is compiled."""
+    session.install("-e", ".[compile,test]")
     session.run("python", "-m", "pytest", "-n", "auto", "tests/unit", *session.posargs)
 
 

@@ -19,8 +19,8 @@ from attnsweep.core.trial import Status, Trial
 
 # A pipeline takes at least this share of its stages' times alone: in sequence, one stage leaves in
 # L2 what the next reads, and a programmatic launch begins early. Two of 3498 recorded pipelines in
-# sequence took less, at least 0.79 (tests/unit/test_choose_lower_bound.py). The best one would be
-# lost only if it took less than 0.8 / 1.25 = 0.64 of its stages.
+# sequence took less, at least 0.79 (tests/recorded/test_choose_lower_bound.py). The best one would
+# be lost only if it took less than 0.8 / 1.25 = 0.64 of its stages.
 SHARE = 0.8
 # A skipped row is tried again only if its bound falls below this share of the limit: stages timed
 # since may have lowered the bound a little, and rounds may have changed the times.

@@ -5,7 +5,8 @@ the others: it is left out, and nothing is said before another one is over. On s
 problems that end first are the short ones, so those that still run count too, as long as they have
 run. Compiling alone has nothing to decide: half of the candidates are enough, at the pace of the
 last of them.
-tests/unit/test_reports_eta_recorded.py replays recorded runs, and holds this to a factor of two.
+tests/recorded/test_reports_eta_recorded.py replays recorded runs, and holds this to a factor of
+two.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 ARCH = ARCHS["sm_90a"]
 LONGEST_S = 60.0
 FAULTS = "ATTNSWEEP_TEST_FAULTS"
-# tests/unit/test_sweep_dask_cluster.py has cards that are lost.
+# tests/process/test_sweep_dask_cluster.py has cards that are lost.
 LOST = pytest.mark.nightly(push=3, of="workers that fail to compile")
 SOURCE = """#include "part.cuh"
 #include "common/tile/fragments.cuh"

@@ -1,6 +1,6 @@
 """The recorded runs that GPU tests make packages of, and the calls that those packages must serve.
 
-tests/unit/test_serve_recorded.py asks the table of each card for them, without a GPU.
+tests/recorded/test_serve_recorded.py asks the table of each card for them, without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of one process each, without PyTorch and recorded runs."""
+"""Quick tests: one process, no PyTorch."""
 
 import pytest
 

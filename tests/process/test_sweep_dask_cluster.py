@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
 LEFT = "its worker left the cluster"
-# tests/unit/test_sweep_fleet.py and test_sweep_late.py have each of these without Dask.
+# tests/process/test_sweep_fleet.py and test_sweep_late.py have each of these without Dask.
 LOST = pytest.mark.nightly(push=2, of="what is lost on a cluster")
 LATE = pytest.mark.nightly(push=1, of="workers that come late")
 

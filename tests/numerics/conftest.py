@@ -1,0 +1,8 @@
+"""Tests of numbers: references, limits, and how often a decision errs."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(made_once, fake_compilers, disk):
+    """What every test here has."""

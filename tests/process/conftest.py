@@ -1,0 +1,8 @@
+"""Tests that start processes: commands, workers, clusters, simulators, a browser."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(made_once, fake_compilers, disk):
+    """What every test here has."""

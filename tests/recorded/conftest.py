@@ -1,0 +1,8 @@
+"""Tests of recorded runs, of pages that quote them, and of the specs that ship."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(made_once, fake_compilers, disk):
+    """What every test here has."""
