@@ -1,6 +1,6 @@
 """Fixtures of the tests that need no GPU: stand-ins for the card, the compiler, the disk and PyTorch's driver.
 
-`without_gpu`, which each of their directories has, applies the first three to every test.
+`stand_ins`, which each of their directories has, applies the first three to every test.
 """
 
 import os

@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(made_once, fake_compilers, disk):
+def stand_ins(made_once, fake_compilers, disk):
     """What every test here has."""
