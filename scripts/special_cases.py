@@ -110,7 +110,7 @@ _ASKING = (
 def sources() -> tuple[Source, ...]:
     """All files of the package."""
     return tuple(
-        Source(str(path.relative_to(PACKAGE)), ast.parse(path.read_text()))
+        Source(str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8")))
         for path in sorted(PACKAGE.rglob("*.py"))
     )
 
