@@ -24,7 +24,8 @@ from pathlib import Path
 
 from setting import console, recorded_on
 
-from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch
+from attnsweep import AttnsweepError
+from attnsweep.api import dispatch_summary, judge_dispatch
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

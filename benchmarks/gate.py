@@ -30,7 +30,15 @@ from typing import Any
 from setting import console, described, options, recorded, write
 
 import attnsweep
-from attnsweep import Candidate, Compiler, Environment, Verdict, Worker
+from attnsweep.api import compare_candidates, rebuild
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.choose.stats import proportion_interval
+from attnsweep.compile.launches import Candidate, CompiledStage
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.trial import Environment
+from attnsweep.regress.verdicts import Verdict
 
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
@@ -71,7 +79,7 @@ class Series:
 
     def _and_wait(self, candidate: Candidate, cycles: int) -> Candidate:
         """The candidate and then a launch that waits for `cycles` clock cycles."""
-        burn = attnsweep.CompiledStage("burn", self.cubin, attnsweep.Launch("burn", (1, 1, 1), 32, (cycles,)))
+        burn = CompiledStage("burn", self.cubin, attnsweep.Launch("burn", (1, 1, 1), 32, (cycles,)))
         timed = replace(candidate.timed, stages=(*candidate.timed.stages, burn))
         return replace(candidate, timed=timed)
 
@@ -106,9 +114,9 @@ class Series:
             return self.opened(next(processes))
 
         try:
-            found = attnsweep.compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
+            found = compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
             self.ended.append(found)
-        except attnsweep.WorkerError as error:
+        except WorkerError as error:
             self.failed.append(str(error))
 
     def row(self) -> dict[str, Any]:
@@ -136,7 +144,7 @@ def cases(runs: Sequence[Path], arch: Any, place: Path) -> Iterator[tuple[str, C
 
     of_run = [[*filter(wanted, attnsweep.winners(attnsweep.open_run(run)))] for run in runs]
     chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None][: 2 * KERNELS]
-    builds = ((build, build.candidate()) for build in attnsweep.rebuild(chosen, kernels, arch=arch))
+    builds = ((build, build.candidate()) for build in rebuild(chosen, kernels, arch=arch))
     alone = (each for each in builds if each[1].timed.streams == 1 and not each[1].timed.eager)
     for number, (build, new) in enumerate(itertools.islice(alone, KERNELS)):
         stages = []
@@ -193,7 +201,7 @@ def counted(rows: Sequence[dict[str, Any]], verdict: Verdict) -> tuple[int, list
     """How often a verdict came out, and 95 % bounds of its share."""
     count = sum(row["verdicts"].get(verdict.value, 0) for row in rows)
     trials = sum(row["comparisons"] for row in rows)
-    return count, [round(p, 5) for p in attnsweep.proportion_interval(count, trials)]
+    return count, [round(p, 5) for p in proportion_interval(count, trials)]
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -217,7 +225,7 @@ def count(
     compiler: Any = Compiler,
 ) -> dict[str, Any]:
     """All figures. card, compiler: make the GPU's processes, and what compiles the launch that waits."""
-    arch = attnsweep.arch_named(here.arch)
+    arch = arch_named(here.arch)
     with contextlib.closing(compiler(arch)) as compiling, tempfile.TemporaryDirectory() as place:
         cubin = str(compiling.compile(SOURCE, {}).path)
         found = list(cases(runs, arch, Path(place)))

@@ -15,7 +15,8 @@ import cupy
 import numpy as np
 from setting import described, options, write
 
-from attnsweep import Compiler, arch_named
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import arch_named
 
 SOURCE = Path(__file__).with_name("limits.cu")
 MB = 10**6

@@ -15,7 +15,11 @@ from typing import Any
 
 from setting import console, described, label_of, options, spec_of, write
 
-from attnsweep import Status, Worker, WorkerError, builds, proportion_interval
+from attnsweep import Status
+from attnsweep.api import builds
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.choose.stats import proportion_interval
 
 # One problem of each kind of maths, and the families that a user would run on it.
 SPECS = (

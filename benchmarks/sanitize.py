@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from setting import console, described, options, spec_of, write
 
-from attnsweep import Bench, builds
+from attnsweep.api import builds
+from attnsweep.bench.bench import Bench
 
 TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"

@@ -44,7 +44,12 @@ import numpy as np
 from setting import RESULTS, console, options, recorded_on, write
 
 import attnsweep
-from attnsweep import Config, Problem, Space, Status, Trial
+from attnsweep import Problem, Status, Trial
+from attnsweep.choose.search import Search
+from attnsweep.choose.strategies.gp import gp
+from attnsweep.choose.strategies.history import shipped_history
+from attnsweep.family.family import Config
+from attnsweep.family.space import Space
 
 CARDS = (RESULTS / "h100-80gb-hbm3", RESULTS / "h200")
 LEAST, LARGE, TRIALS, SEEDS = 40, 120, 150, 20
@@ -104,8 +109,8 @@ def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str |
         return by_kernel_tuner(recorded, name.removeprefix("kernel_tuner "), seed), None
     strategy: Any = name
     if name in HISTORY:
-        strategy = partial(attnsweep.gp, history=history_of(recorded.space, name))
-    search = attnsweep.Search(strategy, recorded.space, candidates=len(recorded.rows), seed=seed)
+        strategy = partial(gp, history=history_of(recorded.space, name))
+    search = Search(strategy, recorded.space, candidates=len(recorded.rows), seed=seed)
     configs = []
     while (config := search.ask()) is not None:
         configs.append(config)
@@ -119,7 +124,7 @@ def history_of(space: Space, name: str) -> list[Any]:
     def shape(p: Problem) -> tuple[int, ...]:
         return (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim)
 
-    of, all_of_them = space.problem, attnsweep.shipped_history(space.kernel.name)
+    of, all_of_them = space.problem, shipped_history(space.kernel.name)
     if name == "gp":
         return [each for each in all_of_them if each.problem != of]
     return [each for each in all_of_them if name == "gp, other shapes" and shape(each.problem) != shape(of)]

@@ -33,7 +33,10 @@ import setting
 import yaml
 from setting import RESULTS, console, options, recorded_on, write
 
-from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_run, rank, select
+from attnsweep import Problem, Run, Status, Trial, open_run, rank
+from attnsweep.choose.finals import select
+from attnsweep.core.trial import Measurement
+from attnsweep.specs.load import SweepSpec
 
 # A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
 RACE_NOISE = math.sqrt(1000 / 300)

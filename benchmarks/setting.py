@@ -14,7 +14,11 @@ from typing import Any
 from rich.console import Console
 
 import attnsweep
-from attnsweep import Build, Environment, SweepSpec, Worker, load_spec, open_run
+from attnsweep import load_spec, open_run
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.candidate import Build
+from attnsweep.core.trial import Environment
+from attnsweep.specs.load import SweepSpec
 
 RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)

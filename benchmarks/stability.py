@@ -27,7 +27,11 @@ from typing import Any
 import pandas
 from setting import console, described, label_of, options, spec_of, write
 
-from attnsweep import Build, Environment, Problem, Run, Worker, builds, open_run, rank
+from attnsweep import Problem, Run, open_run, rank
+from attnsweep.api import builds
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.candidate import Build
+from attnsweep.core.trial import Environment
 
 SPEC = """
 name: stability

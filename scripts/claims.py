@@ -21,7 +21,7 @@ import jinja2
 import jinja2.meta
 from records import Book, QueryError
 
-from attnsweep import arch_named
+from attnsweep.core.hardware import arch_named
 
 HOLDS, PART, FAILS, OPEN, NONE = "holds", "in part", "does not hold", "not tested", "–"
 RULES = {"open": OPEN, "holds": HOLDS, "part": PART}  # in the order in which they are tried

@@ -13,12 +13,10 @@ from typing import Any
 
 from records import Book, Row, among
 
-from attnsweep import (
-    Environment,
-    Problem,
-    arch_named,
-    proportion_interval,
-)
+from attnsweep import Problem
+from attnsweep.choose.stats import proportion_interval
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.trial import Environment
 
 __all__ = [
     "Peak",

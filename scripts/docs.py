@@ -40,6 +40,8 @@ from used import (
 )
 
 import attnsweep
+from attnsweep.cli import app
+from attnsweep.core.hardware import ARCHS
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "claims"
@@ -111,7 +113,7 @@ def cli() -> str:
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", text)  # arguments are listed
     text = text.replace("**Options**:\n\n\n", "").replace(" range>", ">")
     text = re.sub(r"Examples:\n(?:\nattnsweep .*\n)+", "", text)
-    archs = f"ne of {', '.join(attnsweep.ARCHS)}"
+    archs = f"ne of {', '.join(ARCHS)}"
     text = text.replace(f"o{archs}", "an architecture").replace(f"O{archs}", "An architecture")
     # What several commands take is said once, before them.
     counts = Counter(re.findall(r"^\* `-.*\n", text, re.MULTILINE))
@@ -177,12 +179,12 @@ def first_screen(answer: str, found: dict[str, Any], names: dict[str, str]) -> s
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The README, two how-tos and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
-        printed = output_of(attnsweep.app, *QUICKSTART)
-        tuned = output_of(attnsweep.app, *TUNED, "-q")
-        facts = json.loads(output_of(attnsweep.app, *TUNED, "--json"))
-        counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
+        printed = output_of(app, *QUICKSTART)
+        tuned = output_of(app, *TUNED, "-q")
+        facts = json.loads(output_of(app, *TUNED, "--json"))
+        counted = output_of(app, "run", "configs/h100.yaml", "--dry-run")
         # Some problems of the first run are not in the second, so that the exit code is 4.
-        checked = output_of(attnsweep.app, "check", "--recorded", *RECORDED, code=4).splitlines()
+        checked = output_of(app, "check", "--recorded", *RECORDED, code=4).splitlines()
     readme = {
         "headline": render(
             "headline",

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnsweep import History, families, find_runs, open_run, recorded_history
+from attnsweep import families, find_runs, open_run
+from attnsweep.choose.strategies.history import History, recorded_history
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "attnsweep" / "choose" / "strategies" / "history.json.xz"

@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
-from attnsweep import Environment, Problem, Run, counters, open_run, rank
+from attnsweep import Problem, Run, open_run, rank
+from attnsweep.api import counters
+from attnsweep.core.trial import Environment
 
 OURS = "attnsweep"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attnsweep
+from attnsweep.api import dispatch_summary, judge_dispatch
 
 ROOT = Path(__file__).parent.parent
 CARD = "results/h100-80gb-hbm3"
@@ -266,8 +266,8 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
             judge = place / on.partition(",")[0]
             if not all(run.is_dir() for run in (*runs, judge)):
                 continue
-            rows = attnsweep.judge_dispatch(runs, [judge])
-            found = attnsweep.dispatch_summary(rows)
+            rows = judge_dispatch(runs, [judge])
+            found = dispatch_summary(rows)
             cells = [
                 *(name, on, str(found["shapes"])),
                 *(f"{each:.1%}" for each in found["regret"].values()),

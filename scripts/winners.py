@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep import exported_table, find_runs
+from attnsweep import find_runs
+from attnsweep.api import exported_table
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import export, table_text
 from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY

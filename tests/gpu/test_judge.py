@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import attnsweep
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
 
@@ -280,7 +281,7 @@ def test_no_replay_of_a_library_is_refused(name, dtype, causal, worker):
     worker.open(Problem(2, 8, 8, 1024, 1024, 128, dtype, causal=causal), replay_us=300, seed=7)
     try:
         worker.add_baseline(name)
-    except attnsweep.WorkerError as error:
+    except WorkerError as error:
         if error.status is not Status.SKIPPED:
             raise
         pytest.skip(error.detail)

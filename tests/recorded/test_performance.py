@@ -9,7 +9,7 @@ from statistics import median
 import pandas
 import pytest
 
-from attnsweep import ratio_interval
+from attnsweep.choose.stats import ratio_interval
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 from records import Book

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
-import attnsweep
+from attnsweep.api import compare_candidates
+from attnsweep.choose.stats import proportion_interval
 from attnsweep.regress.sequential_test import (
     ERROR,
     MOST,
@@ -150,7 +151,7 @@ def outcomes(ratio, offset, trials, noise=0.002):
     verdicts, processes = Counter(), []
     for number in range(trials):
         card = Card(ratio, offset, noise, f"{ratio} {offset} {number}")
-        found = attnsweep.compare_candidates(None, None, card, card.another, slower=0.02, seed=str(number))
+        found = compare_candidates(None, None, card, card.another, slower=0.02, seed=str(number))
         assert found.processes == card.processes == len(found.each)
         assert 2 <= found.processes <= MOST
         verdicts[found.verdict.value] += 1
@@ -216,7 +217,7 @@ def simulated(slower, offset):
     for number in range(2000):
         card = Simulated(slower, offset, number)
         how = {"slower": 0.02, "budget_s": 600, "seed": str(number)}
-        found.append(attnsweep.compare_candidates(None, None, card, card.another, **how))
+        found.append(compare_candidates(None, None, card, card.another, **how))
     counts = Counter(each.verdict.value for each in found)
     shares = [100 * counts[name] / 2000 for name in ("pass", "regression", "inconclusive")]
     return shares, sum(each.processes for each in found) / 2000
@@ -237,7 +238,7 @@ def test_the_page_says_what_passes_at_an_offset_of_one_percent():
 
 
 def test_the_page_says_how_sure_the_shares_are():
-    low, high = (100 * limit for limit in attnsweep.proportion_interval(86, 2000))
-    none = 100 * attnsweep.proportion_interval(0, 2000)[1]
+    low, high = (100 * limit for limit in proportion_interval(86, 2000))
+    none = 100 * proportion_interval(0, 2000)[1]
     page = " ".join(PAGE.split())
     assert f"0.00 is at most {none:.2f}, and 4.30 is {low:.2f} to {high:.2f}, with 95 % confidence" in page

@@ -13,7 +13,8 @@ from packages import H100 as KEY
 from packages import PLAIN, gpu, shape, winner, with_config
 from recorded import changed
 
-from attnsweep import dispatch_summary, judge_dispatch, load_spec, open_run, plan
+from attnsweep import load_spec, open_run, plan
+from attnsweep.api import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
 from attnsweep.core.layouts import Padded
 from attnsweep.core.trial import Status

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, gpu, shape, winner
 
-from attnsweep import dispatch_summary, judge_dispatch
+from attnsweep.api import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
 from attnsweep.serve import evaluate
 from attnsweep.serve.runtime import dispatch
