@@ -137,7 +137,7 @@ class Called:
             self._replays[name, calls] = issue if bound.issued else bound.graph_of(issue)[0]
 
     def _issue(self, name: str | None, calls: int) -> None:
-        """Enqueue a chain: each call's inputs follow from the digest of the output before."""
+        """Enqueue a chain of calls: each one's inputs follow from the output before it."""
         bound = self._bound.get(name)
         contents, digests = self._arena["contents"], self._arena["digests"]
         with self._session.stream:

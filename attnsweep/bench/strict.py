@@ -284,7 +284,7 @@ class StrictBench(Bench):
         self.session.settle()
 
     def _call_once(self, name: str, entry: _Entry) -> None:
-        """One call on the inputs as they are, whose output is sealed."""
+        """Make one call on the current inputs, and seal its output."""
         self._give(self._arena, self._proof.timed, 1)
         with entry.caller.awake():
             entry.gives_lse = entry.caller.ask("call", name=name) is True

@@ -126,10 +126,9 @@ def may_be_base(trial: Trial) -> bool:
 def below_ranking(trial: Trial) -> str | None:
     """Why a baseline is listed below the ranking and never the base; None if it competes.
 
-    One that computes in another format solves another problem, the time of one that no CUDA graph
-    holds has the host's in it, and that of one that is judged strictly is of chains. One over the
-    error limit competes:
-    the limit is our own rule, and the ratio to a slower baseline would flatter us.
+    Three kinds are listed there: another format is another problem; calls that no CUDA graph holds
+    have the host's time in them; strictly judged calls are timed in chains. A baseline over the
+    error limit competes: the limit is our own rule, and the ratio to a slower one would flatter us.
     """
     if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
         return f"it does not compute in {trial.problem.dtype}"

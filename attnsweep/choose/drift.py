@@ -25,7 +25,7 @@ def time_kind(trial: Trial) -> str:
 
 
 def session(trial: Trial) -> tuple[object, ...]:
-    """Rows of one problem pair their rounds only within a session and a kind of time."""
+    """The session and kind of time of a row: only rows that share both have common rounds."""
     return (trial.recorded, trial.recorded_on, time_kind(trial))
 
 
@@ -45,7 +45,7 @@ def last_round(trial: Trial) -> int:
 
 
 def label_of_row(trial: Trial) -> str:
-    """The name of a candidate in a race: `flash BLOCK_M=64 SWIZZLE=1`."""
+    """A row's name in messages: `flash BLOCK_M=64 SWIZZLE=1`."""
     return f"{trial.kernel} {settings(tuple(trial.config.items()))}".rstrip()
 
 

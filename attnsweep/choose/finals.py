@@ -126,7 +126,7 @@ class _Entry:
         return own if wide or own.median > (1 + _NOISY_SPREAD) * self.least else None
 
     def begin_again(self, kind: str, taken: int, pace: Sequence[float]) -> None:
-        """Discard its series; the next one begins after `taken` rounds."""
+        """Discard the entry's rounds so far; its next series begins after round `taken`."""
         self.least = min(self.least, self.at_pace(kind, pace).low)
         self.discarded += self.samples[kind]
         self.samples[kind].clear()
@@ -488,7 +488,7 @@ def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
 
 
 def shared_pace(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The pace of each round (pace.pace_of), of the entries that were in all rounds.
+    """The pace of each round (drift.pace_of), of the entries that were in all rounds.
 
     If only two were, it is what both share: the nearer to 1 of theirs, and 1 where one was faster
     than usual and the other slower. One alone cannot tell its own noise from the card's.

@@ -54,7 +54,7 @@ class Skips:
                 self._stages[code] = min(known, trial.stages_us[name])
 
     def verdict(self, build: Build, *, skipped_before: bool = False) -> dict[str, Any] | None:
-        """What its row says if it need not be run, or None; None too if a stage was never timed."""
+        """Why a candidate need not be run; None if it must be, or a stage is untimed."""
         times = self._times.get((build.problem, build.kernel.name), [])
         codes = stage_codes(build)
         if len(codes) < 2 or len(times) < self._finalists:

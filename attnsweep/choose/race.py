@@ -101,7 +101,7 @@ def race(
     put: Callable[[Trial], None],
     observer: Observer,
 ) -> list[Pair]:
-    """Those of `checked` that did not fail, with the race's facts in their rows.
+    """Run the race; returns the candidates that did not fail, with the race's facts in their rows.
 
     put: stores a row that changed. There is no race if few candidates are near the best.
     """
@@ -209,7 +209,7 @@ class _Race:
         return launches
 
     def _drop(self, name: str) -> None:
-        """Free its graph and workspace, and do not add it to a new process."""
+        """Drop an entrant: free its graph and workspace, and do not add it to a new process."""
         try:
             self._gpu.drop(name)
         except WorkerError as error:

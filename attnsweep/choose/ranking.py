@@ -67,7 +67,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     that computes in another format: it follows the ranked rows, `ok`, with the reason in `detail`
     and no ratio to the base. No rank precedes one whose time is less than 1/1.1 of its own.
     Wherever rows without common rounds are compared, their times are taken at one pace of the card
-    (pace.at_pace). A time below the bound at the clock of its rounds is no time: its row is
+    (drift.at_pace). A time below the bound at the clock of its rounds is no time: its row is
     damaged.
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
@@ -155,13 +155,13 @@ def _median(trial: Trial) -> float:
 
 
 def _paired(trial: Trial, leader: Trial) -> tuple[list[float], list[float]]:
-    """The rounds of both, if both were in the last ones; otherwise none."""
+    """The common rounds of two rows, if both were in the last ones; otherwise none."""
     own, other = common_rounds(trial, leader)
     return (own, other) if last_round(trial) == last_round(leader) else ([], [])
 
 
 def _tied(trial: Trial, leader: Trial) -> bool:
-    """Whether the paired rounds leave open that `trial` is as good as `leader`."""
+    """Whether paired rounds do not show `trial` to be slower than `leader`."""
     own, other = _paired(trial, leader)
     return bool(own) and ratio_interval(own, other)[0] <= EQUIVALENT
 

@@ -3,7 +3,7 @@
 Drift (clocks, heat, a neighbour) then affects all alike, and the ratio of two entries is taken
 within a round. A round in another state of the card than the usual is repeated, or marked.
 
-What is prepared before anything can be timed, told to whoever shows it.
+Each step before the first round is reported to the observer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _worth_repeating(now: Conditions, usual: Conditions) -> bool:
 
 
 def _steady(last: Sequence[Round], name: str) -> bool:
-    """Whether three rounds of one entry agree in time, and in the card's state."""
+    """Whether an entry's last three rounds agree in time and in the card's state."""
     if len(last) < 3:
         return False
     times = [each.times[name] for each in last]

@@ -156,6 +156,6 @@ def search_of(spec: SweepSpec, space: Space) -> Search:
 
 
 def exhaustively(spec: SweepSpec) -> SweepSpec:
-    """The same spec with every candidate tried, without a cap and without a budget."""
+    """The spec with every candidate tried: no cap, no budget."""
     update = {"strategy": "exhaustive", "candidates": None, "budget_s": None}
     return replace(spec, search=spec.search.model_copy(update=update))

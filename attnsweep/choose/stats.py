@@ -52,7 +52,7 @@ def interval(times: list[float], other: list[float], threshold: float) -> tuple[
 
 @dataclass
 class Race:
-    """Entrants, their rounds, and those that are out.
+    """A race: the entrants, their rounds, and who has dropped out.
 
     alpha: the largest probability that an entrant that is truly not slower than any other is ever
     eliminated, over all opponents together (a union bound). references: entrants that may eliminate

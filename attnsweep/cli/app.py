@@ -147,7 +147,7 @@ def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: 
 
 
 def given(context: typer.Context, *names: str) -> list[str]:
-    """The words of these parameters of a command, as far as the command line has them."""
+    """The arguments given for these parameters."""
     words: list[str] = []
     for param in context.command.params:
         source, value = context.get_parameter_source(param.name or ""), context.params[param.name]

@@ -90,7 +90,7 @@ def profile(
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
-    The run keeps them in counters.json, of each stage.
+    Per-stage counters are stored in the run's counters.json.
 
     :run_ RUN: A run's directory.
     :--where: Only 'NAME=value …': a parameter, kernel or variant (_ for a space).

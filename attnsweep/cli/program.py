@@ -278,7 +278,7 @@ def _calls_text(calls: Counter[str]) -> str:
 
 
 def _begin(out: Path, command: Sequence[str]) -> None:
-    """Make the directory, or find it of the same command. Raises SpecError, NoGpuError."""
+    """Make OUT, or reuse it if the same command made it. Raises SpecError, NoGpuError."""
     from attnsweep.family.discover import discover
     from attnsweep.tools import target as cards
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a callable is judged as."""
+    """The role in which a callable is judged: candidate or baseline."""
 
     CANDIDATE = "candidate"
     BASELINE = "baseline"

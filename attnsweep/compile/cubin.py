@@ -1,4 +1,4 @@
-"""Facts of compiled code: registers, spills, occupancy, parameters, and reasons not to run it.
+"""What compiled code uses (registers, spills, occupancy, parameters), and reasons not to run it.
 
 The compile log tells all but the parameters, which only the cubin tells.
 """

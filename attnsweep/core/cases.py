@@ -196,7 +196,7 @@ def _padded(case: Case, number: int, least: int) -> Case:
 
 
 def short_turns(problem: Problem, sm_count: int) -> Case | None:
-    """Many short sequences, with the compile-time facts of `problem` and no more keys than it has.
+    """A case of many short sequences, compiled as `problem` is, with no more keys than it has.
 
     Blocks that take turns at tiles of queries reuse shared memory soonest where a turn has few
     tiles of keys. There are 12 tiles of 64 queries for each SM, so that every block has three turns

@@ -128,7 +128,7 @@ def why_pip_misses() -> tuple[str, str] | None:
 
 
 def utf8(text: str) -> bytes:
-    """Text in UTF-8, as every file of ours has it. What is no text becomes a question mark.
+    """Encode text as UTF-8, as in every file we write; lone surrogates become question marks.
 
     Python keeps the bytes of a file name as surrogates in a locale that does not know them.
     """

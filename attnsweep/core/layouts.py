@@ -259,7 +259,7 @@ class Packed:
 
 
 def _read(pattern: re.Pattern[str], text: str, none: str, hint: str) -> tuple[Any, ...]:
-    """The parts of a label, or of what is inside its brackets. Raises ProblemError."""
+    """Parse a label, or the text inside its brackets, into its parts. Raises ProblemError."""
     bare = text.strip()
     match = pattern.fullmatch(bare)
     if match is None or (bare[:1] == "p") != bare.endswith(")"):

@@ -176,7 +176,7 @@ class Problem:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Elements of a row of q and k, and of one of v and o."""
+        """(head_dim, head_dim_v): the row lengths of q and k, and of v and o."""
         return self.head_dim, self.value_dim
 
     @property

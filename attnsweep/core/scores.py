@@ -1,4 +1,4 @@
-"""Scores: what becomes of them before the softmax. The standard library only."""
+"""Changes to scores before the softmax: softcap, sinks, biases. The standard library only."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Accuracy(_Row):
     output: str | None = None
     """The output with that error, if a call has several."""
     shares: dict[str, float] = Field(default_factory=dict)
-    """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
+    """Each measure of the error in that case, as a share of its limit: see measures.Measures."""
     seed: int | None = None
     """Seed of the inputs and of the rows that proved the reference."""
     timed_err: float | None = None
@@ -261,7 +261,7 @@ def over_limit(trial: Trial) -> bool:
 
 
 def unsound(trial: Trial) -> tuple[Status, str] | None:
-    """What a row that says ok is in fact, and why; None if it can be so, or says something else."""
+    """The status and reason of an ok row whose facts contradict it; None for a sound row."""
     if trial.status is not Status.OK:
         return None
     time, accuracy = trial.time_us, trial.accuracy

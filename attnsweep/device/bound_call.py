@@ -61,7 +61,7 @@ class BoundCall:
             self._issue(stage=name)
 
     def turn(self, copy: int = 0, *, back: bool = False, every: bool = True) -> None:
-        """Bring the tensors of a copy where the launches have them, or what these left back.
+        """Copy a call's tensors into the order of the launches, or their outputs back.
 
         every: the inputs too. What a replay left is judged by those that it was given.
         """

@@ -33,7 +33,7 @@ class InstalledCard:
 
 
 def hashed(uuid: str) -> str:
-    """Twelve digits that tell cards apart and name none."""
+    """Twelve hex digits of a hash of the UUID: they tell cards apart without naming one."""
     return hashlib.sha256(uuid.encode()).hexdigest()[:12]
 
 

@@ -333,7 +333,7 @@ class CudaSession:
             return None
 
     def identity(self) -> dict[str, Any]:
-        """uuid (hashed), sku and power_limit_w of this card, as far as NVML tells them."""
+        """This card's hashed uuid, sku and power_limit_w, without what NVML does not know."""
         try:
             pynvml, card = self.nvml()
         except Exception:  # as above
@@ -391,7 +391,7 @@ class CudaSession:
             return {}
 
     def reset_l2(self) -> None:
-        """Have lines that were to persist in the L2 persist no longer."""
+        """Reset persisting lines of the L2 to normal."""
         from cuda.bindings import driver
 
         driver.cuCtxResetPersistingL2Cache()  # cards without such lines refuse: nothing is lost

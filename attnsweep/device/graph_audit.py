@@ -1,4 +1,4 @@
-"""What a CUDA graph of a stranger's calls holds, looked at while it is captured.
+"""Looks into a CUDA graph of a stranger's calls while it is captured.
 
 It may have kernels, copies and fills, on the device and one call after the other: no work of a call
 may begin before the call before it has ended.
@@ -53,13 +53,13 @@ class Driver:
         return [one or 0 for one in found]
 
     def kind(self, node: int) -> int:
-        """Its number in cuda.h."""
+        """The node's type, as a number of cuda.h."""
         kind = ctypes.c_int(-1)
         self._call("GraphNodeGetType", node, ctypes.byref(kind))
         return kind.value
 
     def inside(self, node: int) -> int:
-        """The graph that a node is."""
+        """The graph inside a child-graph node."""
         graph = ctypes.c_void_p()
         self._call("GraphChildGraphNodeGetGraph", node, ctypes.byref(graph))
         return graph.value or 0

@@ -33,7 +33,7 @@ class BusyError(NoGpuError):
 
 
 def lock_dir() -> Path:
-    """$ATTNSWEEP_LOCK_DIR, or a directory of this user that ends with the machine's session."""
+    """The directory of locks: $ATTNSWEEP_LOCK_DIR, or this user's runtime directory."""
     named = os.environ.get(LOCK_VARIABLE)
     if named:
         return Path(named)

@@ -396,7 +396,7 @@ class Family:
         return next((n for n in names if not self.passes(n, config, problem, arch)), None)
 
     def refused_on(self, config: Config, problem: Problem, arch: Arch) -> str | None:
-        """Name of the first rule by shape that refuses a config whose other rules hold, or None.
+        """Name of the first by_shape rule that refuses the config, or None; other rules must hold.
 
         BLOCK_LIMITS is none of them: see `excess`.
         """

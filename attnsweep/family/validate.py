@@ -249,7 +249,7 @@ def of_stage(
 
 
 def of_workspaces(sizes: object, tensors: Collection[str] = TENSORS) -> Fault | None:
-    """The fault of what a workspace builder returned, or None.
+    """Why what a workspace builder returned is refused, or None.
 
     tensors: names of the call's inputs and of its output.
     """

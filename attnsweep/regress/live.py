@@ -205,7 +205,7 @@ def _today(
 
 
 class _Late(Ended):
-    """A comparison that the time was too short for."""
+    """A comparison that the time budget cut off."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
     known = [environment.machine if environment else {} for environment in both]
 
     def apart(*winners: Row) -> str | None:
-        """Why these rows are not comparable. Rows of a run of several cards say their own."""
+        """Why two rows are not comparable, or None. Of several cards, each row names its own."""
         facts = [each | row["trial"].machine for each, row in zip(known, winners, strict=True)]
         control = other_card(*both) or other_protocol(*both)
         return control or other_machine(*facts, other_driver=other_driver)

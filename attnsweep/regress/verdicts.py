@@ -262,7 +262,7 @@ def markdown(text: str) -> str:
 
 
 def _xml(text: str) -> str:
-    """The text without characters that XML cannot hold, which compilers and damaged files print."""
+    """The text without the control characters that XML forbids; compilers print some."""
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -509,7 +509,7 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:
-    """The part of a config that differs within its family."""
+    """The settings in which a config differs from others of its family."""
     config = row["trial"].config
     names = section.differing.get(row["kernel"], [])
     return {name: config[name] for name in names if name in config}

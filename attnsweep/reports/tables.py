@@ -64,7 +64,7 @@ def _columns(
 
 
 def print_run(run: Run, console: Console, *, top: int = 10) -> None:
-    """Print every problem's ranked table as wide as `console`, and a summary of several.
+    """Print every problem's ranked table in the width of `console`; after several, a summary.
 
     top: candidates per table. Baselines are always shown, and every tie for the first place is
     named. Without a terminal the same text has no ANSI codes.

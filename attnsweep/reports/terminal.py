@@ -153,7 +153,7 @@ class Group(TyperGroup):
 
 
 def _without_type(param: Any) -> None:
-    """Have the help of a flag not say `<bool>`: it takes no value. Nor `<list[str]>`: `<str>`."""
+    """Leave `<bool>` out of a flag's help, and write `<str>` for `<list[str]>`."""
     if getattr(param, "is_flag", False) and param.metavar is None:
         param.metavar = ""
     shown = getattr(param, "display_type", None)  # older versions of Typer have none

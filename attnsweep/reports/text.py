@@ -170,7 +170,7 @@ def kernels_of(spec_text: str | None) -> dict[str, Any]:
 
 
 def is_below(row: Row) -> bool:
-    """Whether a baseline is timed, but listed below the ranking: see choose.base.below_ranking."""
+    """Whether a timed baseline is listed below the ranking: see baseline_ratio.below_ranking."""
     return row["status"] == Status.OK and not row["rank"]
 
 
@@ -379,7 +379,7 @@ def winner_lines(section: Section) -> list[str]:
 
 
 def _chained(section: Section) -> list[str]:
-    """The least time of calls that may overlap; it is not the winner's, and ranks nothing."""
+    """The line about the fastest overlapping calls, if not the winner's; it ranks nothing."""
     rows = [row for row in section.rows if row["trial"].chained_us is not None]
     if not rows:
         return []
@@ -405,7 +405,7 @@ def _issued(row: Row) -> list[str]:
 
 
 def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
-    """The meaning of a shared first rank."""
+    """The line that says what a shared first rank means."""
     tied = [row for row in section.rows if row["tied"]]
     if not tied:
         return None

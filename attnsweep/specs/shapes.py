@@ -74,7 +74,7 @@ def read_shapes(
     padding: str | None = None,
     option: str = "",
 ) -> list[Problem]:
-    """The problems that these arguments name, each once, in their order.
+    """The distinct problems that these arguments name, in the order given.
 
     dtype, causal, padding: of each shape that does not say its own. option: its name, for errors;
     the arguments of a command have none. Raises ProblemError, which says where, what and what fits;

@@ -319,7 +319,7 @@ class Document:
         self.texts |= {(*loc, *inner): text for inner, text in other.texts.items()}
 
     def find(self, value: object, *loc: str | int) -> Mark | None:
-        """Position of `value` in the list at `loc`, or of the scalar in place of that list."""
+        """Where `value` stands in the list at `loc`, or in the scalar given for that list."""
         found: Any = self.data
         for part in loc:
             found = found[part]
@@ -584,7 +584,7 @@ def _no_key(
 
 
 def _not_in_variants(family: dict[str, Any], place: Sequence[str | int], source: str) -> None:
-    """Refuse a value that every variant of an axis replaces, because it would do nothing."""
+    """Refuse a value that every variant of an axis replaces: it would have no effect."""
     name, axes = place[-1], family.get("variants")
     for axis, variants in axes.items() if isinstance(axes, dict) else ():
         named = [isinstance(v, dict) and name in v for v in variants.values()]

@@ -329,7 +329,7 @@ def environment_of(run: Run) -> Environment:
 
 
 def damage(run: Run) -> str | None:
-    """What is wrong with the file of a run without an environment; None if it is missing."""
+    """Why a run's environment.json is unusable; None if the file is missing."""
     begins = f"{run.directory / ENVIRONMENT}: "
     odd = (warning for warning in run.warnings if warning.startswith(begins))
     return next((warning.removeprefix(begins) for warning in odd), None)

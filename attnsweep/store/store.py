@@ -45,7 +45,7 @@ class Writer(Protocol):
         """The run directory."""
 
     def rows_of(self, problem: Problem) -> list[Trial]:
-        """The rows of a problem so far, in order of first appearance."""
+        """A problem's rows so far, in the order in which their keys first came."""
 
     def append(self, trial: Trial) -> None:
         """Add one row."""

@@ -75,7 +75,7 @@ class Assignment:
 
     @property
     def done(self) -> Sequence[int]:
-        """Finished tasks, in the order in which they were finished."""
+        """Finished tasks, first finished first."""
         return self._done
 
     @property

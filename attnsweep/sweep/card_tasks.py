@@ -95,7 +95,7 @@ class Told:
         self._pipe.line(b'{"say": "row", "row": ' + row_bytes(trial).rstrip() + b"}")
 
     def set_aside(self, problem: Problem) -> None:
-        """Have the parent take the rows out of the run."""
+        """Ask the parent to move the rows aside."""
         self._rows = {key: row for key, row in self._rows.items() if row.problem != problem}
         self._pipe.tell("aside")
 
@@ -150,7 +150,7 @@ class Telling(Observer):
             raise Suspected(what)
 
     def racing(self, alive: int, entrants: int) -> None:
-        """A round of the race is over."""
+        """Report the end of a round of the race."""
         self._pipe.tell("racing", alive=alive, entrants=entrants)
 
     def preparing(self, baseline: str, done: int, total: int) -> None:

@@ -158,7 +158,7 @@ class Engine:
         self.stop()
 
     def first(self) -> Environment:
-        """What the first child that is ready says of its card. Raises NoGpuError if none is."""
+        """The environment that the first ready child reports. Raises NoGpuError."""
         while True:
             for seat in self._seats:
                 if seat.environment is not None:

@@ -69,7 +69,7 @@ def introduce(arch: str) -> str:
 
 
 def compile_stage(task: str) -> str:
-    """Compile a stage on this worker, through its own cache. Never raises what the stage is at."""
+    """Compile a stage on this worker, through its cache; errors are returned, not raised."""
     asked = json.loads(task)
     try:
         with tempfile.TemporaryDirectory(prefix="attnsweep-") as directory:
@@ -116,7 +116,7 @@ class _Failed(NotCompiled):
 
 
 class _Here(NotCompiled):
-    """A stage cannot be compiled elsewhere."""
+    """Raised for a stage that only this host can compile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class _Helpers:
         self._start(self._watch)
 
     def close(self) -> None:
-        """Stop to ask; what the workers are at is dropped."""
+        """Stop asking workers; what they are compiling is dropped."""
         self._ended.set()
         for thread in [*self._threads]:
             thread.join(2 * _LOOK_S)

@@ -176,6 +176,6 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
 
 
 def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Environment:
-    """The environment of a run that several cards measured: it names no card, each row does."""
+    """The environment of a run of several cards: it names no card, since each row names its own."""
     several = {uuid for uuid in (environment.uuid, *uuids) if uuid is not None} - {environment.uuid}
     return environment.model_copy(update={"uuid": None, "sku": None}) if several else environment

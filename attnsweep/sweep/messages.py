@@ -33,7 +33,7 @@ class Child(Protocol):
         """Ask it to end; never waits."""
 
     def stop(self, wait_s: float = 0.0) -> None:
-        """End it, by force after wait_s; everything that it told has been delivered."""
+        """End the child, by force after wait_s, and deliver everything that it sent before."""
 
     @property
     def why(self) -> str:

@@ -36,7 +36,7 @@ _SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.INACCU
 
 
 class Scout:
-    """Chooses the candidates that a long problem is left with."""
+    """Chooses the candidates of a long problem by trials on a shorter one."""
 
     def __init__(
         self,

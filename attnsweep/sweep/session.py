@@ -91,13 +91,13 @@ class Cards(Protocol):
 
     @property
     def firsts(self) -> Sequence[Problem]:
-        """The problems that the cards probably open first, as far as is known before the plan."""
+        """A guess, before the plan, at the problems that the cards open first."""
 
     def opened(self, session: SweepSession) -> AbstractContextManager[None]:
         """Start their processes while the context lasts."""
 
     def describe(self) -> Environment:
-        """What the first one is that is ready. Raises NoGpuError."""
+        """The environment of the first card that is ready. Raises NoGpuError."""
 
     def hold(self, environment: Environment) -> None:
         """Lock the card, unless that is done. Raises BusyError."""

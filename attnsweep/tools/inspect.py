@@ -40,7 +40,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class _OneSm:
-    """A chip of one SM at 1 MHz; its microseconds are clocks of an SM."""
+    """A card of one SM at 1 MHz, so that microseconds count the clocks of an SM."""
 
     sm_count: int = 1
     clock_hz: float = 1e6

@@ -73,7 +73,7 @@ class BuildError(SimtError):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one case: the largest error under any schedule, or the first too large."""
+    """The outcome of one case: its largest error of all schedules, or the first too large."""
 
     case: Case
     error: float

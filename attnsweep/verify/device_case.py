@@ -253,7 +253,7 @@ class DeviceCase:
         return True
 
     def _prove(self, side: RightAnswer, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
-        """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
+        """Raise JudgeError unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
         shape, of_rows = problem.shape_of("o"), self.judge.rows
         error = measures.row_error(of_rows(side.expected["o"], shape, rows), exact)

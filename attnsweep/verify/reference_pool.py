@@ -32,7 +32,7 @@ from attnsweep.verify.sample import ALL, Sample
 P = ParamSpec("P")
 T = TypeVar("T")
 Maths = dict[tuple[Case, int], limits.Same]
-"""Errors of the rounded maths, which give the limits: see numerics.limits."""
+"""Errors of the rounded maths, which give the limits: see limits.limits."""
 
 # What a smaller problem needs is computed before the process could be asked.
 _LEAST_BYTES = 2**22

@@ -206,8 +206,7 @@ class Verifier(Calls):
     def prepare_hard(self, rounds_scores: int) -> None:
         """Make hard inputs for candidates of ours, unless they may not fit beside what is there.
 
-        They are in memory twice, with outputs in float64. No right candidate is to be lost for want
-        of it.
+        Skipped when memory is short: they are in memory twice, with outputs in float64.
         """
         problem = self.timed.case.problem
         inputs = sum(self.timed.buffers[name].nbytes for name in problem.inputs)

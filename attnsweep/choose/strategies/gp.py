@@ -200,7 +200,7 @@ class Model:
         return self.since_best >= self.patience and self.left() <= EXPECTED
 
     def left(self) -> float:
-        """The greatest expected improvement of what is not tried, as a share of the best time."""
+        """The largest expected improvement among untried configs, as a share of the best time."""
         worth = self.worth()
         worth[list(self.tried)] = -np.inf
         return float(np.max(worth))
