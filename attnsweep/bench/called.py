@@ -54,7 +54,7 @@ class Card:
 
 def sealed_of(problem: Problem) -> tuple[str, ...]:
     """What is sealed of a call: its outputs, and what it may give beside."""
-    return (*problem.outputs, *(tensor.name for tensor in problem.op.optional(problem)))
+    return tuple(tensor.name for tensor in problem.op.written(problem))
 
 
 class Called:

@@ -39,7 +39,8 @@ from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.shared import Arena, CudaIpc, Span
 from attnsweep.verify.calls import Proven
-from attnsweep.verify.device_case import DeviceCase, WrongResult, can_chain
+from attnsweep.verify.device_case import DeviceCase, WrongResult
+from attnsweep.verify.oracle import oracle_of
 
 # Calls of a chain: a power of two, at most this many, whose outputs take at most so much memory
 # twice, and which take about so long, but at least _FEW.
@@ -211,7 +212,7 @@ class StrictBench(Bench):
         held = [name for name in options.get("baselines", ()) if name not in BACKENDS]
         self._waiting = {name: self._begun() for name in held[:_AHEAD]}
         super().__init__(*args, **options)
-        if not can_chain(self.problem):
+        if not oracle_of(self.problem).can_chain(self.problem):
             raise Unavailable("inputs of this problem cannot be drawn anew")
         nbytes = sum(map(self.problem.bytes_of, self.problem.outputs))
         self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))

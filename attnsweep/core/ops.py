@@ -54,8 +54,12 @@ class Op:
     """What a problem of it cannot be, and what to write in its place."""
     judged_on_hard: bool = True
     """Whether our own candidates are judged on the problem's hard case too."""
-    proved_if_long: bool = True
-    """Whether NumPy proves some rows of a long problem, at the cost of these rows."""
+    sampled: bool = True
+    """Whether some rows stand for all of a long problem; otherwise none that is long is proved."""
+
+    def written(self, p: Problem) -> tuple[Tensor, ...]:
+        """The outputs, and what a callable may return beside."""
+        return (*self.outputs(p), *self.optional(p))
 
     def __repr__(self) -> str:
         return self.name.upper()
@@ -200,7 +204,7 @@ BACKWARD = Op(
     ),
     faults=_backward_faults,
     judged_on_hard=False,
-    proved_if_long=False,  # NumPy computes the whole forward of a backward
+    sampled=False,  # NumPy computes the whole forward of a backward
 )
 """The gradients of Q, K and V, of dO that O has, from O and the log-sum-exp of a forward.
 

@@ -355,7 +355,7 @@ class Problem:
 
     def tensor(self, name: str) -> Tensor:
         """An input or output of a call, or what a callable may return beside."""
-        tensors = (*self.op.inputs(self), *self.op.outputs(self), *self.op.optional(self))
+        tensors = (*self.op.inputs(self), *self.op.written(self))
         return next(each for each in tensors if each.name == name)
 
     def bytes_of(self, tensor: str) -> int:

@@ -35,7 +35,7 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
             kernel = spec.families[spec.family_of(name)]
             reason = kernel.refusal(entry.problem, arch)
             op = entry.problem.op
-            if reason is None and is_long(entry.problem) and not op.proved_if_long:
+            if reason is None and is_long(entry.problem) and not op.sampled:
                 reason = f"a {op.name} of 2e13 FLOPs or more cannot be proved"
             if reason is not None:
                 refused[kernel.name] = reason

@@ -44,7 +44,7 @@ from attnsweep.store.store import Store
 from attnsweep.sweep.kept import measured_elsewhere, of_these_cards, retire
 from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.replay import replay
-from attnsweep.verify.compare import judge_parts, judge_source
+from attnsweep.verify.compare import PARTS, judge_source
 
 # Candidates to compile while the GPU process starts, which takes 1.5 s.
 _EARLY = 64
@@ -249,7 +249,7 @@ def _compile_early(
 ) -> None:
     """Begin to compile the first candidates, while the card starts."""
     for op, dtype in {(entry.problem.op, entry.problem.dtype) for entry in spec.problems}:
-        for part in judge_parts(op):  # the GPU process needs them first
+        for part in PARTS[op.name]:  # the GPU process needs them first
             compiler.submit(*judge_source(dtype, part))
     asked = []
     for item in [item for item in planned if item.problem in firsts] or planned[:1]:

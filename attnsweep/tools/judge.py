@@ -32,7 +32,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
 from attnsweep.device.lock import held
 from attnsweep.specs.model import BASELINES, MeasureSpec
-from attnsweep.verify.device_case import can_chain
+from attnsweep.verify.oracle import oracle_of
 
 # What computes attention already: a callable that calls it adds nothing, and is right.
 _LIBRARIES = re.compile(
@@ -164,7 +164,7 @@ def judge(
     observer, seed = observer or Observer(), secrets.randbits(32)
     how: dict[str, Any] = {"shown": [name]} if role == "baseline" else {}
     trusted_us: float | None = None
-    if strict and not can_chain(problem):
+    if strict and not oracle_of(problem).can_chain(problem):
         what = f"the strict judge has no inputs that can be drawn anew for {problem.label}"
         raise SpecError(what, hint="judge very wide heads without it")
     rows: dict[tuple[object, ...], Trial] = {}

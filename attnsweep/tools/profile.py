@@ -47,7 +47,7 @@ from attnsweep.family.family import Family, values_in
 from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.outputs import FILE, read
 from attnsweep.store.run import Run
-from attnsweep.verify import inputs
+from attnsweep.verify.oracle import oracle_of
 
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _SECTOR_BYTES = 32
@@ -346,7 +346,7 @@ def inputs_of(problem: Problem) -> dict[str, npt.NDArray[Any]]:
     """Inputs of one group of heads, repeated for all: each of several passes makes them anew."""
     group = problem.heads // problem.heads_kv
     case = cases.Case(replace(problem, batch=1, heads=group, heads_kv=1))
-    one: Mapping[str, Any] = inputs.make_inputs(case, 0, windows=False)
+    one: Mapping[str, Any] = oracle_of(problem).make_inputs(case, 0, windows=False)
     times = (problem.batch, problem.heads_kv)
     return {
         name: np.tile(bits, (*times, *[1] * (bits.ndim - len(times)))) for name, bits in one.items()

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -25,16 +25,14 @@ from attnsweep.compile.nvrtc import default_cache_dir, source_closure
 from attnsweep.core.cases import Case
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
-from attnsweep.core.ops import BACKWARD, of_heads
+from attnsweep.core.ops import of_heads
 from attnsweep.core.problem import Value
 from attnsweep.family.family import Config, Family, Launch, TensorMap
-from attnsweep.verify import backward_limits
-from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
-from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.limits import HALF_ULP, each_draw, of_outputs
+from attnsweep.verify.limits import HALF_ULP
 from attnsweep.verify.measures import apart, row_error
-from attnsweep.verify.rounded import log_sum_exp, reference
+from attnsweep.verify.oracle import oracle_of
+from attnsweep.verify.rounded import log_sum_exp
 
 _IN_WHEEL = shipped("simt")
 HERE = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_WHEEL.parent / "tests" / "simt" / "cuda"
@@ -323,14 +321,10 @@ class Simulator:
         """
         self._runner(asan)  # compiles beside the stages
         stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
-        problem = case.problem
-        inputs = make_inputs(case, seed) if inputs is None else dict(inputs)
+        problem, oracle = case.problem, oracle_of(case.problem)
+        inputs = oracle.make_inputs(case, seed) if inputs is None else dict(inputs)
+        expected, least = oracle.exact(inputs, problem)
         rows = np.arange(problem.seqlen_q)
-        if backward := problem.op == BACKWARD:
-            (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
-            least = least_lengths(inputs, problem)
-        else:
-            expected, least = {"o": reference(inputs, problem, rows)}, {"o": 0.0}
         # By its name and this parameter: a workspace of other configs is not read.
         lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
         sizes = kernel.workspaces(config, problem)
@@ -369,7 +363,7 @@ class Simulator:
             name, error, limit = _judged(errors, limit, case, kernel.rounds_scores)
             if not error <= limit:
                 return Result(case, error, limit, output=name)
-            worst = error if backward else max(worst, error)
+            worst = error if len(errors) > 1 else max(worst, error)
             first = got if first is None else first
             differing = sum(np.count_nonzero(got[name] != first[name]) for name in got)
             if kernel.is_deterministic(config) and differing:
@@ -384,24 +378,17 @@ def _judged(
 
     limit: as much of it as is known.
     """
-    name, *_ = errors
-    backward = case.problem.op == BACKWARD
-    if not backward and errors[name] <= limit:  # to know more takes longer than a small run
+    (name, *others), oracle = errors, oracle_of(case.problem)
+    if not others and errors[name] <= limit:  # to know more takes longer than a small run
         return name, errors[name], limit
-    for same in _draws_of_backward(case) if backward else each_draw(case, rounds_scores):
-        most = of_outputs(case, rounds_scores, same)
+    for same in oracle.each_draw(case, rounds_scores):
+        most = oracle.limits(case, rounds_scores, same)
         shares = {each: error / most[each].row for each, error in errors.items()}
         name = max(shares, key=lambda of: (shares[of] != shares[of], shares[of]))
         limit = most[name].row
         if errors[name] <= limit:  # of as many draws as it takes
             break
     return name, errors[name], limit
-
-
-def _draws_of_backward(case: Case) -> Iterator[backward_limits.Same]:
-    """What limits come from: those of one draw are no larger, and take a fraction of the time."""
-    yield next(backward_limits.each_draw(case))
-    yield backward_limits.same_maths(case)
 
 
 def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: int) -> str:

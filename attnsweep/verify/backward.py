@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.core.cases import Case
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
 from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread, parallel
-from attnsweep.verify.encoding import Bits, Float, Tensor, round_to, to_bits, values_of
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify.encoding import Float, Tensor, round_to, to_bits, values_of
 from attnsweep.verify.reference import exact_rows, hidden_keys, sampled_rows
 
 Rows = npt.NDArray[np.int64]
@@ -35,12 +37,19 @@ def forward_of(problem: Problem) -> Problem:
     return replace(problem, op=FORWARD)
 
 
-def beside(inputs: Mapping[str, Tensor], problem: Problem, do: npt.NDArray[Any]) -> dict[str, Bits]:
-    """o, lse and do of a backward: those of the float64 reference, as a forward stores them."""
-    ((o, lse),) = exact_rows(inputs, forward_of(problem), np.arange(problem.seqlen_q))
+def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> dict[str, Tensor]:
+    """The inputs of a forward, its o and lse, by the float64 reference, and dO: see inputs.py."""
+    problem, forward = case.problem, forward_of(case.problem)
+    given = verify_inputs.make_inputs(replace(case, problem=forward), seed, windows=windows)
+    rng, shape = np.random.default_rng((seed, 7)), problem.shape_of("do")
+    do = rng.standard_normal(shape, dtype=np.float32)
+    if case.inputs == "exact":
+        do = rng.integers(-1, 2, shape).astype(np.float32)
+    ((o, lse),) = exact_rows(given, forward, np.arange(problem.seqlen_q))
     with np.errstate(over="ignore"):
         stored = to_bits(o, problem.dtype)
-    return {"o": stored, "lse": lse.astype(np.float32), "do": to_bits(do, problem.dtype)}
+    of_o = {"o": stored, "lse": lse.astype(np.float32), "do": to_bits(do, problem.dtype)}
+    return {**given, **of_o}
 
 
 def of_keys(problem: Problem) -> Problem:

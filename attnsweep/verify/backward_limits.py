@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -17,11 +17,18 @@ from attnsweep.verify.backward import (
     Rows,
     gradients,
     least_lengths,
+    make_inputs,
     of_keys,
     rows_of,
 )
-from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.measures import Measures, by_chance, largest, measures, more_near_zero
+from attnsweep.verify.measures import (
+    Measures,
+    Same,
+    by_chance,
+    largest,
+    measures,
+    more_near_zero,
+)
 from attnsweep.verify.reference import tiles_of_rows
 
 # Multiples of the errors of the rounded maths, and the least limits: as those of a forward in
@@ -37,8 +44,6 @@ _ALL_ROWS = 6144
 largest was a typical one, and the largest of 528 right heads was over its fourfold in two of seven
 runs."""
 _LONG = 8192  # queries
-Same = Mapping[str, Measures]
-"""The errors of the rounded maths, of each output."""
 
 
 def _rows(problem: Problem, seed: int) -> Rows:

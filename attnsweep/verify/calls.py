@@ -25,6 +25,7 @@ from attnsweep.verify import limits
 from attnsweep.verify.compare import Comparer, Table
 from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult, regions_to_redraw
 from attnsweep.verify.expected import PLAIN, contents_of
+from attnsweep.verify.measures import Same
 from attnsweep.verify.reference_pool import Maths
 
 # Repeated calls that are issued rather than captured and replayed.
@@ -97,7 +98,7 @@ class Calls:
         """The outputs of the timed problem."""
         return {name: self.timed.buffers[name] for name in self.timed.outputs}
 
-    def _same(self, of: DeviceCase, rounds_scores: int) -> limits.Same | None:
+    def _same(self, of: DeviceCase, rounds_scores: int) -> Same | None:
         """What the limits of a case come from, if it was computed beside."""
         problem = of.case.problem
         return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
@@ -286,8 +287,7 @@ class Calls:
         same, outputs = self._same(timed, often), timed.outputs
         for slot, values in enumerate(self._judge.found((slots + whole) * len(outputs))):
             name = outputs[slot % len(outputs)]
-            lse = slot < slots and name == "o"
-            timed.refuse_rows(values, often, same, proven.slack, name, lse=lse)
+            timed.refuse_rows(values, often, same, proven.slack, name, lse=slot < slots)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
@@ -374,9 +374,11 @@ class Calls:
                 cast(BoundCall, proven.call).turn(number, back=True, every=False)
             self.timed.judge_rows(slot, at, lse)
             if proven.deterministic:
-                self._judge.digest(at["o"], slot, poison=True)
+                for name in self.timed.outputs:
+                    self._judge.digest(at[name], slot, poison=True)
                 proven.call.enqueue(number)
-                self._judge.digest(at["o"], len(copies) + slot)
+                for name in self.timed.outputs:
+                    self._judge.digest(at[name], len(copies) + slot)
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""

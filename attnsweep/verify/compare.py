@@ -19,7 +19,6 @@ import numpy.typing as npt
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.ops import BACKWARD, FORWARD, Op
 from attnsweep.core.problem import DTYPE_BYTES, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
@@ -50,9 +49,8 @@ PART_OF = {
 }
 
 
-def judge_parts(op: Op = FORWARD) -> tuple[int, ...]:
-    """The parts of compare.cu that problems of an operation need."""
-    return (1, 2, 3) if op == BACKWARD else (1, 2)
+PARTS = {"forward": (1, 2), "backward": (1, 2, 3)}
+"""The parts of compare.cu that problems of an op need, by its name."""
 
 
 def judge_source(dtype: str, part: int) -> tuple[Path, dict[str, str]]:
@@ -136,7 +134,7 @@ class Comparer:
     def __init__(self, session: CudaSession, dtype: str, cache_dir: Path | None = None) -> None:
         self.dtype = dtype
         self._session, self._cache_dir = session, cache_dir
-        parallel(self._cubin, judge_parts())
+        parallel(self._cubin, PARTS["forward"])
         self._tiles: Buffer | None = None
         self._found = Buffer(self.SLOTS * 8 * len(_FOUND))
         self._plain = Buffer(8)

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import Case
-from attnsweep.core.ops import BACKWARD, DTYPE_BYTES
+from attnsweep.core.ops import DTYPE_BYTES, of_heads
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
-from attnsweep.verify import backward, encoding, measures
-from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
-from attnsweep.verify.compare import Compared, Comparer, Table, row_bytes
-from attnsweep.verify.encoding import Tensor, Windows, check_scales
+from attnsweep.verify import measures
+from attnsweep.verify.compare import Compared, Comparer, Table
+from attnsweep.verify.encoding import Float, Tensor, Windows, check_scales
 from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase, negated_heads
-from attnsweep.verify.measures import TILT, Measures
+from attnsweep.verify.measures import TILT, Measures, Same
+from attnsweep.verify.oracle import Oracle, oracle_of
 from attnsweep.verify.sample import ALL, Sample
 
 if TYPE_CHECKING:
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 
 # The device's reference and NumPy's differ by the order of their sums: 1e-15 times a few hundred.
 _PROOF = 1e-11
-# Shared memory that a block has on every card that is swept.
-_MOST_ROW_BYTES = 96 * 1024
-
-
-def can_redraw(problem: Problem) -> bool:
-    """Whether inputs can be drawn anew: what is right for a row of them fits in shared memory."""
-    return problem.op != BACKWARD and row_bytes(problem) <= _MOST_ROW_BYTES
-
-
-def can_chain(problem: Problem) -> bool:
-    """Whether a chain of calls can be judged: its inputs can be drawn anew, of a backward too."""
-    return problem.op == BACKWARD or can_redraw(problem)
 
 
 def regions_to_redraw(
@@ -55,7 +43,7 @@ def regions_to_redraw(
 
     For a backward, o and dO are drawn too; its log-sum-exps stay.
     """
-    drawn = ("q", "k", "v", "o", "do") if problem.op == BACKWARD else ("q", "k", "v")
+    drawn = [name for name in problem.inputs if name in of_heads(problem)]
     signs = {name: 2 if problem.scaled and name != "v" else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]
     return judge.regions([(*one, number) for number, one in enumerate(every)])
@@ -83,14 +71,6 @@ class Errors:
     values: Sequence[dict[str, float]]
     outside: dict[str, int]
     lse: float = 0.0
-
-
-@dataclass
-class RightAnswer:
-    """What is expected of the inputs as they were made, or negated: outputs by name."""
-
-    expected: dict[str, Buffer]
-    lse: Buffer | None
 
 
 class DeviceCase:
@@ -126,17 +106,19 @@ class DeviceCase:
 
         sample: the tiles of queries whose outputs are judged.
         """
-        known = known or ExpectedCase.of(case, seed, two_sided=two_sided, sample=sample)
         self.case, self.judge = case, judge
+        problem = case.problem
+        how: dict[str, Any] = {"two_sided": two_sided, "sample": sample}
+        known = known or self._oracle.expected(case, seed, **how)
         self.mix = PLAIN
         self._seed, self._rng = seed, np.random.default_rng(seed)
-        problem = case.problem
         # A head with half a word cannot be negated without its neighbour.
         item = DTYPE_BYTES[problem.dtype]
         apart = two_sided and not any(dim * item % 4 for dim in problem.head_dims)
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
-        # In a backward, a part of every output is a whole key head.
-        group = 1 if self._backward else problem.heads // problem.heads_kv
+        # A part of an output: where one has a head for each of keys, it is that of a key head.
+        heads = min(problem.shape_of(name)[1] for name in self.outputs)
+        group = heads // problem.heads_kv
         self.parts = self._heads_kv * group if apart else 1
         self.buffers: dict[str, Buffer] = {}
         check_scales(known.inputs, problem)
@@ -146,23 +128,22 @@ class DeviceCase:
         for name in self.outputs:
             self.buffers[name] = Buffer(problem.bytes_of(name))
         self._inputs = self.regions_to_look_at(self.buffers)
-        self.redraws = two_sided and can_redraw(problem)
+        self.redraws = two_sided and self._oracle.can_redraw(problem)
         self._to_redraw: Table | None = None
         self._session = session
-        rows = problem.batch * problem.heads * problem.seqlen_q
-        self.rows, self.sample = rows, sample
+        self.rows = problem.batch * problem.heads * problem.seqlen_q
+        self.sample = sample
         self._mix = Buffer(8)
         session.settle()
         self.tilted: Buffer | None = None
-        self.sides: list[RightAnswer] = []
+        self.sides: list[dict[str, Buffer]] = []
         """What is right on the inputs as they were made, and on their opposite."""
         self.floor = dict.fromkeys(self.outputs, 0.0)
         with session.stream:
             self._mix.fill(0)
             judge.clear()
-            if not two_sided and case.inputs == "normal" and not self._backward:
-                self.tilted = self._of_float64("o")
-                judge.reference(self.buffers, problem, self.tilted, Buffer(8 * rows), TILT)
+            if not two_sided and case.inputs == "normal" and self._oracle.tilts:
+                self.tilted = self._side(TILT)[self.outputs[0]]
             for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
                 self.go_to(mix)
                 self.sides.append(self._side())
@@ -174,11 +155,8 @@ class DeviceCase:
         for name, norm in zip(self.outputs, norms, strict=True):
             least = known.least.get(name, 0.0)
             self.floor[name] = measures.floor(norm, self.rows_of(name), least)
-        if known.gradients is not None:
-            for side, sign in zip(self.sides, (1, -1), strict=False):
-                self._prove_gradients(side, known, sign)
-        for side, (exact, lse) in zip(self.sides, known.sides, strict=not self._backward):
-            self._prove(side, known.rows, exact, lse)
+        for side, right in zip(self.sides, known.sides, strict=True):
+            self._prove(side, known, right)
         self.format_err: float | None = None
         self._drawn = self._unrounded(known)
 
@@ -188,21 +166,19 @@ class DeviceCase:
         return self.case.problem.outputs
 
     @property
-    def _backward(self) -> bool:
-        return self.case.problem.op == BACKWARD
+    def _oracle(self) -> Oracle:
+        return oracle_of(self.case.problem)
 
-    def _of_float64(self, output: str) -> Buffer:
-        return Buffer(8 * math.prod(self.case.problem.shape_of(output)))
+    def _float64(self) -> dict[str, Buffer]:
+        """Memory for what is right."""
+        written = self.case.problem.op.written(self.case.problem)
+        return {tensor.name: Buffer(8 * math.prod(tensor.shape)) for tensor in written}
 
-    def _side(self) -> RightAnswer:
-        """The expected outputs on the present inputs."""
-        problem, expected = self.case.problem, {n: self._of_float64(n) for n in self.outputs}
-        if self._backward:
-            self.judge.gradients(self.buffers, problem, expected)
-            return RightAnswer(expected, None)
-        lse = Buffer(8 * self.rows)
-        self.judge.reference(self.buffers, problem, expected["o"], lse, sample=self.sample)
-        return RightAnswer(expected, lse)
+    def _side(self, tilt: float = 0.0) -> dict[str, Buffer]:
+        """What is right on the present inputs."""
+        made = self._float64()
+        self._oracle.write(self, made, tilt)
+        return made
 
     @property
     def judged_rows(self) -> int:
@@ -211,12 +187,7 @@ class DeviceCase:
 
     def rows_of(self, output: str) -> int:
         """Rows of an output that are compared with float64, and are not 0 in any case."""
-        problem = self.case.problem
-        if self._backward:
-            return backward.rows_of(problem, output)
-        if self.sample == ALL:
-            return problem.heads * problem.rows_with_keys
-        return self.sample.rows(problem)
+        return self._oracle.rows_of(self.case.problem, output, self.sample)
 
     def _unrounded(self, known: ExpectedCase) -> Buffer | None:
         """The expected output on the inputs before they were rounded, of a timed case in FP8."""
@@ -227,17 +198,18 @@ class DeviceCase:
         for name, values in known.drawn.items():
             inputs[name].upload(np.ascontiguousarray(values))
         inputs |= {name: self.buffers[name] for name in problem.inputs if name not in inputs}
-        made, lse = self._of_float64("o"), Buffer(8 * self.rows)
+        made, (name,) = self._float64(), self.outputs
+        exact, lse = made.values()
         self._session.settle()
         with self._session.stream:
             judge = self.judge.of_dtype("fp32")
-            judge.reference(inputs, problem, made, lse, sample=self.sample)
-            plain, floor = self.sides[PLAIN].expected["o"].pointer, self.floor["o"]
-            one = Compared(plain, problem, [made], None, None, floor, self.sample)
+            judge.reference(inputs, problem, exact, lse, 0.0, self.sample)
+            plain, floor = self.sides[PLAIN][name].pointer, self.floor[name]
+            one = Compared(plain, problem, [exact], None, None, floor, self.sample, name)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
-        self._prove(RightAnswer({"o": made}, lse), known.rows, *known.exact)
-        return made
+        self._prove(made, known, known.exact)
+        return exact
 
     def compare_format(self, slot: int) -> bool:
         """Compare the output on the inputs as made with that before they were rounded to FP8.
@@ -246,42 +218,34 @@ class DeviceCase:
         """
         if self._drawn is None:
             return False
-        at, problem = self.buffers["o"].pointer, self.case.problem
-        floor = self.floor["o"]
-        drawn = Compared(at, problem, [self._drawn], None, None, floor, self.sample)
+        (name,) = self.outputs
+        how = (None, None, self.floor[name], self.sample, name)
+        drawn = Compared(self.buffers[name].pointer, self.case.problem, [self._drawn], *how)
         self.judge.compare(drawn, slot)
         return True
 
-    def _prove(self, side: RightAnswer, rows: Any, exact: encoding.Float, exact_lse: Any) -> None:
-        """Raise JudgeError unless the device's reference is NumPy's on some rows of every head."""
-        problem = self.case.problem
-        shape, of_rows = problem.shape_of("o"), self.judge.rows
-        error = measures.row_error(of_rows(side.expected["o"], shape, rows), exact)
-        assert side.lse is not None
-        lse = of_rows(side.lse, (*shape[:3], 1), rows)[..., 0]
-        wrong_lse = measures.apart(lse, exact_lse).max()
-        self._must_be(max(error, float(wrong_lse) / 1e3))  # of scores up to a thousand
-
-    def _prove_gradients(self, side: RightAnswer, known: ExpectedCase, sign: int) -> None:
-        """The same of gradients. sign: of those that are known."""
-        assert known.gradients is not None
-        for name, exact in known.gradients.items():
-            rows: Any = known.rows if name == "dq" else known.keys
-            found = self.judge.rows(side.expected[name], self.case.problem.shape_of(name), rows)
-            self._must_be(measures.row_error(found, sign * exact, known.least[name]))
-
-    def _must_be(self, error: float) -> None:
-        if not error <= _PROOF:
-            raise BrokenComparison(
-                f"the float64 reference on this GPU is off by {error:.1e} ({self.case.label}): "
-                "nothing can be judged; run compute-sanitizer, and report this"
-            )
+    def _prove(
+        self, side: Mapping[str, Buffer], known: ExpectedCase, right: Mapping[str, Float]
+    ) -> None:
+        """Raise BrokenComparison unless the device's reference is NumPy's on the known rows."""
+        for name, exact in right.items():
+            shape = self.case.problem.shape_of(name)
+            found = self.judge.rows(side[name], (*shape, 1)[:4], known.rows[name])
+            if len(shape) == 4:
+                error = measures.row_error(found, exact, known.least.get(name, 0.0))
+            else:  # of scores up to a thousand
+                error = float(measures.apart(found[..., 0], exact).max()) / 1e3
+            if not error <= _PROOF:
+                raise BrokenComparison(
+                    f"the float64 reference on this GPU is off by {error:.1e} ({self.case.label}): "
+                    "nothing can be judged; run compute-sanitizer, and report this"
+                )
 
     def go_to(self, mix: int) -> None:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
         self.to_content(0)
         if self.mix != mix:
-            tensors = [self.buffers[name] for name in (("do",) if self._backward else ("k", "v"))]
+            tensors = [self.buffers[name] for name in self._oracle.negated]
             self.judge.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 
@@ -308,7 +272,7 @@ class DeviceCase:
         inputs = enumerate(self.case.problem.inputs)
         return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 
-    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> RightAnswer:
+    def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> object:
         """Compare every element of outputs with float64 of the inputs as they are now.
 
         Findings go to slots from this one on. Returns what is in use until then.
@@ -316,7 +280,7 @@ class DeviceCase:
         side, problem = self._side(), self.case.problem
         for number, name in enumerate(self.outputs):
             how = (None, None, self.floor[name], self.sample, name)
-            one = Compared(outputs[name].pointer, problem, [side.expected[name]], *how)
+            one = Compared(outputs[name].pointer, problem, [side[name]], *how)
             self.judge.compare(one, slot + number)
         return side
 
@@ -325,37 +289,38 @@ class DeviceCase:
     ) -> None:
         """Compare rows at random with float64 of the inputs as they are, its own or of a copy.
 
-        Findings of each of a backward's three outputs have a slot: the slot-th of such groups.
+        Findings go to as many slots as there are outputs, the slot-th of such groups.
         """
-        at, seed = buffers or self.buffers, secrets.randbits(64)
-        if self._backward:
-            self.judge.judge_gradient_rows(at, self.case.problem, self.floor, seed, 3 * slot)
-            return
-        self.judge.judge_rows(at, self.case.problem, self.floor["o"], seed, slot, lse)
+        first = slot * len(self.outputs)
+        seed = secrets.randbits(64)
+        self._oracle.judge_rows(self, buffers or self.buffers, seed, first, lse)
 
     def refuse_rows(
         self,
         values: dict[str, float],
         rounds_scores: int,
-        same: verify_limits.Same | None,
+        same: Same | None,
         slack: float,
-        output: str = "o",
+        output: str,
         *,
-        lse: bool = True,
+        lse: bool,
     ) -> None:
         """Raise WrongResult if what judge_rows or compare_anew found is over `slack` times a limit.
 
-        lse: whether it is of judge_rows, and has a log-sum-exp.
+        lse: whether it is of judge_rows, which compares log-sum-exps too, if calls may return any.
         """
-        most = verify_limits.of_outputs(self.case, rounds_scores, same)[output]
+        most = self._oracle.limits(self.case, rounds_scores, same)[output]
         taken = Measures(**{name: values[name] for name in ("row", "element", "row_gain")})
-        label = f"{self.case.label}, drawn anew"
-        label = f"{output}, {label}" if self._backward else label
+        label = self._said(output, f"{self.case.label}, drawn anew")
         if values["nans"]:
             raise WrongResult(f"outputs are NaN or were never written ({label})")
         self._refuse(output, values, taken, most, label, slack, None)
-        if lse:
+        if lse and self.case.problem.op.optional(self.case.problem):
             self._refuse_lse(values["tile_gain"], label, None)
+
+    def _said(self, output: str, label: str) -> str:
+        """A label that names the output, if there are several."""
+        return f"{output}, {label}" if len(self.outputs) > 1 else label
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
@@ -396,7 +361,7 @@ class DeviceCase:
         """
         if count == self._intact:
             return False
-        for name, bits in verify_inputs.make_inputs(self.case, self._seed).items():
+        for name, bits in self._oracle.make_inputs(self.case, self._seed).items():
             with self._session.stream:
                 self.buffers[name].poison()
             self._session.settle()
@@ -409,7 +374,7 @@ class DeviceCase:
         at, mix = buffers or self.buffers, self._mix if len(self.sides) > 1 else None
         made = []
         for name in self.outputs:
-            expected = [side.expected[name] for side in self.sides]
+            expected = [side[name] for side in self.sides]
             how = (mix, self.tilted, self.floor[name], self.sample, name)
             made.append(Compared(at[name].pointer, self.case.problem, expected, *how))
         return made
@@ -434,8 +399,7 @@ class DeviceCase:
                 f"the workspace 'lse' has {written.nbytes} bytes, and {self.rows} rows of float32 "
                 f"need {4 * self.rows} ({self.case.label})"
             )
-        expected = self.sides[self.mix].lse
-        assert expected is not None
+        expected = self.sides[self.mix]["lse"]
         self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
 
     def accuracy(
@@ -444,7 +408,7 @@ class DeviceCase:
         rounds_scores: int,
         *,
         baseline: bool = False,
-        same: verify_limits.Same | None = None,
+        same: Same | None = None,
         slack: float = 1.0,
     ) -> Accuracy:
         """The accuracy of a call's outputs: of the worst. Raises WrongResult if one is wrong.
@@ -454,7 +418,7 @@ class DeviceCase:
         may be exceeded.
         """
         label, every = self.case.label, []
-        most = verify_limits.of_outputs(self.case, rounds_scores, same)
+        most = self._oracle.limits(self.case, rounds_scores, same)
         for name, values in zip(self.outputs, found.values, strict=True):
             taken = self._taken(name, values, rounds_scores)
             shares = taken.shares(most[name])
@@ -463,13 +427,13 @@ class DeviceCase:
                 limit=most[name].row,
                 case=label,
                 shares={name: float(f"{share:.3g}") for name, share in shares.items()},
-                output=name if self._backward else None,
+                output=name if len(self.outputs) > 1 else None,
             )
             every.append((name, values, taken, one))
         # NaN first, and then the output that is nearest to its limits.
         every.sort(key=lambda each: (each[1]["nans"] == 0, -_worst(each[3])))
         name, values, taken, accuracy = every[0]
-        said = f"{name}, {label}" if self._backward else label
+        said = self._said(name, label)
         for where, count in found.outside.items():
             if count:
                 raise WrongResult(f"wrote {count} bytes outside {where!r} ({label})")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core.cases import Case
-from attnsweep.core.ops import BACKWARD
-from attnsweep.verify import backward, encoding, reference
-from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify.encoding import stored
-from attnsweep.verify.sample import ALL, Sample
+from attnsweep.verify.encoding import Float, Tensor
 
 # Mixes of inputs: as they were made, and with k and v negated, or dO of a backward, which negates
 # all gradients. Other numbers negate some heads.
@@ -49,64 +44,14 @@ def contents_of(first: int, digests: Sequence[int]) -> list[int]:
 class ExpectedCase:
     """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
 
-    inputs: Mapping[str, encoding.Tensor]
-    rows: npt.NDArray[np.int64]
-    sides: list[tuple[encoding.Float, encoding.Float]]
-    """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
-    drawn: Mapping[str, npt.NDArray[np.float32]] | None = None
-    """q, k, v before they were rounded, of a timed case in FP8."""
-    exact: tuple[encoding.Float, encoding.Float] | None = None
-    """Output and log-sum-exp of the rows on them."""
-    keys: npt.NDArray[np.int64] | None = None
-    """For a backward, the keys that are compared, the same in each head; `sides` is then empty."""
-    gradients: Mapping[str, encoding.Float] | None = None
-    """dq of the rows, dk and dv of the keys; on the opposite they are negated."""
+    inputs: Mapping[str, Tensor]
+    rows: Mapping[str, npt.NDArray[np.int64]]
+    """Of each output and of the log-sum-exp, if there is one: the same in each head."""
+    sides: Sequence[Mapping[str, Float]]
+    """What these rows are, on the inputs as they were made and on their opposite."""
     least: Mapping[str, float] = field(default_factory=dict)
     """How long a row of an output counts at least."""
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        seed: int,
-        *,
-        two_sided: bool = False,
-        sample: Sample = ALL,
-        given: Mapping[str, encoding.Tensor] | None = None,
-    ) -> ExpectedCase:
-        """Compute it on the host. two_sided: as is timed; see DeviceCase. sample: of the rows.
-
-        given: the inputs, if they are known.
-        """
-        problem = case.problem
-        if problem.op == BACKWARD:
-            return cls._of_backward(case, seed)
-        drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
-        inputs: Mapping[str, encoding.Tensor] = (
-            {**stored(drawn, problem), **verify_inputs.beside(case, seed)}
-            if drawn
-            else given or verify_inputs.make_inputs(case, seed)
-        )
-        rows = sample.moved(reference.sampled_rows(problem, seed), problem)
-        sides = reference.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
-        if drawn is None:
-            return cls(inputs, rows, sides)
-        (exact,) = reference.exact_rows(drawn, replace(problem, dtype="fp32"), rows)
-        return cls(inputs, rows, sides, drawn, exact)
-
-    @classmethod
-    def _of_backward(cls, case: Case, seed: int, flops: float | None = None) -> ExpectedCase:
-        inputs = verify_inputs.make_inputs(case, seed)
-        rows, keys = backward.sampled(case.problem, seed, flops)
-        (found,) = backward.gradients(inputs, case.problem, rows, keys)
-        least = backward.least_lengths(inputs, case.problem)
-        return cls(inputs, rows, [], keys=keys, gradients=found, least=least)
-
-    @classmethod
-    def of_turns(cls, case: Case, seed: int) -> ExpectedCase:
-        """Compute both sides of short turns, whose many heads need few rows each."""
-        if case.problem.op == BACKWARD:
-            return cls._of_backward(case, seed, flops=0)
-        inputs = verify_inputs.make_inputs(case, seed)
-        rows = reference.sampled_rows(case.problem, seed, flops=0)
-        return cls(inputs, rows, reference.exact_rows(inputs, case.problem, rows, (1, -1)))
+    drawn: Mapping[str, npt.NDArray[np.float32]] | None = None
+    """q, k, v before they were rounded, of a timed case in FP8."""
+    exact: Mapping[str, Float] | None = None
+    """What the rows are on them."""

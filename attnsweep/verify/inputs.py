@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import numpy.typing as npt
 
 from attnsweep.core import drawn
 from attnsweep.core.length import is_long
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
 from attnsweep.core.threads import parallel
-from attnsweep.verify import backward
 from attnsweep.verify.encoding import Bits, Tensor, Windows, from_bits, mask_of, stored, to_bits
 from attnsweep.verify.reference import hidden_keys
 
@@ -62,25 +59,11 @@ def harder(q: Bits, case: Case) -> Bits:
 
 
 def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mapping[str, Tensor]:
-    """The inputs of the case in storage form; the same seed gives the same inputs: see draw.
+    """The inputs of a forward in storage form; the same seed gives the same inputs: see draw.
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
-    if case.problem.op == BACKWARD:
-        return _of_backward(case, seed, windows)
     return {**_qkv(case, seed, windows), **beside(case, seed)}
-
-
-def _of_backward(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
-    """q, k, v, what hides keys, and o, lse and do of a forward."""
-    of_forward = replace(case, problem=backward.forward_of(case.problem))
-    given = _qkv(of_forward, seed, windows)
-    rng, shape = np.random.default_rng((seed, 7)), case.problem.shape_of("do")
-    do = rng.standard_normal(shape, dtype=np.float32)
-    if case.inputs == "exact":
-        do = rng.integers(-1, 2, shape).astype(np.float32)
-    given = {**given, **beside(of_forward, seed)}
-    return {**given, **backward.beside(given, case.problem, do)}
 
 
 def beside(case: Case, seed: int) -> Mapping[str, Bits]:

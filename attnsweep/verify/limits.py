@@ -1,4 +1,4 @@
-"""The limits of error, by NumPy alone.
+"""The limits of error of a forward, by NumPy alone.
 
 A candidate is right if, on every case, each of its Measures is within a limit that comes from the
 errors of the same maths in the candidate's dtypes. Code compares by `value <= limit`, so that a NaN
@@ -16,9 +16,7 @@ import numpy as np
 
 from attnsweep.core.cases import TILE, Case
 from attnsweep.core.length import is_long
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
-from attnsweep.verify import backward_limits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.measures import (
     Measures,
@@ -32,8 +30,6 @@ from attnsweep.verify.measures import (
 from attnsweep.verify.reference import some_rows, tiles_of_rows
 from attnsweep.verify.rounded import EXACT, Maths, log_sum_exp, references
 
-Same = Measures | backward_limits.Same
-"""Errors of the rounded maths: of the output, or of each output of a backward."""
 # No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
 # PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4.
@@ -68,21 +64,6 @@ _TIMES = (
     Measures(row=2, element=3, rms=1.3, row_gain=3, tile_gain=4, gain=1, scale=2),
     Measures(row=3, element=3, rms=1.3, row_gain=5, tile_gain=4, gain=2, scale=4),
 )
-
-
-def of_outputs(case: Case, rounds_scores: int, same: Same | None = None) -> dict[str, Measures]:
-    """`limits` of each output of a case. same: what `errors_of` gives, if it is known."""
-    if case.problem.op == BACKWARD:
-        assert not isinstance(same, Measures)
-        return backward_limits.limits(case, same or backward_limits.same_maths(case))
-    assert same is None or isinstance(same, Measures)
-    return {"o": limits(case, rounds_scores, same)}
-
-
-def errors_of(case: Case) -> Same:
-    """What the limits of a case come from, for scores that are not rounded."""
-    backward = case.problem.op == BACKWARD
-    return backward_limits.same_maths(case) if backward else same_maths(case, 0)
 
 
 def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Measures:

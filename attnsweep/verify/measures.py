@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -56,6 +56,10 @@ class Measures:
         """
         pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
         return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
+
+
+Same = Mapping[str, Measures]
+"""The errors of the rounded maths, which give the limits, of each output."""
 
 
 def largest(every: Iterable[Measures]) -> Measures:

@@ -19,19 +19,19 @@ from typing import Any, ParamSpec, TypeVar
 
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread
 from attnsweep.core.timings import proving
 from attnsweep.device.process import Beside
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify import limits
 from attnsweep.verify.expected import ExpectedCase
+from attnsweep.verify.measures import Same
+from attnsweep.verify.oracle import oracle_of
 from attnsweep.verify.sample import ALL, Sample
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Maths = dict[tuple[Case, int], limits.Same]
+Maths = dict[tuple[Case, int], Same]
 """Errors of the rounded maths, which give the limits: see limits.limits."""
 
 # What a smaller problem needs is computed before the process could be asked.
@@ -59,18 +59,19 @@ class Answer:
     def of(cls, problem: Problem, seed: int) -> Answer:
         """Compute it here."""
         timed, small = Case(problem), verify_cases.small_cases(problem)
+        oracle = oracle_of(problem)
 
         def known(case: Case) -> ExpectedCase:
             sample = Sample.of(problem, seed) if case is timed else ALL
-            return ExpectedCase.of(case, seed, two_sided=case is timed, sample=sample)
+            return oracle.expected(case, seed, two_sided=case is timed, sample=sample)
 
         # So that a trial's time limit covers the candidate's work only.
-        def maths(case: Case) -> limits.Same:
-            return limits.errors_of(case)
+        def maths(case: Case) -> Same:
+            return oracle.same_maths(case, 0)
 
         def harder(case: Case, of: Mapping[str, Any]) -> ExpectedCase:
             given = {**of, "q": verify_inputs.harder(of["q"], case)}
-            return ExpectedCase.of(case, seed, sample=Sample.of(problem, seed), given=given)
+            return oracle.expected(case, seed, sample=Sample.of(problem, seed), given=given)
 
         with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
             errors = aside.submit(maths, timed)
@@ -89,14 +90,15 @@ def rounding(problem: Problem, rounds_scores: int, *, hard: bool = False) -> Mat
     """
     every = [Case(problem), *verify_cases.small_cases(problem)]
     cases = verify_cases.whole_cases(problem)[1:] if hard else every
-    if problem.op == BACKWARD:  # its limits are the same
-        return {(case, rounds_scores): limits.errors_of(case) for case in cases}
-    return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}
+    oracle = oracle_of(problem)
+    return {(case, rounds_scores): oracle.same_maths(case, rounds_scores) for case in cases}
 
 
 def turns(case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
     """What NumPy knows of short turns, and their maths for scores that are not rounded."""
-    return ExpectedCase.of_turns(case, seed), {(case, 0): limits.errors_of(case)}
+    oracle = oracle_of(case.problem)
+    known = oracle.expected(case, seed, two_sided=True, few=True)
+    return known, {(case, 0): oracle.same_maths(case, 0)}
 
 
 class _Process:

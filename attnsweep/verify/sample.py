@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.cases import TILE
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.verify.reference import rows_with_keys
 
@@ -30,9 +29,9 @@ class Sample:
     def of(cls, problem: Problem, seed: int) -> Sample:
         """The sample of a timed problem: all tiles, if they cost 2e13 FLOPs at most.
 
-        A backward has all: plan() takes none that is long.
+        Where none stand for others it is all: plan() takes no such problem that is long.
         """
-        if problem.op == BACKWARD:
+        if not problem.op.sampled:
             return cls()
         every = max(1, ceil_div(2 * problem.flops, int(_MOST_FLOPS)))
         return cls(every, int(np.random.default_rng((seed, 3)).integers(every)))

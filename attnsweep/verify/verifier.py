@@ -210,7 +210,8 @@ class Verifier(Calls):
         """
         problem = self.timed.case.problem
         inputs = sum(self.timed.buffers[name].nbytes for name in problem.inputs)
-        needed = 2 * inputs + 8 * (math.prod(problem.shape_of("o")) + self.timed.rows)
+        written = sum(math.prod(tensor.shape) for tensor in problem.op.written(problem))
+        needed = 2 * inputs + 8 * written
         room = self._hard is not None or needed <= self._session.free_bytes // 2
         if room and len(verify_cases.whole_cases(problem)) > 1:
             self.hard(rounds_scores)

@@ -21,7 +21,6 @@ from attnsweep.specs.shapes import read_shapes
 from attnsweep.store.run import open_run
 from attnsweep.verify import backward, backward_limits
 from attnsweep.verify.encoding import from_bits
-from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.measures import measures
 from attnsweep.verify.reference import hidden_keys
 
@@ -84,7 +83,7 @@ def plain_gradients(inputs, problem):
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_gradients_are_those_of_attention_but_for_what_rounding_its_output_costs(problem):
-    inputs = make_inputs(Case(problem), 1)
+    inputs = backward.make_inputs(Case(problem), 1)
     every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
     (found,) = backward.gradients(inputs, problem, *every)
     for name, expected in plain_gradients(inputs, problem).items():
@@ -98,7 +97,7 @@ def test_gradients_are_those_of_attention_but_for_what_rounding_its_output_costs
 
 def test_gradients_of_exact_inputs_are_those_whose_outputs_alone_are_rounded():
     problem = Problem(1, 2, 1, 192, 64, 128, "bf16", op=BACKWARD)
-    inputs = make_inputs(Case(problem, "exact"), 1)
+    inputs = backward.make_inputs(Case(problem, "exact"), 1)
     assert not inputs["q"].any()
     every = np.arange(192), np.arange(64)
     exact, *outs = backward.gradients(inputs, problem, *every, (backward.EXACT, *backward.ROUNDED))
@@ -117,7 +116,7 @@ def limits_of(case):
 
 def rounded_as_a_kernel_may(case, seed, change=lambda name, values: values):
     """Which outputs of the rounded maths are over a limit, after a change."""
-    inputs, problem = make_inputs(case, seed), case.problem
+    inputs, problem = backward.make_inputs(case, seed), case.problem
     every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
     maths = (backward.EXACT, *backward.ROUNDED)
     exact, *outs = backward.gradients(inputs, problem, *every, maths)
@@ -181,7 +180,7 @@ def test_no_tile_of_many_right_heads_comes_near_its_limit(length, dim, some):
     most = backward_limits.limits(case, backward_limits.same_maths(case))
     rows = np.arange(length), np.arange(length)
     for seed in some([*range(60)], 12):
-        inputs = make_inputs(Case(few), seed)
+        inputs = backward.make_inputs(Case(few), seed)
         exact, made = backward.gradients(inputs, few, *rows, (backward.EXACT, backward.ROUNDED[0]))
         for name, limit in most.items():
             share = measures(made[name], exact[name], "bf16").tile_gain / limit.tile_gain
@@ -219,7 +218,7 @@ def of_one_key(seed, dim=64, scale_of_delta=1.0, of_o=np.asarray, hidden_too=Fal
     """
     case = Case(replace(ONE_KEY, head_dim=dim))
     assert case.problem.key_ranges == ((0, 1),)
-    inputs = make_inputs(case, seed)
+    inputs = backward.make_inputs(case, seed)
     q, k, v, o, do = (from_bits(inputs[name], "fp16")[0, 0].astype(np.float32) for name in ("q", "k", "v", "o", "do"))
     dp, delta = np.zeros(66, np.float32), np.zeros(66, np.float32)
     for column in range(dim):
@@ -413,7 +412,7 @@ def test_pytorchs_efficient_backward_gets_keys_of_each_query_head():
 
     aten = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=SimpleNamespace(default=called))
     host = on_host(torch, ops=SimpleNamespace(aten=aten))
-    inputs = make_inputs(Case(problem), 1)
+    inputs = backward.make_inputs(Case(problem), 1)
     given = [
         torch.from_numpy(x if n == "lse" else from_bits(x, problem.dtype))
         for n, x in ((n, inputs[n]) for n in problem.values)

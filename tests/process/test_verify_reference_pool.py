@@ -15,7 +15,7 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
 from attnsweep.verify import inputs, limits, reference_pool, rounded
-from attnsweep.verify.expected import ExpectedCase
+from attnsweep.verify.oracle import oracle_of
 from attnsweep.verify.reference_pool import Answer, ReferencePool, rounding, turns
 from attnsweep.verify.sample import Sample
 
@@ -53,9 +53,11 @@ def equal(one, other):
 def same_known(known, again):
     for name, bits in known.inputs.items():
         assert (bits == again.inputs[name]).all()
-    assert (known.rows == again.rows).all()
+    assert known.rows.keys() == again.rows.keys()
+    assert all((rows == again.rows[name]).all() for name, rows in known.rows.items())
     for side, same in zip(known.sides, again.sides, strict=True):
-        assert all((a == b).all() for a, b in zip(side, same, strict=True))
+        assert {*side} == {*same} == {*known.rows}
+        assert all((exact == same[name]).all() for name, exact in side.items())
 
 
 def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(pool):
@@ -72,11 +74,11 @@ def test_the_processes_answer_what_this_one_would_and_are_replaced_if_they_die(p
     hard = cases.hard_case(PROBLEM)
     assert {*expected} == {(c, 1) for c in (cases.Case(PROBLEM), *cases.small_cases(PROBLEM))}
     for often in (0, 1):
-        same = limits.same_maths(hard, often)
+        same = {"o": limits.same_maths(hard, often)}
         assert ahead.rounding(PROBLEM, often, hard=True) == {(hard, often): same}
     known, maths = ahead.turns(case, 3)
     same_known(known, turns(case, 3)[0])
-    assert maths == {(case, 0): limits.same_maths(case, 0)}
+    assert maths == {(case, 0): {"o": limits.same_maths(case, 0)}}
     first = processes()
     assert len(first) == 3
     for each in first:
@@ -97,7 +99,8 @@ def test_the_hard_case_has_larger_queries_and_what_is_right_of_them(problem):
     case, known = cases.hard_case(problem), Answer.of(problem, 3).hard
     larger = inputs.harder(inputs.make_inputs(cases.Case(problem), 3)["q"], case)
     given = {**inputs.make_inputs(case, 3), "q": larger}
-    same_known(known, ExpectedCase.of(case, 3, sample=Sample.of(problem, 3), given=given))
+    again = oracle_of(problem).expected(case, 3, sample=Sample.of(problem, 3), given=given)
+    same_known(known, again)
     assert {*known.inputs} == {*given}
     assert len(known.sides) == 1
 
@@ -136,12 +139,13 @@ def test_what_this_problem_needs_waits_for_no_other(first_sleeps):
 @pytest.mark.parametrize("dtype", ["fp16", "e4m3_block"])
 def test_few_rows_of_every_head_are_known_of_short_turns_on_both_sides(dtype):
     case = cases.short_turns(Problem(1, 4, 2, 500, 500, 32, dtype, causal=True), 2)
-    known, p = ExpectedCase.of_turns(case, 3), case.problem
-    assert {0, 63, 64, p.seqlen_q - 1} <= {*known.rows.tolist()}
-    assert len(known.rows) < p.seqlen_q / 4
-    plain, opposite = (out for out, _ in known.sides)
-    assert plain.shape == opposite.shape == (p.batch, p.heads, len(known.rows), p.head_dim)
-    assert np.array_equal(plain, rounded.reference(known.inputs, p, known.rows))
+    (known, _), p = turns(case, 3), case.problem
+    rows = known.rows["o"]
+    assert {0, 63, 64, p.seqlen_q - 1} <= {*rows.tolist()}
+    assert len(rows) < p.seqlen_q / 4
+    plain, opposite = (side["o"] for side in known.sides)
+    assert plain.shape == opposite.shape == (p.batch, p.heads, len(rows), p.head_dim)
+    assert np.array_equal(plain, rounded.reference(known.inputs, p, rows))
     assert known.drawn is known.exact is None
 
 

@@ -17,11 +17,10 @@ from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.family.discover import discover
 from attnsweep.verify import measures
-from attnsweep.verify.backward import gradients
+from attnsweep.verify.backward import gradients, make_inputs
 from attnsweep.verify.device_case import WrongResult
 from attnsweep.verify.encoding import from_bits, to_bits
 from attnsweep.verify.expected import PLAIN
-from attnsweep.verify.inputs import make_inputs
 
 from .device import Device, HostBuffer, uploaded
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of, sources

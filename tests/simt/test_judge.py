@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
 from attnsweep.core.masks import CAUSAL, FULL, Interval
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures, rounded
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify.compare import PART_OF, Compared, judge_parts, judge_source
+from attnsweep.verify.compare import PART_OF, PARTS, Compared, judge_source
 from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 from attnsweep.verify.measures import TILT, Measures
@@ -44,12 +43,12 @@ def kernels_of(*defines):
 def test_each_kernel_is_in_the_part_in_which_it_is_looked_up():
     parts = {
         part: kernels_of(*(f"{name}={value}" for name, value in judge_source("bf16", part)[1].items()))
-        for part in judge_parts(BACKWARD)
+        for part in PARTS["backward"]
     }
     every = [(name, part) for part, names in parts.items() for name in names]
     assert sorted(name for name, _ in every) == sorted(kernels_of("DTYPE_BF16=1"))
     assert [part for _, part in every] == [PART_OF.get(name, 1) for name, _ in every]
-    of_forward = {name for part in judge_parts() for name in parts[part]}
+    of_forward = {name for part in PARTS["forward"] for name in parts[part]}
     assert {"reference_64", "reference_128", "judge", "judge_rows"} <= of_forward
     assert not {name for name in of_forward if name.startswith("backward_")}
 
@@ -181,7 +180,7 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
     for schedule in (0, 1, 2):
         device.schedule = schedule
         fixture = DeviceCase(case, 1, device, device.judge("bf16"))
-        results.append(fixture.sides[0].expected["o"].of(np.uint64).copy())
+        results.append(fixture.sides[0]["o"].of(np.uint64).copy())
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
 
@@ -195,7 +194,7 @@ WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", causal=True)  # tiles 0 to 6, of w
 def sampled(device):
     """A fixture of which a sample is judged, and its expected output in bf16."""
     whole = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"))
-    right = encoding.to_bits(whole.sides[0].expected["o"].of(np.float64), "bf16")
+    right = encoding.to_bits(whole.sides[0]["o"].of(np.float64), "bf16")
     fixture = DeviceCase(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
     return fixture, right.reshape(WIDE.shape_of("o")), whole
 
@@ -208,8 +207,8 @@ def test_a_sample_has_both_ends_and_every_so_many_tiles(device):
     assert ALL.moved(rows, WIDE).tolist() == rows.tolist()
     assert SPARSE.moved(rows, WIDE).tolist() == [0, 63, 64, 127, 258, 300, 399]
     fixture, _, whole = sampled(device)
-    expected = fixture.sides[0].expected["o"].of(np.float64).reshape(WIDE.shape_of("o"))
-    right = whole.sides[0].expected["o"].of(np.float64).reshape(expected.shape)
+    expected = fixture.sides[0]["o"].of(np.float64).reshape(WIDE.shape_of("o"))
+    right = whole.sides[0]["o"].of(np.float64).reshape(expected.shape)
     same = (expected == right).all(axis=(0, 1, 3))
     assert np.unique(np.arange(400)[same] // 64).tolist() == [0, 1, 4, 6]
     assert same.sum() == 3 * 64 + 400 - 6 * 64

@@ -93,7 +93,7 @@ def test_a_padded_case_on_the_device_is_proved_and_timed_in_two_sides(dtype, dev
 def test_log_sum_exps_of_rows_without_keys(device):
     problem = Problem(1, 1, 1, 200, 70, 64, "bf16", CAUSAL)
     case = DeviceCase(Case(problem), 1, device, device.judge("bf16"))
-    right = case.sides[0].lse.of(np.float64).astype(np.float32)
+    right = case.sides[0]["lse"].of(np.float64).astype(np.float32)
     for row, value, worst in ((0, -np.inf, 0), (0, 1.0, 1e300), (199, -np.inf, np.inf)):
         written = right.copy()
         written[row] = value

@@ -21,7 +21,7 @@ from attnsweep.verify import encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
 from attnsweep.verify.device_case import BrokenComparison, DeviceCase, WrongResult
-from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase
+from attnsweep.verify.expected import OPPOSITE, PLAIN
 from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.verifier import Verifier
 
@@ -152,7 +152,7 @@ def test_finalists_are_judged_on_hard_inputs_of_the_timed_size(problem, device, 
 
 def test_a_finalist_waits_for_no_reference_on_the_host(device, no_small_cases, monkeypatch):
     bench = Bench(device, PROBLEM)
-    monkeypatch.setattr(ExpectedCase, "of", None)
+    monkeypatch.setattr(reference, "exact_rows", None)
     assert on_hard(bench) == 1
 
 

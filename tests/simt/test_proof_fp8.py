@@ -12,7 +12,7 @@ from attnsweep.verify import encoding, measures
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import rounded as verify_rounded
 from attnsweep.verify.device_case import DeviceCase, WrongResult
-from attnsweep.verify.expected import ExpectedCase
+from attnsweep.verify.oracle import oracle_of
 
 from .harness import COMPILER
 from .proving import Bench, attend, inputs_in
@@ -105,7 +105,7 @@ def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):
 @pytest.mark.parametrize("wrong", [0.0, -1.0, np.inf, np.nan])
 def test_no_fp8_case_is_opened_with_a_scale_that_cannot_be(wrong, device):
     case = Case(FP8[0])
-    known = ExpectedCase.of(case, 3)
+    known = oracle_of(case.problem).expected(case, 3)
     known.inputs["k_scale"][1, 0] = wrong
     with pytest.raises(ProblemError, match=r"k_scale\[1, 0\] is .*finite and above 0"):
         DeviceCase(case, 3, device, device.judge("e4m3"), known=known)

@@ -15,13 +15,10 @@ from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
 from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.driver import Tensor, rows_of_group
-from attnsweep.verify import backward_limits
-from attnsweep.verify.backward import gradients, least_lengths
 from attnsweep.verify.encoding import from_bits
-from attnsweep.verify.inputs import make_inputs
-from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import apart, row_error
-from attnsweep.verify.rounded import log_sum_exp, reference
+from attnsweep.verify.oracle import oracle_of
+from attnsweep.verify.rounded import log_sum_exp
 
 from .harness import ARCH, COMPILER, LSE_LIMIT, BuildError, config_of, sources
 from .test_backward import waves
@@ -83,7 +80,8 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     code, rows_of_heads = families.rows_of(declaration, config, problem)
     group = problem.heads // rows_of_heads.heads
     case = Case(problem)
-    inputs = make_inputs(case, 1)
+    oracle = oracle_of(problem)
+    inputs = oracle.make_inputs(case, 1)
     memory, views, strides = {}, {}, {}
     for tensor in (*inputs, *problem.outputs):
         if tensor in ("lse", "key_range", "mask") or tensor.startswith("cu_seqlens"):
@@ -108,13 +106,8 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     declared = family.launches(code, rows_of_heads, ARCH)
     sizes = {**family.workspaces(code, rows_of_heads)}
     rows, texts = np.arange(problem.seqlen_q), sources(family)
-    if backward:
-        (expected,) = gradients(inputs, problem, rows, np.arange(problem.seqlen_k))
-        of_each = backward_limits.limits(case, backward_limits.same_maths(case))
-        most, least = {name: of_each[name].row for name in expected}, least_lengths(inputs, problem)
-    else:
-        expected = {"o": reference(inputs, problem, rows)}
-        most, least = {"o": limits(case, family.rounds_scores).row}, {"o": 0.0}
+    expected, least = oracle.exact(inputs, problem)
+    most = {name: limit.row for name, limit in oracle.limits(case, family.rounds_scores, None).items()}
     stages = {}
     for name, made in launches.items():
         defines = family.stages[name].defines(code, rows_of_heads, declared[name]) | {"STRIDED": "1"}
