@@ -79,7 +79,7 @@ class SpecialCase:
 
 
 SPECIAL_CASES = (
-    SpecialCase("backward", _asks_for_backward, 12),
+    SpecialCase("backward", _asks_for_backward, 9),
     SpecialCase("fp8", _asks_for_fp8, 27),
     SpecialCase("chunks", _asks_for_chunks, 5, aliases=False),
     SpecialCase("layout", _asks_for_layout, 14),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -99,26 +99,30 @@ class Package:
 class Backend:
     """A baseline: which problems it does, and the ways to call it on one of them.
 
-    rounds_scores: how often it rounds its scores: 2 where it stores them, before and after scaling.
+    builders: who makes these, by the op's name. rounds_scores: how often it rounds its scores: 2
+    where it stores them, before and after scaling.
     """
 
     name: str
-    ways: Builder
+    builders: Mapping[str, Builder]
     package: Package
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     masks: tuple[str, ...] = ("full", "causal", "window")
     layouts: tuple[str, ...] = ("dense",)
     scores: tuple[str, ...] = ()
     rounds_scores: int = 0
-    ops: tuple[str, ...] = ("forward",)
     head_dim_v: bool = True
     """Whether it may have v of another head_dim than q; which ones, it says when it is called."""
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
 
+    def ways(self, torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+        """The ways to call it on a problem: see Builder."""
+        return self.builders[problem.op.name](torch, problem, session)
+
     def supports(self, problem: Problem) -> str | None:
         """Why it cannot do a problem at all; None if it can, as far as that is known before."""
-        if problem.op.name not in self.ops:
+        if problem.op.name not in self.builders:
             return f"{self.name} is timed in no {problem.op.name}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} does not do {problem.dtype}"

@@ -14,14 +14,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import NotInstalled, Unavailable, Way
+from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.baselines.torch_sdpa import packed_inputs, rows_of_heads
 from attnsweep.core.layouts import Padded
-from attnsweep.core.problem import BACKWARD, Problem
+from attnsweep.core.problem import Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -347,9 +349,15 @@ def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Wa
     return ways
 
 
-def _cudnn(
-    torch: Any, problem: Problem, session: CudaSession, *, deterministic: bool = False
+def gradients(*, deterministic: bool = False) -> Builder:
+    """cuDNN's backward; deterministic: by the algorithm that gives the same bits in each call."""
+    return partial(forward, build=partial(build_backward, deterministic=deterministic))
+
+
+def forward(
+    torch: Any, problem: Problem, session: CudaSession, build: Callable[..., Way] = build
 ) -> list[Way]:
+    """cuDNN's attention. build: makes a call in a layout."""
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as error:
@@ -363,11 +371,7 @@ def _cudnn(
     ways, failed = [], []
     for layout in LAYOUTS if problem.layout.kind != "packed" else ("bshd",):
         try:
-            given = torch, cudnn, problem, stream, layout
-            if problem.op == BACKWARD:
-                ways.append(build_backward(*given, deterministic=deterministic))
-            else:
-                ways.append(build(*given))
+            ways.append(build(torch, cudnn, problem, stream, layout))
         except Exception as error:  # cuDNN says here that no engine does this problem
             failed.append(error)
     if not ways:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths, rows_of_heads
-from attnsweep.core.problem import BACKWARD, FULL, SCALE_BLOCK, Padded, Problem
+from attnsweep.core.problem import FULL, SCALE_BLOCK, Padded, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -58,7 +58,7 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
     return Way(forward, lay_out if problem.scaled else quantise, spare)
 
 
-def _flash_attention(name: str, *modules: str) -> Builder:
+def flash_attention(name: str, *modules: str) -> Builder:
     """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.
 
     modules: where different builds of the package keep the function; the first that is installed
@@ -67,8 +67,6 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        if problem.op == BACKWARD:
-            return _gradients(torch, name, problem)
         there = [module for module in modules if importable(module)]
         if not there:
             raise NotInstalled(f"{name} is not installed")
@@ -112,7 +110,7 @@ def loaded(module: str) -> Any:
 
 def cannot(problem: Problem) -> str | None:
     """What its functions lack for a problem."""
-    if problem.kind == "padded" and (problem.op == BACKWARD or problem.mask != FULL):
+    if problem.kind == "padded" and (problem.mask != FULL or problem.values != ("q", "k", "v")):
         return "has lengths of a cache alone, beside no other mask"
     if isinstance(problem.layout, Padded) and problem.layout.side == "left":
         return "has no padding on the left: the lengths of a cache count from its first key"
@@ -171,8 +169,12 @@ def _in_cache(module: str, problem: Problem, options: dict[str, Any], *, spare: 
     return Way(forward, spare=spare)
 
 
-def _gradients(torch: Any, name: str, problem: Problem) -> list[Way]:
+def gradients(name: str) -> Builder:
     """The backward that its autograd calls, on contiguous tensors, and as (b, s, heads, d)."""
+    return functools.partial(_gradients, name)
+
+
+def _gradients(name: str, torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     modules, fix = _BACKWARD[name]
     there = [module for module in modules if importable(module)]
     if not there:

@@ -7,18 +7,24 @@ A baseline that cannot run here gives the reason.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from attnsweep.baselines import callable as own
 from attnsweep.baselines import cudnn, flash
 from attnsweep.baselines.backend import TORCH, Backend, Package
-from attnsweep.baselines.cudnn import _cudnn
-from attnsweep.baselines.flash import FLASH_3, _flash_attention
-from attnsweep.baselines.torch_sdpa import _sdpa, _unfused, _varlen, flex, flex_cannot
+from attnsweep.baselines.flash import FLASH_3, flash_attention
+from attnsweep.baselines.torch_sdpa import (
+    _unfused,
+    _varlen,
+    flex,
+    flex_cannot,
+    sdpa,
+    sdpa_gradients,
+)
 from attnsweep.baselines.triton_precompile import _triton
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.files import install_command
+from attnsweep.core.ops import OPS
 from attnsweep.core.scores import KINDS
 from attnsweep.specs.model import OWN_BF16
 
@@ -28,7 +34,6 @@ _MASKED: Any = {
     "masks": ("full", "causal", "window", "boolean"),
     "layouts": ("dense", "padded", "packed"),
 }
-_BOTH = ("forward", "backward")
 _FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 _FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
 _FLASH_3 = Package(
@@ -42,81 +47,83 @@ _TRITON = Package(
     ("triton", "pytorch-triton"), f"{install_command('torch')} (on Linux it brings Triton)"
 )
 
+
+def _sdpa(name: str, backend: str, *more: Any, **facts: Any) -> Backend:
+    """PyTorch's SDPA by one of its backends, and the backward that its autograd calls."""
+    builders = {"forward": sdpa(backend), "backward": sdpa_gradients(backend)}
+    return Backend(name, builders, TORCH, *more, **facts)
+
+
+def _flash(name: str, *modules: str, gradients: bool = False, **facts: Any) -> Backend:
+    """A version of FlashAttention: see flash_attention."""
+    builders = {"forward": flash_attention(name, *modules)}
+    builders |= {"backward": flash.gradients(name)} if gradients else {}
+    return Backend(name, builders, cannot=flash.cannot, **facts)
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH, ops=_BOTH),
+        _sdpa("torch_flash", "FLASH_ATTENTION"),
+        _sdpa("torch_cudnn", "CUDNN_ATTENTION", **_MASKED, scores=("bias",)),
+        _sdpa("torch_efficient", "EFFICIENT_ATTENTION", _FP32, **_MASKED, scores=("bias",)),
+        Backend("torch_varlen", {"forward": _varlen}, TORCH, layouts=("packed",), head_dim_v=False),
         Backend(
-            "torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH, **_MASKED, scores=("bias",), ops=_BOTH
-        ),
-        Backend(
-            "torch_efficient",
-            _sdpa("EFFICIENT_ATTENTION"),
-            TORCH,
-            _FP32,
+            *("torch_math", {"forward": sdpa("MATH")}, TORCH, _FP32),
             **_MASKED,
             scores=("bias",),
-            ops=_BOTH,
+            rounds_scores=2,
         ),
-        Backend("torch_varlen", _varlen, TORCH, layouts=("packed",), head_dim_v=False),
         Backend(
-            "torch_math", _sdpa("MATH"), TORCH, _FP32, **_MASKED, scores=("bias",), rounds_scores=2
+            *("unfused", {"forward": _unfused}, TORCH, _FP32),
+            **_MASKED,
+            scores=KINDS,
+            rounds_scores=2,
         ),
-        Backend("unfused", _unfused, TORCH, _FP32, **_MASKED, scores=KINDS, rounds_scores=2),
-        Backend("flex", flex, TORCH, **_MASKED, scores=KINDS, cannot=flex_cannot),
+        Backend("flex", {"forward": flex}, TORCH, **_MASKED, scores=KINDS, cannot=flex_cannot),
         Backend(
             "cudnn",
-            _cudnn,
+            {"forward": cudnn.forward, "backward": cudnn.gradients()},
             _CUDNN,
             (*_HALF, *_FP8),
             layouts=("dense", "padded", "packed"),
-            ops=_BOTH,
             cannot=cudnn.cannot,
         ),
         Backend(
             "cudnn_deterministic",
-            partial(_cudnn, deterministic=True),
+            {"backward": cudnn.gradients(deterministic=True)},
             _CUDNN,
             layouts=("dense", "padded"),
-            ops=("backward",),
             cannot=cudnn.cannot,
         ),
-        Backend("triton_flash", _triton, _TRITON, masks=("full", "causal"), head_dim_v=False),
         Backend(
-            "flash_attn_2",
-            _flash_attention("flash_attn_2", "flash_attn"),
-            _FLASH_2,
+            *("triton_flash", {"forward": _triton}, _TRITON),
+            masks=("full", "causal"),
+            head_dim_v=False,
+        ),
+        _flash(
+            *("flash_attn_2", "flash_attn"),
+            package=_FLASH_2,
             layouts=("dense", "packed"),
             scores=("softcap",),
             head_dim_v=False,
-            cannot=flash.cannot,
         ),
-        Backend(
-            "flash_attn_3",
-            _flash_attention("flash_attn_3", *FLASH_3),
-            _FLASH_3,
+        _flash(
+            *("flash_attn_3", *FLASH_3),
+            gradients=True,
+            package=_FLASH_3,
             layouts=("dense", "padded", "packed"),
             scores=("softcap",),
-            ops=_BOTH,
-            cannot=flash.cannot,
         ),
-        Backend(
-            "flash_attn_3_fp8",
-            _flash_attention("flash_attn_3_fp8", *FLASH_3),
-            _FLASH_3,
-            (*_HALF, *_FP8),
-            cannot=flash.cannot,
-        ),
-        Backend(
-            "flash_attn_4",
-            _flash_attention("flash_attn_4", "flash_attn.cute"),
-            _FLASH_4,
+        _flash("flash_attn_3_fp8", *FLASH_3, package=_FLASH_3, dtypes=(*_HALF, *_FP8)),
+        _flash(
+            *("flash_attn_4", "flash_attn.cute"),
+            gradients=True,
+            package=_FLASH_4,
             layouts=("dense", "packed"),
             scores=("softcap",),
-            ops=_BOTH,
-            cannot=flash.cannot,
         ),
-        Backend(OWN_BF16, own.own_bf16, TORCH, _FP8, masks=("full", "causal")),
+        Backend(OWN_BF16, {"forward": own.own_bf16}, TORCH, _FP8, masks=("full", "causal")),
     )
 }
 
@@ -127,4 +134,5 @@ def backend_of(name: str) -> Backend:
         return BACKENDS[name]
     module = Asked.of(name).call.partition(":")[0]
     package = Package((), f"put {module} where Python finds it")
-    return Backend(name, own.ways_of(name), package, (*_FP32, *_FP8), **_MASKED, ops=_BOTH)
+    builders = dict.fromkeys(OPS, own.ways_of(name))
+    return Backend(name, builders, package, (*_FP32, *_FP8), **_MASKED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core import drawn
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     return [Way(forward, packed_inputs)]
 
 
-def _sdpa(backend: str) -> Builder:
+def sdpa(backend: str) -> Builder:
+    """SDPA by one of its backends."""
+
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        if problem.op == BACKWARD:
-            return _gradients(torch, problem, backend)
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         chosen = getattr(SDPBackend, backend)
@@ -152,7 +152,12 @@ def _sdpa(backend: str) -> Builder:
     return build
 
 
-def _gradients(torch: Any, problem: Problem, backend: str) -> list[Way]:
+def sdpa_gradients(backend: str) -> Builder:
+    """PyTorch's own backward by one of its backends."""
+    return partial(_gradients, backend)
+
+
+def _gradients(backend: str, torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     """PyTorch's own backward, as its autograd calls it, from a forward that is not timed.
 
     Its tensors are (batch, heads, seqlen, head_dim), or lie as (batch, seqlen, heads, head_dim).

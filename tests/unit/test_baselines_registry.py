@@ -78,7 +78,7 @@ class Ways:
 def timed(us, monkeypatch, torch, name="torch_flash"):
     """What prepare() takes of these ways, and what was called."""
     ways = Ways(us, torch)
-    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], ways=ways.all))
+    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], builders={"forward": ways.all}))
     baseline = prepare(name, PROBLEM, inputs(), Session(ways.clock))
     baseline.enqueue()
     return ways.called[-1], ways.called
@@ -127,7 +127,7 @@ def called_on(torch, monkeypatch, on_short, **on_long):
     """The ways that are called on a shorter problem and on the long one; `us` as `Ways` has them."""
     ways = OfBoth(on_short, on_long or on_short, torch)
     torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
-    monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], ways=ways.all))
+    monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], builders={"forward": ways.all}))
     prepare("triton_flash", LONG, [{t: torch.randn(LONG.shape_of(t), "cuda") for t in "qkv"}], Session(ways.clock))
     assert {*ways.of_shape} <= {SHORT.shape_of("q"), LONG.shape_of("q")}
     return ["".join(ways.of_shape.get(each.shape_of("q"), "")) for each in (SHORT, LONG)]
