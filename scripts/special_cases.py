@@ -83,7 +83,7 @@ SPECIAL_CASES = (
     SpecialCase("fp8", _asks_for_fp8, 27),
     SpecialCase("chunks", _asks_for_chunks, 5, aliases=False),
     SpecialCase("layout", _asks_for_layout, 14),
-    SpecialCase('"o"', lambda node: _text(node) == "o", 50, lines=True, aliases=False),
+    SpecialCase('"o"', lambda node: _text(node) == "o", 16, lines=True, aliases=False),
 )
 
 

@@ -151,10 +151,9 @@ class _Call:
         """Memory for an output."""
         torch, problem = self._torch, self._problem
         if name == "lse":
-            of_rows = problem.shape_of("o")[:3]
-            return torch.empty(of_rows, dtype=torch.float32, device=device)
+            return torch.empty(problem.shape_of(name), dtype=torch.float32, device=device)
         types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        batch, heads, rows, columns = problem.shape_of("o")
+        batch, heads, rows, columns = problem.shape_of(*problem.outputs)
         sizes = (batch, rows, heads, columns) if self._turned else (batch, heads, rows, columns)
         return torch.empty(sizes, dtype=types[problem.out_dtype], device=device)
 

@@ -39,7 +39,7 @@ _AMAX = (11, 12)
 _STATS, _DO = 13, 14
 _GRADIENTS = {"dq": 15, "dk": 16, "dv": 17}
 _LENGTHS = {"seq_len_q": 18, "seq_len_kv": 19}
-_OFFSETS = {"q": 20, "k": 21, "v": 22, "o": 23}
+_OFFSETS = dict(zip("qkvo", range(20, 24), strict=True))
 # Probabilities times this are rounded to e4m3, whose largest number is 448.
 _P_SCALE = 256.0
 
@@ -78,7 +78,7 @@ def build(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) ->
         diagonal_band_right_bound=problem.mask.interval.right,
         **_left_bound(problem),
     )
-    made.write(out, "o", _O, made.io)
+    made.write(out, problem.outputs[0], _O, made.io)
     made.plan()
     shape, own, execute = made.shape, made.strides, made.execute
     convert = None if layout == "bhsd" else rows_of_heads
@@ -160,7 +160,7 @@ def build_fp8(
     for tensor, uid in zip(largest, _AMAX, strict=True):
         tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
         tensor.set_data_type(fp32)
-    made.write(out, "o", _O, getattr(cudnn.data_type, output))
+    made.write(out, problem.outputs[0], _O, getattr(cudnn.data_type, output))
     made.plan()
     shape, own, execute = made.shape, made.strides, made.execute
     narrow = output == "FP8_E4M3"
@@ -214,7 +214,7 @@ class _Graph:
     ) -> None:
         self._torch, self._cudnn, self._problem = torch, cudnn, problem
         self._layout, self.io = layout, io
-        self.shape = problem.shape_of("o")
+        self.shape = problem.shape_of(problem.outputs[0])
         self.strides = strides(self.shape, layout)
         self.handle = cudnn.create_handle()
         cudnn.set_stream(handle=self.handle, stream=stream)
@@ -232,7 +232,7 @@ class _Graph:
             of_q, of_k = (
                 [0, *(e for _, e in each)] for each in zip(*problem.sequence_ranges, strict=True)
             )
-            self._begins = {"q": of_q, "k": of_k, "v": of_k, "o": of_q}
+            self._begins = dict(zip("qkvo", (of_q, of_k, of_k, of_q), strict=True))
 
     def _integers(self, name: str, uid: int, numbers: list[int]) -> Any:
         """An input of whole numbers, one of each item."""

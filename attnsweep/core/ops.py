@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ SCALE_BLOCK = 128
 
 ORDERS = ("bhsd", "bshd")
 """Where a kernel has tensors of heads: (batch, heads, seqlen, head_dim), or seqlen before heads."""
-_OF_HEADS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+_OF_HEADS = (*"qkvo", "do", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ FORWARD = Op(
 
 
 def _backward_inputs(p: Problem) -> tuple[Tensor, ...]:
-    o, do = (Tensor(name, _queries(p), p.dtype) for name in ("o", "do"))
-    return (*_forward_inputs(p), o, *_log_sum_exp(p), do)
+    (o,) = _forward_outputs(p)
+    return (*_forward_inputs(p), o, *_log_sum_exp(p), replace(o, name="do"))
 
 
 def _backward_outputs(p: Problem) -> tuple[Tensor, ...]:

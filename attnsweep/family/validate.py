@@ -19,7 +19,7 @@ from attnsweep.core.ops import DTYPE_BYTES, OPS, ORDERS
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.launch import Launch, TensorMap
 
-TENSORS = ("q", "k", "v", "o")
+TENSORS = tuple("qkvo")
 # More than float32 scores of the longest sequence that a card holds, 2**66; a limit below it
 # prunes a candidate instead, or cuts its call into chunks.
 _MOST_BYTES = 2**72

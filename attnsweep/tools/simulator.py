@@ -77,10 +77,10 @@ class Result:
     error: float
     limit: float
     """As much of it as shows that the error is no larger: half an ulp is the least it can be."""
+    output: str
+    """Whose error it is."""
     lse_error: float = 0.0
     """Error of the log-sum-exp, relative where that is above 1; 0 if the config writes none."""
-    output: str = "o"
-    """The one whose error is too large."""
 
     @property
     def ok(self) -> bool:
@@ -329,7 +329,7 @@ class Simulator:
         lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
         sizes = kernel.workspaces(config, problem)
         worst, limit, worst_lse = 0.0, HALF_ULP[problem.out_dtype], 0.0
-        first = None
+        first, (name, *_) = None, problem.outputs
         for schedule in schedules:
             turned = of_heads(problem) if kernel.turned else {}
             given = {
@@ -354,7 +354,7 @@ class Simulator:
                 size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
                 lse_error = float(np.max(apart(written, lse) / size))
                 if not lse_error <= LSE_LIMIT:
-                    return Result(case, worst, limit, lse_error)
+                    return Result(case, worst, limit, name, lse_error)
                 worst_lse = max(worst_lse, lse_error)
             errors = {}
             for name, exact in expected.items():
@@ -362,13 +362,13 @@ class Simulator:
                 errors[name] = row_error(values, exact, least[name])
             name, error, limit = _judged(errors, limit, case, kernel.rounds_scores)
             if not error <= limit:
-                return Result(case, error, limit, output=name)
+                return Result(case, error, limit, name)
             worst = error if len(errors) > 1 else max(worst, error)
             first = got if first is None else first
             differing = sum(np.count_nonzero(got[name] != first[name]) for name in got)
             if kernel.is_deterministic(config) and differing:
                 raise SimtError(f"a race: {differing} outputs differ between schedules")
-        return Result(case, worst, limit, worst_lse)
+        return Result(case, worst, limit, name, worst_lse)
 
 
 def _judged(

@@ -75,7 +75,7 @@ _OUTPUT = np.dtype(
     [
         (name, np.float64 if name == "floor" else np.int64)
         for name in (
-            *("o", "plain", "opposite", "mix", "tilted", "tiles", "all", "count"),
+            *("output", "plain", "opposite", "mix", "tilted", "tiles", "all", "count"),
             *("group", "seqlen_q", "head_dim", "floor"),
         )
     ]
@@ -96,8 +96,8 @@ class Compared:
     mix: Buffer | None
     tilted: Buffer | None
     floor: float
+    name: str
     sample: Sample = ALL
-    name: str = "o"
 
     @property
     def tiles(self) -> int:
@@ -229,7 +229,7 @@ class Comparer:
             rows = math.prod(problem.shape_of(of)[:3])
             blocks, outputs = min(self.ROWS, rows), dict.fromkeys((one, other))
             tiles = self._tiles_for(len(outputs) * blocks)
-            given = ("q", "k", "v", "o", "do", "lse", one, other)
+            given = (*"qkvo", "do", "lse", one, other)
             args: list[Any] = [np.uint64(at[each].pointer) for each in given]
             args += [np.uint64(tiles), *how]
             args += [np.uint64(seed), np.int64(rows), *map(np.float64, (floor[one], floor[other]))]

@@ -205,7 +205,7 @@ class DeviceCase:
             judge = self.judge.of_dtype("fp32")
             judge.reference(inputs, problem, exact, lse, 0.0, self.sample)
             plain, floor = self.sides[PLAIN][name].pointer, self.floor[name]
-            one = Compared(plain, problem, [exact], None, None, floor, self.sample, name)
+            one = Compared(plain, problem, [exact], None, None, floor, name, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
         self._prove(made, known, known.exact)
@@ -219,7 +219,7 @@ class DeviceCase:
         if self._drawn is None:
             return False
         (name,) = self.outputs
-        how = (None, None, self.floor[name], self.sample, name)
+        how = (None, None, self.floor[name], name, self.sample)
         drawn = Compared(self.buffers[name].pointer, self.case.problem, [self._drawn], *how)
         self.judge.compare(drawn, slot)
         return True
@@ -279,7 +279,7 @@ class DeviceCase:
         """
         side, problem = self._side(), self.case.problem
         for number, name in enumerate(self.outputs):
-            how = (None, None, self.floor[name], self.sample, name)
+            how = (None, None, self.floor[name], name, self.sample)
             one = Compared(outputs[name].pointer, problem, [side[name]], *how)
             self.judge.compare(one, slot + number)
         return side
@@ -375,7 +375,7 @@ class DeviceCase:
         made = []
         for name in self.outputs:
             expected = [side[name] for side in self.sides]
-            how = (mix, self.tilted, self.floor[name], self.sample, name)
+            how = (mix, self.tilted, self.floor[name], name, self.sample)
             made.append(Compared(at[name].pointer, self.case.problem, expected, *how))
         return made
 

@@ -261,7 +261,7 @@ def found_in(device, out, expected, dtype, tilted=None, opposite=None, mix=PLAIN
     both = [uploaded(expected), *([] if opposite is None else [uploaded(opposite)])]
     mixes = None if opposite is None else uploaded(np.array([mix], np.uint64))
     slope = None if tilted is None else uploaded(tilted)
-    judge.compare(Compared(written.pointer, problem, both, mixes, slope, floor), 7)
+    judge.compare(Compared(written.pointer, problem, both, mixes, slope, floor, "o"), 7)
     found = judge.found(8)[7]
     count = batch * heads * rows
     measured = Measures(

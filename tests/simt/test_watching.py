@@ -142,6 +142,7 @@ def test_outputs_are_compared_as_each_apart(device):
                 uploaded(np.array([77], np.uint64)) if number % 2 else None,
                 uploaded(tilted) if number < 2 else None,
                 0.01 * number,
+                "o",
             )
         )
     judge.clear()
