@@ -24,6 +24,7 @@ from attnsweep.baselines.torch_sdpa import (
 from attnsweep.baselines.triton_precompile import _triton
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.files import install_command
+from attnsweep.core.formats import FORMATS
 from attnsweep.core.ops import OPS
 from attnsweep.core.scores import KINDS
 from attnsweep.specs.model import OWN_BF16
@@ -34,7 +35,7 @@ _MASKED: Any = {
     "masks": ("full", "causal", "window", "boolean"),
     "layouts": ("dense", "padded", "packed"),
 }
-_FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
+_FP8 = tuple(name for name, each in FORMATS.items() if each.kind == "FP8")
 _FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
 _FLASH_3 = Package(
     ("flash-attn-3", "tokenspeed-fa3", "fa3-fwd"),

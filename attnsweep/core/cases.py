@@ -122,19 +122,17 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
 
 
 def hard_case(problem: Problem) -> Case:
-    """The problem itself with scores whose exponentials overflow, or large ones in few bits.
-
-    They stay so where mantissas and signs are drawn anew.
-    """
-    return Case(problem, "huge_scores" if problem.dtype in ("fp16", "bf16") else "large_scores")
+    """The problem itself with hard inputs: as hard where mantissas and signs are drawn anew."""
+    return Case(problem, problem.format.hard_inputs)
 
 
 def whole_cases(problem: Problem) -> tuple[Case, ...]:
     """The problem, and its hard case if our own candidates are judged on it too.
 
-    Gradients are not, and neither are long calls. In FP8 the inputs take the host seconds to make.
+    Gradients are not, and neither are long calls, nor FP8.
     """
-    hard = problem.op.judged_on_hard and not problem.scaled and not is_long(problem)
+    ours = problem.op.judged_on_hard and problem.format.judged_on_hard
+    hard = ours and not is_long(problem)
     return (Case(problem), hard_case(problem)) if hard else (Case(problem),)
 
 

@@ -157,9 +157,7 @@ def bounds(problem: Problem, arch: Arch, gpu: Chip) -> dict[str, float]:
     The result leaves out a unit whose rate the card does not report.
     """
     clocks_per_us = gpu.sm_count * gpu.clock_hz / 1e6
-    flops_per_clock: float = arch.tensor_flops_per_clock
-    if problem.scaled:
-        flops_per_clock *= 2
+    flops_per_clock: float = arch.tensor_flops_per_clock * problem.format.tensor_rate
     if problem.dtype == "fp32":
         flops_per_clock = max(2 * arch.fma_per_clock, flops_per_clock / _PARTS)
     rates = {

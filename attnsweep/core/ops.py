@@ -7,17 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from attnsweep.core.formats import DTYPE_BYTES as DTYPE_BYTES
+
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
 
-DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
-    ("e4m3", "e4m3_tensor", "e4m3_block"), 1
-)
 _ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "bool": 1}
-SCALE_BLOCK = 128
-"""Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
-
-
 ORDERS = ("bhsd", "bshd")
 """Where a kernel has tensors of heads: (batch, heads, seqlen, head_dim), or seqlen before heads."""
 _OF_HEADS = (*"qkvo", "do", "dq", "dk", "dv")
@@ -101,12 +96,10 @@ def _mask(p: Problem) -> tuple[Tensor, ...]:
 
 
 def _scales(p: Problem) -> tuple[Tensor, ...]:
-    if not p.scaled:
-        return ()
-    each = (p.batch, p.heads_kv)
-    blocks = (*each, -(-p.seqlen_k // SCALE_BLOCK)) if p.dtype == "e4m3_block" else each
-    scales = {"q_scale": each, "k_scale": blocks, "v_scale": blocks}
-    return tuple(Tensor(name, shape, "fp32") for name, shape in scales.items())
+    keys, each = p.format.scale_block, (p.batch, p.heads_kv)
+    shapes = (each, *[(*each, -(-p.seqlen_k // keys)) if keys else each] * 2)
+    scales = zip(p.format.scales, shapes, strict=False)
+    return tuple(Tensor(name, shape, "fp32") for name, shape in scales)
 
 
 def _ranges(p: Problem) -> tuple[Tensor, ...]:

@@ -9,9 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.formats import DTYPE_BYTES as DTYPE_BYTES
+from attnsweep.core.formats import FORMATS, Format
+from attnsweep.core.formats import SCALE_BLOCK as SCALE_BLOCK
+from attnsweep.core.formats import Dtype as Dtype
 from attnsweep.core.layouts import DENSE, Layout, of_facts, of_label
 from attnsweep.core.layouts import Packed as Packed
 from attnsweep.core.layouts import Padded as Padded
@@ -21,13 +25,10 @@ from attnsweep.core.masks import Boolean as Boolean
 from attnsweep.core.masks import Interval as Interval
 from attnsweep.core.masks import Mask, Range, mask_of_facts, mask_of_label
 from attnsweep.core.ops import BACKWARD as BACKWARD
-from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
 from attnsweep.core.ops import FORWARD, OPS, Op, Tensor
-from attnsweep.core.ops import SCALE_BLOCK as SCALE_BLOCK
 from attnsweep.core.scores import PLAIN, WORDS
 from attnsweep.core.scores import Scores as Scores
 
-Dtype = Literal["fp16", "bf16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"]
 MOST_MEMORY_BYTES = 288 * 2**30
 """Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
 LOG2E = math.log2(math.e)
@@ -117,7 +118,7 @@ class Problem:
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
-        own = [[*DTYPE_BYTES].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers]
+        own = [[*FORMATS].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers]
         own += ([1] if op is not FORWARD else []) + ([of_v] if of_v else [])
         object.__setattr__(self, "_hash", hash((*sizes, *own)))
 
@@ -130,12 +131,14 @@ class Problem:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.value_dim < 1:
             raise ProblemError(f"head_dim_v must be at least 1, not {self.value_dim}")
-        if self.dtype not in get_args(Dtype):
-            raise ProblemError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
-        if self.scaled and self.head_dim % 16:
+        if self.dtype not in FORMATS:
+            raise ProblemError(f"unknown dtype {self.dtype!r}: use one of {', '.join(FORMATS)}")
+        format = self.format
+        if self.head_dim * format.nbytes % format.row_bytes:
+            tiles = f"{format.kind} tiles have rows of {format.row_bytes} bytes"
             raise ProblemError(
-                f"{self.dtype} with head_dim {self.head_dim}: FP8 tiles have rows of 16 bytes",
-                hint="use a multiple of 16",
+                f"{self.dtype} with head_dim {self.head_dim}: {tiles}",
+                hint=f"use a multiple of {format.row_bytes // format.nbytes}",
             )
         if self.heads % self.heads_kv:
             raise ProblemError(
@@ -152,13 +155,13 @@ class Problem:
 
     def _faults(self) -> Iterator[tuple[str, str | None]]:
         """What cannot be together, and what to write in its place."""
-        mask, layout, kinds = self.mask, self.layout, self.scores.kinds
+        mask, layout, format = self.mask, self.layout, self.format
         if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
         yield from layout.faults(self)
-        if self.scaled and (self.head_dim_v or kinds):
-            yield f"FP8 has no {'head_dim_v' if self.head_dim_v else kinds[0]}", None
+        parts = [*["head_dim_v"] * bool(self.head_dim_v), *self.scores.kinds]
+        yield from ((f"{format.kind} has no {one}", None) for one in parts if one in format.lacks)
         if self.scores.bias is not None and (mask != FULL or layout != DENSE):
             hint = "minus infinity in a bias hides a key by itself"
             yield "a bias has no mask beside it", hint
@@ -319,14 +322,19 @@ class Problem:
         return core_schema.no_info_plain_validator_function(validated, serialization=facts)
 
     @property
+    def format(self) -> Format:
+        """How q, k and v are stored."""
+        return FORMATS[self.dtype]
+
+    @property
     def scaled(self) -> bool:
-        """Whether q, k and v are FP8 with scales."""
-        return self.dtype.startswith("e4m3")
+        """Whether q, k and v have scales."""
+        return len(self.scales) > 0
 
     @property
     def out_dtype(self) -> str:
         """Type of o: bf16 if q, k and v are FP8, otherwise theirs."""
-        return "bf16" if self.scaled else self.dtype
+        return self.format.out
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -346,7 +354,7 @@ class Problem:
     @property
     def scales(self) -> tuple[str, ...]:
         """Names of the scales of q, k and v."""
-        return ("q_scale", "k_scale", "v_scale") if self.scaled else ()
+        return self.format.scales
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -49,8 +49,6 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
 
 # The rule that every family has: CUDA can launch its threads, shared memory and grid.
 BLOCK_LIMITS = "block_limits"
-# Compute capability of the first cards whose tensor cores take FP8.
-_FIRST_WITH_FP8 = (8, 9)
 # Ctrl-C names the function that has run for so long; it is then why nothing else happened.
 _SLOW_S = 0.5
 
@@ -346,8 +344,9 @@ class Family:
             return f"needs {self.min_arch}, not {arch.name}"
         if problem.op.name not in self.ops:
             return f"does no {problem.op.name}"
-        if problem.scaled and (major, minor) < _FIRST_WITH_FP8:
-            return f"{arch.name} has no FP8: it needs sm_89 or later"
+        format = problem.format
+        if (major, minor) < (first := format.first_capability):
+            return f"{arch.name} has no {format.kind}: it needs sm_{first[0]}{first[1]} or later"
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim_v and not self.head_dims_v:

@@ -624,7 +624,7 @@ def max_error_of(section: Section) -> float | None:
 
 
 def _matters(section: Section) -> bool:
-    return section.problem.scaled or max_error_of(section) is not None
+    return section.problem.format.lossy or max_error_of(section) is not None
 
 
 def _of_format(section: Section) -> list[str]:

@@ -68,7 +68,7 @@ MODULES = tuple(
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 _CARRIED = (
     *("core/__init__.py", "core/errors.py", "core/files.py", "core/hardware.py"),
-    *("core/layouts.py", "core/masks.py", "core/ops.py", "core/problem.py"),
+    *("core/formats.py", "core/layouts.py", "core/masks.py", "core/ops.py", "core/problem.py"),
     "core/scores.py",
     *("family/__init__.py", "family/chunks.py", "family/family.py", "family/hopper.py"),
     *("family/launch.py", "family/params.py", "family/time_limit.py", "family/validate.py"),

@@ -66,6 +66,8 @@ VARLEN: BaselineName = "torch_varlen"
 """It does packed sequences alone, and must be asked for; `tune` asks for it where they are."""
 CUDNN_DETERMINISTIC: BaselineName = "cudnn_deterministic"
 """It does backwards alone, and is slower than `cudnn`: it must be asked for."""
+_COMPUTED_IN: dict[str, str] = {OWN_BF16: "BF16", "flash_attn_3_fp8": "FP8"}
+"""Kinds of formats of baselines that convert their inputs."""
 _ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC)
 BASELINES = tuple(name for name in KNOWN_BASELINES if name not in _ASKED)
 """All other baselines: the default."""
@@ -104,7 +106,7 @@ def in_other_format(provider: str, problem: Problem) -> bool:
 
     flash_attn_3_fp8 does so of a problem that is not in FP8, whose inputs it converts.
     """
-    return provider == OWN_BF16 or (provider == "flash_attn_3_fp8" and not problem.scaled)
+    return _COMPUTED_IN.get(provider, problem.format.kind) != problem.format.kind
 
 
 def _parameter_value(value: object) -> object:

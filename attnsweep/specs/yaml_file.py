@@ -21,6 +21,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, Vali
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from attnsweep.core.errors import SpecError
+from attnsweep.core.formats import FORMATS
 
 MAX_ERRORS = 5
 _MAX_VALUES = 100_000  # aliases can expand a short file without end
@@ -453,13 +454,8 @@ def _spelling(kind: str, value: object) -> str | None:
     return None
 
 
-# Other names of dtypes, PyTorch's among them. By its letters, bfloat16 is next to fp16.
-_DTYPES = {
-    **dict.fromkeys(("float16", "half", "f16", "16"), "fp16"),
-    **dict.fromkeys(("bfloat16", "bfloat", "bp16"), "bf16"),
-    **dict.fromkeys(("float32", "float", "single", "f32", "tf32", "32"), "fp32"),
-    **dict.fromkeys(("fp8", "float8", "f8", "e4m3fn", "float8_e4m3fn", "float8_e4m3"), "e4m3"),
-}
+# By its letters, bfloat16 is next to fp16.
+_DTYPES = {alias: name for name, each in FORMATS.items() for alias in each.aliases}
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:

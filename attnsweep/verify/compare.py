@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
+from attnsweep.core.formats import FORMATS
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.problem import DTYPE_BYTES, SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
 from attnsweep.verify.sample import ALL, Sample
@@ -55,8 +56,7 @@ PARTS = {"forward": (1, 2), "backward": (1, 2, 3)}
 
 def judge_source(dtype: str, part: int) -> tuple[Path, dict[str, str]]:
     """The source and the defines of a part of the judge of a dtype."""
-    name = "E4M3" if dtype.startswith("e4m3") else dtype.upper()
-    return SOURCE, {f"DTYPE_{name}": "1", "PART": str(part)}
+    return SOURCE, {f"DTYPE_{FORMATS[dtype].storage}": "1", "PART": str(part)}
 
 
 @cache
@@ -473,11 +473,9 @@ def row_bytes(problem: Problem) -> int:
 def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> list[Any]:
     """What attention depends on beside q, k and v: arguments from `group` on to `sinks`."""
     sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
-    if problem.scaled:
-        scales = [at[name].pointer for name in problem.scales]
-        if problem.dtype == "e4m3_block":
-            per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
+    scales, per, blocks = [at[name].pointer for name in problem.scales] or [0, 0, 0], 2**31 - 1, 1
+    if problem.format.scale_block is not None:
+        per, blocks = problem.format.scale_block, problem.shape_of("k_scale")[2]
     given = {name: at[name].pointer for name in problem.inputs}
     # Other masks are between two diagonals.
     mask = given["mask"] if problem.mask.pattern is not None else 0

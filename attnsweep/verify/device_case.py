@@ -44,7 +44,7 @@ def regions_to_redraw(
     For a backward, o and dO are drawn too; its log-sum-exps stay.
     """
     drawn = [name for name in problem.inputs if name in of_heads(problem)]
-    signs = {name: 2 if problem.scaled and name != "v" else 1 for name in drawn}
+    signs = {name: 2 if name in problem.format.signs_kept else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]
     return judge.regions([(*one, number) for number, one in enumerate(every)])
 
@@ -252,8 +252,7 @@ class DeviceCase:
     def redraw(self) -> None:
         """Give q, k and v other mantissas and signs, which nothing can know before.
 
-        Exponents stay, so that values are about as large as before. In FP8 signs of q and k stay
-        too: scores of channels that are far from 0 would leave only one key its weight.
+        Exponents stay, so that values are about as large as before, and so do some formats' signs.
         """
         self.to_content(secrets.randbits(64) or 1)
 

@@ -53,8 +53,8 @@ def _mistakes(
 ) -> Iterator[tuple[str, Values, Mapping[str, Values], Problem]]:
     """What is often done wrong: words, and the output, inputs and problem that it is right for."""
     q, k, v = (given[name] for name in "qkv")
-    scaled = {"no scale": 1 / problem.scale, "the scale taken twice": problem.scale}
-    for words, times in {**scaled, "exp2 in the place of exp": math.log(2)}.items():
+    scales = {"no scale": 1 / problem.scale, "the scale taken twice": problem.scale}
+    for words, times in {**scales, "exp2 in the place of exp": math.log(2)}.items():
         yield words, made, {**given, "q": q * np.float32(times)}, problem
     keys, mask = problem.seqlen_k, problem.mask
     if mask == FULL:

@@ -77,7 +77,7 @@ def _expected(
     few: bool = False,
 ) -> ExpectedCase:
     problem = case.problem
-    drawn = inputs.draw(case, seed) if two_sided and problem.scaled and not few else None
+    drawn = inputs.draw(case, seed) if two_sided and problem.format.lossy and not few else None
     if drawn is not None:
         given = {**stored(drawn, problem), **inputs.beside(case, seed)}
     given = given or inputs.make_inputs(case, seed)
