@@ -8,7 +8,7 @@ from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
 from attnsweep.specs.model import OWN_BF16
-from attnsweep.verify import rounded
+from attnsweep.verify import fp8
 from attnsweep.verify.encoding import round_to
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +81,6 @@ def test_the_tensor_cores_sum_products_as_fp8_sums_does(k, spread):
     # Without fast accumulation cuBLAS adds sums of 128 products in fp32.
     product = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True)
     found, exact = product.cpu().numpy().astype(np.float64), a.astype(np.float64) @ b.T
-    model = rounded.matmul(a, b.T, by_term=True)
+    model = fp8.matmul(a, b.T, by_term=True)
     assert (found == model).mean() > 0.5
     assert abs(found - exact).mean() == pytest.approx(abs(model - exact).mean(), rel=0.15)

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_info
 from attnsweep.core import cases, threads
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
-from attnsweep.verify import encoding, measures, reference, rounded
+from attnsweep.verify import encoding, fp8, measures, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
 from attnsweep.verify import rounded as verify_rounded
@@ -381,7 +381,7 @@ def added(terms, *, by_term=True):
     a, b = np.zeros((1, 64), np.float32), np.zeros((64, 1), np.float32)
     for i, (left, right) in terms.items():
         a[0, i], b[i, 0] = left, right
-    return float(rounded.matmul(a, b, by_term=by_term)[0, 0]) - 2.0**16
+    return float(fp8.matmul(a, b, by_term=by_term)[0, 0]) - 2.0**16
 
 
 LARGE = (2.0**8, 2.0**8)
@@ -414,4 +414,4 @@ def test_a_sum_that_is_cut_as_a_whole_keeps_what_its_terms_lose():
 
 def test_nothing_but_zeros_is_zero():
     zeros = np.zeros((2, 40), np.float32)
-    assert (rounded.matmul(zeros, zeros.T, by_term=True) == 0).all()
+    assert (fp8.matmul(zeros, zeros.T, by_term=True) == 0).all()
