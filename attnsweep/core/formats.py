@@ -47,7 +47,10 @@ class Format:
     """Inputs whose signs stay where they are drawn anew. Scores of channels that are far from 0
     would leave only one key its weight."""
     lossy: bool = False
-    """Whether what rounding the inputs to it costs is measured, and shown."""
+    """Whether it has so few bits that what rounding the inputs costs is measured, and shown."""
+    cut_sums: bool = False
+    """Whether tensor cores cut sums of its products: see verify/fp8.py. Then errors are no chance,
+    and those of the rows of a head are alike."""
 
 
 _FP8 = Format(
@@ -61,6 +64,7 @@ _FP8 = Format(
     judged_on_hard=False,
     signs_kept=("q", "k"),
     lossy=True,
+    cut_sums=True,
 )
 FORMATS: dict[str, Format] = {
     each.name: each

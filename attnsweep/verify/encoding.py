@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from attnsweep.core import drawn
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.formats import FORMATS
 from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.core.threads import parallel
 
 Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
@@ -73,7 +75,7 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
     What e4m3 cannot hold becomes its largest number, as cuda_fp8.h's conversion has it.
     """
     single = np.ascontiguousarray(values, np.float32)
-    if dtype.startswith("e4m3"):
+    if FORMATS[dtype].storage == "E4M3":
         # Rounding to so few bits asks of the lower half of a float32 only whether it is 0, so that
         # one look-up does for ten passes over the numbers.
         bits = single.view(np.uint32)
@@ -92,7 +94,7 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
 
 def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
     """Inverse of to_bits."""
-    if dtype.startswith("e4m3"):
+    if FORMATS[dtype].storage == "E4M3":
         values: npt.NDArray[np.float32] = _E4M3[bits]
         return values
     if dtype == "fp16":
@@ -145,8 +147,11 @@ def mask_of(problem: Problem) -> dict[str, Bits]:
 
 def stored(values: Mapping[str, npt.NDArray[np.float32]], problem: Problem) -> dict[str, Bits]:
     """q, k, v of a problem in storage form, with their scales if it has any."""
-    if not problem.scaled:
-        return {name: to_bits(values[name], problem.dtype) for name in "qkv"}
+    if not problem.scales:
+        each = parallel if problem.min_bytes > 2**20 else map
+        return dict(
+            zip("qkv", each(lambda n: to_bits(values[n], problem.dtype), "qkv"), strict=True)
+        )
     scales = {name: _scale(values[name], name, problem) for name in "qkv"}
     made = {
         name: to_bits(values[name] / _spread(scales[name], name, problem), problem.dtype)
@@ -162,7 +167,7 @@ def _scale(values: npt.NDArray[np.float32], name: str, problem: Problem) -> npt.
     shape = problem.shape_of(f"{name}_scale")
     if len(shape) == 3:
         largest = np.maximum.reduceat(rows, np.arange(0, rows.shape[-1], SCALE_BLOCK), axis=-1)
-    elif problem.dtype == "e4m3_tensor":
+    elif problem.format.equal_scales:
         largest = np.full(shape, rows.max())
     else:
         largest = rows.max(axis=-1)
@@ -210,14 +215,14 @@ def values_of(
     head: int,
     rows: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[Any]:
-    """The exact values of a head of q, k or v, (rows, head_dim): float32, or float64 if scaled.
+    """The exact values of a head of q, k or v, (rows, head_dim): float32, float64 with a scale.
 
     rows: only these. head: of q a query head, of k and v a key head. NaN of k and v is 0: keys
     that no query sees may hold it.
     """
     bits = inputs[name][batch, head]
     values = from_bits(bits if rows is None else bits[rows], problem.dtype)
-    if not problem.scaled:
+    if f"{name}_scale" not in problem.scales:
         return (
             values if name == "q" else np.nan_to_num(values, nan=0, posinf=np.inf, neginf=-np.inf)
         )

@@ -27,7 +27,7 @@ _SELECTED = 128.0
 # How far the first key is above all others where it is a sink, whose value counts for as little: of
 # 640 others, each has a weight of 5e-5. In FP8 a weight of that size may have no bits left, and
 # has 1e-3.
-_SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
+_SINK, _SINK_IN_FEW_BITS, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
 # What k and v have in padding that no query may see, in one case: products of it are finite.
 _HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
 # How many times as large as usual queries are, where scores are: powers of two.
@@ -125,16 +125,9 @@ def _finite_masks(problem: Problem) -> npt.NDArray[np.float32]:
 def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
     """q, k and v, with their scales if they have any."""
     windows = is_long(case.problem) if windows is None else windows
-    if windows and case.inputs == "normal" and not case.problem.scaled:
+    if windows and case.inputs == "normal" and not case.problem.scales:
         return _windows(case.problem, seed)
-    values = draw(case, seed)
-    if case.problem.scaled:
-        return stored(values, case.problem)
-    sized = case.problem.min_bytes > 2**20
-    bits = (parallel if sized else map)(
-        lambda name: to_bits(values[name], case.problem.dtype), "qkv"
-    )
-    return dict(zip("qkv", bits, strict=True))
+    return stored(draw(case, seed), case.problem)
 
 
 def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
@@ -186,7 +179,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 
     made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
     q, k, v = made
-    if case.inputs == "normal" and problem.scaled:
+    if case.inputs == "normal" and problem.scales:
         _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
     elif case.inputs in _TIMES:
         q *= _TIMES[case.inputs]
@@ -194,8 +187,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):
         # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
-        # In FP8 few channels have it: shifting every value would leave no bits for others.
-        few = problem.head_dim // 16 if problem.scaled else 0
+        # In few bits few channels have it: shifting every value would leave none for others.
+        few = problem.head_dim // 16 if problem.format.lossy else 0
         size = _FAR * np.sqrt(problem.head_dim) / (few or problem.head_dim)
         each = np.float32(np.sqrt(size))
         sign = 1 if case.inputs == "far_above" else -1
@@ -246,7 +239,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         v = (1 + v * np.float32(0.25)) * np.float32(scale)
     elif case.inputs == "sink":
         q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
-        k[:, :, 0, 0] = (_SINK_FP8 if problem.scaled else _SINK) * np.sqrt(problem.head_dim) / 4
+        above = _SINK_IN_FEW_BITS if problem.format.lossy else _SINK
+        k[:, :, 0, 0] = above * np.sqrt(problem.head_dim) / 4
         v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
     elif case.inputs == "exact":
         q[:] = 0
@@ -257,7 +251,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         # What a kernel weighs by 0, or sees before it hides it, is finite yet.
         inside = _in_range(problem)
         for x in (k, v):
-            huge = np.abs(x).max() if problem.scaled else _HUGE[problem.dtype]
+            huge = np.abs(x).max() if problem.scales else _HUGE[problem.dtype]
             np.copyto(x, np.copysign(np.float32(huge), x), where=~inside)
     elif case.inputs == "nan_padding":  # one that is multiplied by a weight of 0 stays NaN
         for x in (k, v):

@@ -37,9 +37,9 @@ HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # The largest factor that all outputs may be wrong by. Rounding is unbiased: of 1,068 right
 # candidates on an H100 none used more than 51 % of it (benchmarks/refusals.py).
 SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
-# The same in FP8, at least: probabilities of 3 bits are not spread evenly between two neighbours.
-# More where sums of products have few bits: see limits.
-_SYSTEMATIC_FP8 = 1e-3
+# The same where sums are cut, at least: probabilities of 3 bits are not spread evenly between two
+# neighbours. More where sums of products have few bits: see limits.
+_SYSTEMATIC_CUT = 1e-3
 # What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
 # 32,768 keys each of cuDNN, SDPA, Triton, FlashAttention-3 and ours lost 3.4e-5, at 8192 0.8e-5.
 _CUT_PER_KEY = 2e-9
@@ -89,13 +89,14 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
         raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
     if case.inputs != "normal" or problem.heads * problem.rows_with_keys < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
-    # In FP8 sums are cut towards 0, and shrink the more the longer they are: `same` shows it.
-    off = _SYSTEMATIC_FP8 if problem.scaled else SYSTEMATIC[dtype]
-    cut = 0.0 if problem.scaled else _CUT_PER_KEY * problem.seqlen_k
     # A row may hang on one rounded weight. Its error is a gain then, of up to half an ulp, or more
-    # in FP8. The recorded run `decode_models` of an H100 refused a right kernel that had such a
-    # row, of 3.3e-3, where three times the largest gain of a sample is 3.0e-3.
-    one_weight = row if problem.scaled else half / 2 if dtype == "fp32" else half
+    # where sums are cut: these shrink the more the longer they are, as `same` shows. The recorded
+    # run `decode_models` of an H100 refused a right kernel that had such a row, of 3.3e-3, where
+    # three times the largest gain of a sample is 3.0e-3.
+    off, cut, one_weight = _SYSTEMATIC_CUT, 0.0, row
+    if not problem.format.cut_sums:
+        off, cut = SYSTEMATIC[dtype], _CUT_PER_KEY * problem.seqlen_k
+        one_weight = half / 2 if dtype == "fp32" else half
     row_gain = max(times.row_gain * same.row_gain, one_weight)
     # What all outputs may be wrong by, each of their rows and tiles may be: 64 rows that products
     # of TF32 had cut alike, by 1.1e-6 with 516 columns, were refused on an H200 at 0.9e-6.
@@ -120,9 +121,9 @@ def rounded_scores(problem: Problem, rounds_scores: int) -> int:
 def lse_limit(case: Case) -> float:
     """The largest error of a log-sum-exp, as a share of its size, or of 1 if that is larger.
 
-    In FP8 scores have the few bits of their sums, so that three times what these cost is added.
+    Where sums are cut, scores have few bits, so that three times what these cost is added.
     """
-    if not case.problem.scaled:
+    if not case.problem.format.cut_sums:
         return _LSE_LIMIT
     few, rows_seen, seed, most = _few_heads(case), 0, 0, 0.0
     # Heads are drawn with other magnitudes and outliers, and the rows of a head err alike.
@@ -151,7 +152,7 @@ def _few_heads(case: Case) -> Case:
     """
     problem, group = case.problem, 1
     batch = min(problem.batch, 4) if problem.items_differ else 1
-    if problem.seqlen_q < TILE and not (problem.items_differ or problem.scaled):
+    if problem.seqlen_q < TILE and not (problem.items_differ or problem.format.cut_sums):
         group = problem.heads // problem.heads_kv
     heads = min(problem.heads // group, 4 // batch)
     few = replace(problem, batch=batch, heads=heads * group, heads_kv=heads)
@@ -176,16 +177,17 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
     rounds_scores = rounded_scores(case.problem, rounds_scores)
     problem, heads = case.problem, case.problem.batch * case.problem.heads
+    cut_sums = problem.format.cut_sums
     found: list[Measures] = []
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
     hard = case.inputs != "normal"
-    rounded = _in_fp8(case) if problem.scaled else Maths(True, rounds_scores)
+    rounded = _in_fp8(case) if cut_sums else Maths(True, rounds_scores)
     ways = [EXACT, rounded, replace(rounded, from_first=True)]
     if hard and rounds_scores:
         ways.append(replace(rounded, in_log2=True))
     # `scale` is measured of small cases, and not as what rounding costs.
-    tilts = problem.scaled or (in_all <= _LIMIT_ROWS[1] and not rounds_scores)
+    tilts = cut_sums or (in_all <= _LIMIT_ROWS[1] and not rounds_scores)
     if case.inputs == "normal" and tilts:
         ways.append(replace(EXACT, tilted=True))
     while rows_seen < wanted or seed < _draws(case):
@@ -196,10 +198,10 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
         for out in outs:
             one = measures(out, exact, problem.out_dtype, tilted)
             gain, scale = (_BY_CHANCE * off for off in by_chance(out, exact, tilted, in_all))
-            if problem.scaled:  # cut sums shrink: that is no chance
+            if cut_sums:  # they shrink: that is no chance
                 gain, scale = max(one.gain, gain), max(one.scale, scale)
             # It counts only where few weights do that the largest is rounded too.
-            row = one.row if hard or problem.scaled or out is outs[0] else 0.0
+            row = one.row if hard or cut_sums or out is outs[0] else 0.0
             found.append(replace(one, row=row, gain=gain, scale=scale))
         found = [largest(found)]
         yield found[0]
@@ -214,7 +216,7 @@ def scale_of_rounding(case: Case, seed: int, rounds_scores: int) -> float:
     In bf16 it has a standard error of 2e-4, half the limit, but is the same for all right kernels.
     """
     rounds_scores = rounded_scores(case.problem, rounds_scores)
-    if case.problem.scaled or not rounds_scores:
+    if case.problem.format.cut_sums or not rounds_scores:
         return 0.0
     ways = [EXACT, replace(EXACT, tilted=True), Maths(True, rounds_scores)]
     rows = np.arange(case.problem.seqlen_q)

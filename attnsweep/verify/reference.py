@@ -197,6 +197,6 @@ def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
     rows = tiles_of_rows(case.problem, seed, most)
     if case.problem.mask.pattern is not None:
         rows = np.unique(np.concatenate([rows, drawn.fewest(case.problem, TILE)]))
-    if case.inputs == "normal" or case.problem.scaled:
+    if case.inputs == "normal" or case.problem.format.cut_sums:
         return rows
     return np.unique(np.concatenate([rows[:8], rows[seed % 5 :: 5]]))

@@ -151,7 +151,7 @@ def _attend(
         return scores
 
     for one in maths:
-        if one.rounding and problem.scaled:
+        if one.rounding and problem.format.cut_sums:
             yield fp8.attend(fp8_scores(one.by_term), v, problem, one)
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
