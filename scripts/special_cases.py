@@ -80,7 +80,7 @@ class SpecialCase:
 
 SPECIAL_CASES = (
     SpecialCase("backward", _asks_for_backward, 9),
-    SpecialCase("fp8", _asks_for_fp8, 11),
+    SpecialCase("fp8", _asks_for_fp8, 9),
     SpecialCase("chunks", _asks_for_chunks, 5, aliases=False),
     SpecialCase("layout", _asks_for_layout, 14),
     SpecialCase('"o"', lambda node: _text(node) == "o", 16, lines=True, aliases=False),

@@ -99,7 +99,8 @@ class Package:
 class Backend:
     """A baseline: which problems it does, and the ways to call it on one of them.
 
-    builders: who makes these, by the op's name. rounds_scores: how often it rounds its scores: 2
+    builders: who makes these, by the op's name; by `forward FP8` where that is called in another
+    way. rounds_scores: how often it rounds its scores: 2
     where it stores them, before and after scaling.
     """
 
@@ -118,7 +119,9 @@ class Backend:
 
     def ways(self, torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         """The ways to call it on a problem: see Builder."""
-        return self.builders[problem.op.name](torch, problem, session)
+        op, kind = problem.op.name, problem.format.kind
+        build = self.builders.get(f"{op} {kind}") or self.builders[op]
+        return build(torch, problem, session)
 
     def supports(self, problem: Problem) -> str | None:
         """Why it cannot do a problem at all; None if it can, as far as that is known before."""

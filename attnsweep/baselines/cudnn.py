@@ -326,13 +326,14 @@ class _Graph:
         self.graph.execute(buffers | self._own, self._workspace, handle=self.handle)
 
 
-def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Way]:
+def cudnn_fp8(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     """cuDNN in FP8 through its own API, in either layout, with its output in bf16 if it has that.
 
     Otherwise, also if such a call fails, the output is e4m3 with the scale of v, which no output
     exceeds. Raises Unavailable, or what cuDNN raises if none of its engines does the problem.
     """
-    if problem.dtype != "e4m3_tensor":
+    module = frontend(torch)
+    if not problem.format.equal_scales:
         raise Unavailable("cuDNN has one scale of each tensor: dtype e4m3_tensor")
     ways: list[Way] = []
     failed: list[Exception] = []
@@ -340,13 +341,25 @@ def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Wa
         spare = bool(ways)
         for layout in LAYOUTS:
             try:
-                way = build_fp8(torch, module, problem, stream, layout, kind)
+                way = build_fp8(torch, module, problem, session.stream.ptr, layout, kind)
                 ways.append(replace(way, spare=spare))
             except Exception as error:  # cuDNN says here that no engine does this problem
                 failed.append(error)
     if not ways:
         raise failed[-1]
     return ways
+
+
+def frontend(torch: Any) -> Any:
+    """The module cudnn. Raises Unavailable."""
+    try:
+        cudnn = importlib.import_module("cudnn")
+    except ImportError as error:
+        raise NotInstalled("cuDNN's frontend is not installed") from error
+    ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
+    if ours != theirs:
+        raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
+    return cudnn
 
 
 def gradients(*, deterministic: bool = False) -> Builder:
@@ -358,20 +371,10 @@ def forward(
     torch: Any, problem: Problem, session: CudaSession, build: Callable[..., Way] = build
 ) -> list[Way]:
     """cuDNN's attention. build: makes a call in a layout."""
-    try:
-        cudnn = importlib.import_module("cudnn")
-    except ImportError as error:
-        raise NotInstalled("cuDNN's frontend is not installed") from error
-    ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
-    if ours != theirs:
-        raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
-    stream = session.stream.ptr
-    if problem.scaled:
-        return cudnn_fp8(torch, cudnn, problem, stream)
-    ways, failed = [], []
+    cudnn, ways, failed = frontend(torch), [], []
     for layout in LAYOUTS if problem.layout.kind != "packed" else ("bshd",):
         try:
-            ways.append(build(torch, cudnn, problem, stream, layout))
+            ways.append(build(torch, cudnn, problem, session.stream.ptr, layout))
         except Exception as error:  # cuDNN says here that no engine does this problem
             failed.append(error)
     if not ways:

@@ -7,12 +7,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.baselines.torch_sdpa import packed_inputs, packed_lengths, rows_of_heads
-from attnsweep.core.problem import FULL, SCALE_BLOCK, Padded, Problem
+from attnsweep.core.problem import FULL, Padded, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -21,18 +21,23 @@ _E4M3_MAX = 448.0
 _FLASH_SCALES = ("q_descale", "k_descale", "v_descale")
 
 
+def flash_3_fp8(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    """The ways to call FlashAttention-3 in FP8."""
+    there = installed("flash_attn_3_fp8", FLASH_3)
+    return [flash_3(torch, attention_of(m), problem, spare=m != there[0]) for m in there]
+
+
 def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare: bool) -> Way:
     """FlashAttention-3 in FP8, with scales (batch, heads_kv); (batch, seqlen, heads, head_dim).
 
     attention: imports and returns its function. A problem that is not in FP8 is converted to it,
     and a problem that is has its bytes laid out anew, before any call is timed.
     """
-    if problem.dtype == "e4m3_block":
+    if (keys := problem.format.scale_block) is not None:
         raise Unavailable(
-            f"FlashAttention-3 has one scale of each head of keys, not of each {SCALE_BLOCK} keys"
+            f"FlashAttention-3 has one scale of each head of keys, not of each {keys} keys"
         )
-
-    window = _window(problem)
+    options = window(problem)
 
     def quantise(*inputs: Any) -> tuple[Any, ...]:
         tensors, descales = [], []
@@ -42,8 +47,8 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
             largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
             descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
             each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
-            scaled = x.float() / each[:, None, :, None]
-            tensors.append(scaled.to(torch.float8_e4m3fn).contiguous())
+            stored = x.float() / each[:, None, :, None]
+            tensors.append(stored.to(torch.float8_e4m3fn).contiguous())
             descales.append(descale.contiguous())
         return (*tensors, *descales)
 
@@ -52,10 +57,10 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
 
     def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
         scales = dict(zip(_FLASH_SCALES, descales, strict=True))
-        out = attention()(q, k, v, causal=problem.causal, **window, **scales)
+        out = attention()(q, k, v, causal=problem.causal, **options, **scales)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    return Way(forward, lay_out if problem.scaled else quantise, spare)
+    return Way(forward, lay_out if problem.scales else quantise, spare)
 
 
 def flash_attention(name: str, *modules: str) -> Builder:
@@ -67,13 +72,8 @@ def flash_attention(name: str, *modules: str) -> Builder:
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        there = [module for module in modules if importable(module)]
-        if not there:
-            raise NotInstalled(f"{name} is not installed")
+        there = installed(name, modules)
         able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
-        if name == "flash_attn_3_fp8":
-            calls = [(_attention_of(m), m != there[0]) for m in there]
-            return [flash_3(torch, call, problem, spare=spare) for call, spare in calls]
         if not able:
             raise Unavailable(f"{_NO_FP16[there[0]]} does not do fp16: {_FP16_FIX}")
         ways = [_in_own(module, problem, spare=module != able[0]) for module in able]
@@ -85,6 +85,14 @@ def flash_attention(name: str, *modules: str) -> Builder:
     return build
 
 
+def installed(name: str, modules: Sequence[str]) -> list[str]:
+    """Those of the modules of a baseline that are there. Raises NotInstalled."""
+    there = [module for module in modules if importable(module)]
+    if not there:
+        raise NotInstalled(f"{name} is not installed")
+    return there
+
+
 def importable(module: str) -> bool:
     """Whether a module is there, without loading it (but its parent, of a dotted name)."""
     with contextlib.suppress(ImportError, ValueError):
@@ -92,7 +100,8 @@ def importable(module: str) -> bool:
     return False
 
 
-def _attention_of(module: str) -> Callable[[], Any]:
+def attention_of(module: str) -> Callable[[], Any]:
+    """Imports and returns its function."""
     return functools.cache(lambda: loaded(module).flash_attn_func)
 
 
@@ -117,7 +126,7 @@ def cannot(problem: Problem) -> str | None:
     return "has no mask that is aligned top-left" if problem.mask.interval.top_left else None
 
 
-def _window(problem: Problem) -> dict[str, Any]:
+def window(problem: Problem) -> dict[str, Any]:
     """The option of a window: keys before and after the diagonal, -1 for all of them."""
     if problem.mask.kind != "window":
         return {}
@@ -126,7 +135,7 @@ def _window(problem: Problem) -> dict[str, Any]:
 
 
 def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
-    attention, options = _attention_of(module), _window(problem)
+    attention, options = attention_of(module), window(problem)
     if problem.scores.softcap:
         options["softcap"] = float(problem.scores.softcap)
     if problem.kind == "packed":

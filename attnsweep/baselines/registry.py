@@ -84,7 +84,11 @@ BACKENDS = {
         Backend("flex", {"forward": flex}, TORCH, **_MASKED, scores=KINDS, cannot=flex_cannot),
         Backend(
             "cudnn",
-            {"forward": cudnn.forward, "backward": cudnn.gradients()},
+            {
+                "forward": cudnn.forward,
+                "forward FP8": cudnn.cudnn_fp8,
+                "backward": cudnn.gradients(),
+            },
             _CUDNN,
             (*_HALF, *_FP8),
             layouts=("dense", "padded", "packed"),
@@ -116,7 +120,10 @@ BACKENDS = {
             layouts=("dense", "padded", "packed"),
             scores=("softcap",),
         ),
-        _flash("flash_attn_3_fp8", *FLASH_3, package=_FLASH_3, dtypes=(*_HALF, *_FP8)),
+        Backend(
+            *("flash_attn_3_fp8", {"forward": flash.flash_3_fp8}, _FLASH_3, (*_HALF, *_FP8)),
+            cannot=flash.cannot,
+        ),
         _flash(
             *("flash_attn_4", "flash_attn.cute"),
             gradients=True,
