@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -31,17 +30,11 @@ if TYPE_CHECKING:
 LAYOUTS = ("bhsd", "bshd")
 """Order of batch, heads, sequence and head_dim in memory: ours, and the one of most models."""
 _Q, _K, _V, _O = 1, 2, 3, 4
-# In FP8: the scales of the inputs, of P and of the output; and its two largest values.
-_SCALES = {"descale_q": 5, "descale_k": 6, "descale_v": 7}
-_SCALES |= {"descale_s": 8, "scale_s": 9, "scale_o": 10}
-_AMAX = (11, 12)
 # In a backward: the log-sum-exp, dO, and the gradients by their names.
 _STATS, _DO = 13, 14
 _GRADIENTS = {"dq": 15, "dk": 16, "dv": 17}
 _LENGTHS = {"seq_len_q": 18, "seq_len_kv": 19}
 _OFFSETS = dict(zip("qkvo", range(20, 24), strict=True))
-# Probabilities times this are rounded to e4m3, whose largest number is 448.
-_P_SCALE = 256.0
 
 
 def cannot(problem: Problem) -> str | None:
@@ -136,59 +129,6 @@ def build_backward(
 
     weakref.finalize(backward, cudnn.destroy_handle, made.handle)
     return Way(backward, None if layout == "bhsd" else rows_of_heads)
-
-
-def build_fp8(
-    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, output: str
-) -> Way:
-    """A call of a problem in e4m3_tensor. output: name of the type that o is stored in.
-
-    Its inputs are q, k, v, and the six scales. o in FP8_E4M3 is stored with the scale of v. Raises
-    what cuDNN raises if none of its engines does the problem, or writes o so.
-    """
-    fp32 = cudnn.data_type.FLOAT
-    made = _Graph(torch, cudnn, problem, stream, layout, cudnn.data_type.FP8_E4M3)
-    scales = {
-        name: made.graph.tensor(
-            name=name, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=fp32, uid=uid
-        )
-        for name, uid in _SCALES.items()
-    }
-    out, _, *largest = made.graph.sdpa_fp8(
-        **made.options(), **scales, generate_stats=False, right_bound=problem.mask.interval.right
-    )
-    for tensor, uid in zip(largest, _AMAX, strict=True):
-        tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
-        tensor.set_data_type(fp32)
-    made.write(out, problem.outputs[0], _O, getattr(cudnn.data_type, output))
-    made.plan()
-    shape, own, execute = made.shape, made.strides, made.execute
-    narrow = output == "FP8_E4M3"
-    dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
-
-    def scalar(value: float) -> Any:
-        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cuda")
-
-    amax = {uid: scalar(0.0) for uid in _AMAX}
-
-    def convert(q: Any, k: Any, v: Any, *given: Any) -> tuple[Any, ...]:
-        # One scale of each tensor: those of all heads are equal.
-        descales = [scale.reshape(-1)[:1].reshape(1, 1, 1, 1).contiguous() for scale in given]
-        of_out = 1.0 / descales[2] if narrow else scalar(1.0)
-        tensors = (q, k, v) if layout == "bhsd" else rows_of_heads(q, k, v)
-        return (*tensors, *descales, scalar(1 / _P_SCALE), scalar(_P_SCALE), of_out)
-
-    def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
-        out = torch.empty_strided(shape, own, dtype=dtype, device=q.device)
-        named = dict(zip(_SCALES.values(), scales, strict=True))
-        execute({_Q: q, _K: k, _V: v, _O: out, **named, **amax})
-        return out
-
-    def finish(out: Any, *inputs: Any) -> Any:
-        return out.float() / inputs[-1]  # by scale_o
-
-    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
-    return Way(forward, convert, finish=finish if narrow else None)
 
 
 def _left_bound(problem: Problem) -> dict[str, int]:
@@ -324,30 +264,6 @@ class _Graph:
     def execute(self, buffers: dict[int, Any]) -> None:
         """Enqueue one call on the stream. buffers: tensors by their uid."""
         self.graph.execute(buffers | self._own, self._workspace, handle=self.handle)
-
-
-def cudnn_fp8(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-    """cuDNN in FP8 through its own API, in either layout, with its output in bf16 if it has that.
-
-    Otherwise, also if such a call fails, the output is e4m3 with the scale of v, which no output
-    exceeds. Raises Unavailable, or what cuDNN raises if none of its engines does the problem.
-    """
-    module = frontend(torch)
-    if not problem.format.equal_scales:
-        raise Unavailable("cuDNN has one scale of each tensor: dtype e4m3_tensor")
-    ways: list[Way] = []
-    failed: list[Exception] = []
-    for kind in ("BFLOAT16", "FP8_E4M3"):
-        spare = bool(ways)
-        for layout in LAYOUTS:
-            try:
-                way = build_fp8(torch, module, problem, session.stream.ptr, layout, kind)
-                ways.append(replace(way, spare=spare))
-            except Exception as error:  # cuDNN says here that no engine does this problem
-                failed.append(error)
-    if not ways:
-        raise failed[-1]
-    return ways
 
 
 def frontend(torch: Any) -> Any:

@@ -17,51 +17,6 @@ from attnsweep.core.problem import FULL, Padded, Problem
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
-_E4M3_MAX = 448.0
-_FLASH_SCALES = ("q_descale", "k_descale", "v_descale")
-
-
-def flash_3_fp8(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-    """The ways to call FlashAttention-3 in FP8."""
-    there = installed("flash_attn_3_fp8", FLASH_3)
-    return [flash_3(torch, attention_of(m), problem, spare=m != there[0]) for m in there]
-
-
-def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare: bool) -> Way:
-    """FlashAttention-3 in FP8, with scales (batch, heads_kv); (batch, seqlen, heads, head_dim).
-
-    attention: imports and returns its function. A problem that is not in FP8 is converted to it,
-    and a problem that is has its bytes laid out anew, before any call is timed.
-    """
-    if (keys := problem.format.scale_block) is not None:
-        raise Unavailable(
-            f"FlashAttention-3 has one scale of each head of keys, not of each {keys} keys"
-        )
-    options = window(problem)
-
-    def quantise(*inputs: Any) -> tuple[Any, ...]:
-        tensors, descales = [], []
-        for x in inputs:
-            x = x.transpose(1, 2)
-            batch, _, heads, _ = x.shape
-            largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
-            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
-            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
-            stored = x.float() / each[:, None, :, None]
-            tensors.append(stored.to(torch.float8_e4m3fn).contiguous())
-            descales.append(descale.contiguous())
-        return (*tensors, *descales)
-
-    def lay_out(*inputs: Any) -> tuple[Any, ...]:
-        return (*(x.transpose(1, 2).contiguous() for x in inputs[:3]), *inputs[3:])
-
-    def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
-        scales = dict(zip(_FLASH_SCALES, descales, strict=True))
-        out = attention()(q, k, v, causal=problem.causal, **options, **scales)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return Way(forward, lay_out if problem.scales else quantise, spare)
-
 
 def flash_attention(name: str, *modules: str) -> Builder:
     """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import cudnn, flash
+from attnsweep.baselines import cudnn, flash, fp8
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.flash import FLASH_3, flash_attention
 from attnsweep.baselines.torch_sdpa import (
@@ -86,7 +86,7 @@ BACKENDS = {
             "cudnn",
             {
                 "forward": cudnn.forward,
-                "forward FP8": cudnn.cudnn_fp8,
+                "forward FP8": fp8.cudnn_fp8,
                 "backward": cudnn.gradients(),
             },
             _CUDNN,
@@ -121,7 +121,7 @@ BACKENDS = {
             scores=("softcap",),
         ),
         Backend(
-            *("flash_attn_3_fp8", {"forward": flash.flash_3_fp8}, _FLASH_3, (*_HALF, *_FP8)),
+            *("flash_attn_3_fp8", {"forward": fp8.flash_3_fp8}, _FLASH_3, (*_HALF, *_FP8)),
             cannot=flash.cannot,
         ),
         _flash(
@@ -131,7 +131,7 @@ BACKENDS = {
             layouts=("dense", "packed"),
             scores=("softcap",),
         ),
-        Backend(OWN_BF16, {"forward": own.own_bf16}, TORCH, _FP8, masks=("full", "causal")),
+        Backend(OWN_BF16, {"forward": fp8.own_bf16}, TORCH, _FP8, masks=("full", "causal")),
     )
 }
 

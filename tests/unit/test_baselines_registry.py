@@ -14,8 +14,8 @@ from fake_baselines import Attention, Cudnn, Session, installed
 from fake_torch import Tensor, torch_of
 
 import attnsweep
-from attnsweep.baselines import cudnn
 from attnsweep.baselines import cudnn as baselines_cudnn
+from attnsweep.baselines import fp8 as baselines_fp8
 from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import BoundBaseline, prepare
 from attnsweep.baselines.registry import BACKENDS
@@ -619,7 +619,7 @@ def test_a_baseline_without_this_fp8_says_so(torch, monkeypatch, name, dtype, re
 @pytest.mark.parametrize(("causal", "keys"), [(True, 128), (True, 64), (False, 64)])
 def test_cudnn_in_fp8_gets_the_scales_of_the_tensors(torch, layout, causal, keys):
     module, problem = Cudnn(), fp8("e4m3_tensor", causal, keys)
-    way = cudnn.build_fp8(torch, module, problem, 77, layout, "BFLOAT16")
+    way = baselines_fp8.build_fp8(torch, module, problem, 77, layout, "BFLOAT16")
     (graph,) = module.graphs
     assert graph.types == ("e4m3", "float", "float")
     assert module.streams == {graph.handle: 77}
