@@ -16,7 +16,7 @@ from packages import H100, PLAIN_BACKWARD, shape, winner
 from unguarded import unguarded
 
 from attnsweep.core.layouts import Packed, Padded
-from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.masks import CAUSAL, FULL, Interval, Mask
 from attnsweep.core.ops import BACKWARD
 from attnsweep.core.scores import Scores
 from attnsweep.serve.runtime import package
@@ -43,7 +43,7 @@ def winners() -> list[Any]:
     for heads_kv in (4, 2):
         one = shape(2, 4, 128, heads_kv=heads_kv)
         packed = replace(shape(1, 4, 256, heads_kv=heads_kv), layout=Packed(3))
-        masks = (FULL, CAUSAL, Interval(30, 0), *(FULL.as_boolean(own) for own in ((), ("item",))))
+        masks: list[Mask] = [FULL, CAUSAL, Interval(30, 0), *(FULL.as_boolean(own) for own in ((), ("item",)))]
         scores = (Scores(), Scores(2.0), Scores(0, True), Scores(2.0, True))
         of = [replace(one, mask=mask, scores=how) for mask in masks for how in scores]
         of = [each for each in of if each.mask != FULL or not each.scores.softcap]

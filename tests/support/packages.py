@@ -71,8 +71,8 @@ def shape(
     padded: its items have lengths, as those count that the device alone knows.
     """
     sizes = (batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim)
-    mask = CAUSAL if causal else FULL
-    mask = mask if boolean is None else mask.as_boolean(boolean)
+    own = CAUSAL if causal else FULL
+    mask = own if boolean is None else own.as_boolean(boolean)
     layout = Padded("right", 100) if padded else DENSE
     return Problem(*sizes, dtype, mask, layout, Scores(bias=bias), head_dim_v=head_dim_v)
 
