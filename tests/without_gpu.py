@@ -17,7 +17,7 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from once import once
 from samples import TEST_GPU
-from sweeping import SPEC, TIMES, use, use_fake_compiler
+from sweeping import FAMILIES, SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.baselines.backend import Package
 from attnsweep.core.errors import NoGpuError, SpecError
@@ -36,13 +36,13 @@ from attnsweep.tools import doctor
 def made_once():
     """What cannot change and hundreds of tests need is made once for a process.
 
-    What recorded runs give; shipped families; the command line.
+    What recorded runs give; families, shipped ones and those of tests; the command line.
     """
     load_kernel = discovering.load_kernel
-    shipped_kernel = cache(load_kernel)
+    known = cache(load_kernel)
 
     def loaded(path):
-        return (shipped_kernel if path.parent == shipped("kernels") else load_kernel)(path)
+        return (known if path.parent in (shipped("kernels"), FAMILIES) else load_kernel)(path)
 
     with pytest.MonkeyPatch.context() as patch, once():
         patch.setattr(discovering, "load_kernel", loaded)
@@ -243,8 +243,7 @@ def go(tmp_path):
     def run(text=SPEC, kernels=None, **options):
         path = tmp_path / "test.yaml"
         path.write_text(text)
-        kernels = kernels or discover()
-        spec = load_spec(path, kernels)
+        spec = load_spec(path, kernels or discover)
         return session.run(spec, results=tmp_path / "results", cache_dir=tmp_path / "cache", **options)
 
     return run

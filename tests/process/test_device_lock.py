@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
-from sweeping import use
+from sweeping import FAMILIES, use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
@@ -132,12 +132,13 @@ def test_the_usual_place_needs_no_session(tmp_path, monkeypatch):
 
 # -- what takes it ------------------------------------------------------------------------------
 
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32]}}
+  - {{batch: 1, heads: 2, seqlen: 256, head_dim: 64}}
+kernels: {{simple: {{THREADS: [32]}}}}
 baselines: []
-measure: {rounds: 4}
+measure: {{rounds: 4}}
 """
 
 
@@ -151,7 +152,7 @@ def gpu(monkeypatch):
 def go(tmp_path, gpu):
     path = tmp_path / "test.yaml"
     path.write_text(SPEC)
-    kernels = discover()
+    kernels = discover(FAMILIES)
 
     def run(**options):
         return session.run(load_spec(path, kernels), results=tmp_path / "results", **options)

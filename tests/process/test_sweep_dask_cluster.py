@@ -107,7 +107,7 @@ def go(tmp_path, cards):
     Every card that holds a candidate then goes on.
     """
 
-    def run(cluster, text=SPEC, families=None, *, after=1, on=(0, 1), do=None, **options):
+    def run(cluster, text=SPEC, *, after=1, on=(0, 1), do=None, **options):
         def ready():
             return sum(card in on for card, _ in cards.calls("trial")) >= after
 
@@ -118,7 +118,7 @@ def go(tmp_path, cards):
 
         with contextlib.nullcontext() if do is None else clusters.meanwhile(ready, act):
             address = cluster.scheduler_address
-            return clusters.swept(tmp_path, cards, address, text, families, **options)
+            return clusters.swept(tmp_path, cards, address, text, **options)
 
     return run
 
@@ -134,10 +134,16 @@ def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards, workers
     assert sum(measured(cards).values()) == 12
 
 
-def test_kernels_of_the_user_travel(go, cards, workers):
-    text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace("256, 512, 1024, 2048", "64, 128")
-    outcome, _ = go(workers, text, FAMILIES)
-    assert {t.kernel for t in outcome.run.trials} == {"burns"}
+@pytest.mark.parametrize("family", ["burns", "naive"])
+def test_kernels_of_the_user_travel_and_shipped_ones_are_there(go, cards, workers, family):
+    own = f"kernel_dir: {FAMILIES}\n"
+    assert own in SPEC
+    text = SPEC.replace(own, own if family == "burns" else "")
+    text = text.replace("simple: {THREADS: [32, 64, 128]}", f"{family}: {{}}").replace(
+        "256, 512, 1024, 2048", "64, 128"
+    )
+    outcome, _ = go(workers, text)
+    assert {t.kernel for t in outcome.run.trials} == {family}
     assert {t.status for t in outcome.run.trials} == {Status.OK}
 
 
@@ -263,7 +269,7 @@ session.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_di
 place = Path({place!r})
 with cluster.connected({address!r}) as client:
     start_child = cluster.starter(client, [sys.executable, "-c", {script!r}])
-    session.run(load_spec(place / "test.yaml", discover()),
+    session.run(load_spec(place / "test.yaml", discover),
                 Fleet(cluster.cards_of(client, print), start_child=start_child),
                 results=place / "results", cache_dir=place / "cache")
 """

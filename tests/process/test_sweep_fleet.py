@@ -295,7 +295,7 @@ session.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_di
 place = Path({place!r})
 cards = FakeCards(place, times={times!r}, trial_s=0.15, together=2)
 cards.on(0, fault="sleep", after=2)  # a child that works on would notice that nobody reads
-session.run(load_spec(place / "test.yaml", discover()),
+session.run(load_spec(place / "test.yaml", discover),
             Fleet(cards.cards, start_child=cards.start_child),
             results=place / "results", cache_dir=place / "cache")
 """

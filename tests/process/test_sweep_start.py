@@ -62,7 +62,7 @@ def test_the_child_of_a_real_card_says_that_there_is_none(cards, tmp_path):
     told = SimpleQueue()
     child = start_child(cards.cards[0], told.put)
     (tmp_path / "test.yaml").write_text(SPEC)
-    hello = sweep_cards.hello_of(load_spec(tmp_path / "test.yaml", discover()), None)
+    hello = sweep_cards.hello_of(load_spec(tmp_path / "test.yaml", discover), None)
     child.send({"do": "begin", **hello})
     message = told.get(timeout=60)
     assert message["say"] == "gone"

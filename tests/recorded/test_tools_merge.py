@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import PROBLEM, TEST_GPU, candidate, once
+from sweeping import FAMILIES
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
@@ -27,20 +28,21 @@ from attnsweep.sweep import session
 from attnsweep.tools.merge import merge
 
 OTHER = Problem.parse("1,2,128,64 fp16 full")
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 name: mine
 problems:
-  - {batch: 1, heads: 2, seqlen: 128, head_dim: 64}
-  - {batch: %d, heads: %d, seqlen: %d, head_dim: %d}
-kernels: {naive: {THREADS: [32, 64]}}
+  - {{batch: 1, heads: 2, seqlen: 128, head_dim: 64}}
+  - {{batch: %d, heads: %d, seqlen: %d, head_dim: %d}}
+kernels: {{simple: {{THREADS: [32, 64]}}}}
 baselines: []
 """
 ONCE = once(10.0)
 
 
 def planned_of(flops: list[int]) -> tuple[PlannedProblem, ...]:
-    """Problems of these sizes, each with a space of one config of `naive`."""
-    kernel = discover()["naive"]
+    """Problems of these sizes, each with a space of one config of `simple`."""
+    kernel = discover(FAMILIES)["simple"]
     found = []
     for heads in flops:
         problem = Problem(1, heads, heads, 64, 64, 64)
@@ -56,7 +58,7 @@ def written(directory: Path, *problems: Problem, spec: str | None = None, **fact
     with Store.open(directory) as store:
         store.describe(text, TEST_GPU.model_copy(update=facts))
         for number, problem in enumerate(problems, 1):
-            store.append(candidate("naive", 10.0 * number, THREADS=32).with_(problem=problem))
+            store.append(candidate("simple", 10.0 * number, THREADS=32).with_(problem=problem))
         store.keep(f"{directory.name}.cubin.xz", lzma.compress(directory.name.encode()))
         return store.finish()
 

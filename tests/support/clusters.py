@@ -133,7 +133,6 @@ def swept(
     cards: FakeCards,
     address: str,
     text: str = SPEC,
-    families: Path | None = None,
     *,
     when: Mapping[str, Callable[[], Any]] | None = None,
     helped: bool = False,
@@ -158,7 +157,7 @@ def swept(
             silence_s=options.pop("silence_s", None),
         )
         outcome = session.run(
-            load_spec(path, discover(families)),
+            load_spec(path, discover),
             fleet,
             results=place / "results",
             cache_dir=place / "cache",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_cards import FakeCards
+from sweeping import FAMILIES
 
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -18,12 +19,13 @@ from attnsweep.sweep import session
 from attnsweep.sweep.fleet import Fleet
 from attnsweep.sweep.session import SweepOutcome
 
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
+  - {{batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}}
+kernels: {{simple: {{THREADS: [32, 64, 128]}}}}
 baselines: []
-measure: {rounds: 4}
+measure: {{rounds: 4}}
 """
 TWO = SPEC.replace("[256, 512, 1024, 2048]", "[256, 512]")
 """The same on two problems."""
@@ -88,7 +90,7 @@ def swept(
     of_fleet = {name: options.pop(name) for name in ("silence_s", "arrivals") if name in options}
     these = cards.cards if on is None else [cards.cards[number] for number in on]
     outcome = session.run(
-        load_spec(path, discover()),
+        load_spec(path, discover),
         Fleet(these, start_child=cards.start_child, **of_fleet),
         results=place / "results",
         cache_dir=place / "cache",

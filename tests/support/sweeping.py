@@ -16,14 +16,16 @@ from attnsweep.sweep import check_cards, session
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import judge, target
 
+FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
+  - {{batch: 1, heads: 2, seqlen: 256, head_dim: 64}}
+kernels: {{simple: {{THREADS: [32, 64, 128]}}}}
 baselines: [torch_flash, flash_attn_3]
-measure: {rounds: 4}
+measure: {{rounds: 4}}
 """
 
 

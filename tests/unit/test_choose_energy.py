@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
-from sweeping import use
+from sweeping import FAMILIES, use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.energy import RANKED, SHOWN
@@ -22,12 +22,13 @@ from attnsweep.specs.load import load_spec
 from attnsweep.sweep import session
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 21.0, "torch_flash": 25.0}
-WATTS = {"naive THREADS=64": 600.0, "naive THREADS=128": 400.0, "torch_flash": 550.0}
-SPEC = """
-problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]
-kernels: {naive: {THREADS: [32, 64, 128]}}
+WATTS = {"simple THREADS=64": 600.0, "simple THREADS=128": 400.0, "torch_flash": 550.0}
+SPEC = f"""
+kernel_dir: {FAMILIES}
+problems: [{{batch: 1, heads: 2, seqlen: 256, head_dim: 64}}]
+kernels: {{simple: {{THREADS: [32, 64, 128]}}}}
 baselines: [torch_flash, flash_attn_3]
-measure: {rounds: 4%s}
+measure: {{rounds: 4%s}}
 """
 
 
@@ -62,7 +63,7 @@ def go(gpu, tmp_path):
     notes = Notes()
 
     def run(measure="", place="results"):
-        kernels = discover()
+        kernels = discover(FAMILIES)
         path = tmp_path / "test.yaml"
         path.write_text(SPEC % measure)
         return session.run(
@@ -132,7 +133,7 @@ def test_a_baseline_that_takes_less_energy_is_named_and_not_the_one_that_is_fast
 
 def test_explain_says_what_ranked(go):
     run = go(", rank_by: energy")
-    ((best, *_), (other, *_)) = (explain(run, [f"THREADS={n}"], None, discover()) for n in (128, 64))
+    ((best, *_), (other, *_)) = (explain(run, [f"THREADS={n}"], None, discover(FAMILIES)) for n in (128, 64))
     assert other.ratio == pytest.approx(12 / 8.4)
     said = [verdict(found)[0].replace("\u00a0", " ") for found in (best, other)]
     assert said[0].startswith("It won: 8.4")
@@ -142,7 +143,7 @@ def test_explain_says_what_ranked(go):
 
 
 def test_what_noise_hides_is_a_tie(go, gpu):
-    gpu.watts |= {"naive THREADS=64": 420.0, "naive THREADS=128": 400.5}
+    gpu.watts |= {"simple THREADS=64": 420.0, "simple THREADS=128": 400.5}
     assert by_name(go(", rank_by: energy", "quiet"))
     gpu.scatter = 0.05
     run = go(", rank_by: energy", "noisy")
@@ -177,7 +178,7 @@ def test_a_card_without_a_counter_is_refused_before_anything_is_measured(go, gpu
 
 
 def test_an_entry_that_fails_then_is_a_row_and_the_others_go_on(go, gpu):
-    gpu.faults["energy", "naive THREADS=128"] = WorkerError(Status.TIMEOUT, "hung")
+    gpu.faults["energy", "simple THREADS=128"] = WorkerError(Status.TIMEOUT, "hung")
     run = go(", rank_by: energy")
     (row,) = (t for t in run.trials if t.config.get("THREADS") == 128)
     assert (row.status, row.detail) == (Status.TIMEOUT, "while timing: hung")

@@ -11,7 +11,7 @@ import pytest
 import typer
 from fake_compiler import REGISTERS, FakeCompiler
 from samples import full_run
-from sweeping import use_fake_compiler
+from sweeping import FAMILIES, use_fake_compiler
 from typer.testing import CliRunner
 
 from attnsweep import cli
@@ -23,10 +23,11 @@ from attnsweep.tools import inspect as inspect_tool
 ROOT = Path(__file__).parent.parent.parent
 RUN = ROOT / "results" / "h100-80gb-hbm3" / "h100"
 GROUP = typer.main.get_command(cli.app)
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 2, seqlen: [512, 64], head_dim: 64}
-kernels: {naive: {THREADS: [128, 32, 64]}}
+  - {{batch: 1, heads: 2, seqlen: [512, 64], head_dim: 64}}
+kernels: {{simple: {{THREADS: [128, 32, 64]}}}}
 """
 
 
@@ -127,9 +128,9 @@ def test_the_specs_that_ship_are_listed_a_line_each(attnsweep):
 
 def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
     said = attnsweep("compile", spec, "--verbose", "--arch", "sm_80").stderr.splitlines()
-    rows = [line for line in said if line.startswith("  naive")]
+    rows = [line for line in said if line.startswith("  simple")]
     assert len(rows) == 5
-    assert "  naive  THREADS=128  ok" in rows
+    assert "  simple  THREADS=128  ok" in rows
     assert "exclude each other" in attnsweep("list", "-q", "-v").stderr
 
 
@@ -225,7 +226,7 @@ def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
 def test_each_candidate_is_shown_if_that_is_asked_for(attnsweep, spec, fake_nvrtc, width):
     lines = attnsweep("compile", spec, "--arch", "sm_80", "--all", width=width).stdout.splitlines()
     assert max(map(len, lines)) <= width
-    of_candidates = [line.split() for line in lines if line.startswith("naive")]
+    of_candidates = [line.split() for line in lines if line.startswith("simple")]
     assert [words[1:3] for words in of_candidates] == [["ok", str(REGISTERS)]] * 5
     assert of_candidates[1][5:7] == ["50", "%"]
     assert [line.split()[-1] for line in lines if "THREADS=" in line] == [
@@ -243,7 +244,7 @@ def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(at
 
 
 def test_ctrl_c_while_compiling_says_how_much_is_kept(attnsweep, spec, fake_nvrtc):
-    FakeCompiler.errors["naive.cu"] = KeyboardInterrupt()
+    FakeCompiler.errors["simple.cu"] = KeyboardInterrupt()
     done = attnsweep("compile", spec, "--arch", "sm_80")
     assert (done.returncode, done.stdout) == (130, "")
     assert re.search(r"interrupted: \d of 5 are cached for sm_80; the same command goes on", done.stderr)

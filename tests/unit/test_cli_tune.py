@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
-from sweeping import use
+from sweeping import FAMILIES, use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import NoGpuError
@@ -18,12 +18,12 @@ from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
 
-FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "THREADS=256": 50.0}
 TIMES["flash_attn_3"] = 25.0
 # A family with four candidates, so that a sweep is short.
-NAIVE = ("tune", "1,2,256,64", "--kernel", "naive")
-ENDING = "naive is 1.250 ± 0.000 times as fast as FlashAttention-3 (20.0 against 25.0 µs) on"
+SIMPLE = ("--kernel", "simple", "--kernels", str(FAMILIES))
+TUNE = ("tune", "1,2,256,64", *SIMPLE)
+ENDING = "simple is 1.250 ± 0.000 times as fast as FlashAttention-3 (20.0 against 25.0 µs) on"
 
 
 @pytest.fixture(autouse=True)
@@ -47,33 +47,33 @@ def rows_of(tmp_path, name):
 
 
 def test_it_ends_in_the_sentence_and_stores_a_run(attnsweep, gpu, tmp_path):
-    done = attnsweep(*NAIVE, "--causal", "--dtype", "bf16")
+    done = attnsweep(*TUNE, "--causal", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{ENDING} (1,2,256,64) bf16 causal."
-    rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal-naive")
+    rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal-simple")
     assert {row.problem.label for row in rows} == {"(1,2,256,64) bf16 causal"}
-    assert {row.kernel for row in rows if row.provider == "attnsweep"} == {"naive"}
+    assert {row.kernel for row in rows if row.provider == "attnsweep"} == {"simple"}
 
 
 def test_the_same_command_measures_nothing_twice_and_fresh_all(attnsweep, gpu, tmp_path):
-    first = attnsweep(*NAIVE)
+    first = attnsweep(*TUNE)
     tried = len(gpu.names("trial"))
     assert tried == 4
-    again = attnsweep(*NAIVE)
+    again = attnsweep(*TUNE)
     assert len(gpu.names("trial")) == tried
     assert again.stdout == first.stdout
-    attnsweep("tune", "B=1 H=2 S=256 D=64", "--kernel", "naive")
+    attnsweep("tune", "B=1 H=2 S=256 D=64", *SIMPLE)
     assert len(gpu.names("trial")) == tried, "the named form is another run"
-    attnsweep(*NAIVE, "--fresh")
+    attnsweep(*TUNE, "--fresh")
     assert len(gpu.names("trial")) == 2 * tried
-    directory = tmp_path / "results" / "test-1" / "tune-1-2-256-64-fp16-full-naive"
+    directory = tmp_path / "results" / "test-1" / "tune-1-2-256-64-fp16-full-simple"
     assert len([*directory.glob("trials.*.jsonl")]) == 1, "the older rows are set aside"
 
 
 def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_path):
     (tmp_path / "more.csv").write_text("B,H,S,D,causal\n1,2,512,64,true\n")
     shapes = ("1,2,256,64", "more.csv")
-    done = attnsweep("tune", *shapes, "--kernel", "naive")
+    done = attnsweep("tune", *shapes, *SIMPLE)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-2:]
     assert [line.removeprefix(f"{ENDING} ") for line in last] == [
@@ -81,14 +81,14 @@ def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_pat
         "(1,2,512,64) fp16 causal.",
     ]
     (directory,) = (tmp_path / "results" / "test-1").iterdir()
-    assert re.fullmatch("tune-2-shapes-[0-9a-f]{8}-naive", directory.name)
-    attnsweep("tune", *shapes[::-1], "--kernel", "naive")
+    assert re.fullmatch("tune-2-shapes-[0-9a-f]{8}-simple", directory.name)
+    attnsweep("tune", *shapes[::-1], *SIMPLE)
     assert [*directory.parent.iterdir()] == [directory], "the order makes another run"
 
 
-@pytest.mark.parametrize("command", [NAIVE, ("run", "mine.yaml")], ids=["tune", "run"])
+@pytest.mark.parametrize("command", [TUNE, ("run", "mine.yaml")], ids=["tune", "run"])
 def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, command):
-    attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--dry-run")
+    attnsweep(*TUNE, "--save-spec", "mine.yaml", "--dry-run")
     options = ("--limit", "2", "--wait", "--fresh", "--exhaustive", "--results", "elsewhere")
     done = attnsweep(*command, *options, "--progress", "json", "--json")
     assert done.returncode == 0, done.stderr
@@ -105,17 +105,17 @@ def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, command):
 
 def test_ctrl_c_keeps_what_was_measured_and_is_exit_code_130(attnsweep, gpu):
     gpu.faults["add_baseline", "flash_attn_3"] = KeyboardInterrupt()
-    done = attnsweep(*NAIVE)
+    done = attnsweep(*TUNE)
     assert done.returncode == 130
     assert "interrupted: all rows are kept; the same command continues from here" in done.stderr
-    assert done.stdout.splitlines()[-1].startswith("naive takes 20.0 µs on")
+    assert done.stdout.splitlines()[-1].startswith("simple takes 20.0 µs on")
 
 
 def test_the_saved_spec_is_what_was_run(attnsweep, gpu, tmp_path):
-    attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--budget-s", "60")
-    spec = load_spec(tmp_path / "mine.yaml", discover())
+    attnsweep(*TUNE, "--save-spec", "mine.yaml", "--budget-s", "60")
+    spec = load_spec(tmp_path / "mine.yaml", discover)
     stored = tmp_path / "results" / "test-1" / spec.name
-    assert spec == load_spec(stored / "spec.yaml", discover())
+    assert spec == load_spec(stored / "spec.yaml", discover)
     assert spec.search.budget_s == 60
     before = len(gpu.names("trial"))
     assert attnsweep("run", "mine.yaml").returncode == 0
@@ -125,14 +125,14 @@ def test_the_saved_spec_is_what_was_run(attnsweep, gpu, tmp_path):
 def test_a_spec_is_not_written_over_a_file_unless_it_is_forced(attnsweep, gpu, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("precious")
-    done = attnsweep(*NAIVE, "--save-spec", path)
+    done = attnsweep(*TUNE, "--save-spec", path)
     assert done.returncode == 2
     assert "is there already" in done.stderr
     assert path.read_text() == "precious"
     assert gpu.names("trial") == [], "it measured before it looked"
-    assert attnsweep(*NAIVE, "--save-spec", path, "--force").returncode == 0
+    assert attnsweep(*TUNE, "--save-spec", path, "--force").returncode == 0
     assert path.read_text() != "precious"
-    done = attnsweep(*NAIVE, "--save-spec", "nowhere/mine.yaml")
+    done = attnsweep(*TUNE, "--save-spec", "nowhere/mine.yaml")
     assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import label_of
 from samples import TEST_GPU
-from sweeping import SPEC, Notes, by_config
+from sweeping import FAMILIES, SPEC, Notes, by_config
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.ranking import rank
@@ -27,7 +27,6 @@ from attnsweep.family.discover import discover
 from attnsweep.store.run import pack, read_trials
 
 pytestmark = pytest.mark.usefixtures("gpu")
-FAMILIES = Path(__file__).parent.parent / "families"
 
 
 def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
@@ -104,7 +103,7 @@ def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch):
     rows = by_config(go())
     assert rows[(32,)].status is Status.OK
     assert rows[(64,)].status is Status.PRUNED
-    assert rows[(64,)].detail == "same machine code as naive THREADS=32"
+    assert rows[(64,)].detail == "same machine code as simple THREADS=32"
     assert rows[(64,)].time_us is None
     assert len(gpu.names("trial")) == 2
     gpu.calls.clear()
@@ -152,7 +151,7 @@ def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_pa
     for _ in range(2):
         rows = by_config(go())
         assert rows[(32, 2)].status is Status.PRUNED
-        assert rows[(32, 2)].detail == "naive changed since: UNROLL"
+        assert rows[(32, 2)].detail == "simple changed since: UNROLL"
         assert rows[(32,)].status is Status.OK
 
 
@@ -184,12 +183,12 @@ def test_a_failed_candidate_costs_its_own_row(go, gpu, status):
 
 
 def test_a_finalist_that_fails_while_timed_leaves_the_rounds(go, gpu):
-    gpu.faults["replay", "naive THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
+    gpu.faults["replay", "simple THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
     rows = by_config(go())
     assert rows[(64,)].status is Status.TIMEOUT
     assert rows[(64,)].detail == "while timing: no answer"
     assert rows[(32,)].time_us.samples == 4
-    assert ("forget", "naive THREADS=64") in gpu.calls
+    assert ("forget", "simple THREADS=64") in gpu.calls
 
 
 def test_ctrl_c_keeps_what_is_measured(go, gpu, tmp_path):
@@ -262,16 +261,16 @@ def test_no_candidate_left_names_the_rules_and_what_they_say(go):
         go(short.replace("[32, 64, 128]", "256"))
     assert caught.value.hint == (
         "with the family's own values of THREADS, 1 candidate\n"
-        "  naive: its only config is ruled out: no_idle_block removed 1\n"
+        "  simple: its only config is ruled out: no_idle_block removed 1\n"
         "    no_idle_block: a block has at most the rows of a head, rounded up to a warp"
     )
-    with pytest.raises(SpaceError, match="naive: all 2 configs are ruled out: "):
+    with pytest.raises(SpaceError, match="simple: all 2 configs are ruled out: "):
         go(short.replace("[32, 64, 128]", "[128, 256]"))
 
 
 def test_workspace_over_the_limit_is_pruned(go):
     kernels = "{three_kernel_mma: {}}"
-    text = SPEC.replace("{naive: {THREADS: [32, 64, 128]}}", kernels)
+    text = SPEC.replace("{simple: {THREADS: [32, 64, 128]}}", kernels)
     outcome = go(text + "limits: {workspace_bytes: 1024}\n", limit=2)
     reasons = {t.detail for t in outcome.run.trials if t.provider == "attnsweep"}
     assert reasons == {"needs 0.0 GiB of workspace, 0.0 allowed"}
@@ -295,15 +294,15 @@ def test_replay_marks_every_row_and_invents_none(go, tmp_path):
 
 
 def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go):
-    kernels = deepcopy(discover())
-    stage = kernels["naive"].stages["fwd"]
+    kernels = deepcopy(discover(FAMILIES))
+    stage = kernels["simple"].stages["fwd"]
 
     def picky(config, problem, arch):
         if problem.seqlen_k == 17 and config.THREADS == 64:
             raise ValueError("seventeen")
         return stage.launch(config, problem, arch)
 
-    kernels["naive"].stages["fwd"] = replace(stage, launch=picky)
+    kernels["simple"].stages["fwd"] = replace(stage, launch=picky)
     rows = by_config(go(kernels=kernels))
     assert rows[(64,)].status is Status.LAUNCH_ERROR
     assert "raised ValueError: seventeen" in rows[(64,)].detail
@@ -348,15 +347,15 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
 def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, constants):
     constants(time_limit, LIMIT_S=0.2)
     gpu.installed = arch_on(TEST_GPU)
-    kernels = deepcopy(discover())
-    naive = kernels["naive"]
+    kernels = deepcopy(discover(FAMILIES))
+    simple = kernels["simple"]
 
     def endless(config, problem, arch):
         while True:
             pass
 
-    naive.rule("never ends")(endless)
-    with pytest.raises(KernelError, match=r"rule endless of naive did not return within 0.2 s"):
+    simple.rule("never ends")(endless)
+    with pytest.raises(KernelError, match=r"rule endless of simple did not return within 0.2 s"):
         go(kernels=kernels)
 
 
@@ -385,10 +384,10 @@ def test_max_error_keeps_the_inaccurate_out_of_the_rounds(go, gpu, accuracies):
     assert rows[64,].status is Status.INACCURATE
     assert rows[64,].detail == "error 5.00e-02 exceeds measure: max_error 2.00e-02"
     assert rows[64,].time_us.rounds == []
-    assert "naive THREADS=64" not in gpu.names("add")
+    assert "simple THREADS=64" not in gpu.names("add")
     assert [len(rows[key].time_us.rounds) for key in ((32,), (128,), "torch_flash")] == [4] * 3
     ranking = (go(BOUNDED).run.directory / "ranking.md").read_text()
-    assert "best of ours; torch_flash is faster (1.20×): naive THREADS=32" in ranking
+    assert "best of ours; torch_flash is faster (1.20×): simple THREADS=32" in ranking
     assert "max_error 2.0e-02: candidates with a larger error are not ranked (1 are not)" in ranking
 
 
@@ -410,9 +409,9 @@ def test_nothing_accurate_enough_is_no_result_and_says_so(go, accuracies):
 
 
 def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):
-    kernels = discover()
-    kernels["naive"] = copy.copy(kernels["naive"])
-    object.__setattr__(kernels["naive"], "rounds_scores", 2)
+    kernels = discover(FAMILIES)
+    kernels["simple"] = copy.copy(kernels["simple"])
+    object.__setattr__(kernels["simple"], "rounds_scores", 2)
     go(kernels=kernels)
     assert [opened["rounds_scores"] for opened in gpu.opened] == [{2}]
 

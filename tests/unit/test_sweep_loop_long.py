@@ -7,19 +7,20 @@ import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import RIGHT, FakeGpu, label_of
 from rich.console import Console
-from sweeping import Notes, by_config, use
+from sweeping import FAMILIES, Notes, by_config, use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.trial import Status
 from attnsweep.reports import progress
 from attnsweep.reports.terminal import Form
 
-SPEC = """
+SPEC = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 32, seqlen: 131072, head_dim: 128, causal: true, dtype: bf16}
-kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256, 288, 320]}}
+  - {{batch: 1, heads: 32, seqlen: 131072, head_dim: 128, causal: true, dtype: bf16}}
+kernels: {{simple: {{THREADS: [32, 64, 96, 128, 160, 192, 224, 256, 288, 320]}}}}
 baselines: [torch_flash]
-measure: {rounds: 12}
+measure: {{rounds: 12}}
 """
 LONG = "(1,32,131072,128) bf16 causal"
 SHORT = "(1,32,16384,128) bf16 causal"
@@ -183,7 +184,7 @@ def test_the_same_command_again_measures_nothing_unless_it_is_fresh(go, gpu):
     [
         SPEC.replace("rounds: 12", "rounds: 11"),
         SPEC.replace("[torch_flash]", "[torch_flash, unfused]"),
-        SPEC.replace("{naive:", "{ladder_2_tiles: {BLOCK_M: [64]}, naive:"),
+        SPEC.replace("{simple:", "{ladder_2_tiles: {BLOCK_M: [64]}, simple:"),
         SPEC.replace("THREADS: [32, ", "THREADS: ["),
     ],
     ids=["rounds", "a baseline", "a family", "without the winner"],
@@ -286,12 +287,12 @@ def test_a_long_problem_that_fails_to_open_leaves_a_row_of_each_entrant(go, gpu)
 
 
 def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_affordable(go, gpu):
-    gpu.chaining = {f"naive THREADS={n}" for n in THREADS}
+    gpu.chaining = {f"simple THREADS={n}" for n in THREADS}
     gpu.longer = {"160": 2 * LONGER}
     rows = ours(go(SPEC))
     assert {len(rows[n].time_us.rounds) for n in THREADS[:4]} == {6}
     assert len(rows[160].time_us.rounds) == 1
-    assert gpu.names("replay").count("naive THREADS=32") == 6  # no warm-up, no other kind
+    assert gpu.names("replay").count("simple THREADS=32") == 6  # no warm-up, no other kind
     assert gpu.names("eager_us") == []
     assert (rows[32].cold_us, rows[32].eager_us, rows[32].chained_us) == (None, None, None)
     assert rows[32].warm_us == rows[32].time_us.median

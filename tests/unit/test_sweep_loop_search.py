@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from sweeping import SPEC, Notes, by_config
+from sweeping import FAMILIES, SPEC, Notes, by_config
 
 from attnsweep.choose import search
 from attnsweep.choose.strategies import gp
@@ -41,13 +41,14 @@ def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, timed_b
     assert len([1 for key in rows if isinstance(key, tuple)]) == 1
 
 
-MANY = """
+MANY = f"""
+kernel_dir: {FAMILIES}
 problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256]}}
+  - {{batch: 1, heads: 2, seqlen: 256, head_dim: 64}}
+kernels: {{simple: {{THREADS: [32, 64, 96, 128, 160, 192, 224, 256]}}}}
 baselines: []
-measure: {rounds: 4, finalists: 3}
-search: {strategy: gp, candidates: 6, seed: 4}
+measure: {{rounds: 4, finalists: 3}}
+search: {{strategy: gp, candidates: 6, seed: 4}}
 """
 
 
@@ -141,7 +142,7 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(go, m
     assert re.fullmatch(
         r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most", facts["ended"]
     )
-    assert notes.texts == [f"(1,2,256,64) fp16 full: naive: the search ended: {facts['ended']}"]
+    assert notes.texts == [f"(1,2,256,64) fp16 full: simple: the search ended: {facts['ended']}"]
     left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
     assert left in (outcome.run.directory / "ranking.md").read_text()
 
