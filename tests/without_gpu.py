@@ -118,8 +118,8 @@ def has(monkeypatch):
 @pytest.fixture
 def planned(operator):
     """The calls that the operator has looked up by shapes and strides."""
-    asked, own = [], operator.plan
-    operator.plan = lambda *what: asked.append(what) or own(*what)
+    asked, own = [], operator.planner.looked_up
+    operator.planner.looked_up = lambda *what: asked.append(what) or own(*what)
     return asked
 
 
@@ -147,9 +147,8 @@ def remember(constants):
     """Sets how much operators and their launches keep: remember(plans=3, ready=3, of_a_kind=2)."""
 
     def set_(plans=None, **most):
-        of_plans = ("operator", "backward_operator", "fp8_operator") if plans else ()
         for owner, of in (
-            *((name, {"MOST_PLANS": plans}) for name in of_plans),
+            *((name, {"MOST_PLANS": plans}) for name in ("planner", "backward_operator", "operator") if plans),
             ("driver", {f"MOST_{name.upper()}": n for name, n in most.items()}),
         ):
             constants(import_module(f"attnsweep.serve.runtime.{owner}"), **of)

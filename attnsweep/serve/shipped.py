@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.serve.runtime.docstrings import MASKS_AND_SCORES, PACKED, ends_with
 
 if TYPE_CHECKING:
-    from attnsweep.serve.runtime.serving_plan import Explanation
+    from attnsweep.serve.runtime.dispatch import Explanation
 
 
 _loaded: Any = None

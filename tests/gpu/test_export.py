@@ -236,7 +236,7 @@ def test_addresses_that_keep_changing(always):
             got = always.attention(*given)
         torch.cuda.current_stream().wait_stream(other)
         assert torch.allclose(got, expected, atol=4e-3, rtol=1e-2), n
-    assert always._devices[0]._replaces, "cuTensorMapReplaceAddress does what encoding does"
+    assert always.launcher._devices[0]._replaces, "cuTensorMapReplaceAddress does what encoding does"
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
@@ -247,8 +247,8 @@ def test_a_replaced_address_is_an_encoded_one(always, layout, shape):
     with by_kernels(always, 1):
         always.attention(*given, enable_gqa=True)
     kind = (given[0].shape, given[0].stride(), given[0].dtype)
-    plan = next(p for what, p in always._plans.items() if what[:3] == kind and p.launches)
-    driver, ready = always._devices[0]._cuda, next(iter(plan.launches._ready.values()))
+    plan = next(p for what, p in always.planner._plans.items() if what[:3] == kind and p.launches)
+    driver, ready = always.launcher._devices[0]._cuda, next(iter(plan.launches._ready.values()))
     far = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     near = [t.data_ptr() for t in given]
     places = [at + more for at in (*near, far.data_ptr()) for more in (0, 16, 4096, 1 << 29)]

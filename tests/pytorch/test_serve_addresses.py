@@ -18,6 +18,7 @@ from packages import shape, winner  # noqa: E402
 from attnsweep.core import problem  # noqa: E402
 from attnsweep.family import hopper  # noqa: E402
 from attnsweep.serve.runtime import cost_model  # noqa: E402
+from attnsweep.serve.runtime.call import Call  # noqa: E402
 from attnsweep.serve.runtime.driver import Ready  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,7 +51,7 @@ def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
         for n in calls:
             seqlen, offset = 130 + n % 1307, 8 * (n % 977)  # in step after a million calls
             q = memory[offset : offset + 256 * seqlen].view(1, 4, seqlen, 64)
-            made.served(q, q, q, False, 0.125, grad)
+            made.served(Call(q, q, q, scale=0.125, lse=grad))
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 

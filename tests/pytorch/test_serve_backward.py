@@ -21,7 +21,7 @@ from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.serve.runtime import backward_operator  # noqa: E402
-from attnsweep.serve.runtime.serving_plan import Plan  # noqa: E402
+from attnsweep.serve.runtime.serving_plan import ServingPlan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, HEADS, HEADS_KV, ROWS = 2, 4, 2, 128
@@ -494,9 +494,9 @@ def test_a_compiled_forward_that_fails_gives_the_backward_right_statistics(tmp_p
 
 def test_the_cache_of_plans_has_a_limit(operator, remember):
     remember(plans=2)
-    before = alive(Plan)
+    before = alive(ServingPlan)
     for scale in (0.1, 0.2, 0.3, 0.4):
         given = given_of()
         assert right(gradients_of(operator.attention, given, scale=scale), given, scale=scale)
     assert operator.counters() == {"kernel": 4, "kernel_backward": 4}
-    assert alive(Plan) - before <= 2 + 2, "of forwards and of backwards"
+    assert alive(ServingPlan) - before <= 2 + 2, "of forwards and of backwards"

@@ -13,6 +13,7 @@ from operators import Watch, aten, close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
 from attnsweep.serve.runtime import call_cache, gradients  # noqa: E402
+from attnsweep.serve.runtime.call import Call  # noqa: E402
 from attnsweep.serve.runtime.table import PackageError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -304,7 +305,7 @@ def test_a_kernel_that_fails_is_forgotten(operator, driver, known):
 
 def test_a_known_plan_that_another_thread_found_damaged(operator, known):
     leaves = leaves_of(known)
-    operator.gave_up(operator.plan(*leaves, False, None, False, True), PackageError("it is"))
+    operator.launcher.gave_up(operator.planner.plan(Call(*leaves, enable_gqa=False)), PackageError("it is"))
     for _ in range(3):
         out = operator.attention(*leaves)
         assert torch.equal(out, F.scaled_dot_product_attention(*leaves))

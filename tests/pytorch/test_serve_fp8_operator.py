@@ -25,7 +25,7 @@ from attnsweep.serve import export  # noqa: E402
 from attnsweep.serve.runtime.driver import Ready  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
-from attnsweep.serve.runtime.serving_plan import Plan  # noqa: E402
+from attnsweep.serve.runtime.serving_plan import ServingPlan  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS, PackageError, read_table  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -257,11 +257,11 @@ def test_a_kernel_that_cannot_run_is_an_error(table, tmp_path, driver, said):
 
 def test_launches_are_remembered_and_never_grow_without_end(operator, driver, remember):
     remember(plans=3, ready=3)
-    before = alive(Plan), alive(Ready)
+    before = alive(ServingPlan), alive(Ready)
     for seqlen in range(100, 120):
         operator.attention(*quantised(seqlen=seqlen), *scales_of("heads"))
         if seqlen % 4 == 0:
-            assert alive(Plan) - before[0] <= 3
+            assert alive(ServingPlan) - before[0] <= 3
             assert alive(Ready) - before[1] <= 3
 
 

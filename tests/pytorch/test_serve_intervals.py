@@ -21,6 +21,7 @@ import attnsweep  # noqa: E402
 from attnsweep.core.layouts import Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, Interval  # noqa: E402
 from attnsweep.serve.runtime import pytorch_calls  # noqa: E402
+from attnsweep.serve.runtime.mask_lists import MaskLists  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.sdpa_patch import sdpa  # noqa: E402
 
@@ -336,14 +337,10 @@ def test_no_call_of_a_sequence_is_stale(tmp_path, driver, kernel, steps):
     And none scans again what was not changed since, in its stream and its capture.
     """
     state = SimpleNamespace(stream=0, capture=0, given=given_of(), lengths=LENGTHS.clone())
-
-    class Capturing(Operator):
-        def capture_of(self, stream):
-            return state.capture
-
-    operator = make(tmp_path, driver, *kernels(*KINDS[:3]), kind=Capturing)
+    operator = make(tmp_path, driver, *kernels(*KINDS[:3]))
+    operator.launcher.masks = MaskLists(lambda _: state.capture)
     state.mask = torch.rand(BATCH, 1, ROWS, ROWS, generator=torch.Generator().manual_seed(0)) < 0.5
-    operator.stream = lambda _: state.stream
+    operator.launcher.stream = lambda _: state.stream
     kept, changes, begun = {}, 0, kernel.scans
     for step in steps:
         limits = STEPS[step](state)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 from operators import alive, close, compiled, exact, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
-from attnsweep.serve.runtime import call_cache  # noqa: E402
+from attnsweep.serve.runtime import mask_lists  # noqa: E402
 from attnsweep.serve.runtime.table import Guard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -151,14 +151,14 @@ def test_copies_of_biases_are_bounded_in_bytes(operator, monkeypatch):
     q, k, v = tensors(BATCH, HEADS, ROWS)
     one = bias_of_t5().numel() * 2
     for most, kept in ((3 * one, 3), (one - 1, 0)):
-        monkeypatch.setattr(call_cache, "MOST_BYTES", most)
-        operator._masks.forget()
+        monkeypatch.setattr(mask_lists, "MOST_BYTES", most)
+        operator.launcher.masks.forget()
         masks = [bias_of_t5() for _ in range(5)]
         for mask in masks:
             assert close(operator.attention(q, k, v, mask), exact(q, k, v, mask))
-        before = alive(call_cache.MaskList)
-        operator._masks.forget()
-        assert before - alive(call_cache.MaskList) == kept
+        before = alive(mask_lists.MaskList)
+        operator.launcher.masks.forget()
+        assert before - alive(mask_lists.MaskList) == kept
 
 
 def test_another_dtype_and_gradients_of_the_mask_are_pytorchs(operator):
@@ -362,7 +362,7 @@ def test_a_kernel_without_the_code_of_a_stage_is_not_called(operator, driver, go
 
 
 def test_many_masks_that_live_are_not_all_kept(operator, constants):
-    constants(call_cache, MOST_LISTS=4)
+    constants(mask_lists, MOST_LISTS=4)
     given, there = tensors(BATCH, HEADS, ROWS), []
     masks = [random_mask(BATCH, 1, ROWS, ROWS, seed=n) for n in range(7)]
     for mask in masks:

@@ -18,9 +18,9 @@ from attnsweep.serve.runtime.operator import Operator
 NUMBERS = itertools.count()
 
 
-def make(directory: Path, driver: Any, *winners: Any, kind: type[Operator] = Operator) -> Operator:
+def make(directory: Path, driver: Any, *winners: Any) -> Operator:
     """An operator over a package of these winners, on the CPU as on an H100."""
-    made = kind(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
+    made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
     made.planner.gpus[0] = made.table.gpus[H100]
     return made
 

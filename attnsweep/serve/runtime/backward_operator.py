@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,128 +12,138 @@ from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import CAUSAL, FULL
 
 from . import families
-from .call import Call, laid_out, plain, problem_of, sized
+from .call import Call, CuSeqlens, Saved, laid_out, plain, problem_of, sized
 from .call_cache import transformed
 from .dispatch import Choice, choose, exactly
 from .driver import DriverError, Unaligned, unmapped
 from .families import WGMMA_BACKWARD
-from .gradients import like
-from .intervals import Diagonals, by_pytorch, dense, forms, scanned
-from .planner import Planner, choice_of, unmappable
-from .serving_plan import FORKED, MOST_PLANS, Plan
+from .gradients import call_of, like, with_gradient
+from .intervals import Diagonals, dense, forms, scanned
+from .launcher import Launcher
+from .mask_lists import MaskList
+from .planner import NO_CODE, Planner, choice_of, unmappable
+from .pytorch_calls import by_pytorch
+from .serving_plan import MOST_PLANS, ServingPlan
 from .table import PackageError
 
-Saved = tuple[torch.Tensor, ...]
-"""query, key, value, out and the log-sum-exp of a forward, float32 and contiguous."""
 _ORDERED = Choice(None, "deterministic", "deterministic algorithms are asked for")
 _NO_INTERVAL = Choice(None, "mask", "no kernel has gradients of these diagonals")
 _OTHER_HEAD_DIM = Choice(None, "head_dim", "v has another head_dim than q")
 _NAMES = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv")
+_STRIDED = ("o", "do", "dq")
 _empty_like, _modes = torch.empty_like, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class BackwardPlan(ServingPlan):
+    """The plan of a backward: see Saved."""
+
+    def run(self, call: Call) -> tuple[torch.Tensor, ...] | None:
+        """dq, dk and dv; None if nothing could be launched."""
+        launcher, index = self.launcher, self.index
+        if index >= 0 and index != launcher.current_device():
+            with torch.cuda.device(index):
+                return self.run(call)
+        query, key, value, ranges = call[:4]
+        out, grad, lse = call.extra
+        try:
+            spaces = [query.new_empty(count, dtype=torch.float32) for count in self.floats]
+        except torch.OutOfMemoryError:  # PyTorch's own may do with less
+            return None
+        made = (_empty_like(query), _empty_like(key), _empty_like(value))
+        tensors = (query, key, value, out, grad, lse, *made, *spaces)
+        addresses = tuple([each.data_ptr() for each in tensors])
+        if ranges is not None:
+            addresses += (ranges.data_ptr(),)
+        if addresses[3] & 15:
+            return None
+        try:
+            launches = self.launches or launcher.bound(self)
+            if launches is None:
+                return None
+            launches.issue(addresses, launcher.stream(index))
+        except Unaligned:
+            return None
+        except (DriverError, PackageError) as error:
+            launcher.gave_up(self, error)
+            return None
+        return made
+
+
 class BackwardOperator:
-    """The gradients of an operator's calls. serves: whether the table has any kernel for them.
+    """The gradients of a package's calls. serves: whether the table has any kernel for them."""
 
-    operator: whose devices, streams and counts these are.
-    """
-
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
-        self._planner: Planner = operator.planner
-        self._plans: dict[Any, Plan] = {}
-        gpus = operator.table.gpus.values()
+    def __init__(self, planner: Planner, launcher: Launcher) -> None:
+        self._planner, self._launcher = planner, launcher
+        planner.backward, planner.kinds[Saved] = self, self._planned
+        gpus = launcher.table.gpus.values()
         self.serves = any(w.problem.op == BACKWARD for gpu in gpus for w in gpu.winners)
 
-    def forget(self) -> None:
-        """Have each call planned anew."""
-        self._plans.clear()
+    def gradients(self, call: Call) -> tuple[torch.Tensor, ...] | None:
+        """dq, dk and dv of a backward, laid out as q, k and v; None if no kernel serves it.
 
-    def gradients(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        causal: bool,
-        scale: float,
-        limits: Diagonals | None = None,
-        ranges: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...] | None:
-        """dq, dk and dv in the layouts of q, k and v; None if no kernel serves the call.
-
-        grad: of the output, with any strides. limits, ranges: diagonals, between which queries see
-        keys, of those of each item, int32 (batch, 2). Where gradients are recorded of these, or a
-        dispatch mode or a transform must see an operator, PyTorch's own serves.
+        Its gradient of the output has any strides, its mask is the keys of each item, int32
+        (batch, 2), or None. Where gradients are recorded of these, or a dispatch mode or a
+        transform must see an operator, PyTorch's own serves.
         """
-        query, key, value, *_ = saved
         seen = torch.is_grad_enabled() or _modes() or transformed()
-        if not self.serves or seen or not plain(query, key, value):
+        if not self.serves or seen or not plain(*call[:3]):
             return None
-        grad = grad.resolve_neg()
+        grad = call.extra.grad.resolve_neg()
         try:
             fits = grad.data_ptr() and not grad.data_ptr() & 15 and unmapped(laid_out(grad)) is None
         except RuntimeError:  # a batch of them, which has no memory of its own
             return None
         if not fits:
             grad = grad.clone(memory_format=torch.contiguous_format)
-        plan = self._plan(grad, saved, causal, scale, limits, ranges is not None)
-        made = self._run(plan, grad, saved, ranges) if plan.calls else None
-        kind = "kernel_backward" if made is not None else "pytorch_backward"
-        self._operator.counts[kind] = self._operator.counts.get(kind, 0) + 1
+        if grad is not call.extra.grad:
+            call = call._replace(extra=call.extra._replace(grad=grad))
+        plan = self._planner.looked_up(call)
+        made: tuple[torch.Tensor, ...] | None = plan.run(call) if plan.calls else None
+        self._launcher.count("kernel_backward" if made is not None else "pytorch_backward")
         return made
 
-    def traced(self, saved: Saved, causal: bool, cudnn: bool) -> bool:
+    def traced(self, call: Call, cudnn: bool) -> bool:
         """Whether a compiler's call goes to the operator `backward`: where a kernel may serve it.
 
         If the compiler knows all sizes, the table says whether one does. cudnn: whether PyTorch
         would call cuDNN's, which the operator does too.
         """
-        query, key, value, *_ = saved
         if torch.is_grad_enabled():
             return False
         if cudnn or not self.serves:
             return cudnn
-        gpu = self._planner.gpu(query.device.index or 0)
-        if gpu is None or not sized(*saved[:3]):
+        gpu = self._planner.gpu(call.query.device.index or 0)
+        if gpu is None or not sized(*call[:3]):
             return gpu is not None
-        return self._choice(gpu, query, key, value, causal)[0].kernel is not None
+        return self._choice(gpu, call)[0].kernel is not None
 
-    def choice(self, query: Any, key: Any, value: Any, *how: Any) -> Choice | None:
-        """What serves the gradients of a call; None if the table has no kernel for any.
+    def choice(self, call: Call) -> Choice | None:
+        """What serves the gradients of a call; None if the table has no kernel for any."""
+        gpu = self._planner.gpu(call.query.device.index or 0) if self.serves else None
+        return None if gpu is None else self._choice(gpu, call)[0]
 
-        how: whether it is causal; then diagonals, and whether it has lengths, if it has these.
-        """
-        gpu = self._planner.gpu(query.device.index or 0) if self.serves else None
-        return None if gpu is None else self._choice(gpu, query, key, value, *how)[0]
-
-    def serves_intervals(
-        self, query: Any, key: Any, value: Any, limits: Diagonals | None, padded: bool
-    ) -> bool:
+    def serves_intervals(self, call: Call) -> bool:
         """Whether a kernel has the gradients of a call with a window, an offset or lengths."""
-        if limits is None or not self.serves:
+        if call.limits is None or not self.serves or call.changes_scores:
             return False
-        if self._planner.unserved(query, key, value, False, None, True):
+        if isinstance(call.mask, CuSeqlens):
             return False
-        found = self.choice(query, key, value, False, limits, padded)
+        if self._planner.unserved(*call[:3], False, None, True):
+            return False
+        found = self.choice(call)
         return found is not None and found.kernel is not None
 
-    def _choice(
-        self,
-        gpu: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        limits: Diagonals | None = None,
-        padded: bool = False,
-    ) -> tuple[Choice, Any]:
-        form: tuple[Any, ...] = (CAUSAL if causal else FULL,)
+    def _choice(self, gpu: Any, call: Call) -> tuple[Choice, Any]:
+        query, key, limits = call.query, call.key, call.limits
+        form: tuple[Any, ...] = (CAUSAL if call.is_causal else FULL,)
         if limits is not None:
-            form, *_ = forms(limits, query.shape[2], key.shape[2], padded)
+            form, *_ = forms(limits, query.shape[2], key.shape[2], call.mask is not None)
             if form[0].as_tensor:
                 return _NO_INTERVAL, None
         try:
-            forward = problem_of(query, key, value, *form)
+            forward = problem_of(*call[:3], *form)
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         if forward.head_dim_v:
@@ -145,112 +155,85 @@ class BackwardOperator:
             choice = _ORDERED
         return choice, problem
 
-    def _plan(self, grad: torch.Tensor, saved: Saved, *how: Any) -> Plan:
-        """how: causal, scale, diagonals or None, and whether there are lengths."""
-        tensors = (*saved[:4], grad)
-        what = (
-            *((each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors),
-            *(*how, _is_deterministic()),
-        )
-        plan = self._plans.get(what)
-        if plan is None:
-            if self._operator.forked:
-                return FORKED
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[what] = self._made(tensors, *how)
-        return plan
+    def recorded(self, call: Call, plan: Any) -> torch.Tensor:
+        """The output of a call by a plan that has the log-sum-exp; gradients are recorded."""
+        query, key, value, *_ = call
+        by = with_gradient if plan.limits is None else IntervalGradient.apply
+        out: torch.Tensor = by(query, key, value, call, plan, self)
+        return out
 
-    def _made(
-        self, given: Saved, causal: bool, scale: float, limits: Diagonals | None, padded: bool
-    ) -> Plan:
-        query, key, value, out, grad = given
+    def ranges(self, plan: ServingPlan, call: Call) -> torch.Tensor:
+        """What a backward reads of the lengths of a call: made in this stream, now or before."""
+        query, key, _, lengths, *_ = call
+        if not call.keep:
+            return key_ranges(query, key, lengths)
+        masks, stream = self._launcher.masks, self._launcher.stream(plan.index)
+        # This stands for what is made of lengths, as a plan does for a list of tiles; and the
+        # number of keys, beyond which no range reaches, where a list has its addresses.
+        found, keys = masks.find((lengths,), self, stream), (key.shape[2],)
+        if found is None or found.addresses != keys:
+            found = MaskList(keys, (key_ranges(query, key, lengths),))
+            masks.keep((lengths,), self, stream, found)
+        return found.memory[0]
+
+    def _planned(self, call: Call) -> ServingPlan:
+        """The plan of a backward."""
+        query, key, value, ranges, causal, scale, *_ = call
+        out, grad, _ = call.extra
         unserved = self._planner.unserved(query, key, value, causal, scale, True)
         if unserved is not None:
-            return Plan(unserved)
+            return self._planner.without_kernel(unserved)
         gpu = self._planner.gpu(query.device.index or 0)
         if gpu is None or not out.dtype == grad.dtype == query.dtype:
-            return Plan(Choice(None, "gpu", "this GPU was not tuned, or dtypes differ"))
+            why = "this GPU was not tuned, or dtypes differ"
+            return self._planner.without_kernel(Choice(None, "gpu", why))
         like_inputs = [_empty_like(each, device="meta") for each in (query, key, value)]
         names = [name for name in _NAMES if name != "lse"]
-        each = zip(names, (*given, *like_inputs), strict=True)
+        each = zip(names, (query, key, value, out, grad, *like_inputs), strict=True)
         tensors = {name: laid_out(tensor) for name, tensor in each}
         if fault := unmappable(tensors):
-            return Plan(fault)
-        choice, problem = self._choice(gpu, query, key, value, causal, limits, padded)
+            return self._planner.without_kernel(fault)
+        choice, problem = self._choice(gpu, call)
         if choice.kernel is None:
-            return Plan(choice)
+            return self._planner.without_kernel(choice)
         config, stages = choice.kernel.values, choice.kernel.stages
-        own = {name: tensors[name].strides for name in ("o", "do", "dq")}
+        own = {name: tensors[name].strides for name in _STRIDED}
         calls = families.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
         if not calls.keys() <= stages.keys():
-            return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
+            return self._planner.without_kernel(NO_CODE)
         spaces = families.workspaces(WGMMA_BACKWARD, config, problem)
-        return Plan(
-            choice,
-            calls,
-            stages,
-            tensors,
-            query.get_device(),
+        return BackwardPlan(
+            choice=choice,
+            launcher=self._launcher,
+            calls=calls,
+            stages=stages,
+            tensors=tensors,
+            index=query.get_device(),
             floats=tuple(spaces.values()),
-            names=(*_NAMES, *spaces, *(("key_range",) if padded else ())),
+            names=(*_NAMES, *spaces, *(("key_range",) if ranges is not None else ())),
         )
-
-    def _run(
-        self, plan: Plan, grad: torch.Tensor, saved: Saved, ranges: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...] | None:
-        operator, index = self._operator, plan.index
-        if index >= 0 and index != operator.current_device():
-            with torch.cuda.device(index):
-                return self._run(plan, grad, saved, ranges)
-        query, key, value, out, lse = saved
-        try:
-            spaces = _spaces(query, plan.floats)
-        except torch.OutOfMemoryError:  # PyTorch's own may do with less
-            return None
-        made = (_empty_like(query), _empty_like(key), _empty_like(value))
-        tensors = (query, key, value, out, grad, lse, *made, *spaces)
-        addresses = tuple([each.data_ptr() for each in tensors])
-        if ranges is not None:
-            addresses += (ranges.data_ptr(),)
-        if addresses[3] & 15:
-            return None
-        try:
-            launches = plan.launches or operator.prepared(plan, index)
-            if launches is None:
-                return None
-            launches.issue(addresses, operator.stream(index))
-        except Unaligned:
-            return None
-        except (DriverError, PackageError) as error:
-            operator.gave_up(plan, error)
-            return None
-        return made
-
-
-def _spaces(query: torch.Tensor, floats: tuple[int, ...]) -> list[torch.Tensor]:
-    return [query.new_empty(count, dtype=torch.float32) for count in floats]
 
 
 class IntervalGradients:
     """The operators `forward_intervals_lse` and `backward_intervals` of compiled code.
 
-    operator: whose kernels serve.
+    backward: whose kernels serve.
     """
 
-    def __init__(self, operator: Any) -> None:
-        self._operator, self._planner = operator, operator.planner
+    def __init__(self, planner: Planner, backward: BackwardOperator) -> None:
+        self._planner, self._backward = planner, backward
         self._known: dict[Any, bool] = {}
 
-    def may_serve(self, query: Any, key: Any, value: Any, limits: Any, padded: bool) -> bool:
+    def may_serve(self, call: Call) -> bool:
         """Whether kernels may serve a call with gradients, by all that a compiler knows of it.
 
         Of sizes that vary the first answer is at run time, for which a winner must have the others.
         """
+        query, key, value, limits = call.query, call.key, call.value, call.limits or (None, None)
         if all(n is None or type(n) is int for n in limits) and sized(query, key, value):
-            given = (query, key, value, limits, padded)
-            return self._serves(*given) and self._operator.backward.serves_intervals(*given)
+            return self._serves(call) and self._backward.serves_intervals(call)
         gpu, sizes = self._planner.gpu(query.device.index or 0), (*query.shape, *key.shape[1:3])
+        padded = call.mask is not None
         return any(
             each.op == BACKWARD
             and (each.layout.kind == "padded") == padded
@@ -259,20 +242,21 @@ class IntervalGradients:
             for each in (winner.problem for winner in (gpu.winners if gpu else ()))
         )
 
-    def _serves(self, query: Any, key: Any, value: Any, limits: Diagonals, padded: bool) -> bool:
+    def _serves(self, call: Call) -> bool:
         """Whether kernels are for a call with gradients: the same before its forward and after it.
 
         So it asks for nothing but sizes, and for no setting that may change between the two.
         """
-        what = (query.shape, key.shape, value.shape, query.dtype, query.device, limits, padded)
+        query, key, value, ranges = call[:4]
+        sizes, padded = (query.shape, key.shape, value.shape), ranges is not None
+        what = (*sizes, query.dtype, query.device, call.limits, padded)
         found = self._known.get(what)
         if found is None:
-            gpu = self._planner.gpu(query.device.index or 0)
-            own = self._operator.backward.choice(query, key, value, False, limits, padded)
+            gpu: Any = self._planner.gpu(query.device.index or 0)
+            own = self._backward.choice(call)
             found = own is not None and (own.kernel is not None or own.code == "deterministic")
             if found:
-                of = forms(limits, query.shape[2], key.shape[2], padded)
-                found = choice_of(gpu, query, key, value, of, True)[0].kernel is not None
+                found = choice_of(gpu, call, True)[0].kernel is not None
             if len(self._known) >= MOST_PLANS:
                 self._known.clear()
             self._known[what] = found
@@ -282,26 +266,25 @@ class IntervalGradients:
         self, query: Any, key: Any, value: Any, ranges: Any, low: Any, high: Any, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A call whose gradients a kernel may compute. Where none does, nobody reads the lse."""
-        limits, operator = (low, high), self._operator
-        call = _call(query, key, value, ranges, limits, scale)
-        plan = operator.masked_plan(call, lse=True)
-        done = operator.run(plan, query, key, value, ranges, False) if plan.calls else None
+        call = _call(query, key, value, ranges, (low, high), scale)
+        wanted = call._replace(keep=False, lse=True)
+        plan = self._planner.looked_up(wanted)
+        done = plan.run(wanted) if plan.calls else None
         if done is not None:
             return done[0], done[1]
-        out = by_pytorch(call)
-        if self._serves(query, key, value, limits, ranges is not None):
-            lse = log_sum_exp(limits, query, key, ranges, scale)
-        else:
+        lse = log_sum_exp(call) if self._serves(call) else None
+        if lse is None:
             lse = query.new_zeros(query.shape[:3], dtype=torch.float32)
-        return like(out, query, value), lse
+        return like(by_pytorch(call), query, value), lse
 
     def backward(self, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
         """The gradients of `forward_lse`."""
-        query, key, value, out, lse, ranges, low, high, scale = given
-        serves = self._serves(query, key, value, (low, high), ranges is not None)
-        saved = (query, key, value, out, lse if serves else None)
-        made = gradients(self._operator.backward, grad, saved, ranges, (low, high), scale)
-        return tuple(map(like, made, saved[:3], saved[:3]))
+        *saved, ranges, low, high, scale = given
+        call = call_of(grad, saved, ranges, False, scale, (low, high))
+        if not self._serves(call):
+            call = call._replace(extra=call.extra._replace(lse=None))
+        made = gradients(self._backward, call)
+        return tuple(map(like, made, call[:3], call[:3]))
 
 
 def _sizes(problem: Any) -> tuple[int, ...]:
@@ -315,7 +298,7 @@ def _call(query: Any, key: Any, value: Any, ranges: Any, limits: Diagonals, scal
 
 
 class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
-    """A call of `Operator.masked` whose plan has the log-sum-exp, and its gradient.
+    """A call with diagonals or lengths whose plan has the log-sum-exp, and its gradient.
 
     What the backward reads of lengths is made in the forward: they may change after it.
     """
@@ -326,20 +309,18 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        lengths: torch.Tensor | None,
-        operator: Any,
+        call: Call,
         plan: Any,
-        keep: bool,
+        backward: Any,
     ) -> torch.Tensor:
-        """keep: as of `masked`."""
-        made = operator.run(plan, query, key, value, lengths, keep)
-        ranges = None
-        if lengths is not None:
-            ranges = operator.ranges(plan, query, key, lengths, keep)
-        ctx.own, ctx.limits, ctx.scale = operator.backward, plan.limits, plan.scale
+        """plan: has the output and the log-sum-exp. backward: a BackwardOperator."""
+        call = call.of(query, key, value, True)
+        made = plan.run(call)
+        ranges = None if call.mask is None else backward.ranges(plan, call)
+        ctx.own, ctx.limits, ctx.scale = backward, plan.limits, plan.scale
         if made is None:
-            call = _call(query, key, value, ranges, plan.limits, plan.scale)
-            made = (by_pytorch(call), None)
+            again = _call(query, key, value, ranges, plan.limits, plan.scale)
+            made = (by_pytorch(again), None)
         ctx.save_for_backward(query, key, value, *made, ranges)
         return made[0]
 
@@ -347,47 +328,31 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """By a kernel, or else by PyTorch's attention, computed again."""
         *saved, ranges = ctx.saved_tensors
-        made = gradients(ctx.own, grads[0], saved, ranges, ctx.limits, ctx.scale)
-        return *made, None, None, None, None
+        call = call_of(grads[0], saved, ranges, False, ctx.scale, ctx.limits)
+        return *gradients(ctx.own, call), None, None, None
 
 
-def gradients(
-    backward: Any,
-    grad: torch.Tensor,
-    saved: Any,
-    ranges: torch.Tensor | None,
-    limits: Diagonals,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv. backward: a BackwardOperator. saved: as of it, but lse may be None.
-
-    ranges: int32 (batch, 2), the keys of each item, or None. limits: of these, by diagonals.
-    """
-    query, key, value, _, lse = saved
-    if lse is not None:
-        made = backward.gradients(grad, tuple(saved), False, scale, limits, ranges)
+def gradients(backward: BackwardOperator, call: Call) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv of a backward with diagonals or lengths, whose log-sum-exp may be None."""
+    if call.extra.lse is not None:
+        made = backward.gradients(call)
         if made is not None:
-            by_kernel: tuple[torch.Tensor, ...] = made
-            return by_kernel
+            return made
     again = torch.is_grad_enabled()  # gradients of gradients are wanted
+    query, key, value, ranges, _, scale, _, limits, *_ = call
     with torch.enable_grad():
         q, k, v = given = [
             each if again and each.requires_grad else each.detach().requires_grad_()
             for each in (query, key, value)
         ]
         out = by_pytorch(_call(q, k, v, ranges, limits, scale))
-    found = torch.autograd.grad(out, given, grad, create_graph=again)
+    found = torch.autograd.grad(out, given, call.extra.grad, create_graph=again)
     return tuple(found)
 
 
-def log_sum_exp(
-    limits: Diagonals,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    ranges: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
+def log_sum_exp(call: Call) -> torch.Tensor:
     """That of a forward which no kernel could be launched for, an item of the batch at a time."""
+    query, key, _, ranges, _, scale, _, limits, *_ = call
     made = query.new_empty(query.shape[:3], dtype=torch.float32)
     group = query.shape[1] // key.shape[1]
     for item in range(query.shape[0]):

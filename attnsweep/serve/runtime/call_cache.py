@@ -1,18 +1,17 @@
-"""What was met before: kinds of calls, by one question of PyTorch's, and lists of masks."""
+"""Kinds of calls that were met before, found by one question of PyTorch's."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from .call import PLAIN as _PLAIN
+from .call import Call
 from .pytorch_calls import Steps
-from .serving_plan import FORKED, SUBCLASS, TRANSFORMED, Plan
+from .serving_plan import ServingPlan
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 TensorGuards = getattr(_guards, "TensorGuards", None)
@@ -47,43 +46,48 @@ def _alike(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     return check
 
 
-class Seen:
-    """The kinds of calls that were met before."""
+class MetCalls:
+    """The kinds of calls that were met before, and their plans."""
 
     def __init__(self) -> None:
         # By sizes and options: the plan, whether tensors are alike, and whether gradients must be
         # enabled, or must not be, or None if no tensor has one. Tuples are replaced, never changed.
-        self._kinds: dict[Any, tuple[tuple[Plan, Callable[..., bool], bool | None], ...]] = {}
+        self._kinds: dict[
+            Any, tuple[tuple[ServingPlan, Callable[..., bool], bool | None], ...]
+        ] = {}
 
     def clear(self) -> None:
         """Forget them."""
         self._kinds.clear()
 
-    def plan(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        *mask: Any,
-    ) -> Plan | None:
+    def find(self, call: Call) -> ServingPlan | None:
         """The plan of a call whose launches need no operator around them, or None if not known.
 
-        None also where a dispatch mode or a transform is active. mask: one, if the call has it.
+        None also where a dispatch mode or a transform is active.
         """
-        # A tracer, or a class of its own, would see that its shape is asked for.
-        if _modes() or transformed() or type(query) not in _PLAIN or type(key) not in _PLAIN:
+        query, key, value, mask, causal, scale, grouped, limits, cap, sinks, _, _, _, lse, _ = call
+        if limits is not None or cap or sinks is not None:
             return None
-        if key is value:  # PyTorch knows no tensor again that is given twice
+        # A tracer, or a class of its own, would see that its shape is asked for.
+        if (
+            _modes()
+            or forward_ad._current_level >= 0  # as `transformed`, without its frame
+            or _transform() is not None
+            or _is_tracing()
+            or type(query) not in _PLAIN
+            or type(key) not in _PLAIN
+            or key is value  # PyTorch knows no tensor again that is given twice
+        ):
             return None
         try:
-            what: Any = (query.shape, key.shape, causal, scale, enable_gqa)
-            if mask:
-                if type(mask[0]) is not torch.Tensor:
-                    return None
-                what = (*what, mask[0].shape)
+            if mask is None:
+                what: Any = (query.shape, key.shape, causal, scale, grouped, lse)
+                given: Any = (query, key, value)
+            elif type(mask) is torch.Tensor:
+                what = (query.shape, key.shape, causal, scale, grouped, mask.shape)
+                given = (query, key, value, mask)
+            else:
+                return None
             kinds = self._kinds.get(what, ())
             if value.is_nested:  # to ask about it would end the process: it has no strides
                 return None
@@ -91,36 +95,25 @@ class Seen:
             return None
         for kind in kinds:
             plan, alike, grad = kind
-            if alike(query, key, value, *mask) and (grad is None or grad is _is_grad_enabled()):
+            if alike(*given) and (grad is None or grad is _is_grad_enabled()):
                 if kind is not kinds[0]:  # the next call is most likely such a one
                     self._kinds[what] = (kind, *(each for each in kinds if each is not kind))
                 return plan
         return None
 
-    def add(
-        self,
-        plan: Plan,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        *mask: torch.Tensor,
-    ) -> None:
-        """Have `plan` find such a call, which was planned: from the second time on.
+    def add(self, plan: ServingPlan, call: Call) -> None:
+        """Have `find` find such a call, which was planned: from the second time on.
 
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
+        query, key, value, mask = call[:4]
         plan.met += 1
         if plan.met < 2 or query is key or key is value or query is value:
             return
-        if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
-            return
-        sizes_of_mask = (each.shape for each in mask)
-        what = (query.shape, key.shape, causal, scale, enable_gqa, *sizes_of_mask)
+        own = call.lse if mask is None else mask.shape
+        what = (query.shape, key.shape, call.is_causal, call.scale, call.enable_gqa, own)
         kinds = self._kinds.get(what, ())
-        tensors = (query, key, value, *mask)
+        tensors = (query, key, value) if mask is None else (query, key, value, mask)
         seldom = len(kinds) >= MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return
@@ -184,90 +177,3 @@ class ShortSteps:
         kinds = self._kinds.get(what, ())
         self._kinds[what] = ((alike, causal, steps, code), *kinds[: MOST_ALIKE - 1])
         return steps
-
-
-Masks = tuple[torch.Tensor, ...]
-MOST_LISTS, MOST_BYTES = 64, 2**29
-"""A model makes one or two masks in a forward. Past this count or these bytes, the oldest go."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskList:
-    """addresses: of what a call reads. memory: keeps it alive."""
-
-    addresses: tuple[int, ...]
-    memory: tuple[torch.Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps alive."""
-        return sum(each.untyped_storage().nbytes() for each in self.memory)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
-    # A weak reference to each, where it was, and how often PyTorch knew that it was written to.
-    masks: tuple[tuple[Callable[[], Any], int, int], ...]
-    plan: Any  # kept, so that no other has its number
-    stream: int
-    capture: int
-    made: MaskList
-
-
-class MaskLists:
-    """The lists of masks that are alive, by mask and by plan: what a kernel needs of one.
-
-    A mask is met again if the very tensor is alive, at its address, and PyTorch's version counter
-    says that nobody has written to it: autograd's own criterion. It misses writes through `.data`,
-    DLPack, raw kernels and replays of CUDA graphs that fill a mask from outside: `cache=False` of a
-    call is for those. While a CUDA graph is captured, only what the same capture has scanned is met
-    again: a replay must scan what it is given then. The list of a mask that follows from sizes
-    alone has no tensor to be met by: its plan stands for it.
-
-    capture_of: the number of the CUDA graph that a stream is capturing, 0 if none, None if unknown.
-    """
-
-    def __init__(self, capture_of: Callable[[int], int | None]) -> None:
-        self._capture_of = capture_of
-        self._kept: dict[tuple[int, ...], _Kept] = {}
-
-    def find(self, masks: Masks, plan: Any, stream: int) -> MaskList | None:
-        """The list of an unchanged mask that `keep` got in this stream, or None.
-
-        masks: the tensors that say it: a mask, lengths, or where sequences begin. None of them: the
-        plan alone says it.
-        """
-        kept = self._kept.get((*map(id, masks), id(plan)))
-        if kept is None or kept.stream != stream or kept.capture != self._capture_of(stream):
-            return None
-        # In a model every layer asks so; as a generator in `any` it took twice as long.
-        for mask, (own, address, version) in zip(masks, kept.masks, strict=True):
-            if own() is not mask or mask.data_ptr() != address or mask._version != version:
-                return None
-        return kept.made
-
-    def keep(self, masks: Masks, plan: Any, stream: int, made: MaskList) -> None:
-        """Remember what was made of a mask in a stream, if a change of it would show."""
-        capture = self._capture_of(stream)
-        inference = any(mask.is_inference() for mask in masks)  # it has no version
-        if inference or capture is None:  # or nothing would show
-            return
-        what = (*map(id, masks), id(plan))
-
-        def gone(_: Any, what: tuple[int, ...] = what) -> None:
-            self._kept.pop(what, None)
-
-        room = MOST_BYTES - made.nbytes
-        if room < 0:
-            return
-        while (
-            len(self._kept) >= MOST_LISTS
-            or sum(each.made.nbytes for each in [*self._kept.values()]) > room
-        ):
-            self._kept.pop(next(iter(self._kept)), None)
-        own = tuple((weakref.ref(m, gone), m.data_ptr(), m._version) for m in masks)
-        self._kept[what] = _Kept(own, plan, stream, capture, made)
-
-    def forget(self) -> None:
-        """Scan each mask anew from now on."""
-        self._kept.clear()

@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attnsweep.core.layouts import DENSE
-from attnsweep.core.problem import CAUSAL, FULL
-
 from . import backward_operator, gradients
 from .backward_operator import IntervalGradients, key_ranges
 from .call import Call, plain, records_gradients, sized
 from .call_cache import transformed
 from .gradients import like
-from .intervals import by_pytorch
-from .planner import choice_of, forms_of, why_unserved
-from .pytorch_calls import attend
+from .planner import choice_of, why_unserved
+from .pytorch_calls import attend, by_pytorch
 from .sdpa_patch import exports
 from .torch_ops import OPERATORS, define, differentiate, library_of
 
 
-class Traced:
+class CompiledCalls:
     """The operators of a package, by which an Operator serves compiled code.
 
     The methods with names of OPERATORS are what these compute. ops: the operators themselves.
@@ -32,7 +28,7 @@ class Traced:
 
     def __init__(self, operator: Any, namespace: str, devices: Sequence[str]) -> None:
         self._operator, self._planner = operator, operator.planner
-        self._intervals = IntervalGradients(operator)
+        self._intervals = IntervalGradients(operator.planner, operator.backward)
         self.forward_intervals_lse = self._intervals.forward_lse
         self.backward_intervals = self._intervals.backward
         library = self.library = library_of(namespace)
@@ -93,28 +89,23 @@ class Traced:
         device alone, so that nothing can be asked of them.
         """
         given = self._operator.cast(query, key, value)
-        if len(asked) == 6:
-            *asked, fill = asked  # type: ignore[assignment]
-        *masks, scale, enable_gqa = asked
-        out: Any = None
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, *filled = asked
+        how: Any = (attn_mask, is_causal, scale, enable_gqa, None, 0.0, None, dropout_p)
+        call, out = Call(*given, *how, *(filled or [fill])), None
         if not transformed() and not _saves_selected():
             try:
-                out = self._served(*given, *asked, fill)
+                out = self._served(call)
             except RuntimeError as error:  # to import its class takes as long as a compiler
                 if type(error).__name__ != "GuardOnDataDependentSymNode":
                     raise
-        if out is None:
-            out = attend(*given, *masks, scale=scale, enable_gqa=enable_gqa, fill=fill)
-        return out
+        return by_pytorch(call) if out is None else out
 
-    def _served(self, query: Any, key: Any, value: Any, *asked: Any) -> Any:
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, fill = asked
-        if attn_mask is not None:
-            scores: Any = (None, 0.0, None)
-            how = (attn_mask, is_causal, scale, enable_gqa, *scores, dropout_p, fill)
-            return self._masked(Call(query, key, value, *how), repeats=False)
-        how = (is_causal, scale, enable_gqa)
-        unserved = dropout_p or self._planner.unserved(query, key, value, *how)
+    def _served(self, call: Call) -> Any:
+        if call.mask is not None:
+            return self._masked(call, repeats=False)
+        query, key, value, _, is_causal, scale, *_ = call
+        how = (is_causal, scale, call.enable_gqa)
+        unserved = call.dropout_p or self._planner.unserved(query, key, value, *how)
         if unserved or not self._planner.is_known(query.device.index or 0):
             return None
         return self.ops.attention(query, key, value, is_causal, default_scale(query, scale))
@@ -127,9 +118,8 @@ class Traced:
         return self._masked(call, repeats) if plain(call.query, call.key, call.value) else None
 
     def _masked(self, call: Call, repeats: bool) -> Any:
-        query, key, value, mask, _, scale, enable_gqa, limits, *others = call
-        softcap, sinks, dropout_p, fill = others
-        if dropout_p:
+        query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, *_ = call
+        if call.dropout_p:
             return None
         if self._planner.unserved(query, key, value, False, scale, enable_gqa):
             return None
@@ -139,7 +129,7 @@ class Traced:
         if why_unserved(call, grad) or not self._planner.is_known(query.device.index or 0):
             return None
         diagonals = (limits is not None, *(limits or (None, None)))
-        how = (*diagonals, default_scale(query, scale), softcap, sinks, repeats, fill)
+        how = (*diagonals, default_scale(query, scale), softcap, sinks, repeats, call.fill)
         return self.ops.attention_masked(query, key, value, mask, *how)
 
     # ---- what the operators compute ----
@@ -147,13 +137,13 @@ class Traced:
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> torch.Tensor:
         """PyTorch's own attention where the sizes say already that it is."""
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        call = _plain(query, key, value, causal, scale)
+        grad = records_gradients(call)
         gpu = self._planner.gpu(query.device.index or 0)
         if gpu is not None and sized(query, key, value):
-            found = [(CAUSAL if causal else FULL, DENSE)]
-            choice, _ = choice_of(gpu, query, key, value, found, grad)
+            choice, _ = choice_of(gpu, call, grad)
             if choice.kernel is None:
-                return _by_pytorch(query, key, value, causal, scale)
+                return by_pytorch(call)
         if grad:
             with_lse: tuple[torch.Tensor, ...] = self.ops.forward_lse(
                 query, key, value, causal, scale
@@ -164,17 +154,18 @@ class Traced:
 
     def forward(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
         """By a kernel or by PyTorch, which sizes and strides decide at run time."""
-        done = self._operator.served(query, key, value, causal, scale, False)
+        call = _plain(query, key, value, causal, scale, lse=False)
+        done = self._operator.served(call)
         if done is not None:
             own: torch.Tensor = done[0]
             return own
-        return like(_by_pytorch(query, key, value, causal, scale), query, value)
+        return like(by_pytorch(call), query, value)
 
     def forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the log-sum-exp."""
-        done = self._operator.served(query, key, value, causal, scale, True)
+        done = self._operator.served(_plain(query, key, value, causal, scale, lse=True))
         if done is not None:
             return done[0], done[1]
         return gradients.with_lse(query, key, value, causal, scale)
@@ -182,39 +173,35 @@ class Traced:
     def backward(self, grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
         """The gradients of `forward_lse`; cudnn: of the two that PyTorch has, whose it calls."""
         *saved, causal, scale, cudnn = given
-        made: Any = self._operator.backward.gradients(grad, tuple(saved), causal, scale)
+        call = gradients.call_of(grad, saved, None, causal, scale)
+        made: Any = self._operator.backward.gradients(call)
         if made is None:
             made = gradients.gradients_by_pytorch(grad, tuple(saved), causal, scale, cudnn)
         return tuple(map(like, made, saved[:3], saved[:3]))
 
     def attention_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """As `attention`, with a mask or diagonals and lengths, and changed scores."""
-        diagonals, low, high, scale, softcap, sinks, *_ = how
-        gpu, limits = self._planner.gpu(query.device.index or 0), (low, high)
-        call, padded = _call(query, key, value, mask, *how), mask is not None
+        gpu = self._planner.gpu(query.device.index or 0)
+        call, limits = _masked_call(query, key, value, mask, *how), how[1:3]
         if records_gradients(call):
-            plain_scores = diagonals and not softcap and sinks is None
-            if plain_scores and self._intervals.may_serve(query, key, value, limits, padded):
-                ranges = key_ranges(query, key, mask) if padded else None
-                return self.ops.forward_intervals_lse(query, key, value, ranges, *limits, scale)[0]
-            return _masked_by_pytorch(query, key, value, mask, *how)
+            plain_scores = call.limits is not None and not call.changes_scores
+            if plain_scores and self._intervals.may_serve(call):
+                ranges = None if mask is None else key_ranges(query, key, mask)
+                given = (query, key, value, ranges, *limits, call.scale)
+                return self.ops.forward_intervals_lse(*given)[0]
+            return _masked_by_pytorch(call, *how)
         known = all(n is None or type(n) is int for n in limits) and sized(query, key, value)
         if gpu is not None and known:
-            choice, _ = choice_of(gpu, query, key, value, forms_of(call))
+            choice, _ = choice_of(gpu, call)
             if choice.kernel is None:
-                return _masked_by_pytorch(query, key, value, mask, *how)
+                return _masked_by_pytorch(call, *how)
         return self.ops.forward_masked(query, key, value, mask, *how)
 
     def forward_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
-        diagonals, _, _, scale, softcap, sinks, *_ = how
-        if diagonals or softcap or sinks is not None:
-            done = self._operator.masked(_call(query, key, value, mask, *how), keep=False)
-        else:  # found by one question if it was met before: a short call waits for the host
-            done = self._operator.by_mask(query, key, value, mask, (False, scale, True), False)
-        if done is not None:
-            return done
-        return like(_masked_by_pytorch(query, key, value, mask, *how), query, value)
+        call = _masked_call(query, key, value, mask, *how)
+        done = self._operator.served(call)
+        return like(_masked_by_pytorch(call, *how), query, value) if done is None else done[0]
 
 
 def _saves_selected() -> bool:
@@ -228,24 +215,26 @@ def default_scale(query: Any, scale: float | None) -> float:
     return scale if scale is not None else query.shape[3] ** -0.5
 
 
-def _by_pytorch(query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    how: Any = (None, 0.0, causal)
-    out: torch.Tensor = attend(query, key, value, *how, scale=scale, enable_gqa=grouped)
-    return out
+def _plain(
+    query: Any, key: Any, value: Any, causal: bool, scale: float, lse: bool | None = None
+) -> Call:
+    """A call without a mask, as these operators have it."""
+    grouped = query.shape[1] != key.shape[1]  # a compiler's, and no bool()
+    return Call(query, key, value, None, causal, scale, grouped, lse=lse)
 
 
-def _call(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Call:
+def _masked_call(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Call:
     diagonals, low, high, scale, softcap, sinks, _, fill = how
     limits = (low, high) if diagonals else None
     given = (query, key, value, mask, False, scale, True, limits, softcap, sinks)
-    return Call(*given, fill=fill)
+    return Call(*given, fill=fill, keep=False)
 
 
-def _masked_by_pytorch(query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor:
+def _masked_by_pytorch(call: Call, *how: Any) -> torch.Tensor:
     *_, repeats, _ = how
+    query, key, value, *_ = call
     grouped = bool(query.shape[1] != key.shape[1])
     if grouped and repeats:
         groups, grouped = query.shape[1] // key.shape[1], False
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    return by_pytorch(_call(query, key, value, *how)._replace(enable_gqa=grouped))
+    return by_pytorch(call._replace(key=key, value=value, enable_gqa=grouped))

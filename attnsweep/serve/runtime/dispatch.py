@@ -64,6 +64,29 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
+
+    code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
+    over the kernel's, 0 if nothing is known. backward: the config that computes gradients, of a
+    call that records them, if a kernel does.
+    """
+
+    kernel: str | None
+    code: str
+    reason: str
+    gain: float
+    gpu: str | None
+    backward: str | None = None
+
+    def __str__(self) -> str:
+        by = self.kernel or "scaled_dot_product_attention"
+        gain = f", expected gain {self.gain:.3f}" if self.gain else ""
+        own = f"; gradients by {self.backward}" if self.backward else ""
+        return f"{by}: {self.reason}{gain}{own} [{self.gpu or 'no known GPU'}]"
+
+
+@dataclass(frozen=True, slots=True)
 class CallKind:
     """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
 

@@ -14,9 +14,12 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from . import families
-from .dispatch import choose_fp8
+from .call import Call, Scales
+from .dispatch import Explanation, choose_fp8
 from .driver import DriverError, Tensor
-from .serving_plan import MOST_PLANS, Explanation, Plan
+from .launcher import Launcher
+from .planner import Planner
+from .serving_plan import ServingPlan
 from .table import GpuKey, PackageError, TunedFp8Gpu
 from .torch_ops import define
 
@@ -27,23 +30,43 @@ _NAMES = ("query", "key", "value")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
-@dataclass(slots=True, eq=False)
-class _Plan(Plan):
-    """The plan of a call in FP8, with its problem."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fp8Plan(ServingPlan):
+    """The plan of a call in FP8, with its problem. What cannot be launched raises PackageError."""
 
-    problem: Any = None
+    launcher: Launcher
+    problem: Problem
+
+    def run(self, call: Call) -> tuple[torch.Tensor]:
+        """The output, bfloat16 and contiguous."""
+        launcher, index = self.launcher, self.index
+        if index >= 0 and index != launcher.current_device():
+            with torch.cuda.device(index):
+                return self.run(call)
+        query, key, value, *_ = call
+        _check_alignment((query, key, value))
+        scales = _spread(call.extra, self.problem)
+        out = query.new_empty(query.shape, dtype=torch.bfloat16)
+        addresses = tuple(each.data_ptr() for each in (query, key, value, out, *scales))
+        try:
+            launches: Any = self.launches or launcher.bound(self)
+            launches.issue(addresses, launcher.stream(index))
+        except DriverError as error:
+            raise PackageError(f"{self.problem.label}: {error}") from error
+        return (out,)
 
 
 class Fp8Operator:
     """The operator `forward_fp8` of a package, if its table has FP8 kernels, and what calls it.
 
-    operator: whose library, devices and streams these are.
+    operator: whose library, planner and launcher these are.
     """
 
     def __init__(self, operator: Any) -> None:
-        self._operator, self._table = operator, operator.table
+        self._table, self._launcher = operator.table, operator.launcher
+        self._planner: Planner = operator.planner
+        self._planner.kinds[Scales] = self._planned
         self._calls = 0
-        self._plans: dict[Any, _Plan] = {}
         self.gpus: dict[int, TunedFp8Gpu | None] = {}
         self._forward: Any = None
         if self._table.fp8:
@@ -70,8 +93,8 @@ class Fp8Operator:
         See package.attention_fp8. Raises TypeError, ValueError or PackageError.
         """
         given = (query, key, value, q_scale, k_scale, v_scale)
-        ready, by = self._arguments(given, scale, enable_gqa)
-        out: torch.Tensor = self._forward(*ready, bool(causal), by)
+        call = self._call(given, causal, scale, enable_gqa)
+        out: torch.Tensor = self._forward(*call[:3], *call.extra, call.is_causal, call.scale)
         return out
 
     def explain(
@@ -89,9 +112,9 @@ class Fp8Operator:
     ) -> Explanation:
         """Which kernel `attention` would call, and why; raises what it would raise."""
         given = (query, key, value, q_scale, k_scale, v_scale)
-        ready, by = self._arguments(given, scale, enable_gqa)
-        plan = self._plan(ready, bool(causal), by)
-        _check_alignment(ready[:3])
+        call = self._call(given, causal, scale, enable_gqa)
+        plan = self._plan(call)
+        _check_alignment(call[:3])
         choice, gpu = plan.choice, self._known(plan.index)
         config = choice.kernel.config if choice.kernel is not None else None
         return Explanation(config, choice.code, choice.reason, 0.0, gpu.key.label)
@@ -100,10 +123,10 @@ class Fp8Operator:
         """Calls so far: `kernel_fp8`, absent before the first one."""
         return {"kernel_fp8": self._calls} if self._calls else {}
 
-    def _arguments(
-        self, given: tuple[Any, ...], scale: float | None, enable_gqa: bool
-    ) -> tuple[tuple[torch.Tensor, ...], float]:
-        """The operator's tensors, and the scale of the scores."""
+    def _call(
+        self, given: tuple[Any, ...], causal: bool, scale: float | None, enable_gqa: bool
+    ) -> Call:
+        """The call that these arguments mean."""
         if self._forward is None:
             raise PackageError(
                 "this package has no FP8 kernels; export a run of FP8 problems, such as "
@@ -127,66 +150,56 @@ class Fp8Operator:
                 "FP8 attention has no gradients: detach what requires_grad, or call it under "
                 "torch.no_grad()"
             )
-        return tensors, query.shape[3] ** -0.5 if scale is None else float(scale)
+        by = query.shape[3] ** -0.5 if scale is None else float(scale)
+        return _call_of(*tensors, bool(causal), by)
 
     # ---- the operator ----
-    def _fake(self, *given: Any) -> torch.Tensor:
-        *tensors, causal, scale = given
-        self._checked(tensors, causal, scale)
-        query = tensors[0]
+    def _fake(self, query: torch.Tensor, key: Any, value: Any, *given: Any) -> torch.Tensor:
+        self._checked(_call_of(query, key, value, *given))
         return query.new_empty(query.shape, dtype=torch.bfloat16)
 
     def _impl(self, *given: Any) -> torch.Tensor:
-        *tensors, causal, scale = given
-        return self._run(self._plan(tuple(tensors), causal, scale), tensors)
-
-    def _run(self, plan: _Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
-        operator, index = self._operator, plan.index
-        if index >= 0 and index != operator.current_device():
-            with torch.cuda.device(index):
-                return self._run(plan, tensors)
-        query, key, value = tensors[:3]
-        _check_alignment((query, key, value))
-        scales = _spread(tensors[3:], plan.problem)
-        out = query.new_empty(query.shape, dtype=torch.bfloat16)
-        addresses = tuple(each.data_ptr() for each in (query, key, value, out, *scales))
-        try:
-            launches = plan.launches or operator.prepared(plan, index)
-            launches.issue(addresses, operator.stream(index))
-        except DriverError as error:
-            raise PackageError(f"{plan.problem.label}: {error}") from error
+        call = _call_of(*given)
+        (out,) = self._plan(call).run(call)
         self._calls += 1
-        return out
+        made: torch.Tensor = out
+        return made
 
-    def _plan(self, tensors: tuple[Any, ...], causal: bool, scale: float) -> _Plan:
-        """The plan of a call, from the cache if its shapes and strides were met before."""
-        what = (causal, scale, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
-        plan = self._plans.get(what)
-        if plan is None:
-            sizes = self._checked(tensors, causal, scale)
-            try:
-                problem = Problem(*sizes, causal=bool(causal))
-            except ProblemError as error:
-                raise PackageError(error.what) from error
-            for name, tensor in zip(_NAMES, tensors, strict=False):
-                if tensor.numel() >= 2**31:
-                    raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
-            index = tensors[0].get_device()
-            choice = choose_fp8(self._known(index), problem)
-            if choice.kernel is None:
-                why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
-                raise PackageError(why)
-            calls = families.launches(families.FP8, choice.kernel.values, problem, scale)
-            if not calls.keys() <= choice.kernel.stages.keys():
-                why = f"{problem.label}: the kernel has no code of a stage; export again"
-                raise PackageError(why)
-            names = ("q", "k", "v", "o", *_SCALES)
-            made = (choice, calls, choice.kernel.stages, tensors_of(problem), index)
-            plan = _Plan(*made, names=names, problem=problem)
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[what] = plan
+    def _plan(self, call: Call) -> ServingPlan:
+        """The plan of a call. Raises PackageError if it has no launches."""
+        plan = self._planner.looked_up(call)
+        if not plan.calls:
+            raise PackageError(plan.choice.reason)
         return plan
+
+    def _planned(self, call: Call) -> ServingPlan:
+        sizes = self._checked(call)
+        try:
+            problem = Problem(*sizes, causal=call.is_causal)
+        except ProblemError as error:
+            raise PackageError(error.what) from error
+        for name, tensor in zip(_NAMES, call, strict=False):
+            if tensor.numel() >= 2**31:
+                raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
+        index = call.query.get_device()
+        choice = choose_fp8(self._known(index), problem)
+        if choice.kernel is None:
+            why = f"{choice.reason}; to add it: attnsweep run, then attnsweep export"
+            raise PackageError(why)
+        calls = families.launches(families.FP8, choice.kernel.values, problem, call.scale)
+        if not calls.keys() <= choice.kernel.stages.keys():
+            why = f"{problem.label}: the kernel has no code of a stage; export again"
+            raise PackageError(why)
+        return Fp8Plan(
+            choice=choice,
+            launcher=self._launcher,
+            calls=calls,
+            stages=choice.kernel.stages,
+            tensors=tensors_of(problem),
+            index=index,
+            names=("q", "k", "v", "o", *_SCALES),
+            problem=problem,
+        )
 
     def _known(self, index: int) -> TunedFp8Gpu:
         """What the table has of a device. Raises PackageError."""
@@ -203,13 +216,15 @@ class Fp8Operator:
             )
         return gpu
 
-    def _checked(self, tensors: Any, causal: bool, scale: float) -> tuple[Any, ...]:
+    def _checked(self, call: Call) -> tuple[Any, ...]:
         """Sizes and dtype of a call, as a compiler knows them too. Raises TypeError, ValueError."""
-        query, key, value, *scales = tensors
+        query, key, value, _, causal, scale, *_ = call
+        scales: Any = call.extra
+        tensors = (query, key, value, *scales)
         for name, tensor in zip((*_NAMES, *_SCALES), tensors, strict=True):
             if (
                 tensor.device != query.device
-                or tensor.device.type not in self._operator.device_types
+                or tensor.device.type not in self._launcher.device_types
             ):
                 raise ValueError(f"{name} is on {tensor.device}: FP8 kernels run on one GPU")
         for name, tensor in zip(_NAMES, tensors, strict=False):
@@ -268,7 +283,13 @@ def tensors_of(problem: Problem) -> dict[str, Tensor]:
     }
 
 
-def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> Any:
+def _call_of(query: Any, key: Any, value: Any, *given: Any) -> Call:
+    """A call of the operator."""
+    *scales, causal, scale = given
+    return Call(query, key, value, None, causal, scale, extra=Scales(*scales))
+
+
+def _kind_of(scales: Scales, batch: int, heads_kv: int, seqlen_k: int) -> Any:
     """The dtype of a Problem. Raises TypeError or ValueError for scales that are none."""
     blocks = (seqlen_k + SCALE_BLOCK - 1) // SCALE_BLOCK
     of_heads, of_blocks = (batch, heads_kv), (batch, heads_kv, blocks)
@@ -302,7 +323,7 @@ def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
     return torch.full((), float(scale), dtype=torch.float32, device=query.device)
 
 
-def _spread(scales: list[torch.Tensor], problem: Problem) -> tuple[torch.Tensor, ...]:
+def _spread(scales: Any, problem: Problem) -> tuple[torch.Tensor, ...]:
     """Scales as a kernel reads them; of those that lie so already nothing is copied."""
     wanted = [problem.shape_of(name) for name in _SCALES]
     if problem.dtype == "e4m3_tensor":  # one launch for the three

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .call import PLAIN, output_of
+from .call import PLAIN, Call, Saved, output_of
 from .pytorch_calls import CUDNN, aligned, nan_prone, settled
 from .sdpa_patch import sdpa
 
@@ -135,19 +135,20 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        operator: Any,
+        call: Call,
         plan: Any,
+        backward: Any,
     ) -> torch.Tensor:
-        """operator: computes output and log-sum-exp by a plan, and gradients, or returns None."""
+        """plan: has the output and the log-sum-exp. backward: a BackwardOperator."""
         settings = [setting() for setting in SETTINGS]
         by = plan.by_pytorch
         if by is None or by[0] != settings:
             by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)
             gradients = _cudnn_gradients if by_cudnn else _flash_gradients
             by = plan.by_pytorch = (settings, gradients, plan.causal, plan.scale)
-        ctx.by, ctx.own = by, operator.backward
-        made = operator.run(plan, query, key, value)
-        out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)
+        ctx.by, ctx.own = by, backward
+        own = call.of(query, key, value, True)
+        out, lse = plan.run(own) or with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -156,12 +157,24 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         """By a kernel, or else by the backward that PyTorch would have called."""
         _, gradients, causal, scale = ctx.by
         if ctx.own.serves:
-            made = ctx.own.gradients(grads[0], ctx.saved_tensors, causal, scale)
+            made = ctx.own.gradients(call_of(grads[0], ctx.saved_tensors, None, causal, scale))
             if made is not None:
-                return *made, None, None
+                return *made, None, None, None
         seed = _no_seed(grads[0].device)
         dq, dk, dv = gradients(grads[0], ctx.saved_tensors, causal, scale, seed)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
+
+
+def call_of(
+    grad: torch.Tensor, saved: Any, ranges: Any, causal: bool, scale: float, limits: Any = None
+) -> Call:
+    """The backward of a call. grad: of the output. saved: query, key, value, the output and lse.
+
+    ranges: int32 (batch, 2), the keys of each item, or None. limits: of these, by diagonals.
+    """
+    query, key, value, out, lse = saved
+    how: Any = (ranges, causal, scale, True, limits)
+    return Call(query, key, value, *how)._replace(extra=Saved(out, grad, lse))
 
 
 # `apply` where no transform of torch.func is active, of which its Python asks at each call.
@@ -186,7 +199,8 @@ def of_operator(operator: Any, op: Any) -> Callable[..., tuple[Any, ...]]:
 
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
         saved, how = ctx.saved_tensors, (ctx.causal, ctx.scale, ctx.by_cudnn)
-        if operator.backward.traced(saved, ctx.causal, ctx.by_cudnn):
+        query, key, value, *_ = saved
+        if operator.backward.traced(Call(query, key, value, None, ctx.causal), ctx.by_cudnn):
             return (*op(grad, *saved, *how), None, None)
         return (*gradients_by_pytorch(grad, saved, *how), None, None)
 

@@ -13,9 +13,8 @@ from attnsweep.core.masks import FULL, Boolean, Interval, Mask
 from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
-from .call import Call
-from .changed_scores import checked, composed
-from .pytorch_calls import attend
+from .call import Call, number
+from .changed_scores import checked
 
 _UNKNOWN = Padded("right", 100)
 """The layout of lengths that the device alone knows: they count as if every key were seen."""
@@ -63,6 +62,21 @@ def dense(
     return functools.reduce(torch.logical_and, parts or [keys >= 0])
 
 
+def dense_of_packed(call: Call) -> torch.Tensor:
+    """The same of packed sequences: (tokens_q, tokens_k)."""
+    (of_q, of_k, _), (left, right) = call.mask, call.limits or (None, None)
+    tokens = call.query.shape[2], call.key.shape[2]
+    rows, keys = (torch.arange(n, device=of_q.device) for n in tokens)
+    own = torch.searchsorted(of_q[1:].contiguous(), rows, right=True, out_int32=True)
+    inside = (own < call.mask.sequences) & (rows >= of_q[0])
+    own = own.clamp(max=call.mask.sequences - 1).long()
+    first, end = of_k[own][:, None], of_k[own + 1][:, None]
+    mask = (keys >= first) & (keys < end) & inside[:, None]
+    after = keys - (rows + of_k[own + 1] - of_q[own + 1])[:, None]  # of a query's own key
+    mask = mask if left is None else mask & (after >= -left)
+    return mask if right is None else mask & (after <= right)
+
+
 def scanned(
     name: str,
     limits: Diagonals,
@@ -82,41 +96,22 @@ def scanned(
     return lengths.clamp(0, key.shape[2]).to(torch.int32).contiguous()
 
 
-def by_pytorch(call: Call) -> torch.Tensor:
-    """A call with a mask or limits by PyTorch's own attention, or its operators.
-
-    With limits a query that sees no key has 0.
-    """
-    query, key, value, mask, _, scale, enable_gqa, limits, softcap, sinks, dropout_p, fill = call
-    if limits is not None:
-        (low, high), lengths = limits, mask
-        if lengths is not None or low is not None or high is not None:
-            mask = dense(limits, query, key, lengths)
-        # A window's left side begins no later than the last query's own key, which is the last one.
-        sees = high is None or high >= max(0, 0 if low is None else low)
-        fill = lengths is not None or not sees
-    if softcap or sinks is not None:
-        given = (query, key, value, mask, dropout_p)
-        return composed(*given, scale, enable_gqa, softcap, sinks)
-    how: Any = (mask, dropout_p, False)
-    out: torch.Tensor = attend(
-        query, key, value, *how, scale=scale, enable_gqa=enable_gqa, fill=fill
-    )
-    return out
-
-
 def understood(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     attn_mask: Any,
+    dropout_p: float,
     is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
     given: tuple[Any, Any, Any],
     softcap: Any,
     sinks: Any,
-) -> tuple[Any, bool, Diagonals | None, float, torch.Tensor | None]:
-    """What `attention`'s arguments say: mask, is_causal, limits, softcap and sinks.
+    keep: bool,
+) -> Call:
+    """What `attention`'s arguments say. Without limits and changed scores, PyTorch has them all.
 
-    As `Operator.masked` takes them; without limits, softcap and sinks they are PyTorch's alone.
     given: window, causal_offset and key_lengths. Raises TypeError or ValueError.
     """
     mask, limits = attn_mask, None
@@ -126,7 +121,8 @@ def understood(
     cap, sinks = checked(softcap, sinks, query, attn_mask, is_causal)
     if (cap or sinks is not None) and limits is mask is None:
         is_causal, limits = False, (None, 0 if is_causal else None)
-    return mask, is_causal, limits, cap, sinks
+    how = (is_causal, number(scale), enable_gqa, limits, cap, sinks, dropout_p)
+    return Call(query, key, value, mask, *how, keep=keep)
 
 
 def diagonals(

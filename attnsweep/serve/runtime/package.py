@@ -14,13 +14,13 @@ import torch
 from torch.overrides import handle_torch_function
 
 from . import transformers_hook
+from .dispatch import Explanation
 from .docstrings import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
 from .pytorch_calls import attend
 from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, sdpa
-from .serving_plan import Explanation
 from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.
@@ -73,9 +73,11 @@ def attention(
     `explain` says which kernel a call gets.
     """
     is_causal = is_causal or causal
-    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if cache and window is causal_offset is key_lengths is softcap is sinks is None:
-        return _operator.attention(*given)
+        return _operator.attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     others = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
     return _operator.attention(*given, **others, softcap=softcap, sinks=sinks, cache=cache)
 
@@ -324,7 +326,7 @@ class _Routed(InPlace):
                 how = (dropout_p, is_causal, scale, enable_gqa, place.f_code, place.f_lasti)
                 return _operator.short(query, key, value, *how)
         if _routing.on and flash_allowed():
-            return _operator.eager(
+            return _operator.sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
         masks = (attn_mask, dropout_p, is_causal)
@@ -361,7 +363,7 @@ def register(name: str = _name) -> str:
     After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
     PackageError if the name means something else there, ImportError without transformers.
     """
-    return transformers_hook.register(name, attention, _operator.masked_in_model)
+    return transformers_hook.register(name, attention, _operator.in_model)
 
 
 __all__ = [

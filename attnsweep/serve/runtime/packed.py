@@ -1,34 +1,21 @@
-"""Packed sequences: `attention_varlen`, its arguments, and what PyTorch computes of them."""
+"""Packed sequences: `attention_varlen` and its arguments."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .call import DTYPES, Call, dropped, number, records_gradients
-from .changed_scores import checked, composed
-from .dispatch import Choice
+from .call import Call, CuSeqlens, number, records_gradients
+from .changed_scores import checked
+from .dispatch import Explanation
 from .gradients import like
 from .intervals import sides
-from .pytorch_calls import attend, flash_varlen
-from .serving_plan import Explanation
+from .pytorch_calls import by_pytorch
 from .torch_ops import define
 
 Window = tuple[int | None, int | None]
 """(left, right): the keys before and after a query's own; None: all on that side."""
-
-
-class CuSeqlens(NamedTuple):
-    """Where sequences begin among queries and keys, and where the last ends: cu_seqlens."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-
-    @property
-    def sequences(self) -> int:
-        """How many there are."""
-        return int(self.q.shape[0]) - 1
 
 
 def as_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, Any, Any]:
@@ -46,7 +33,7 @@ def understood(
     window: Any,
 ) -> Window:
     """What queries see of their own sequence. Raises TypeError or ValueError."""
-    for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
+    for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens[:2], strict=True):
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} is {type(each).__name__}, not a tensor on {query.device}")
         if each.dtype not in (torch.int32, torch.int64):
@@ -68,58 +55,11 @@ def understood(
     return left, 0 if causal else right
 
 
-def by_pytorch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: CuSeqlens,
-    longest: tuple[int | None, int | None],
-    window: Window,
-    dropout_p: float,
-    scale: float | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Packed attention by PyTorch's flash attention, or else with a mask of all pairs of tokens.
-
-    query, key, value: (tokens, heads, head_dim). longest: tokens of the longest sequence of query
-    and of key; None: at most all.
-    """
-    head_dim, plain = query.shape[2], not softcap and sinks is None
-    flash = query.is_cuda and query.dtype in DTYPES and head_dim % 8 == 0 and head_dim <= 256
-    if plain and flash and key.shape == value.shape and query.shape[0] and key.shape[0]:
-        most = [n or each.shape[0] for n, each in zip(longest, (query, key), strict=True)]
-        begins = CuSeqlens(*(each.to(torch.int32).contiguous() for each in cu_seqlens))
-        return flash_varlen(query, key, value, begins, most, window, dropout_p, scale)
-    one = as_one(query, key, value)
-    mask = dense(query.shape[0], key.shape[0], cu_seqlens, window)
-    if plain:
-        how: Any = (mask, dropout_p, False)
-        made = attend(*one, *how, scale=scale, enable_gqa=True, fill=True)
-    else:
-        made = composed(*one, mask, dropout_p, scale, True, softcap, sinks)
-    return made.squeeze(0).transpose(0, 1).contiguous()
-
-
-def dense(tokens_q: int, tokens_k: int, cu_seqlens: CuSeqlens, window: Window) -> torch.Tensor:
-    """The boolean mask that says the same: (tokens_q, tokens_k)."""
-    (of_q, of_k), (left, right) = cu_seqlens, window
-    rows, keys = (torch.arange(n, device=of_q.device) for n in (tokens_q, tokens_k))
-    own = torch.searchsorted(of_q[1:].contiguous(), rows, right=True, out_int32=True)
-    inside = (own < cu_seqlens.sequences) & (rows >= of_q[0])
-    own = own.clamp(max=cu_seqlens.sequences - 1).long()
-    first, end = of_k[own][:, None], of_k[own + 1][:, None]
-    mask = (keys >= first) & (keys < end) & inside[:, None]
-    after = keys - (rows + of_k[own + 1] - of_q[own + 1])[:, None]  # of a query's own key
-    mask = mask if left is None else mask & (after >= -left)
-    return mask if right is None else mask & (after <= right)
-
-
 _is_compiling = torch.compiler.is_compiling
 
 
 class VarlenOperator:
-    """`attention` and `explain` of packed sequences over the plans of an operator."""
+    """`attention` and `explain` of packed sequences, by an operator."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -127,80 +67,68 @@ class VarlenOperator:
         self._forward = define(*where, "forward_varlen", self._impl_forward)
 
     def attention(self, *given: Any, dropout_p: float, cache: bool, **options: Any) -> torch.Tensor:
-        """As the package's `attention_varlen` has it. options: as of `_understood`."""
-        query, key, value = self._operator.cast(*given[:3])
-        cu_seqlens, longest = CuSeqlens(*given[3:5]), given[5:]
-        window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
+        """As the package's `attention_varlen` has it. options: as of `_call`."""
+        call = self._call(*given, dropout_p=dropout_p, keep=cache, **options)
         if _is_compiling():
-            if dropout_p == 0.0 and self._traces(query, key, value, scale, changes[1]):
-                by = scale if scale is not None else query.shape[2] ** -0.5
-                how: Any = (*cu_seqlens, *window, by, *changes, *longest)
-                compiled: torch.Tensor = self._forward(query, key, value, *how)
+            if dropout_p == 0.0 and self._traces(call):
+                query, key, value = self._operator.cast(*given[:3])
+                by = call.scale if call.scale is not None else query.shape[2] ** -0.5
+                how: Any = (*call.mask[:2], *call.limits, by, call.softcap, call.sinks)
+                compiled: torch.Tensor = self._forward(query, key, value, *how, *call.mask.longest)
                 return compiled
-        elif choice := dropped(dropout_p):
-            self._operator.fell_back(choice)
-        else:
-            how = (cu_seqlens, window, scale, *changes, cache)
-            out = self._served(query, key, value, *how)
-            if out is not None:
-                return out
-        how = (cu_seqlens, longest, window, dropout_p, scale, *changes)
-        return by_pytorch(query, key, value, *how)
+            return _rows(by_pytorch(call))
+        return _rows(self._operator.answer(call))
 
-    def explain(self, *given: Any, dropout_p: float, **options: Any) -> Explanation:
+    def explain(self, *given: Any, **options: Any) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
-        query, key, value = self._operator.cast(*given[:3])
-        cu_seqlens = CuSeqlens(*given[3:])
-        window, scale, *changes = self._understood(query, key, value, cu_seqlens, **options)
-        choice: Choice | None = dropped(dropout_p)
-        if choice is None:
-            how: Any = (cu_seqlens, False, scale, True, window, *changes)
-            choice = self._operator.masked_plan(Call(*as_one(query, key, value), *how)).choice
-        said: Explanation = self._operator.explained(choice, query)
+        said: Explanation = self._operator.explained(self._call(*given, **options))
         return said
 
-    @staticmethod
-    def _understood(
+    def _call(
+        self,
         query: Any,
         key: Any,
         value: Any,
-        cu_seqlens: CuSeqlens,
-        *,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *longest: Any,
         causal: bool,
         window: Any,
         scale: Any,
         softcap: Any,
         sinks: Any,
-    ) -> tuple[Window, float | None, float, torch.Tensor | None]:
-        """Window, scale, softcap and sinks. Raises TypeError or ValueError."""
-        sides = understood(query, key, value, cu_seqlens, causal, window)
+        dropout_p: float,
+        keep: bool = True,
+    ) -> Call:
+        """The call that these arguments mean. Raises TypeError or ValueError."""
+        query, key, value = self._operator.cast(query, key, value)
+        mask = CuSeqlens(cu_seqlens_q, cu_seqlens_k, longest or (None, None))
+        sides = understood(query, key, value, mask, causal, window)
         cap, of_heads = checked(softcap, sinks, query.transpose(0, 1)[None], None, False)
-        return sides, scale if scale is None else number(scale), cap, of_heads
+        how: Any = (mask, False, number(scale), True, sides, cap, of_heads, dropout_p)
+        return Call(*as_one(query, key, value), *how)._replace(keep=keep)
 
-    def _traces(self, query: Any, key: Any, value: Any, scale: Any, sinks: Any) -> bool:
+    def _traces(self, call: Call) -> bool:
         """Whether a kernel may serve a compiler's call."""
-        given, planner = as_one(query, key, value), self._operator.planner
-        if records_gradients(Call(*given, sinks=sinks)):
+        query, key, value, *_ = call
+        planner = self._operator.planner
+        if records_gradients(call):
             return False
-        if planner.unserved(*given, False, scale, True):
+        if planner.unserved(query, key, value, False, call.scale, True):
             return False
         return bool(planner.is_known(query.device.index or 0))
-
-    def _served(self, query: Any, key: Any, value: Any, *how: Any) -> torch.Tensor | None:
-        cu_seqlens, window, scale, *changes, keep = how
-        call = Call(*as_one(query, key, value), cu_seqlens, False, scale, True, window, *changes)
-        out = self._operator.masked(call, keep)
-        return None if out is None else out.squeeze(0).transpose(0, 1)
 
     def _impl_forward(
         self, query: Any, key: Any, value: Any, of_q: Any, of_k: Any, *rest: Any
     ) -> torch.Tensor:
         """A compiler's call, which may use the memory of cu_seqlens for others: no list stays."""
         left, right, scale, softcap, sinks, *longest = rest
-        cu_seqlens, changes = CuSeqlens(of_q, of_k), (softcap, sinks)
-        how: Any = (cu_seqlens, (left, right), scale, *changes, False)
-        out = self._served(query, key, value, *how)
-        if out is None:
-            how = (cu_seqlens, tuple(longest), (left, right), 0.0, scale, *changes)
-            out = by_pytorch(query, key, value, *how)
-        return like(out, query, value)
+        mask = CuSeqlens(of_q, of_k, tuple(longest))
+        how: Any = (mask, False, scale, True, (left, right), softcap, sinks)
+        call = Call(*as_one(query, key, value), *how)._replace(keep=False)
+        return like(_rows(self._operator.answer(call)), query, value)
+
+
+def _rows(out: torch.Tensor) -> torch.Tensor:
+    """The one item of a batch as (tokens, heads, head_dim)."""
+    return out.squeeze(0).transpose(0, 1)

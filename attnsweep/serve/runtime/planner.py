@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -21,24 +21,27 @@ from .call import (
     DTYPES,
     PLAIN,
     Call,
+    CuSeqlens,
     bias_copied,
     bias_of,
     laid_out,
     mask_strides,
     output_of,
+    plain,
     plain_mask,
     problem_of,
     records_gradients,
     taken_for,
 )
+from .call_cache import MetCalls, transformed
 from .dispatch import Choice, choose
 from .driver import Tensor, rows_of_group, unmapped
 from .families import WGMMA
 from .intervals import forms
-from .packed import CuSeqlens
+from .launcher import Launcher
 from .sdpa_patch import asked_once
-from .serving_plan import Plan
-from .table import GpuKey, Table, TunedGpu, known
+from .serving_plan import FORKED, MOST_PLANS, SUBCLASS, TRANSFORMED, ForwardPlan, ServingPlan
+from .table import GpuKey, TunedGpu, known
 
 APART = Choice(
     None,
@@ -46,10 +49,14 @@ APART = Choice(
     "the queries of grouped heads are not equally far apart in memory, as they are in "
     "query.contiguous(), and to copy them takes longer than the kernel gains",
 )
+NO_CODE = Choice(None, "no_code", "the kernel has no code of a stage")
+_OTHER_DTYPE = Choice(None, "mask", "attn_mask is neither boolean nor of query's dtype")
 # What copies of a few queries and of their output take together, and what must be gained besides.
 COPIES_US, COPIES_MARGIN = 6.0, 0.05
 # What a scan reads of a call, in the order in which the call has it.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
+_TENSOR, _modes = torch.Tensor, torch._C._len_torch_dispatch_stack
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 _NUMBERS = (int, float, torch.SymFloat)
 # A kernel gets it as a 32-bit number, times the logarithm of e; gradients also get its inverse,
 # times log-sum-exps.
@@ -59,20 +66,89 @@ _CAPS = (1e-3, 1e6)
 
 
 class Planner:
-    """Makes the plans of a table's calls. types: the device types that are served.
+    """Finds or makes the plans of a package's calls, of all kinds.
 
-    gpus: what the table has for each device that was asked about, by its index.
+    kinds: what makes the plan of a call, by the class of its `extra`. gpus: what the table has for
+    each device that was asked about, by its index. backward: the BackwardOperator.
     """
 
-    def __init__(self, table: Table, types: tuple[str, ...]) -> None:
-        self._table, self._types = table, types
+    backward: Any = None
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher, self._table = launcher, launcher.table
         self.gpus: dict[int, TunedGpu | None] = {}
+        self.kinds: dict[type, Callable[[Call], ServingPlan]] = {type(None): self._forward}
+        self._plans: dict[Any, ServingPlan] = {}
+        self._met = MetCalls()
+        self.find = self._met.find
         self._head_dims = frozenset(
             winner.problem.head_dims
-            for gpu in table.gpus.values()
+            for gpu in self._table.gpus.values()
             for winner in gpu.winners
             if winner.problem.op == FORWARD
         )
+
+    def forget(self) -> None:
+        """Have each call planned anew."""
+        self._plans.clear()
+        self._met.clear()
+
+    def plan(self, call: Call) -> ServingPlan:
+        """The plan of a call: by one question if such a one was met before, or else looked up."""
+        found = self.find(call)
+        if found is not None:
+            return found
+        dtype = getattr(call.mask, "dtype", None)
+        if (
+            call.mask is not None
+            and call.limits is None
+            and dtype is not torch.bool
+            and dtype is not call.query.dtype
+        ):
+            return self.without_kernel(_OTHER_DTYPE)  # nothing else needs to be asked
+        return self.looked_up(call)
+
+    def looked_up(self, call: Call) -> ServingPlan:
+        """The plan by shapes, strides and options, made if it is not there."""
+        query, key, value, mask, causal, scale, grouped, limits, softcap, sinks, *_ = call
+        masked = mask is not None or limits is not None
+        extra, grad = call.extra, False
+        if extra is None:
+            if transformed():
+                return self.without_kernel(TRANSFORMED)
+            if not _alone(query, key, value):
+                return self.without_kernel(SUBCLASS)
+            if masked and type(mask) is not _TENSOR and limits is None:
+                return self.without_kernel(_OTHER_DTYPE)
+            grad = records_gradients(call) if call.lse is None or masked else False
+        try:
+            what = (
+                *(query.shape, query.stride(), query.dtype, query.get_device()),
+                *(key.shape, key.stride(), key.dtype, key.get_device()),
+                *(value.shape, value.stride(), value.dtype, value.get_device()),
+                *(_kind_of(mask), causal, scale, grouped, limits, softcap, sinks is not None),
+                *(grad, call.lse, (grad or extra is not None) and _is_deterministic()),
+                *[(each.shape, each.stride(), each.dtype, each.device) for each in extra or ()],
+                type(extra),
+            )
+            plan = self._plans.get(what)
+        except (RuntimeError, TypeError):  # no strides, or symbolic ones
+            return self.without_kernel(SUBCLASS)
+        if plan is None:
+            if self._launcher.forked:
+                return self.without_kernel(FORKED)
+            made = self.kinds[type(extra)](call)
+            if len(self._plans) >= MOST_PLANS:
+                self.forget()
+            plan = self._plans[what] = made
+        plain = extra is None and limits is None and not softcap and sinks is None
+        if plain and (mask is None or (plan.calls and not grad)):
+            self._met.add(plan, call)
+        return plan
+
+    def without_kernel(self, choice: Choice) -> ServingPlan:
+        """The plan of calls that PyTorch gets."""
+        return ServingPlan(choice=choice, launcher=self._launcher)
 
     def unserved(
         self,
@@ -84,7 +160,7 @@ class Planner:
         enable_gqa: bool,
     ) -> Choice | None:
         """Why no kernel serves tensors of this kind, by what a compiler knows too; or None."""
-        if query.device.type not in self._types:
+        if query.device.type not in self._launcher.device_types:
             return Choice(None, "device", f"tensors are on {query.device.type}")
         if not query.device == key.device == value.device:
             return Choice(None, "device", "tensors are on several devices")
@@ -124,28 +200,33 @@ class Planner:
             self.gpus[index] = known(self._table.gpus, key)
         return self.gpus[index]
 
-    def made(self, call: Call, lse: bool) -> Plan:
-        """The plan of a call. lse: whether it must have the log-sum-exp."""
+    def _forward(self, call: Call) -> ServingPlan:
+        """The plan of a forward."""
         query, key, value, mask, is_causal, scale, enable_gqa, limits, *_ = call
         masked = mask is not None or limits is not None
+        grad = records_gradients(call)
+        lse = call.lse
+        if lse is None:
+            lse = grad and (not masked or self.backward.serves_intervals(call))
         causal = is_causal and not masked
         unserved = self.unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is None and masked:  # with lse a kernel has the gradients
-            unserved = why_unserved(call, not lse and records_gradients(call))
+            unserved = why_unserved(call, not lse and grad)
         if unserved is not None:
-            return Plan(unserved)
+            return self.without_kernel(unserved)
         gpu = self.gpu(query.device.index or 0)
         if gpu is None:
             tuned = "; ".join(key.label for key in self._table.gpus) or "none"
             why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
-            return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
+            said = f"{why} SPEC, then attnsweep export"
+            return self.without_kernel(Choice(None, "gpu", said))
         out, copied = output_of(query, value, "meta"), False
         tensors = {
             name: laid_out(each)
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
         if unserved := unmappable(tensors):
-            return Plan(unserved)
+            return self.without_kernel(unserved)
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             tensors["bias"] = bias_of(mask, query, key)
             copied = unmapped(tensors["bias"]) is not None
@@ -153,13 +234,16 @@ class Planner:
                 tensors["bias"] = bias_of(bias_copied(mask.to("meta")), query, key)
             fault = unmapped(tensors["bias"])
             if fault is not None:
-                return Plan(Choice(None, "mask", f"attn_mask {fault[1]}"))
-        choice, problem = choice_of(gpu, query, key, value, forms_of(call), lse)
+                said = f"attn_mask {fault[1]}"
+                return self.without_kernel(Choice(None, "mask", said))
+        choice, problem = choice_of(gpu, call, lse)
         if choice.kernel is None or problem is None:
-            return Plan(choice)
+            return self.without_kernel(choice)
         plan = self._launched(call, lse, out, choice, problem, tensors)
         if plan.choice is APART:
-            return self._of_rows(call, lse, choice)
+            return self._of_rows(call._replace(lse=lse), choice)
+        if not isinstance(plan, ForwardPlan):
+            return plan
         plan.copied = copied
         # With lengths, PyTorch's own attention needs a mask first, which takes longer to make than
         # a scan of the lengths does.
@@ -171,18 +255,17 @@ class Planner:
         plan.short_scan |= copied and mask.stride(-1) == 1
         return plan
 
-    def _of_rows(self, call: Call, lse: bool, choice: Choice) -> Plan:
+    def _of_rows(self, call: Call, choice: Choice) -> ServingPlan:
         """The plan of a call whose query is copied first, and its output afterwards."""
         ours = choice.sdpa_us / choice.gain if choice.gain else 0.0
         if choice.sdpa_us < (ours + COPIES_US) * (1 + COPIES_MARGIN):
-            return Plan(replace(APART, gain=choice.gain))
-        own = self.made(call._replace(query=call.query.contiguous()), lse)
-        return replace(own, of_rows=own) if own.calls else own
+            return self.without_kernel(replace(APART, gain=choice.gain))
+        own = self._forward(call.of(call.query.contiguous(), call.key, call.value))
+        return replace(own, of_rows=own) if isinstance(own, ForwardPlan) else own
 
-    @staticmethod
     def _launched(
-        call: Call, lse: bool, out: torch.Tensor, choice: Any, problem: Problem, tensors: Any
-    ) -> Plan:
+        self, call: Call, lse: bool, out: torch.Tensor, choice: Any, problem: Problem, tensors: Any
+    ) -> ServingPlan:
         """The plan of a call that a kernel serves, or why it cannot. out: like the output."""
         mask, limits, scale, kernel = call.mask, call.limits, call.scale, choice.kernel
         biased = "bias" in tensors
@@ -191,7 +274,7 @@ class Planner:
             for name in ("q", "o"):
                 view = rows_of_group(tensors[name], problem.heads // problem.heads_kv)
                 if view is None:
-                    return Plan(APART)
+                    return self.without_kernel(APART)
                 tensors[name] = view
         layout = tensors["o"].strides
         steps: tuple[int, ...] = ()
@@ -200,7 +283,8 @@ class Planner:
         elif problem.mask.as_tensor:  # as `scanned` makes it
             steps = (problem.seqlen_q * problem.seqlen_k, 0, problem.seqlen_k, 1)
         if max(steps, default=0) >= 2**31:
-            return Plan(Choice(None, "too_large", "the mask spans 2^31 elements or more"))
+            said = "the mask spans 2^31 elements or more"
+            return self.without_kernel(Choice(None, "too_large", said))
         if steps and not problem.mask.of_item:  # one for all
             steps = (0, *steps[1:])
         options: Any = {"lse": lse, "strides": {"o": layout}, "mask_strides": steps}
@@ -208,7 +292,7 @@ class Planner:
         made = families.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = families.workspaces(WGMMA, kernel.values, problem)
         if not made.keys() <= kernel.stages.keys():
-            return Plan(Choice(None, "no_code", "the kernel has no code of a stage"))
+            return self.without_kernel(NO_CODE)
         calls = {name: launch for name, launch in made.items() if not launch.once}
         once = (launch.args for launch in made.values() if launch.once)
         shared = {arg for args in once for arg in args if isinstance(arg, str)}  # of a mask's scan
@@ -217,19 +301,21 @@ class Planner:
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
         names += ("bias",) * biased + ("sinks",) * (call.sinks is not None)
         rows = (problem.batch, problem.heads, problem.seqlen_q)
-        return Plan(
-            choice,
-            calls,
-            kernel.stages,
-            tensors,
-            call.query.get_device(),
-            lse,
-            tuple(spaces[name] for name in own),
-            names,
-            bool(call.is_causal and mask is None and limits is None),
-            by,
-            problem.heads != problem.heads_kv,
-            rows,
+        return ForwardPlan(
+            choice=choice,
+            launcher=self._launcher,
+            backward=self.backward,
+            calls=calls,
+            stages=kernel.stages,
+            tensors=tensors,
+            index=call.query.get_device(),
+            lse=lse,
+            floats=tuple(spaces[name] for name in own),
+            names=names,
+            causal=bool(call.is_causal and mask is None and limits is None),
+            scale=by,
+            grouped=problem.heads != problem.heads_kv,
+            rows=rows,
             scan={name: launch for name, launch in made.items() if launch.once},
             scan_names=tuple(listed),
             scan_places=tuple(accumulate((_apart(spaces[n]) for n in listed), initial=0)),
@@ -238,6 +324,23 @@ class Planner:
             biased=biased,
             out=None if out.shape == call.query.shape else (tuple(out.shape), out.stride()),
         )
+
+
+def _alone(query: Any, key: Any, value: Any) -> bool:
+    """Whether nothing else has a say in a call: no class, no dispatch mode and no negation.
+
+    Modes that count FLOPs and policies of selective checkpoints know PyTorch's operators alone.
+    """
+    return plain(query, key, value) and not (
+        _modes() or query.is_neg() or key.is_neg() or value.is_neg()
+    )
+
+
+def _kind_of(mask: Any) -> Any:
+    """What plans depend on of a mask, of lengths, or of where sequences begin."""
+    if isinstance(mask, CuSeqlens):
+        return (mask.sequences, type(mask.q), type(mask.k), mask.q.device)
+    return mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device)
 
 
 def _apart(words: int) -> int:
@@ -267,8 +370,7 @@ def why_unserved(call: Call, gradients: bool) -> Choice | None:
         code, given = ("packed", "packed sequences") if packed else (code, given)
         if gradients:
             return Choice(None, code, f"{given} are given, and gradients are recorded")
-        tensors = mask if packed else () if mask is None else (mask,)
-        if not all(type(each) in PLAIN for each in tensors):
+        if not all(type(each) in PLAIN for each in call.mask_tensors):
             said = "cu_seqlens are no plain tensors" if packed else "key_lengths is no plain tensor"
             return Choice(None, "subclass", said)
         return None
@@ -307,23 +409,15 @@ def forms_of(call: Call) -> list[tuple[Any, ...]]:
     return [(CAUSAL if call.is_causal else FULL,)]
 
 
-def choice_of(
-    gpu: TunedGpu,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    forms: Sequence[tuple[Any, ...]],
-    gradients: bool = False,
-) -> tuple[Choice, Problem | None]:
+def choice_of(gpu: TunedGpu, call: Call, gradients: bool = False) -> tuple[Choice, Problem | None]:
     """What serves a call that `Planner.unserved` lets pass, and its problem if it has one.
 
-    forms: what it may be taken for, masks, layouts and scores as `problem_of` takes them. The first
-    that a kernel serves is.
+    Of all that it may be taken for, the first that a kernel serves is.
     """
     found: list[tuple[Choice, Problem | None]] = []
-    for form in forms:
+    for form in forms_of(call):
         try:
-            problem = problem_of(query, key, value, *form)
+            problem = problem_of(call.query, call.key, call.value, *form)
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         choice = choose(gpu, problem, gradients=gradients)

@@ -1,7 +1,8 @@
 """Every attention call that PyTorch computes for a package, and how callers are kept from faults.
 
-PyTorch's backends are wrong for some calls that they accept, most of them cuDNN's. `attend` and
-`aligned`, `settled` and `nan_prone` for its operators, are the only ways to them, and know these:
+PyTorch's backends are wrong for some calls that they accept, most of them cuDNN's. `by_pytorch`
+of a call, `attend` of PyTorch's own arguments, and `aligned`, `settled` and `nan_prone` for its
+operators, are the only ways to them, and know these:
 
 - cuDNN's backward is planned by the layout of q, k and v alone: a gradient of another layout than
   the one that the plan was made for gives wrong gradients or an illegal access.
@@ -26,6 +27,9 @@ from typing import Any
 
 import torch
 
+from .call import Call, CuSeqlens
+from .changed_scores import composed
+from .intervals import dense, dense_of_packed
 from .sdpa_patch import is_traced, sdpa
 
 CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
@@ -44,6 +48,49 @@ _in_steps: set[tuple[int, ...]] = set()
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 _transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
+
+
+def by_pytorch(call: Call) -> torch.Tensor:
+    """The output of any call, by PyTorch's own attention or else its operators.
+
+    With limits a query that sees no key has 0.
+    """
+    query, key, value, mask, is_causal, scale, enable_gqa, limits, *_ = call
+    if isinstance(mask, CuSeqlens):
+        return _packed(call)
+    fill = call.fill
+    if limits is not None:
+        (low, high), lengths = limits, mask
+        if lengths is not None or low is not None or high is not None:
+            mask = dense(limits, query, key, lengths)
+        # A window's left side begins no later than the last query's own key, which is the last one.
+        sees = high is None or high >= max(0, 0 if low is None else low)
+        fill = lengths is not None or not sees
+    given = (query, key, value, mask, call.dropout_p)
+    if call.changes_scores:
+        return composed(*given, scale, enable_gqa, call.softcap, call.sinks)
+    out: torch.Tensor = attend(*given, is_causal, scale=scale, enable_gqa=enable_gqa, fill=fill)
+    return out
+
+
+def _packed(call: Call) -> torch.Tensor:
+    """Packed sequences, by flash attention, or else with a mask of all pairs of tokens."""
+    query, key, value, mask, _, scale, _, window, softcap, sinks, dropout_p, *_ = call
+    head_dim, plain = query.shape[3], not call.changes_scores
+    flash = query.is_cuda and query.dtype in _HALVES and head_dim % 8 == 0 and head_dim <= 256
+    if plain and flash and key.shape == value.shape and query.shape[2] and key.shape[2]:
+        most = [n or each.shape[2] for n, each in zip(mask.longest, (query, key), strict=True)]
+        begins = [each.to(torch.int32).contiguous() for each in mask[:2]]
+        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        out = flash_varlen(q, k, v, begins, most, window or (None, None), dropout_p, scale)
+        return out.transpose(0, 1).unsqueeze(0)
+    pairs = dense_of_packed(call)
+    if plain:
+        how: Any = (pairs, dropout_p, False)
+        out = attend(query, key, value, *how, scale=scale, enable_gqa=True, fill=True)
+    else:
+        out = composed(query, key, value, pairs, dropout_p, scale, True, softcap, sinks)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def attend(

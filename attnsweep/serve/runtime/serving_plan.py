@@ -1,4 +1,4 @@
-"""What is known of a call before it is made, and how it is said."""
+"""Plans: how calls of one kind are served, and the launches by which a forward is."""
 
 from __future__ import annotations
 
@@ -6,92 +6,200 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from attnsweep.family.launch import Launch
 
+from .call import Call, CuSeqlens, bias_copied
 from .dispatch import Choice
-from .driver import BoundLaunches, Tensor
-from .intervals import Diagonals
-from .table import Code
+from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned
+from .gradients import like
+from .intervals import Diagonals, scanned
+from .launcher import Launcher
+from .mask_lists import MaskList
+from .table import Code, PackageError
+
+UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
+_empty_like, _FLOAT = torch.empty_like, torch.float32
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
+@dataclass(slots=True, eq=False, kw_only=True)
+class ServingPlan:
+    """All of a kind of call that does not depend on addresses, and how its launches are made.
 
-    code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
-    over the kernel's, 0 if nothing is known. backward: the config that computes gradients, of a
-    call that records them, if a kernel does.
-    """
-
-    kernel: str | None
-    code: str
-    reason: str
-    gain: float
-    gpu: str | None
-    backward: str | None = None
-
-    def __str__(self) -> str:
-        by = self.kernel or "scaled_dot_product_attention"
-        gain = f", expected gain {self.gain:.3f}" if self.gain else ""
-        own = f"; gradients by {self.backward}" if self.backward else ""
-        return f"{by}: {self.reason}{gain}{own} [{self.gpu or 'no known GPU'}]"
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
-
-    index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
-    elements of the workspaces. names: of the buffers. causal, scale, grouped: as PyTorch's own
-    attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
-    kernels are loaded. met: how often it was looked up by shapes and strides. by_pytorch: PyTorch's
-    own backward: the settings on which it depends, its function, causal and scale; once asked.
-    scan: the launches that make the list of a mask, with names of what they write, and its places
-    and end in memory of 32-bit words; scans: once they are loaded. scan_reads: the names of what
-    they read. short_scan: whether they outlast the call. biased: whether a call reads its mask
-    itself, as numbers that are added to scores.
-    copied: whether it reads a copy of that, since no tensor map can describe the mask.
-    of_rows: the plan of the call with a contiguous query, by which it is served, if the rows of its
-    groups are not equally far apart. limits: the mask by diagonals, if the call has it so. out:
-    sizes and strides of the output, if it is not like q.
+    calls is empty if PyTorch serves it, as it does the calls of this class: those of others have
+    kernels. index: the device's, -1 for the CPU's. names: of the buffers. floats: elements of the
+    workspaces. lse: whether the log-sum-exp is an output. launches: once the kernels are loaded.
+    met: how often it was looked up by shapes and strides.
     """
 
     choice: Choice
+    launcher: Any = None
     calls: Mapping[str, Launch] = field(default_factory=dict)
     stages: Mapping[str, Code] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     index: int = -1
-    lse: bool = False
-    floats: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    causal: bool = False
-    scale: float = 0.0
-    grouped: bool = False
-    rows: tuple[int, ...] = ()
+    floats: tuple[int, ...] = ()
+    lse: bool = False
     launches: BoundLaunches | None = None
     met: int = 0
+
+    def run(self, _: Call) -> Any:
+        """The outputs of a call; None, which is counted, if PyTorch gets it."""
+        self.launcher.fell_back(self.choice)
+
+    def load(self, device: Device, calls: Mapping[str, Launch]) -> BoundLaunches:
+        """Load the kernels of the plan's calls. Raises DriverError or PackageError."""
+        made = self.launches = device.launches(calls, self.stages, self.tensors, self.names)
+        return made
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ForwardPlan(ServingPlan):
+    """The plan of a forward.
+
+    backward: the BackwardOperator, which records the gradients of a call whose plan has the
+    log-sum-exp. causal, scale: as PyTorch's own attention would get them. grouped: whether heads
+    share keys. rows: sizes of the log-sum-exp. by_pytorch: PyTorch's own backward: the settings on
+    which it depends, its function, causal and scale; once asked. scan: the launches that make the
+    list of a mask, with names of what they write, and its places and end in memory of 32-bit words;
+    scans: once they are loaded. scan_reads: the names of what they read. biased: whether a call
+    reads its mask itself, as numbers that are added to scores. copied: whether it reads a copy of
+    that, since no tensor map can describe the mask. of_rows: the plan of the call with a contiguous
+    query, by which it is served, if the rows of its groups are not equally far apart. short_scan:
+    whether the scan of its mask outlasts the call. limits: the mask by diagonals, if the call has
+    it so. out: sizes and strides of the output, if it is not like q.
+    """
+
+    launcher: Launcher
+    backward: Any
+    causal: bool
+    scale: float
+    grouped: bool
+    rows: tuple[int, ...]
     by_pytorch: tuple[Any, ...] | None = None
     scan: Mapping[str, Launch] = field(default_factory=dict)
     scan_names: tuple[str, ...] = ()
     scan_places: tuple[int, ...] = ()
     scan_reads: tuple[str, ...] = ()
     scans: BoundLaunches | None = None
-    short_scan: bool = False
     biased: bool = False
     copied: bool = False
-    of_rows: Plan | None = None
+    of_rows: ForwardPlan | None = None
+    short_scan: bool = False
     limits: Diagonals | None = None
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    def run(self, call: Call) -> tuple[torch.Tensor, ...] | None:
+        """The output, and the log-sum-exp if the plan has it; None, which is counted, if none."""
+        query, key, value, mask, _, _, _, _, _, sinks, _, _, keep, own_lse, _ = call
+        launcher, index = self.launcher, self.index
+        if index >= 0 and index != launcher.current_device():
+            with torch.cuda.device(index):
+                return self.run(call)
+        if not self.calls or (self.short_scan and launcher.is_scanned_alone(call)):
+            launcher.fell_back(SHORT_SCAN if self.calls else self.choice)
+            return None
+        if self.lse and own_lse is None:
+            return (self.backward.recorded(call, self),)
+        if self.of_rows is not None:
+            done = self.of_rows.run(call.of(query.contiguous(), key, value, own_lse))
+            return None if done is None else (like(done[0], query, value), *done[1:])
+        out = _empty_like(query) if self.out is None else query.new_empty_strided(*self.out)
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (q and k and v):  # lazy zeros have no memory
+            return self.run(call.of(query.clone(), key.clone(), value.clone(), own_lse))
+        made: tuple[torch.Tensor, ...] = (out,)
+        addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
+        if self.lse:
+            lse = query.new_empty(*self.rows, dtype=_FLOAT)  # a tuple is slow
+            made, addresses = (out, lse), (*addresses, lse.data_ptr())
+        if self.floats:
+            spaces = [query.new_empty(count, dtype=_FLOAT) for count in self.floats]
+            addresses += tuple([each.data_ptr() for each in spaces])
+        stream = launcher.stream(index)
+        try:
+            launches = self.launches
+            if launches is None:
+                launches = launcher.bound(self)
+            if launches is None:  # another thread has tried it in vain since this one asked
+                launcher.fell_back(self.choice)
+                return None
+            if self.scan:
+                masks = call.mask_tensors
+                listed = launcher.masks.find(masks, self, stream) if keep else None
+                if listed is None:
+                    listed = self._listed(call, masks, stream)
+                addresses += listed.addresses
+            elif self.copied:
+                listed = launcher.masks.find((mask,), self, stream) if keep else None
+                if listed is None:
+                    copy = bias_copied(mask)
+                    listed = MaskList((copy.data_ptr(),), (copy,))
+                    if keep:
+                        launcher.masks.keep((mask,), self, stream, listed)
+                addresses += listed.addresses
+            elif self.biased:
+                if mask.data_ptr() & 15:
+                    raise Unaligned
+                addresses += (mask.data_ptr(),)
+            if sinks is not None:
+                addresses += (sinks.data_ptr(),)
+            launches.issue(addresses, stream)
+        except Unaligned:
+            launcher.fell_back(UNALIGNED)
+            return None
+        except (DriverError, PackageError) as error:
+            launcher.gave_up(self, error)
+            return None
+        launcher.counts["kernel"] += 1
+        return made
 
+    def load(self, device: Device, calls: Mapping[str, Launch]) -> BoundLaunches:
+        """Load the kernels, and those of the scan. Raises DriverError or PackageError."""
+        if self.scan:
+            names = (*self.scan_names, *self.scan_reads)
+            self.scans = device.launches(self.scan, self.stages, self.tensors, names)
+        return super(ForwardPlan, self).load(device, calls)  # slots make the class anew
+
+    def _listed(self, call: Call, masks: Any, stream: int) -> MaskList:
+        """What a call reads of its mask, made in this stream now. Raises DriverError."""
+        if self.scans is None:
+            raise DriverError("the scan of a mask is not loaded")
+        read, query = masks, call.query
+        if isinstance(call.mask, CuSeqlens):
+            read = tuple([each.to(torch.int32).contiguous() for each in masks])
+        elif self.limits is not None and self.scan_reads:
+            limits, key = self.limits, call.key
+            read = (scanned(self.scan_reads[0], limits, query, key, *(masks or (None,))),)
+        # One piece: on an H100's host each costs 2 us, a tenth of what a new mask does.
+        *places, words = self.scan_places
+        memory = query.new_empty(words, dtype=torch.int32)
+        begin = memory.data_ptr()
+        addresses = tuple([begin + 4 * place for place in places])
+        self.scans.issue((*addresses, *[each.data_ptr() for each in read]), stream)
+        made = MaskList(addresses, (memory,))
+        if call.keep:
+            self.launcher.masks.keep(masks, self, stream, made)
+        return made
+
+    def refused(self, call: Call) -> Choice | None:
+        """Why a call is PyTorch's though its plan has launches, as far as it is seen beforehand."""
+        mapped = call[:4] if self.biased and not self.copied else call[:3]
+        if any(each.data_ptr() & 15 for each in mapped):
+            return UNALIGNED
+        return SHORT_SCAN if self.short_scan and self.launcher.is_scanned_alone(call) else None
+
+
+SHORT_SCAN = Choice(
+    None, "short_scan", "to scan a mask that is not kept takes the host longer than the call"
+)
 MOST_PLANS = 4096
 """Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
 starts anew, so that it never grows."""
-UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
-FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
-TRANSFORMED = Plan(
-    Choice(None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives")
+FORKED = Choice(None, "fork", "this process was forked after CUDA was used")
+TRANSFORMED = Choice(
+    None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives"
 )
-SUBCLASS = Plan(
-    Choice(None, "subclass", "an argument is no plain tensor, or a dispatch mode is on")
-)
+SUBCLASS = Choice(None, "subclass", "an argument is no plain tensor, or a dispatch mode is on")
