@@ -24,7 +24,7 @@ from attnsweep import find_runs
 from attnsweep.api import exported_table
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import export, table_text
-from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY
+from attnsweep.serve.runtime.families import DECLARED, WITHOUT_RIVAL
 from attnsweep.serve.runtime.table import ALIGNMENT, BASE, WINDOW, Code, read_table
 
 ROOT = Path(__file__).parent.parent
@@ -235,7 +235,9 @@ def main(arguments: Sequence[str]) -> int:
             if not shipped_already(made):
                 shutil.rmtree(made, ignore_errors=True)
                 # What comes with attnsweep serves 16 bits.
-                of_16_bits = {name: discover()[name] for name in (FAMILY, BACKWARD_FAMILY)}
+                of_16_bits = {
+                    name: discover()[name] for name in DECLARED if name not in WITHOUT_RIVAL
+                }
                 done = export(recorded(), made, of_16_bits, slower=SLOWER)
                 made = done.directory / done.name
             write(made)

@@ -22,17 +22,16 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import outline
-from attnsweep.serve.export_code import config_of, family_of, gpu_of, is_one_call
+from attnsweep.serve.export_code import config_of, gpu_of, is_one_call
 from attnsweep.serve.held import asked_of, held_for, is_sdpa, lost_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
-from attnsweep.serve.runtime.families import refused_by
+from attnsweep.serve.runtime.families import family_of, has_rival, kind_of_code, refused_by
 from attnsweep.serve.runtime.table import (
     TABLE,
     CompiledKernel,
     GpuKey,
     TunedGpu,
-    kind_of_code,
     known,
     read_table,
 )
@@ -91,9 +90,11 @@ def swept(run: Path) -> list[Swept]:
     theirs: dict[Problem, dict[str, float]] = {}
     opened = open_run(run)
     for trial in opened.trials:
-        if trial.status is not Status.OK or trial.time_us is None or trial.problem.scaled:
+        if trial.status is not Status.OK or trial.time_us is None:
             continue
         problem, time_us = trial.problem, trial.time_us.median
+        if not has_rival(problem):
+            continue
         family = families[family_of(problem)]
         if is_sdpa(trial):
             theirs.setdefault(problem, {})[trial.provider] = time_us

@@ -31,14 +31,11 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import (
-    BACKWARD_FAMILY,
     CODE,
     FAMILY,
-    FP8_FAMILY,
     Families,
     compile_for_models,
     config_of,
-    family_of,
     gpu_of,
     gpu_row,
     is_one_call,
@@ -58,7 +55,14 @@ from attnsweep.serve.held import (
     shared,
     spare_kernels,
 )
-from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard, kind_of_code
+from attnsweep.serve.runtime.families import (
+    DECLARED,
+    WITHOUT_RIVAL,
+    family_of,
+    has_rival,
+    kind_of_code,
+)
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 from attnsweep.store.run import Run, open_run
 
 _RUNTIME = Path(__file__).parent / "runtime"
@@ -170,7 +174,7 @@ def outline(
     The stages of each kernel are empty, `nvrtc` is not there, and FP8 runs have no part in it.
     Raises StoreError.
     """
-    own = {name: family for name, family in families.items() if name != FP8_FAMILY}
+    own = {name: family for name, family in families.items() if name not in WITHOUT_RIVAL}
     selected = _selected(directories, own, slower)
     stages: list[Any] = [{}] * len(selected.codes)
     made = json.loads(table_text(_table(selected, own, stages, guard or Guard())))
@@ -221,8 +225,8 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
     every = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.problem)))
-    in_fp8 = [chosen for chosen in every if chosen.problem.scaled]
-    won = [chosen for chosen in every if not chosen.problem.scaled]
+    in_fp8 = [chosen for chosen in every if not has_rival(chosen.problem)]
+    won = [chosen for chosen in every if has_rival(chosen.problem)]
     winners = shared(won) if slower else won
     held = served(winners, won, families)
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
@@ -329,12 +333,12 @@ def chosen_of(
         # (With FlexAttention's time of one shape beside that of another, 100 times as long, a call
         # between them was not served.)
         baselines = baselines or [t for t in trials if t.provider == "unfused"]
-        scaled = trials[0].problem.scaled
-        baseline = None if scaled else min(baselines, key=time_of, default=None)
+        compares = has_rival(trials[0].problem)
+        baseline = min(baselines, key=time_of, default=None) if compares else None
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == family.name]
         best = won[0] if won else min(own, key=time_of, default=None)
         reason = _why_not(best, baseline, family, arch)
-        if not scaled and (name := lost.get(trials[0].problem)):
+        if compares and (name := lost.get(trials[0].problem)):
             reason = f"no time of {name}, which PyTorch may call; sweep the problem again"
         if reason is not None or best is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
@@ -383,7 +387,7 @@ def _ratio(one: Trial, other: Trial) -> tuple[float, float]:
 def _why_not(best: Trial | None, baseline: Trial | None, family: Family, arch: Arch) -> str | None:
     if best is None:
         return f"no correct candidate of {family}, the family that a package can call"
-    if baseline is None and not best.problem.scaled:
+    if baseline is None and has_rival(best.problem):
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)
 
@@ -487,7 +491,7 @@ def sources(name: str) -> dict[str, str]:
     paths = {"__init__.py": _RUNTIME / "package.py"}
     paths |= {module: _RUNTIME / module for module in MODULES}
     paths |= {path: _RUNTIME.parent.parent / path for path in _CARRIED}
-    for family in (FAMILY, BACKWARD_FAMILY, FP8_FAMILY):
+    for family in DECLARED:
         paths[f"kernels/{family}.py"] = shipped("kernels") / f"{family}.py"
     return {
         path: re.sub(

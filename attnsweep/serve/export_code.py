@@ -11,7 +11,7 @@ from typing import Any
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
-from attnsweep.core.ops import BACKWARD, FORWARD
+from attnsweep.core.ops import FORWARD, of_heads
 from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.family import Config, Family
@@ -20,12 +20,8 @@ from attnsweep.serve.runtime.cost_model import FEW_QUERIES
 from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run, environment_of
 
-FAMILY = "flash_fwd_wgmma"
-"""The family that a package can call: its template takes strides, and its launches are known."""
-BACKWARD_FAMILY = "flash_bwd_wgmma"
-"""The same of gradients."""
-FP8_FAMILY = "flash_fwd_fp8_wgmma"
-"""The same in FP8, of contiguous tensors."""
+FAMILY = families.WGMMA.kernel.name
+"""The family that a package calls for most problems."""
 Families = Mapping[str, Family]
 """Families by name."""
 CODE = 1
@@ -37,13 +33,6 @@ _WRONG_BEFORE = {
 
 Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""
-
-
-def family_of(problem: Problem) -> str:
-    """Name of the family that a package calls for a problem."""
-    if problem.scaled:
-        return FP8_FAMILY
-    return BACKWARD_FAMILY if problem.op == BACKWARD else FAMILY
 
 
 def wrong_kernels(table: Mapping[str, Any]) -> list[str]:
@@ -66,11 +55,10 @@ def kind_of_mask(problem: Problem) -> tuple[bool, str]:
 
 def contiguous(problem: Problem) -> Strides:
     """The strides of contiguous (batch, heads, seqlen, head_dim) tensors."""
-    found = {}
-    for tensor in ("q", "k", "v", "o", *(("do", "dq") if problem.op == BACKWARD else ())):
-        _, heads, seqlen, head_dim = problem.shape_of(tensor)
-        found[tensor] = (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
-    return found
+    return {
+        name: (heads * seqlen * head_dim, seqlen * head_dim, head_dim)
+        for name, (_, heads, seqlen, head_dim) in of_heads(problem).items()
+    }
 
 
 def config_of(trial: Trial, family: Family) -> Config:
@@ -140,9 +128,9 @@ class Compiling:
         stages: dict[str, str] = {}
         spills = 0
         launches = families.launches(
-            families.DECLARED[family_of(self.problem)],
+            families.DECLARED[families.family_of(self.problem)],
             *(self.config, self.problem, self.problem.scale),
-            lse=self.problem.op == BACKWARD or _has_lse(self.problem),
+            lse=True,
             strides=contiguous(self.problem),
         )
         for name, future in self.futures.items():
@@ -180,14 +168,15 @@ def compile_for_models(
     problem: Problem,
     compiler: Compiler,
 ) -> Compiling:
-    """Start to compile a config for tensors with any strides, in FP8 contiguous ones.
+    """Start to compile a config for tensors with any strides, if its template takes them.
 
     See Compiling.done.
     """
     own, rows = families.rows_of(families.DECLARED[family.name], config, problem)
-    lse = int(_has_lse(problem))
+    strides = families.takes_strides(family)  # a call of a model, which may want the log-sum-exp
+    lse = int(strides and families.has_lse(problem.variant))
     chosen = Config({**own, "LSE": lse}) if problem.op == FORWARD else own
-    strided = {} if problem.scaled else {"STRIDED": "1"}
+    strided = {"STRIDED": "1"} if strides else {}
     launches = family.launches(chosen, rows, compiler.arch)
     futures = {
         name: compiler.submit(
@@ -196,8 +185,3 @@ def compile_for_models(
         for name, launch in launches.items()
     }
     return Compiling(config, problem, futures)
-
-
-def _has_lse(problem: Problem) -> bool:
-    """Whether the code of a forward writes the log-sum-exp where a call wants it."""
-    return not problem.scaled and families.has_lse(problem.variant)

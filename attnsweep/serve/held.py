@@ -15,10 +15,10 @@ from attnsweep.core.ops import Op
 from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.export_code import FP8_FAMILY, Families, family_of, why_unpacked
+from attnsweep.serve.export_code import Families, why_unpacked
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
-from attnsweep.serve.runtime.families import DECLARED
-from attnsweep.serve.runtime.table import GpuKey, kind_of_code
+from attnsweep.serve.runtime.families import DECLARED, family_of, kind_of_code
+from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run
 
 # How many configs are looked at for a tuned shape and the shapes near it. The first number is of
@@ -233,7 +233,7 @@ def spare_kernels(
     for chosen in winners:
         kinds.setdefault(kind_of_code(chosen.problem), chosen)
     for chosen in kinds.values():
-        family = families[FP8_FAMILY]
+        family = families[family_of(chosen.problem)]
         yield from spares(chosen.config, chosen.problem, family, arch_named(family.min_arch))
 
 

@@ -17,7 +17,7 @@ from attnsweep.core import cases  # noqa: E402
 from attnsweep.core.hardware import arch_named  # noqa: E402
 from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
-from attnsweep.serve.export_code import FP8_FAMILY  # noqa: E402
+from attnsweep.serve.runtime.families import FP8  # noqa: E402
 from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
@@ -27,7 +27,7 @@ from attnsweep.verify import limits, measures  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 NAME = "exported_fp8_for_tests"
-FAMILY = discover()[FP8_FAMILY]
+FAMILY = discover()[FP8.kernel.name]
 DEVICE = "cuda"
 
 

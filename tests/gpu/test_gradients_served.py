@@ -21,7 +21,8 @@ from attnsweep.core.masks import Interval  # noqa: E402
 from attnsweep.core.ops import BACKWARD  # noqa: E402
 from attnsweep.core.problem import CAUSAL, FULL, Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
-from attnsweep.serve.export_code import BACKWARD_FAMILY, FAMILY, config_of  # noqa: E402
+from attnsweep.serve.export_code import FAMILY, config_of  # noqa: E402
+from attnsweep.serve.runtime.families import WGMMA_BACKWARD  # noqa: E402
 from attnsweep.store import run as store_run  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -50,7 +51,7 @@ INTERVALS = {
 
 def rows_of(run, shape, changes):
     """A forward winner of the run on the shape, and a backward, as if they had been timed there."""
-    family, other = discover()[BACKWARD_FAMILY], replace(shape, op=BACKWARD)
+    family, other = discover()[WGMMA_BACKWARD.kernel.name], replace(shape, op=BACKWARD)
     alike = [
         t
         for t in run.trials

@@ -33,12 +33,14 @@ from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
 from attnsweep.serve import export as serve_export
 from attnsweep.serve import export_code
-from attnsweep.serve.export_code import BACKWARD_FAMILY, config_of
+from attnsweep.serve.export_code import config_of
 from attnsweep.serve.runtime.dispatch import choose, exactly
+from attnsweep.serve.runtime.families import WGMMA_BACKWARD
 from attnsweep.serve.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
 from attnsweep.store import run as store_run
 
 FAMILIES = discover()
+BACKWARD_FAMILY = WGMMA_BACKWARD.kernel.name
 RESULTS = Path(__file__).parent.parent.parent / "results"
 H100_RUN, H200_RUN = RESULTS / "h100-80gb-hbm3/h100", RESULTS / "h200/flash_training"
 LADDER = RESULTS / "h200/ladder"

@@ -17,15 +17,14 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
-from attnsweep.serve.export_code import FP8_FAMILY
 from attnsweep.serve.held import spares
 from attnsweep.serve.runtime import families
-from attnsweep.serve.runtime.dispatch import choose_fp8
+from attnsweep.serve.runtime.fp8_dispatch import choose_fp8
 from attnsweep.serve.runtime.table import read_table
 from attnsweep.store import run as store_run
 
 FAMILIES = discover()
-FAMILY = FAMILIES[FP8_FAMILY]
+FAMILY = FAMILIES[families.FP8.kernel.name]
 ARCH = ARCHS["sm_90a"]
 RESULTS = Path(__file__).parent.parent.parent / "results"
 FP8_RUN, H100_RUN = RESULTS / "h100-80gb-hbm3/fp8_h100", RESULTS / "h100-80gb-hbm3/h100"
@@ -75,7 +74,7 @@ def test_the_ranking_rules_which_candidate_wins(tmp_path):
     errors = {
         (t.problem, t.time_us.median): t.accuracy.timed_err
         for t in few
-        if t.kernel == FP8_FAMILY and t.time_us and t.accuracy
+        if t.kernel == families.FP8.kernel.name and t.time_us and t.accuracy
     }
     assert made.winners
     for w in made.winners:
@@ -92,7 +91,7 @@ def test_one_package_has_both(tmp_path):
 
 def test_what_cannot_be_exported_is_said(tmp_path):
     run = store_run.open_run(FP8_RUN)
-    baselines = [t for t in run.trials if t.kernel != FP8_FAMILY]
+    baselines = [t for t in run.trials if t.kernel != families.FP8.kernel.name]
     with pytest.raises(StoreError, match="no correct candidate of flash_fwd_fp8_wgmma"):
         export(tmp_path, [changed(run, tmp_path / "baselines", baselines)])
     cut = [t.with_(schedule={**t.schedule, "chunks": 2}) for t in run.trials]

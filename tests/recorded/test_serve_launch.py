@@ -15,7 +15,7 @@ from attnsweep.family.space import Space
 from attnsweep.serve import export_code
 from attnsweep.serve.runtime import families
 
-FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, export_code.FP8_FAMILY))
+FAMILY, FP8 = (discover()[name] for name in (export_code.FAMILY, families.FP8.kernel.name))
 FAMILIES = {"16 bits": FAMILY, "fp8": FP8}
 ARCH = ARCHS["sm_90a"]
 FIRST = {param.name: param.values[0] for param in FAMILY.params}

@@ -22,9 +22,10 @@ from attnsweep.core.trial import Trial
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import export
-from attnsweep.serve.export_code import FP8_FAMILY, compile_for_models, gpu_row
+from attnsweep.serve.export_code import compile_for_models, gpu_row
 from attnsweep.serve.held import spares
-from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Table, kind_of_code, read_table
+from attnsweep.serve.runtime.families import FP8, kind_of_code
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Table, read_table
 from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -132,7 +133,7 @@ def off(problem: Problem) -> Problem:
 
 def fp8_table(key: GpuKey, compiler: Compiler, place: Path, notes: list[str]) -> Table:
     """A package of every head_dim, mask and kind of scales for a GPU. notes: its spills."""
-    family = discover()[FP8_FAMILY]
+    family = discover()[FP8.kernel.name]
     arch, won = arch_named(family.min_arch), _of_every_kind(family)
     codes = dict.fromkeys(won)
     for config, problem in won:
@@ -146,7 +147,7 @@ def fp8_table(key: GpuKey, compiler: Compiler, place: Path, notes: list[str]) ->
         for file, data in files.items():
             (place / CUBINS / file).write_bytes(data)
         kernel = dict(zip(("head_dim", "dtype", "mask"), kind_of_code(problem), strict=True))
-        kernels.append(kernel | {"config": labels.index(config.label), "stages": stages, "family": FP8_FAMILY})
+        kernels.append(kernel | {"config": labels.index(config.label), "stages": stages, "family": family.name})
     winners = [{"problem": problem.label, "kernel": n, "time_us": 1.0} for n, (_, problem) in enumerate(won)]
     of_gpu = gpu_row(key, ["this"]) | {"winners": winners, "spare": [*range(len(won), len(codes))]}
     raw = {"format": FORMAT, "attnsweep": "0", "configs": labels, "kernels": kernels, "gpus": [], "fp8": [of_gpu]}

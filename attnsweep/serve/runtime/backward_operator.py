@@ -30,7 +30,9 @@ _ORDERED = Choice(None, "deterministic", "deterministic algorithms are asked for
 _NO_INTERVAL = Choice(None, "mask", "no kernel has gradients of these diagonals")
 _OTHER_HEAD_DIM = Choice(None, "head_dim", "v has another head_dim than q")
 _NAMES = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv")
-_STRIDED = ("o", "do", "dq")
+_STRIDED = {*_NAMES} & {
+    name for stage in WGMMA_BACKWARD.kernel.stages.values() for name in stage.strided
+}
 _empty_like, _modes = torch.empty_like, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 
@@ -198,7 +200,8 @@ class BackwardOperator:
             return self._planner.without_kernel(choice)
         config, stages = choice.kernel.values, choice.kernel.stages
         own = {name: tensors[name].strides for name in _STRIDED}
-        calls = families.launches(WGMMA_BACKWARD, config, problem, scale, lse=True, strides=own)
+        how: Any = {"lse": True, "strides": own, "raw_scale": True}
+        calls = families.launches(WGMMA_BACKWARD, config, problem, scale, **how)
         if not calls.keys() <= stages.keys():
             return self._planner.without_kernel(NO_CODE)
         spaces = families.workspaces(WGMMA_BACKWARD, config, problem)

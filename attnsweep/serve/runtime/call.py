@@ -22,6 +22,10 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that have no say in what is computed."""
 
 
+*QKV, OUT = NAMES = ("q", "k", "v", "o")
+"""The tensors of a forward, by the names that launches have for them."""
+
+
 class CuSeqlens(NamedTuple):
     """Where sequences begin among queries and keys, and where the last ends: cu_seqlens.
 

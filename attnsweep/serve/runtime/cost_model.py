@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import FULL
-from attnsweep.core.ops import BACKWARD, FORWARD
+from attnsweep.core.ops import BACKWARD, FORWARD, Op
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.family import Config
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
@@ -152,15 +152,21 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
 
     Of a backward, whose blocks are of keys, in tiles of queries of all heads of a group.
     """
-    if problem.op == BACKWARD:
-        of_keys = replace(
-            problem,
-            op=FORWARD,
-            heads=problem.heads_kv,
-            seqlen_q=problem.seqlen_k,
-            seqlen_k=problem.seqlen_q,
-        )
-        return problem.heads // problem.heads_kv * work(tiling, of_keys, sm_count)
+    return costs_of(problem).work(tiling, problem, sm_count)
+
+
+def _work_of_backward(tiling: Tiling, problem: Problem, sm_count: int) -> float:
+    of_keys = replace(
+        problem,
+        op=FORWARD,
+        heads=problem.heads_kv,
+        seqlen_q=problem.seqlen_k,
+        seqlen_k=problem.seqlen_q,
+    )
+    return problem.heads // problem.heads_kv * work(tiling, of_keys, sm_count)
+
+
+def _work_of_forward(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     problem = as_cut(tiling, problem)
     if tiling.divides and problem.kind not in ("full", "causal", "packed"):  # no tile passed by
         problem = replace(problem, mask=FULL, layout=DENSE)
@@ -175,6 +181,30 @@ def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     if tiling.masks and problem.mask == FULL and problem.seqlen_k % tiling.block_n:
         least *= 1 + 2 * _MASKED_COLUMNS / sum(problem.head_dims)
     return least
+
+
+class OpCosts(NamedTuple):
+    """What predictions know of an op. sdpa: how PyTorch's own cuts its calls.
+
+    work: see `work`. passes: over the inputs and outputs of a forward, in memory. is_guessed:
+    whether so much of it is assumed that a predicted gain must be larger.
+    """
+
+    sdpa: Tiling
+    work: Callable[[Tiling, Problem, int], float]
+    passes: int = 1
+    is_guessed: bool = False
+
+
+_COSTS: Mapping[Op, OpCosts] = {
+    FORWARD: OpCosts(SDPA, _work_of_forward),
+    BACKWARD: OpCosts(SDPA_BACKWARD, _work_of_backward, passes=2, is_guessed=True),
+}
+
+
+def costs_of(problem: Problem) -> OpCosts:
+    """What predictions know of a problem's op."""
+    return _COSTS[problem.op]
 
 
 def as_cut(tiling: Tiling, problem: Problem) -> Problem:
@@ -346,7 +376,7 @@ def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
     Of a backward also those of their gradients.
     """
     rows = problem.heads * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
-    rows *= 2 if problem.op == BACKWARD else 1
+    rows *= costs_of(problem).passes
     beyond = 2.0 * problem.batch * rows * sum(problem.head_dims) - _L2_SHARE * card.l2_bytes
     reached = max(tiling.of_memory, _OF_MEMORY_FEW * (problem.seqlen_q < FEW_QUERIES))
     return max(0.0, beyond) / (reached * card.memory_bytes_per_us)

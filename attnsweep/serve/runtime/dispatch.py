@@ -7,24 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnsweep.core.ops import BACKWARD, FORWARD
-from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.core.problem import Problem
 
 from .cost_model import (
     FEW_QUERIES,
     SDPA,
-    SDPA_BACKWARD,
     Learned,
     Prediction,
     as_cut,
+    costs_of,
     learn,
     memory_us,
     nearness,
-    octaves,
     tiling,
 )
-from .families import FP8, arch_of, beyond_limits, refused_by
-from .table import CompiledKernel, TunedFp8Gpu, TunedGpu, Winner, kind_of_code
+from .families import arch_of, beyond_limits, kind_of_code
+from .table import CompiledKernel, TunedGpu, Winner
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
@@ -207,7 +205,7 @@ def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
             timed[kernel.config].append((numbers[winner.problem], winner.problem, time_us))
     kernels = _kernels(gpu, known, problem)
-    sdpa = SDPA_BACKWARD if problem.op == BACKWARD else SDPA
+    sdpa = costs_of(problem).sdpa
     theirs: dict[bool, list[tuple[int, Problem, float]]] = {True: [], False: []}
     for w in known:
         theirs[w.problem.seqlen_q == 1].append((numbers[w.problem], w.problem, w.sdpa_us))
@@ -271,8 +269,8 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     few = problem.seqlen_q < FEW_QUERIES
     # Where blocks look up what a cache holds, a full one takes us the longest; PyTorch's own
     # attention always takes as long.
-    cached = problem.op == FORWARD and kernel.values.ITEM_KEYS == 1
-    if problem.op == BACKWARD or (few and not divided and not cached):
+    cached = kernel.values.get("ITEM_KEYS") == 1
+    if costs_of(problem).is_guessed or (few and not divided and not cached):
         least += _MORE_MARGIN
     elif divided and not cached:
         least = DIVIDED_GAIN_FEW if few else DIVIDED_GAIN
@@ -284,48 +282,3 @@ def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     if gain < least:
         return Choice(None, "not_faster", f"{why}: we gain too little to be sure", gain)
     return Choice(kernel, "near", why, gain, theirs.time_us)
-
-
-def choose_fp8(gpu: TunedFp8Gpu, problem: Problem) -> Choice:
-    """The kernel for a shape, or why there is none.
-
-    A tuned shape gets its winner. Any other gets the winner of the nearest shape of its head_dim,
-    mask and kind of scales that the family's rules allow to run there, and if there is none, a
-    spare kernel. Scales of heads and of tensors are of one kind: their machine code is the same.
-    """
-    code = kind_of_code(problem)
-    known = [winner for winner in gpu.winners if winner.kernel.kind == code]
-    if not known:
-        tuned = "; ".join(sorted({_named(*winner.kernel.kind) for winner in gpu.winners}))
-        why = f"no FP8 shape with {_named(*code)} was tuned; the package has {tuned}"
-        return Choice(None, "not_tuned", why)
-    near = sorted(
-        (
-            octaves(problem, winner.problem, gpu.key.sm_count),
-            winner.problem.dtype != problem.dtype,
-            number,
-        )
-        for number, winner in enumerate(known)
-    )
-    for _, _, number in near:
-        winner = known[number]
-        if replace(winner.problem, dtype=problem.dtype) == problem:
-            return Choice(winner.kernel, "tuned", f"this shape was tuned, {winner.time_us:.4g} µs")
-
-    def may_run(kernel: CompiledKernel) -> bool:
-        return refused_by(FP8, kernel.values, problem, gpu.key.sm_count) is None
-
-    for far, _, number in near:
-        label, kernel = known[number].problem.label, known[number].kernel
-        if may_run(kernel):
-            why = f"won {label}, the nearest whose kernel may run ({far:.1f} octaves)"
-            return Choice(kernel, "near", why)
-    for kernel in gpu.spare:
-        if kernel.kind == code and may_run(kernel):
-            return Choice(kernel, "spare", "no winner may run here; this kernel was not timed")
-    return Choice(None, "far", f"no FP8 kernel of the package may run {problem.label}")
-
-
-def _named(head_dim: int, dtype: str, mask: str) -> str:
-    by = f"each {SCALE_BLOCK} keys" if dtype == "e4m3_block" else "tensors or heads"
-    return f"head_dim {head_dim}, {mask}, scales of {by}"

@@ -10,7 +10,6 @@ from typing import Any
 
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS, Arch
-from attnsweep.core.ops import BACKWARD
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.family.launch import Arg, TensorMap
@@ -32,8 +31,34 @@ WGMMA_BACKWARD = _declared("flash_bwd_wgmma")
 FP8 = _declared("flash_fwd_fp8_wgmma")
 DECLARED: Mapping[str, Any] = {each.kernel.name: each for each in (WGMMA, WGMMA_BACKWARD, FP8)}
 """The declarations by the family's name."""
+WITHOUT_RIVAL = (FP8.kernel.name,)
+"""Families of calls that PyTorch's own attention does not compute."""
+# Code for scales of heads also serves scales of tensors.
+_SAME_CODE = {"e4m3_tensor": "e4m3"}
 _CONTIGUOUS: Mapping[str, tuple[int, ...]] = {}
 _ARCH = ARCHS[WGMMA.kernel.min_arch]
+
+
+def family_of(problem: Problem) -> str:
+    """Name of the family that a package calls for a problem."""
+    own = [each.kernel for each in DECLARED.values() if problem.op.name in each.kernel.ops]
+    return str(next((each for each in own if problem.dtype in each.dtypes), own[0]).name)
+
+
+def has_rival(problem: Problem) -> bool:
+    """Whether PyTorch's own attention computes such calls, so that winners are compared with it."""
+    return family_of(problem) not in WITHOUT_RIVAL
+
+
+def takes_strides(family: Family) -> bool:
+    """Whether the template takes tensors of any strides, as models have them."""
+    return any(stage.strided for stage in family.stages.values())
+
+
+def kind_of_code(problem: Problem) -> tuple[int, str, str]:
+    """head_dim, dtype and kind of mask of the code of a problem: see `Problem.variant`."""
+    dtype = _SAME_CODE.get(problem.dtype, problem.dtype)
+    return problem.head_dim, dtype, problem.variant
 
 
 @functools.cache
@@ -109,6 +134,7 @@ def launches(
     strides: Mapping[str, tuple[int, ...]] = _CONTIGUOUS,
     mask_strides: tuple[int, ...] = (),
     bias_rows: int = 0,
+    raw_scale: bool = False,
 ) -> dict[str, Launch]:
     """The launches of one attention call, by stage, in order; first those that scan its mask.
 
@@ -116,10 +142,11 @@ def launches(
     heads, seqlen_q), contiguous; otherwise its pointer is null, named ``. strides: elements from
     batch to batch, head to head and row to row of each tensor that a stage's `strided` names, as
     `rows_of` has it, for code that was compiled with STRIDED. mask_strides: the same of a mask, in
-    bytes, and from key to key. bias_rows: of a bias; one is for all queries.
+    bytes, and from key to key. bias_rows: of a bias; one is for all queries. raw_scale: whether
+    launches also have the scale itself and its inverse; a forward may have a softcap like these.
     """
     scales = {problem.scale * LOG2E: scale * LOG2E}
-    if problem.op == BACKWARD:  # a forward may have a softcap of that number
+    if raw_scale:
         scales |= {problem.scale: scale, 1 / problem.scale: 1 / scale}
 
     def here(arg: Arg) -> Arg:

@@ -14,9 +14,10 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from . import families
-from .call import Call, Scales
-from .dispatch import Explanation, choose_fp8
+from .call import NAMES, Call, Scales
+from .dispatch import Explanation
 from .driver import DriverError, Tensor
+from .fp8_dispatch import choose_fp8
 from .launcher import Launcher
 from .planner import Planner
 from .serving_plan import ServingPlan
@@ -197,7 +198,7 @@ class Fp8Operator:
             stages=choice.kernel.stages,
             tensors=tensors_of(problem),
             index=index,
-            names=("q", "k", "v", "o", *_SCALES),
+            names=(*NAMES, *_SCALES),
             problem=problem,
         )
 
@@ -274,13 +275,10 @@ def tensors_of(problem: Problem) -> dict[str, Tensor]:
     def of(heads: int, rows: int, columns: int) -> Tensor:
         return Tensor((problem.batch * heads, rows, columns), (rows * columns, columns, 1))
 
+    queries = (problem.heads, problem.seqlen_q)
     keys = of(problem.heads_kv, problem.seqlen_k, problem.head_dim // 2)
-    return {
-        "q": of(problem.heads, problem.seqlen_q, problem.head_dim // 2),
-        "k": keys,
-        "v": keys,
-        "o": of(problem.heads, problem.seqlen_q, problem.head_dim),
-    }
+    made = (of(*queries, problem.head_dim // 2), keys, keys, of(*queries, problem.head_dim))
+    return dict(zip(NAMES, made, strict=True))
 
 
 def _call_of(query: Any, key: Any, value: Any, *given: Any) -> Call:

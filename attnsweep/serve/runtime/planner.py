@@ -19,7 +19,10 @@ from attnsweep.core.scores import Scores
 from . import families
 from .call import (
     DTYPES,
+    NAMES,
+    OUT,
     PLAIN,
+    QKV,
     Call,
     CuSeqlens,
     bias_copied,
@@ -221,10 +224,8 @@ class Planner:
             said = f"{why} SPEC, then attnsweep export"
             return self.without_kernel(Choice(None, "gpu", said))
         out, copied = output_of(query, value, "meta"), False
-        tensors = {
-            name: laid_out(each)
-            for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
-        }
+        each = zip(NAMES, (query, key, value, out), strict=True)
+        tensors = {name: laid_out(tensor) for name, tensor in each}
         if unserved := unmappable(tensors):
             return self.without_kernel(unserved)
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
@@ -271,12 +272,12 @@ class Planner:
         biased = "bias" in tensors
         by = scale if scale is not None else problem.scale
         if kernel.values.PACK_GQA:
-            for name in ("q", "o"):
+            for name in (QKV[0], OUT):
                 view = rows_of_group(tensors[name], problem.heads // problem.heads_kv)
                 if view is None:
                     return self.without_kernel(APART)
                 tensors[name] = view
-        layout = tensors["o"].strides
+        layout = tensors[OUT].strides
         steps: tuple[int, ...] = ()
         if mask is not None and not biased and limits is None:
             steps = mask_strides(mask, call.query, call.key)
@@ -287,7 +288,7 @@ class Planner:
             return self.without_kernel(Choice(None, "too_large", said))
         if steps and not problem.mask.of_item:  # one for all
             steps = (0, *steps[1:])
-        options: Any = {"lse": lse, "strides": {"o": layout}, "mask_strides": steps}
+        options: Any = {"lse": lse, "strides": {OUT: layout}, "mask_strides": steps}
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
         made = families.launches(WGMMA, kernel.values, problem, by, **options)
         spaces = families.workspaces(WGMMA, kernel.values, problem)
@@ -298,7 +299,7 @@ class Planner:
         shared = {arg for args in once for arg in args if isinstance(arg, str)}  # of a mask's scan
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
-        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *own, *listed)
+        names = (*NAMES, *(["lse"] if lse else []), *own, *listed)
         names += ("bias",) * biased + ("sinks",) * (call.sinks is not None)
         rows = (problem.batch, problem.heads, problem.seqlen_q)
         return ForwardPlan(

@@ -16,7 +16,7 @@ from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
-from .families import DECLARED, WGMMA, config_of
+from .families import DECLARED, WGMMA, config_of, kind_of_code
 
 _T = TypeVar("_T")
 FORMAT = 7
@@ -114,15 +114,6 @@ class CompiledKernel:
     def kind(self) -> tuple[int, str, str]:
         """What tells it from code of other problems: see `kind_of_code`."""
         return self.head_dim, self.dtype, self.mask
-
-
-def kind_of_code(problem: Problem) -> tuple[int, str, str]:
-    """head_dim, dtype and kind of mask of the code of a problem: see `Problem.variant`.
-
-    In FP8, code for scales of heads also serves scales of tensors.
-    """
-    dtype = "e4m3" if problem.dtype == "e4m3_tensor" else problem.dtype
-    return problem.head_dim, dtype, problem.variant
 
 
 @dataclass(frozen=True, slots=True)
