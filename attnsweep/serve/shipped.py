@@ -4,17 +4,21 @@ It is the package that `attnsweep export` writes of the recorded runs of H100 an
 `runtime`: scripts/winners.py puts its table and its cubins there.
 """
 
+# Functions here only declare what the package has, so that their bodies are empty.
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnsweep.serve.runtime.docstrings import MASKS_AND_SCORES, PACKED, ends_with
 
 if TYPE_CHECKING:
     from attnsweep.serve.runtime.dispatch import Explanation
 
-
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _loaded: Any = None
 
 
@@ -32,6 +36,20 @@ def _package() -> Any:
     return package
 
 
+def _by_package(name: str) -> Callable[[_Function], _Function]:
+    """Have the package's function of that name do what a function here only declares."""
+
+    def forwarding(declared: Any) -> Any:
+        @functools.wraps(declared)
+        def function(*args: Any, **options: Any) -> Any:
+            return getattr(_loaded or _package(), name)(*args, **options)
+
+        return function
+
+    return forwarding
+
+
+@_by_package("attention")
 @ends_with(MASKS_AND_SCORES)
 def attention(
     query: Any,
@@ -58,13 +76,9 @@ def attention(
     cuda-bindings: pip install 'attnsweep[torch]'. PyTorch's own attention serves GPUs other than
     an H100 or H200 of 132 SMs and those that differ from them in the L2 alone.
     """
-    is_causal = is_causal or causal
-    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    others = {"window": window, "causal_offset": causal_offset, "key_lengths": key_lengths}
-    others |= {"softcap": softcap, "sinks": sinks, "cache": cache}
-    return (_loaded or _package()).attention(*given, **others)
 
 
+@_by_package("attention_varlen")
 @ends_with(PACKED)
 def attention_varlen(
     query: Any,
@@ -84,12 +98,9 @@ def attention_varlen(
     cache: bool = True,
 ) -> Any:
     """Attention of sequences of any lengths, one behind the other, each by itself."""
-    options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-    options |= {"sinks": sinks, "dropout_p": dropout_p, "cache": cache}
-    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return (_loaded or _package()).attention_varlen(*given, **options)
 
 
+@_by_package("flash_attn_func")
 def flash_attn_func(*args: Any, **options: Any) -> Any:
     """`attention` with the arguments of the function of that name in the package flash_attn.
 
@@ -97,54 +108,48 @@ def flash_attn_func(*args: Any, **options: Any) -> Any:
     window_size are aligned bottom-right. Raises NotImplementedError for alibi_slopes and
     return_attn_probs, and for deterministic where gradients are recorded.
     """
-    return (_loaded or _package()).flash_attn_func(*args, **options)
 
 
+@_by_package("flash_attn_varlen_func")
 def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
     """`attention_varlen` with the arguments of the function of that name in flash_attn.
 
     Raises NotImplementedError as `flash_attn_func`, and for block_table.
     """
-    return (_loaded or _package()).flash_attn_varlen_func(*args, **options)
 
 
+@_by_package("explain")
 def explain_attention(*args: Any, **options: Any) -> Explanation:
     """Which kernel `attention` would call with these arguments, and why; launches nothing."""
-    explanation: Explanation = _package().explain(*args, **options)
-    return explanation
 
 
+@_by_package("explain_varlen")
 def explain_attention_varlen(*args: Any, **options: Any) -> Explanation:
     """Which kernel `attention_varlen` would call with these arguments, and why."""
-    explanation: Explanation = _package().explain_varlen(*args, **options)
-    return explanation
 
 
+@_by_package("counters")
 def attention_counters() -> dict[str, int]:
     """Calls of `attention` by what served them: `kernel`, or why PyTorch's own attention did."""
-    counted: dict[str, int] = _package().counters()
-    return counted
 
 
+@_by_package("enable")
 def enable() -> AbstractContextManager[None]:
     """Send calls of torch.nn.functional.scaled_dot_product_attention to `attention`.
 
     For all threads, until `disable`; in a `with` statement until its end. Raises PackageError if
     another package is enabled.
     """
-    switched: AbstractContextManager[None] = _package().enable()
-    return switched
 
 
+@_by_package("disable")
 def disable() -> AbstractContextManager[None]:
     """Undo every `enable`; in a `with` statement until its end."""
-    switched: AbstractContextManager[None] = _package().disable()
-    return switched
 
 
+@_by_package("register")
 def register_attention(name: str = "attnsweep") -> str:
     """Make `attention` an attention implementation of transformers; returns its name.
 
     Raises PackageError if the name means something else there, ImportError without transformers.
     """
-    return str(_package().register(name))
