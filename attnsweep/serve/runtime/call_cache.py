@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .call import PLAIN as _PLAIN
-from .call import Call
+from .call import Call, CuSeqlens
 from .pytorch_calls import Steps
 from .serving_plan import ServingPlan
 
@@ -46,6 +46,22 @@ def _alike(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     return check
 
 
+def others(call: Call) -> tuple[Any, tuple[Any, ...]] | None:
+    """What tells a call with a mask, limits or changed scores from others, and its tensors.
+
+    None if one beside query, key and value is of a class of its own.
+    """
+    query, key, value, mask, _, _, _, _, _, sinks, *_ = call
+    tensors = () if mask is None else (mask.q, mask.k) if type(mask) is CuSeqlens else (mask,)
+    shape = tensors[0].shape if tensors else None
+    tensors = tensors if sinks is None else (*tensors, sinks)
+    for each in tensors:
+        if type(each) is not torch.Tensor:
+            return None
+    own = (call.lse, shape, type(mask), sinks is not None)
+    return (query.shape, key.shape, *call[4:9], *own), (query, key, value, *tensors)
+
+
 class MetCalls:
     """The kinds of calls that were met before, and their plans."""
 
@@ -65,9 +81,7 @@ class MetCalls:
 
         None also where a dispatch mode or a transform is active.
         """
-        query, key, value, mask, causal, scale, grouped, limits, cap, sinks, _, _, _, lse, _ = call
-        if limits is not None or cap or sinks is not None:
-            return None
+        query, key, value, mask, causal, scale, grouped, limits, _, _, _, _, _, lse, _ = call
         # A tracer, or a class of its own, would see that its shape is asked for.
         if (
             _modes()
@@ -80,14 +94,14 @@ class MetCalls:
         ):
             return None
         try:
-            if mask is None:
+            if mask is None and limits is None:
                 what: Any = (query.shape, key.shape, causal, scale, grouped, lse)
                 given: Any = (query, key, value)
-            elif type(mask) is torch.Tensor:
-                what = (query.shape, key.shape, causal, scale, grouped, mask.shape)
-                given = (query, key, value, mask)
             else:
-                return None
+                more = others(call)
+                if more is None:
+                    return None
+                what, given = more
             kinds = self._kinds.get(what, ())
             if value.is_nested:  # to ask about it would end the process: it has no strides
                 return None
@@ -106,14 +120,20 @@ class MetCalls:
 
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
-        query, key, value, mask = call[:4]
+        query, key, value, mask, causal, scale, grouped, limits, *_ = call
         plan.met += 1
         if plan.met < 2 or query is key or key is value or query is value:
             return
-        own = call.lse if mask is None else mask.shape
-        what = (query.shape, key.shape, call.is_causal, call.scale, call.enable_gqa, own)
+        found: Any = (
+            (query.shape, key.shape, causal, scale, grouped, call.lse),
+            (query, key, value),
+        )
+        if mask is not None or limits is not None:
+            found = others(call)
+        if found is None:
+            return
+        what, tensors = found
         kinds = self._kinds.get(what, ())
-        tensors = (query, key, value) if mask is None else (query, key, value, mask)
         seldom = len(kinds) >= MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return

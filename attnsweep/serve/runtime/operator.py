@@ -121,11 +121,10 @@ class Operator:
         """
         is_causal = is_causal or causal
         if not (window is causal_offset is key_lengths is softcap is sinks is None):
-            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            given = (*self.cast(query, key, value), attn_mask, dropout_p, is_causal, scale)
             limits = (window, causal_offset, key_lengths)
-            call = understood(*given, limits, softcap, sinks, cache)
+            call = understood(*given, enable_gqa, limits, softcap, sinks, cache)
             if call.limits is not None or call.changes_scores:
-                call = call.of(*self.cast(query, key, value))
                 if not _is_compiling():
                     return self.answer(call)
                 out: torch.Tensor | None = self.traced.masked(call)

@@ -144,8 +144,8 @@ class Planner:
             if len(self._plans) >= MOST_PLANS:
                 self.forget()
             plan = self._plans[what] = made
-        plain = extra is None and limits is None and not softcap and sinks is None
-        if plain and (mask is None or (plan.calls and not grad)):
+        # Beside a mask, gradients depend on settings too, and what is PyTorch's on more of it.
+        if extra is None and (not masked or (plan.calls and not grad)):
             self._met.add(plan, call)
         return plan
 
