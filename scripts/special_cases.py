@@ -79,11 +79,11 @@ class SpecialCase:
 
 
 SPECIAL_CASES = (
-    SpecialCase("backward", _asks_for_backward, 9),
-    SpecialCase("fp8", _asks_for_fp8, 9),
+    SpecialCase("backward", _asks_for_backward, 8),
+    SpecialCase("fp8", _asks_for_fp8, 8),
     SpecialCase("chunks", _asks_for_chunks, 5, aliases=False),
     SpecialCase("layout", _asks_for_layout, 14),
-    SpecialCase('"o"', lambda node: _text(node) == "o", 16, lines=True, aliases=False),
+    SpecialCase('"o"', lambda node: _text(node) == "o", 10, lines=True, aliases=False),
 )
 
 
