@@ -322,8 +322,11 @@ PLANTED = [
         (WRONG_WINDOWS, "RECOMPUTE=1 Q_BLOCK_N=64",
          Case(problem_of(1, 4, 2, 350, 410, head_dim=64, mask=Interval(100, 30)))),
         *((table, "RECOMPUTE=1 Q_BLOCK_N=64",
-            Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout)))
-            for table, layout in ((WRONG_LENGTHS, Padded("right", 30)), (WRONG_FIRST_KEYS, Padded("left", 30)))),
+            Case(problem_of(3, 4, 2, 300, 330, head_dim=64, mask=CAUSAL, layout=layout), inputs))
+            for table, layout, inputs in (
+                (WRONG_LENGTHS, Padded("right", 30), "normal"),
+                # K and V of padding are cleared, so that only a P that overflows shows it.
+                (WRONG_FIRST_KEYS, Padded("left", 30), "far_below"))),
         (WRONG_APART, f"RECOMPUTE=0 {APART} DQ_ADD=1", Case(problem_of(1, 2, 1, 350, 70, head_dim=256))),
         (WRONG_CLUSTERS, f"RECOMPUTE=0 {APART} DQ_ADD=1 CLUSTER=2",
          Case(problem_of(1, 2, 2, 350, 330, head_dim=136, mask=CAUSAL))),
