@@ -7,6 +7,7 @@ import pytest
 from specs import MINIMAL, PROBLEM
 
 import attnsweep as public
+from attnsweep import api
 from attnsweep.core.errors import SpecError
 from attnsweep.core.share import ShareError, share_of_text
 from attnsweep.specs.load import load_spec
@@ -47,8 +48,8 @@ def test_a_number_that_meant_percent_is_refused_with_what_was_meant(text, attnsw
         assert caught.value.hint == f"did you mean {MEANT[text]}?"
     for call in (
         lambda share: public.compare_runs(public.open_run(RUN), public.open_run(RUN), slower=share),
-        lambda share: public.exported_table(RUN, slower=share),
-        lambda share: public.judge_dispatch(RUN, slower=share),
+        lambda share: api.exported_table(RUN, slower=share),
+        lambda share: api.judge_dispatch(RUN, slower=share),
     ):
         with pytest.raises(SpecError) as caught:
             call(float(text))

@@ -206,7 +206,6 @@ def test_rows_of_another_card_are_set_aside(before, now, found, tmp_path):
 def go(tmp_path, monkeypatch):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     path = tmp_path / "test.yaml"
-    kernels = discover()
 
     def run(uuid, faults=(), times=TIMES, text=TWO, **options):
         path.write_text(text)
@@ -214,7 +213,7 @@ def go(tmp_path, monkeypatch):
         gpu.faults |= dict(faults)
         use(monkeypatch, gpu)
         notes = Notes()
-        outcome = session.run(load_spec(path, kernels), results=tmp_path, observer=notes, **options)
+        outcome = session.run(load_spec(path, discover), results=tmp_path, observer=notes, **options)
         return outcome, gpu, notes.texts
 
     return run
