@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
-from sweeping import use
+from sweeping import FAMILIES, use
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
 from attnsweep.core.errors import CompileError
-from attnsweep.core.files import shipped
 from attnsweep.sweep import watch
 
 SPEC = """
@@ -33,13 +32,13 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch) -> Path:
-    """A directory with a family of the user's own, which is `naive` by another name."""
+    """A directory with a family of the user's own, which is `simple` by another name."""
     monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "kernels"
     folder.mkdir()
     for end in (".py", ".cu"):
-        text = (shipped("kernels") / f"naive{end}").read_text()
-        (folder / f"mine{end}").write_text(re.sub(r"\bnaive\b", "mine", text))
+        text = (FAMILIES / f"simple{end}").read_text()
+        (folder / f"mine{end}").write_text(re.sub(r"\bsimple\b", "mine", text))
     (tmp_path / "spec.yaml").write_text(SPEC)
     return folder
 
