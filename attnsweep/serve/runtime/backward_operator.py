@@ -17,7 +17,7 @@ from .call_cache import transformed
 from .dispatch import Choice, choose, exactly
 from .driver import DriverError, Unaligned, unmapped
 from .families import WGMMA_BACKWARD
-from .gradients import call_of, like, with_gradient
+from .gradients import Gradient, call_of, like
 from .intervals import Diagonals, dense, forms, scanned
 from .launcher import Launcher
 from .mask_lists import MaskList
@@ -160,14 +160,17 @@ class BackwardOperator:
     def recorded(self, call: Call, plan: Any) -> torch.Tensor:
         """The output of a call by a plan that has the log-sum-exp; gradients are recorded."""
         query, key, value, *_ = call
-        by = with_gradient if plan.limits is None else IntervalGradient.apply
-        out: torch.Tensor = by(query, key, value, call, plan, self)
+        if plan.limits is None:
+            out: torch.Tensor = Gradient.apply(query, key, value, plan, self)
+        else:
+            out = IntervalGradient.apply(query, key, value, call.mask, call.keep, plan, self)
         return out
 
-    def ranges(self, plan: ServingPlan, call: Call) -> torch.Tensor:
-        """What a backward reads of the lengths of a call: made in this stream, now or before."""
-        query, key, _, lengths, *_ = call
-        if not call.keep:
+    def ranges(
+        self, plan: ServingPlan, query: Any, key: Any, lengths: Any, keep: bool
+    ) -> torch.Tensor:
+        """What a backward reads of lengths: made in this stream, now or before."""
+        if not keep:
             return key_ranges(query, key, lengths)
         masks, stream = self._launcher.masks, self._launcher.stream(plan.index)
         # This stands for what is made of lengths, as a plan does for a list of tiles; and the
@@ -312,14 +315,16 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        call: Call,
+        lengths: torch.Tensor | None,
+        keep: bool,
         plan: Any,
         backward: Any,
     ) -> torch.Tensor:
         """plan: has the output and the log-sum-exp. backward: a BackwardOperator."""
-        call = call.of(query, key, value, True)
-        made = plan.run(call)
-        ranges = None if call.mask is None else backward.ranges(plan, call)
+        made = plan.launched(query, key, value, lengths, keep)
+        ranges = None
+        if lengths is not None:
+            ranges = backward.ranges(plan, query, key, lengths, keep)
         ctx.own, ctx.limits, ctx.scale = backward, plan.limits, plan.scale
         if made is None:
             again = _call(query, key, value, ranges, plan.limits, plan.scale)
@@ -332,7 +337,7 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
         """By a kernel, or else by PyTorch's attention, computed again."""
         *saved, ranges = ctx.saved_tensors
         call = call_of(grads[0], saved, ranges, False, ctx.scale, ctx.limits)
-        return *gradients(ctx.own, call), None, None, None
+        return *gradients(ctx.own, call), None, None, None, None
 
 
 def gradients(backward: BackwardOperator, call: Call) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .call import PLAIN as _PLAIN
-from .call import Call, CuSeqlens
+from .call import Call
 from .pytorch_calls import Steps
 from .serving_plan import ServingPlan
 
@@ -46,20 +46,17 @@ def _alike(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     return check
 
 
-def others(call: Call) -> tuple[Any, tuple[Any, ...]] | None:
-    """What tells a call with a mask, limits or changed scores from others, and its tensors.
-
-    None if one beside query, key and value is of a class of its own.
-    """
-    query, key, value, mask, _, _, _, _, _, sinks, *_ = call
-    tensors = () if mask is None else (mask.q, mask.k) if type(mask) is CuSeqlens else (mask,)
-    shape = tensors[0].shape if tensors else None
-    tensors = tensors if sinks is None else (*tensors, sinks)
-    for each in tensors:
-        if type(each) is not torch.Tensor:
-            return None
-    own = (call.lse, shape, type(mask), sinks is not None)
-    return (query.shape, key.shape, *call[4:9], *own), (query, key, value, *tensors)
+def _told(call: Call) -> tuple[Any, ...]:
+    """What `MetCalls.find` takes of a call behind query, key and value."""
+    mask, others = call.mask, call.mask_tensors
+    if len(others) == 2 and others[0] is others[1]:  # see `find`
+        others = others[:1]
+    if call.sinks is not None:
+        others = (*others, call.sinks)
+    kind: Any = call.is_causal if call.lse is None else (call.is_causal, call.lse)
+    if call.limits is not None or call.changes_scores:
+        kind = (*call[4:9], call.lse, type(mask), len(others), call.sinks is not None)
+    return (kind, call.scale, call.enable_gqa, *others)
 
 
 class MetCalls:
@@ -76,64 +73,56 @@ class MetCalls:
         """Forget them."""
         self._kinds.clear()
 
-    def find(self, call: Call) -> ServingPlan | None:
+    def find(
+        self, query: Any, key: Any, value: Any, kind: Any, scale: Any, grouped: bool, *others: Any
+    ) -> ServingPlan | None:
         """The plan of a call whose launches need no operator around them, or None if not known.
 
-        None also where a dispatch mode or a transform is active.
+        None also where a dispatch mode or a transform is active. kind: is_causal, if PyTorch's own
+        arguments say all of it, with whether the log-sum-exp is wanted if an operator says that;
+        otherwise all options. others: a mask and the like.
         """
-        query, key, value, mask, causal, scale, grouped, limits, _, _, _, _, _, lse, _ = call
         # A tracer, or a class of its own, would see that its shape is asked for.
-        if (
-            _modes()
-            or forward_ad._current_level >= 0  # as `transformed`, without its frame
-            or _transform() is not None
-            or _is_tracing()
-            or type(query) not in _PLAIN
-            or type(key) not in _PLAIN
-            or key is value  # PyTorch knows no tensor again that is given twice
-        ):
+        if _modes() or transformed() or type(query) not in _PLAIN or type(key) not in _PLAIN:
+            return None
+        if key is value:  # PyTorch knows no tensor again that is given twice
             return None
         try:
-            if mask is None and limits is None:
-                what: Any = (query.shape, key.shape, causal, scale, grouped, lse)
-                given: Any = (query, key, value)
-            else:
-                more = others(call)
-                if more is None:
-                    return None
-                what, given = more
+            what: Any = (query.shape, key.shape, kind, scale, grouped)
+            if others:
+                for each in others:
+                    if type(each) is not torch.Tensor:
+                        return None
+                what = (*what, others[0].shape)
             kinds = self._kinds.get(what, ())
             if value.is_nested:  # to ask about it would end the process: it has no strides
                 return None
         except (AttributeError, TypeError, RuntimeError):  # no sizes, or no tensor
             return None
-        for kind in kinds:
-            plan, alike, grad = kind
-            if alike(*given) and (grad is None or grad is _is_grad_enabled()):
-                if kind is not kinds[0]:  # the next call is most likely such a one
-                    self._kinds[what] = (kind, *(each for each in kinds if each is not kind))
+        for known in kinds:
+            plan, alike, grad = known
+            if alike(query, key, value, *others) and (grad is None or grad is _is_grad_enabled()):
+                if known is not kinds[0]:  # the next call is most likely such a one
+                    self._kinds[what] = (known, *(each for each in kinds if each is not known))
                 return plan
         return None
+
+    def of(self, call: Call) -> ServingPlan | None:
+        """`find` of any call."""
+        return self.find(call.query, call.key, call.value, *_told(call))
 
     def add(self, plan: ServingPlan, call: Call) -> None:
         """Have `find` find such a call, which was planned: from the second time on.
 
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
-        query, key, value, mask, causal, scale, grouped, limits, *_ = call
+        query, key, value, *_ = call
         plan.met += 1
         if plan.met < 2 or query is key or key is value or query is value:
             return
-        found: Any = (
-            (query.shape, key.shape, causal, scale, grouped, call.lse),
-            (query, key, value),
-        )
-        if mask is not None or limits is not None:
-            found = others(call)
-        if found is None:
-            return
-        what, tensors = found
-        kinds = self._kinds.get(what, ())
+        kind, scale, grouped, *others = _told(call)
+        what = (query.shape, key.shape, kind, scale, grouped, *[t.shape for t in others[:1]])
+        kinds, tensors = self._kinds.get(what, ()), (query, key, value, *others)
         seldom = len(kinds) >= MOST_ALIKE and plan.met & (plan.met - 1)
         if seldom or any(map(_wrapped, tensors)):
             return

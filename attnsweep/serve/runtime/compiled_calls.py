@@ -154,18 +154,19 @@ class CompiledCalls:
 
     def forward(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
         """By a kernel or by PyTorch, which sizes and strides decide at run time."""
-        call = _plain(query, key, value, causal, scale, lse=False)
-        done = self._operator.served(call)
+        how = (None, causal, scale, query.shape[1] != key.shape[1])
+        done = self._operator.served_soon(query, key, value, *how, lse=False)
         if done is not None:
             own: torch.Tensor = done[0]
             return own
-        return like(by_pytorch(call), query, value)
+        return like(by_pytorch(_plain(query, key, value, causal, scale)), query, value)
 
     def forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the log-sum-exp."""
-        done = self._operator.served(_plain(query, key, value, causal, scale, lse=True))
+        how = (None, causal, scale, query.shape[1] != key.shape[1])
+        done = self._operator.served_soon(query, key, value, *how, lse=True)
         if done is not None:
             return done[0], done[1]
         return gradients.with_lse(query, key, value, causal, scale)
@@ -199,9 +200,16 @@ class CompiledCalls:
 
     def forward_masked(self, query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Any:
         """A compiler's call, which may use the mask's memory for other tensors: no list stays."""
+        diagonals, _, _, scale, softcap, sinks, *_ = how
+        if diagonals or softcap or sinks is not None:
+            done = self._operator.served(_masked_call(query, key, value, mask, *how))
+        else:
+            given = (query, key, value, mask, False, scale, True)
+            done = self._operator.served_soon(*given, keep=False)
+        if done is not None:
+            return done[0]
         call = _masked_call(query, key, value, mask, *how)
-        done = self._operator.served(call)
-        return like(_masked_by_pytorch(call, *how), query, value) if done is None else done[0]
+        return like(_masked_by_pytorch(call, *how), query, value)
 
 
 def _saves_selected() -> bool:
@@ -215,12 +223,10 @@ def default_scale(query: Any, scale: float | None) -> float:
     return scale if scale is not None else query.shape[3] ** -0.5
 
 
-def _plain(
-    query: Any, key: Any, value: Any, causal: bool, scale: float, lse: bool | None = None
-) -> Call:
+def _plain(query: Any, key: Any, value: Any, causal: bool, scale: float) -> Call:
     """A call without a mask, as these operators have it."""
     grouped = query.shape[1] != key.shape[1]  # a compiler's, and no bool()
-    return Call(query, key, value, None, causal, scale, grouped, lse=lse)
+    return Call(query, key, value, None, causal, scale, grouped)
 
 
 def _masked_call(query: Any, key: Any, value: Any, mask: Any, *how: Any) -> Call:

@@ -135,7 +135,6 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        call: Call,
         plan: Any,
         backward: Any,
     ) -> torch.Tensor:
@@ -147,8 +146,8 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
             gradients = _cudnn_gradients if by_cudnn else _flash_gradients
             by = plan.by_pytorch = (settings, gradients, plan.causal, plan.scale)
         ctx.by, ctx.own = by, backward
-        own = call.of(query, key, value, True)
-        out, lse = plan.run(own) or with_lse(query, key, value, plan.causal, plan.scale)
+        made = plan.launched(query, key, value)
+        out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -159,10 +158,10 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         if ctx.own.serves:
             made = ctx.own.gradients(call_of(grads[0], ctx.saved_tensors, None, causal, scale))
             if made is not None:
-                return *made, None, None, None
+                return *made, None, None
         seed = _no_seed(grads[0].device)
         dq, dk, dv = gradients(grads[0], ctx.saved_tensors, causal, scale, seed)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None
 
 
 def call_of(

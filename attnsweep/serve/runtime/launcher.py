@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .call import Call
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, cuda_driver
 from .mask_lists import MaskLists
@@ -83,9 +82,9 @@ class Launcher:
             level = logging.INFO if choice.code in _EXPECTED else logging.WARNING
             self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
 
-    def is_scanned_alone(self, call: Call) -> bool:
+    def is_scanned_alone(self, mask: Any, keep: bool) -> bool:
         """Whether a mask's scan is of one call: nothing of it is kept, and no graph replays it."""
-        return (not call.keep or call.mask.is_inference()) and not (self._on_cuda and _capturing())
+        return (not keep or mask.is_inference()) and not (self._on_cuda and _capturing())
 
     def capture_of(self, stream: int) -> int | None:
         """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""

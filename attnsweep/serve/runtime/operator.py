@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch._functorch.utils import unwrap_dead_wrappers
 
 from .backward_operator import BackwardOperator
 from .call import Call, autocast, dropped, number
@@ -15,6 +14,7 @@ from .call_cache import ShortSteps
 from .changed_scores import checked
 from .compiled_calls import CompiledCalls
 from .dispatch import Choice, Explanation
+from .gradients import with_gradient
 from .intervals import understood
 from .launcher import Launcher
 from .planner import Planner
@@ -26,7 +26,7 @@ from .transformers_hook import LazyMask
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_TENSOR, _new = torch.Tensor, tuple.__new__
+_TENSOR = torch.Tensor
 # Elements of q times keys, below which PyTorch gets a call that records gradients before anything
 # is looked up: the host takes longer for such a step than the device, and would notice.
 _SHORT_WORK = 2.5e9
@@ -82,6 +82,27 @@ class Operator:
     def served(self, call: Call) -> Any:
         """The outputs of a call by a kernel; None, which is counted, if none serves it."""
         return self.planner.plan(call).run(call)
+
+    def served_soon(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        causal: bool,
+        scale: Any,
+        grouped: bool,
+        keep: bool = True,
+        lse: bool | None = None,
+    ) -> Any:
+        """`served` of a call with a mask or `lse`: if it was met before, without a Call."""
+        masks = () if mask is None else (mask,)
+        kind = causal if lse is None else (causal, lse)
+        plan = self._find(query, key, value, kind, scale, grouped, *masks)
+        if plan is not None:
+            return plan.launched(query, key, value, mask, keep)
+        call = Call(query, key, value, mask, causal, scale, grouped, keep=keep, lse=lse)
+        return self.served(call)
 
     def answer(self, call: Call) -> torch.Tensor:
         """The output of a call: by a kernel, or else by PyTorch."""
@@ -194,22 +215,28 @@ class Operator:
             scale = number(scale)
         if _any_autocast():
             query, key, value = self.cast(query, key, value)
-        given = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
-        # As Call(…), in a third of its time.
-        call: Call = _new(Call, (*given, None, 0.0, None, dropout_p, fill, cache, None, None))
-        if dropout_p != 0.0:
-            return self.answer(call)
-        plan = self._find(call)
-        if plan is None:
-            plan = self.planner.plan(call)
-            if plan.lse:  # PyTorch's own `apply` would unwrap what outlived a transform
-                call = call.of(*unwrap_dead_wrappers(call[:3]))
-        done = plan.run(call)
-        if done is not None:
-            return done[0]
-        if plan.choice.code == SHORT.code and attn_mask is None and len(self.shorts) < MOST_PLANS:
-            self.shorts.add((query.shape, key.shape, is_causal))
-        return by_pytorch(call)
+        if choice := dropped(dropout_p):
+            self.launcher.fell_back(choice)
+        else:  # what was met before needs no Call
+            if attn_mask is None:
+                plan = self._find(query, key, value, is_causal, scale, enable_gqa)
+            else:
+                plan = self._find(query, key, value, is_causal, scale, enable_gqa, attn_mask)
+            if plan is None:
+                call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa, keep=cache)
+                plan = self.planner.plan(call)
+                done = plan.run(call)
+            elif plan.lse and plan.calls:
+                return with_gradient(query, key, value, plan, self.backward)
+            else:
+                done = plan.launched(query, key, value, attn_mask, cache)
+            if done is not None:
+                return done[0]
+            is_short = plan.choice.code == SHORT.code and attn_mask is None
+            if is_short and len(self.shorts) < MOST_PLANS:
+                self.shorts.add((query.shape, key.shape, is_causal))
+        masks = (attn_mask, dropout_p, is_causal)
+        return attend(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa, fill=fill)
 
     def in_model(
         self,
@@ -239,7 +266,8 @@ class Operator:
             compiled: torch.Tensor | None = self.traced.masked(call, repeats=True)
             return compiled
         else:
-            call = Call(query, key, value, mask, False, scale)
+            done = self.served_soon(query, key, value, mask, False, scale, True)
+            return None if done is None else done[0]
         done = self.served(call)
         return None if done is None else done[0]
 

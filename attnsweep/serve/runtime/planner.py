@@ -98,7 +98,7 @@ class Planner:
 
     def plan(self, call: Call) -> ServingPlan:
         """The plan of a call: by one question if such a one was met before, or else looked up."""
-        found = self.find(call)
+        found = self._met.of(call)
         if found is not None:
             return found
         dtype = getattr(call.mask, "dtype", None)
@@ -261,7 +261,7 @@ class Planner:
         ours = choice.sdpa_us / choice.gain if choice.gain else 0.0
         if choice.sdpa_us < (ours + COPIES_US) * (1 + COPIES_MARGIN):
             return self.without_kernel(replace(APART, gain=choice.gain))
-        own = self._forward(call.of(call.query.contiguous(), call.key, call.value))
+        own = self._forward(call._replace(query=call.query.contiguous()))
         return replace(own, of_rows=own) if isinstance(own, ForwardPlan) else own
 
     def _launched(
@@ -400,14 +400,14 @@ def forms_of(call: Call) -> list[tuple[Any, ...]]:
     The device alone knows how long packed sequences are: they count as equally long.
     """
     mask, limits, query, key = call.mask, call.limits, call.query, call.key
+    if mask is None and limits is None:
+        return [(CAUSAL if call.is_causal else FULL,)]
     scores = Scores(call.softcap, call.sinks is not None)
     if isinstance(mask, CuSeqlens):
         return [(Interval(*(limits or (None, None))), Packed(mask.sequences, 100), scores)]
     if limits is not None:
         return [*forms(limits, query.shape[2], key.shape[2], mask is not None, scores)]
-    if mask is not None:
-        return [taken_for(mask, query, key, scores)]
-    return [(CAUSAL if call.is_causal else FULL,)]
+    return [taken_for(mask, query, key, scores)]
 
 
 def choice_of(gpu: TunedGpu, call: Call, gradients: bool = False) -> tuple[Choice, Problem | None]:

@@ -10,7 +10,7 @@ import torch
 
 from attnsweep.family.launch import Launch
 
-from .call import Call, CuSeqlens, bias_copied
+from .call import Call, CuSeqlens, bias_copied, tensors_of
 from .dispatch import Choice
 from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned
 from .gradients import like
@@ -47,6 +47,10 @@ class ServingPlan:
 
     def run(self, _: Call) -> Any:
         """The outputs of a call; None, which is counted, if PyTorch gets it."""
+        return self.launched()
+
+    def launched(self, *_: Any) -> Any:
+        """The same, of what a ForwardPlan takes of a call."""
         self.launcher.fell_back(self.choice)
 
     def load(self, device: Device, calls: Mapping[str, Launch]) -> BoundLaunches:
@@ -92,24 +96,37 @@ class ForwardPlan(ServingPlan):
     out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def run(self, call: Call) -> tuple[torch.Tensor, ...] | None:
-        """The output, and the log-sum-exp if the plan has it; None, which is counted, if none."""
-        query, key, value, mask, _, _, _, _, _, sinks, _, _, keep, own_lse, _ = call
+        """The output, and the log-sum-exp if it is wanted; None, which is counted, if none."""
+        query, key, value, mask = call[:4]
+        if self.lse and call.lse is None and self.calls:
+            return (self.backward.recorded(call, self),)
+        return self.launched(query, key, value, mask, call.keep, call.sinks)
+
+    def launched(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        keep: bool = True,
+        sinks: Any = None,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """All outputs that the plan has; None, which is counted, if nothing could be launched."""
         launcher, index = self.launcher, self.index
         if index >= 0 and index != launcher.current_device():
             with torch.cuda.device(index):
-                return self.run(call)
-        if not self.calls or (self.short_scan and launcher.is_scanned_alone(call)):
+                return self.launched(query, key, value, mask, keep, sinks)
+        if not self.calls or (self.short_scan and launcher.is_scanned_alone(mask, keep)):
             launcher.fell_back(SHORT_SCAN if self.calls else self.choice)
             return None
-        if self.lse and own_lse is None:
-            return (self.backward.recorded(call, self),)
         if self.of_rows is not None:
-            done = self.of_rows.run(call.of(query.contiguous(), key, value, own_lse))
+            done = self.of_rows.launched(query.contiguous(), key, value, mask, keep, sinks)
             return None if done is None else (like(done[0], query, value), *done[1:])
         out = _empty_like(query) if self.out is None else query.new_empty_strided(*self.out)
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (q and k and v):  # lazy zeros have no memory
-            return self.run(call.of(query.clone(), key.clone(), value.clone(), own_lse))
+            given = (query.clone(), key.clone(), value.clone(), mask, keep, sinks)
+            return self.launched(*given)
         made: tuple[torch.Tensor, ...] = (out,)
         addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
         if self.lse:
@@ -127,10 +144,10 @@ class ForwardPlan(ServingPlan):
                 launcher.fell_back(self.choice)
                 return None
             if self.scan:
-                masks = call.mask_tensors
+                masks = tensors_of(mask)
                 listed = launcher.masks.find(masks, self, stream) if keep else None
                 if listed is None:
-                    listed = self._listed(call, masks, stream)
+                    listed = self._listed(query, key, mask, keep, stream)
                 addresses += listed.addresses
             elif self.copied:
                 listed = launcher.masks.find((mask,), self, stream) if keep else None
@@ -163,16 +180,15 @@ class ForwardPlan(ServingPlan):
             self.scans = device.launches(self.scan, self.stages, self.tensors, names)
         return super(ForwardPlan, self).load(device, calls)  # slots make the class anew
 
-    def _listed(self, call: Call, masks: Any, stream: int) -> MaskList:
+    def _listed(self, query: Any, key: Any, mask: Any, keep: bool, stream: int) -> MaskList:
         """What a call reads of its mask, made in this stream now. Raises DriverError."""
         if self.scans is None:
             raise DriverError("the scan of a mask is not loaded")
-        read, query = masks, call.query
-        if isinstance(call.mask, CuSeqlens):
+        read = masks = tensors_of(mask)
+        if isinstance(mask, CuSeqlens):
             read = tuple([each.to(torch.int32).contiguous() for each in masks])
         elif self.limits is not None and self.scan_reads:
-            limits, key = self.limits, call.key
-            read = (scanned(self.scan_reads[0], limits, query, key, *(masks or (None,))),)
+            read = (scanned(self.scan_reads[0], self.limits, query, key, mask),)
         # One piece: on an H100's host each costs 2 us, a tenth of what a new mask does.
         *places, words = self.scan_places
         memory = query.new_empty(words, dtype=torch.int32)
@@ -180,7 +196,7 @@ class ForwardPlan(ServingPlan):
         addresses = tuple([begin + 4 * place for place in places])
         self.scans.issue((*addresses, *[each.data_ptr() for each in read]), stream)
         made = MaskList(addresses, (memory,))
-        if call.keep:
+        if keep:
             self.launcher.masks.keep(masks, self, stream, made)
         return made
 
@@ -189,7 +205,11 @@ class ForwardPlan(ServingPlan):
         mapped = call[:4] if self.biased and not self.copied else call[:3]
         if any(each.data_ptr() & 15 for each in mapped):
             return UNALIGNED
-        return SHORT_SCAN if self.short_scan and self.launcher.is_scanned_alone(call) else None
+        return (
+            SHORT_SCAN
+            if self.short_scan and self.launcher.is_scanned_alone(call.mask, call.keep)
+            else None
+        )
 
 
 SHORT_SCAN = Choice(
