@@ -16,7 +16,7 @@ class Format:
 
     name: Dtype
     nbytes: int
-    """Of an element."""
+    """Bytes of an element."""
     kind: str
     """What messages call it, whatever its scales are of."""
     storage: str

@@ -244,8 +244,6 @@ class Packed:
         if p.mask.as_tensor or p.mask.interval.top_left or p.scales:
             what = "a boolean mask" if p.mask.as_tensor else "FP8" if p.scales else "top_left"
             yield f"packed sequences have no {what}", None
-        if p.mask.as_tensor:
-            yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
 
     def begins(self, seqlen: int) -> tuple[int, ...]:
         """cu_seqlens: where each sequence begins among `seqlen` tokens, and where the last ends."""

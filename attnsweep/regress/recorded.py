@@ -63,7 +63,7 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
     known = [environment.machine if environment else {} for environment in both]
 
     def apart(*winners: Row) -> str | None:
-        """Why two rows are not comparable, or None. Of several cards, each row names its own."""
+        """Why two rows are not comparable, or None; rows of several cards name their own card."""
         facts = [each | row["trial"].machine for each, row in zip(known, winners, strict=True)]
         control = other_card(*both) or other_protocol(*both)
         return control or other_machine(*facts, other_driver=other_driver)

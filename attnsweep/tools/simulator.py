@@ -78,7 +78,7 @@ class Result:
     limit: float
     """As much of it as shows that the error is no larger: half an ulp is the least it can be."""
     output: str
-    """Whose error it is."""
+    """The output that has this error."""
     lse_error: float = 0.0
     """Error of the log-sum-exp, relative where that is above 1; 0 if the config writes none."""
 

@@ -46,7 +46,7 @@ class ExpectedCase:
 
     inputs: Mapping[str, Tensor]
     rows: Mapping[str, npt.NDArray[np.int64]]
-    """Of each output and of the log-sum-exp, if there is one: the same in each head."""
+    """Row numbers compared, of each output and any log-sum-exp: the same in every head."""
     sides: Sequence[Mapping[str, Float]]
     """What these rows are, on the inputs as they were made and on their opposite."""
     least: Mapping[str, float] = field(default_factory=dict)
