@@ -12,21 +12,19 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.bench.gpu import START_TIMEOUT_S, WorkerError
+from attnsweep.bench.gpu import START_TIMEOUT_S, Gpu, WorkerError
 from attnsweep.bench.process import _Reply, _serve, open_bench
-from attnsweep.compile.launches import Candidate, FirstTimes
 from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import CardLostError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Environment, Status
 from attnsweep.device import process
-from attnsweep.device.energy import Stretch
 from attnsweep.device.lock import held
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 _STOPPED = "signal SIGTERM"
 
 
-class Worker:
+class Worker(Gpu):
     """The parent's end, a context manager. The child's Bench runs the methods of `Gpu`."""
 
     def __init__(
@@ -82,12 +80,7 @@ class Worker:
     def describe(
         self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
-        """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
-
-        preload: baselines whose packages the child imports in a thread meanwhile.
-        first: the problem and the seed that will be opened first; the child begins to compute what
-        is right for them.
-        """
+        """See `Gpu`."""
         options = {"preload": tuple(preload), "first": first}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
         self.environment = environment
@@ -108,81 +101,20 @@ class Worker:
         self._setup = [("open", args, options)]
         self._request("open", args, options, START_TIMEOUT_S)
 
-    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
-        """See `Gpu`."""
-        accuracy, first = self.call("trial", candidate)
-        return accuracy, first
-
-    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
-        """See `Gpu`."""
-        return bool(self.call("add", name, candidate, cold, keep=True, slow=True))
-
     def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
-        """See `Gpu`."""
+        """See `Gpu`; remembers whether the child ran a callable's code."""
         if CALLABLE.fullmatch(name) and not self._setup[0][2].get("strict"):
             self._called = True
-        accuracy, issued = self.call("add_baseline", name, keep=True, slow=True)
-        return accuracy, issued
+        return super().add_baseline(name)
 
-    def drop(self, name: str) -> None:
-        """See `Gpu`."""
-        self.forget(name)
-        self.call("drop", name)
-
-    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
-        """See `Gpu`."""
-        time_us, launched = self.call("race", name, replay_us, kind)
-        return time_us, launched
-
-    def replay(self, name: str, kind: str) -> float:
-        """See `Gpu`."""
-        return float(self.call("replay", name, kind))
-
-    def pair(self, first: str, second: str) -> tuple[float, float]:
-        """See `Gpu`."""
-        one, other = self.call("pair", first, second)
-        return one, other
-
-    def eager_us(self, name: str) -> float:
-        """See `Gpu`."""
-        # NumPy's work for the next problem took over 30 s there, so every entry was called slow.
-        self.call("settle", slow=True)
-        return float(self.call("eager_us", name))
-
-    def energy(self, name: str) -> Stretch | None:
-        """See `Gpu`."""
-        found: Stretch | None = self.call("energy", name, slow=True)
-        return found
-
-    def confirm(self, name: str, longest_us: float) -> int:
-        """See `Gpu`."""
-        return int(self.call("confirm", name, longest_us))
-
-    def trusted_us(self, name: str) -> float | None:
-        """See `Gpu`."""
-        found: float | None = self.call("trusted_us", name)
-        return found
-
-    def conditions(self) -> Mapping[str, Any]:
-        """See `Gpu`."""
-        found: Mapping[str, Any] = self.call("conditions")
-        return found
-
-    def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
-        """Resident blocks of each stage, as the driver counts them."""
-        counted: dict[str, int] = self.call("blocks_per_sm", candidate)
-        return counted
-
-    def call(self, method: str, *args: Any, keep: bool = False, slow: bool = False) -> Any:
-        """Call a method of the open Bench by name. Raises WorkerError with the row's status.
-
-        keep: repeat the call in each new process that replaces this one, as entries must be there.
-        slow: allow START_TIMEOUT_S instead of timeout_s.
-        """
+    def call(
+        self, method: str, *arguments: Any, timeout_s: float | None = None, keep: bool = False
+    ) -> Any:
+        """See `Gpu`. Raises WorkerError with the row's status."""
         self._ensure()
-        value = self._request(method, args, {}, START_TIMEOUT_S if slow else self._timeout_s)
+        value = self._request(method, arguments, {}, timeout_s or self._timeout_s)
         if keep:
-            self._setup.append((method, args, {}))
+            self._setup.append((method, arguments, {}))
         return value
 
     def forget(self, name: str) -> None:
@@ -190,7 +122,7 @@ class Worker:
         self._setup = [(m, args, o) for m, args, o in self._setup if args[:1] != (name,)]
 
     def stop(self) -> None:
-        """End the child; kill it if it does not end within 2 s."""
+        """See `Gpu`: ends the child, and kills it if it does not end within 2 s."""
         if self._process is None:
             return
         left = process.started_by(self._process.pid)  # which lose their parent when it ends

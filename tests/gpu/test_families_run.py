@@ -91,7 +91,7 @@ def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
     for build in builds:
         cubins = build.cubins()
         ours = resources([(n, cubins[n], launch) for n, launch in build.launches.items()], build.arch)
-        for name, blocks in worker.blocks_per_sm(build.candidate()).items():
+        for name, blocks in worker.call("blocks_per_sm", build.candidate()).items():
             assert ours.stages[name]["blocks_per_sm"] == blocks, f"{build.config.label} {name}"
 
 

@@ -21,7 +21,7 @@ from attnsweep.device.energy import Stretch
 RIGHT = Accuracy(rel_err=1e-4, limit=1e-3)
 
 
-class FakeGpu:
+class FakeGpu(Gpu):
     """A GPU whose times are made up.
 
     times: microseconds by entry; `naive THREADS=32` is found as `THREADS=32` too. A baseline that
@@ -84,7 +84,7 @@ class FakeGpu:
         """The names that a method was called with, in order."""
         return [name for called, name in self.calls if called == method]
 
-    # -- the protocol -------------------------------------------------------------------------
+    # -- what a Gpu does -------------------------------------------------------------------------
 
     def describe(self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None) -> Environment:
         self.first = first
@@ -129,6 +129,9 @@ class FakeGpu:
 
     def drop(self, name: str) -> None:
         self.heard("drop", name)
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None, keep: bool = False) -> Any:
+        raise AssertionError(f"{method} is not made up")
 
     def forget(self, name: str) -> None:
         self.heard("forget", name)
@@ -184,6 +187,3 @@ class FakeGpu:
 def label_of(candidate: Candidate) -> str:
     """`THREADS=32`, as the config of a candidate is named in rows."""
     return " ".join(f"{name}={value}" for name, value in candidate.config.items())
-
-
-_typed: type[Gpu] = FakeGpu  # mypy compares every method with the protocol's
