@@ -152,6 +152,20 @@ def strides(attend: Any) -> Found:
             yield f"{name} expanded {sizes}", error(attend, q, k, v, None, mask, **how)
 
 
+def expanded_queries(attend: Any) -> Found:
+    """Queries of a dimension with stride 0, beside v of another head_dim; each call is made twice."""
+    for name, (mask, how) in masks_of(512, 512).items():
+        for sizes in ((1, 8, 512, 64), (4, 1, 512, 64), (4, 8, 1, 64)):
+            q, k, v = drawn(*sizes).expand(4, 8, 512, 64), drawn(4, 8, 512, 64), drawn(4, 8, 512, 128)
+            for time in ("first", "second"):
+                for with_gradients in (None, False):
+                    said = f"{name} {sizes}, {time}" + ("" if with_gradients is None else ", no gradients")
+                    try:
+                        yield said, error(attend, q, k, v, with_gradients, mask, **how)
+                    except RuntimeError as raised:
+                        yield f"{said}: {str(raised).splitlines()[0][:90]}", {"o": math.inf}
+
+
 def empty_rows(attend: Any) -> Found:
     """Masks that leave some queries no key."""
     for seqlen_q, seqlen_k in ((512, 512), (1, 64), (7, 40), (640, 704)):
@@ -279,7 +293,7 @@ def idle_slots(attend: Any) -> Found:
 FAULTS: dict[str, Callable[[Any], Found]] = {
     each.__name__: each
     for each in (
-        *(layouts, expanded_gradients, alignment, strides, empty_rows, low_scores, many),
+        *(layouts, expanded_gradients, alignment, strides, expanded_queries, empty_rows, low_scores, many),
         *(masks_of_queries, float32_masks, mask_alone, idle_slots),
     )
 }

@@ -57,6 +57,7 @@ _FAULTS = {
     "empty_rows": "masks that leave queries no key",
     "low_scores": "scores far below zero",
     "many": "65,536 items or heads",
+    "expanded_queries": "expanded queries beside v of another head_dim",
     "masks_of_queries": "masks of one number for each query",
     "float32_masks": "a float32 mask beside bf16",
     "mask_alone": "a mask alone records gradients",

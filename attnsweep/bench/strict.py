@@ -309,6 +309,7 @@ class StrictBench(Bench):
         with caller.awake():
             begin = self.clock()
             self._arena["contents"].upload(contents)
+            self.session.settle()  # a copy from the host may return before it is on a busy card
             claim = caller.run(name, calls)
             took_us = (self.clock() - begin) * 1e6
         return claim, took_us, first

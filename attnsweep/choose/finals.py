@@ -398,7 +398,9 @@ class Finals:
                 yield this
 
     def _pace(self) -> list[float]:
-        return shared_pace([*self._times(self._entries).values()])
+        """The pace of all rounds so far: 1 in those that every entry has discarded."""
+        first = min((entry.first for entry in self._entries.values()), default=0)
+        return [1.0] * first + shared_pace([*self._times(self._entries).values()])
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:

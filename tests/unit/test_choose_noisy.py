@@ -110,6 +110,14 @@ def test_a_noisy_baseline_is_timed_again_and_bounds_the_ratio_if_it_stays_noisy(
     assert first["best_baseline"] == (name if us < 20 else "b")
 
 
+def test_baselines_alone_are_all_timed_again_if_all_are_noisy():
+    """As in a verdict about a callable: nobody is left whose rounds are those of before."""
+    series = {"torch_cudnn": NOISY, "b": [*NOISY[1:] * 30, *[1.0] * 1000]}
+    done = finals(Card({"torch_cudnn": 12.0, "b": 14.0}, **series), [])
+    assert [len(done.rows[name].time_us.discarded) for name in series] == [3 * ROUNDS] * 2
+    assert [done.rows[name].time_us.first_round for name in series] == [3 * ROUNDS] * 2
+
+
 def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_baseline_again():
     class Capped(Card):
         def sample(self, name, kind):

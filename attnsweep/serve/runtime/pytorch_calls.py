@@ -43,7 +43,7 @@ MOST_IN_GRID = 65535
 # on an H100. Elsewhere such rows are filled.
 _ADDED_ROWS_RIGHT = torch.__version__.startswith("2.11.")
 _MOST_LAYOUTS = 65536
-# Strides of 16-bit tensors whose rows lie at multiples of 16 bytes.
+# Strides of 16-bit tensors whose rows lie at multiples of 16 bytes, none of them on top of another.
 _in_steps: set[tuple[int, ...]] = set()
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -139,6 +139,10 @@ def attend(
         attn_mask = _of_rows(attn_mask, key.shape[-2])
     if query.dtype in _HALVES:
         query, key, value = aligned(query), aligned(key), aligned(value)
+        # cuDNN's output has the order of query's strides, head_dim behind those of 0: an error the
+        # first time, and the end of the process the second.
+        if query.shape[-1] != value.shape[-1] and _is_expanded(query):
+            query = query.contiguous()
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if _misread(*given, **how):  # as it lies now: cuDNN refuses some that were copied
         return _in_float32(*given, **how)
@@ -314,9 +318,17 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if off or any(type(each) is int and each % step for each in steps):
         return tensor.clone(memory_format=torch.contiguous_format)
-    if len(_in_steps) < _MOST_LAYOUTS and step == 8 and not is_traced(tensor):
+    if (
+        len(_in_steps) < _MOST_LAYOUTS
+        and step == 8
+        and not (is_traced(tensor) or _is_expanded(tensor))
+    ):
         _in_steps.add(tensor.stride())
     return tensor
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(type(each) is int and not each for each in tensor.stride())
 
 
 def _of_rows(mask: torch.Tensor, keys: int) -> torch.Tensor:
