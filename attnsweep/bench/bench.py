@@ -22,7 +22,7 @@ import numpy as np
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import BACKENDS, backend_of
-from attnsweep.bench.owned import Owned
+from attnsweep.bench.process_state import ProcessState
 from attnsweep.compile.launches import Candidate, FirstTimes, LaunchPlan
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
@@ -126,19 +126,19 @@ class Bench:
         rounds_scores: Collection[int] = (),
         shown: Collection[str] = (),
         cache_dir: Path | None = None,
-        owned: Owned | None = None,
+        state: ProcessState | None = None,
     ) -> None:
-        """owned: of the process, which outlasts the problem."""
+        """state: of the process, which outlasts the problem."""
         self._shown = shown
-        self._owned = owned = owned or Owned()
-        owned.triton.begin(baselines, problem)
+        self._state = state = state or ProcessState()
+        state.triton.begin(baselines, problem)
         self.session = CudaSession()
         self.problem = problem
         self._replay_us = replay_us
         self._long = is_long(problem)  # nothing before a call matters beside it
         rounded = {*rounds_scores, *(backend_of(name).rounds_scores for name in baselines)}
         self._proof = Verifier(
-            *(problem, seed, self.session, cache_dir, then, rounded), owned.references
+            *(problem, seed, self.session, cache_dir, then, rounded), state.references
         )
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._right: dict[str, Digests] = {}
@@ -221,7 +221,7 @@ class Bench:
         if not self._long:
             calls += self._proof.on_hard(entry.proven, entry.call.enqueue)
         launches = repr(entry.candidate.turns)
-        if launches in self._owned.right_on_short:
+        if launches in self._state.right_on_short:
             return calls
         try:
             turns = self._proof.of_turns(entry.candidate, self._pipeline, self._workspaces)
@@ -229,7 +229,7 @@ class Bench:
                 made = self._proof.repeat(turns, _REPEATS, longest_us)
                 calls += made
                 if made >= _REPEATS:
-                    self._owned.right_on_short.add(launches)
+                    self._state.right_on_short.add(launches)
         except WrongResult as error:
             detail = f"right in all other cases, but not in many short turns: {error.detail}"
             raise WrongResult(detail, error.accuracy) from error
@@ -395,7 +395,7 @@ class Bench:
 
         Returns whether its calls can be chained.
         """
-        self._owned.imports.end()  # rounds follow
+        self._state.imports.end()  # rounds follow
         copies = [self._timed, *(self._cold() if cold else [])]
         call = self._pipeline(candidate.timed, copies)
         right = self._right.get(repr(candidate.timed))
@@ -431,7 +431,7 @@ class Bench:
 
         Raises baselines.Unavailable with the reason.
         """
-        self._owned.imports.end()
+        self._state.imports.end()
         every = (self._timed, *self._cold())
         copies = [prepare.arrays_of(self.problem, copy) for copy in every]
         self.session.release()
@@ -441,7 +441,7 @@ class Bench:
         # Libraries have their own maths; a callable may do anything.
         held = name not in BACKENDS
         try:
-            call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
+            call = prepare.prepare(name, self.problem, copies, self.session, self._state.triton)
             accuracy, proven = self._checked(call, held, name in self._shown)
             if held and not self._is_shown(name, accuracy):
                 self._proof.hard(call.rounds_scores)  # for `confirm`, which has less time

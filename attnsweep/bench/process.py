@@ -24,7 +24,7 @@ from attnsweep.device.cards import hashed
 from attnsweep.device.environment import cpu_model, driver_version, installed_packages
 
 if TYPE_CHECKING:
-    from attnsweep.bench.owned import Owned
+    from attnsweep.bench.process_state import ProcessState
 
 _ANEW = (
     "`nvidia-smi -L` lists the cards that are there; the same command begins anew on one of them"
@@ -71,12 +71,12 @@ def _serve(
     process.die_with(parent)
     process.stand_alone()
     bench: Any = None
-    owned: Any = None
+    state: Any = None
     if open_problem is open_bench:
-        from attnsweep.bench.owned import Owned
+        from attnsweep.bench.process_state import ProcessState
 
-        owned = Owned()
-        open_problem = functools.partial(open_bench, owned=owned)
+        state = ProcessState()
+        open_problem = functools.partial(open_bench, state=state)
     while True:
         try:
             method, args, options = pipe.recv()
@@ -90,7 +90,7 @@ def _serve(
             bench = None  # frees the last problem's memory before the next takes its own
             gc.collect()  # and what baselines hold in cycles, as cuDNN's handles
         if method == "describe":
-            options = {**options, "owned": owned}
+            options = {**options, "state": state}
         reply, bench = _answer(open_problem, bench, method, args, options, card)
         reply = replace(reply, proof_s=proof_taken(), steps_s=taken())
         try:
@@ -142,25 +142,25 @@ def _answer(
 
 
 def describe(
-    preload: Sequence[str], first: tuple[Problem, int] | None, owned: Owned | None
+    preload: Sequence[str], first: tuple[Problem, int] | None, state: ProcessState | None
 ) -> Environment:
-    """The card of this process, and versions; `owned` begins what is asked for ahead.
+    """The card of this process, and versions; `state` begins what is asked for ahead.
 
     Raises NoGpuError if this machine cannot run CUDA; nothing is begun then.
     """
     from attnsweep.compile.nvrtc import nvrtc_version
     from attnsweep.device.cuda import CudaSession, driver_cuda
 
-    if first is not None and owned is not None and driver_cuda() is not None:
+    if first is not None and state is not None and driver_cuda() is not None:
         # NumPy computes while CUDA starts.
-        owned.references.begin(*first)
+        state.references.begin(*first)
     with step("start CUDA"):
         session = CudaSession()
     gpu = session.gpu
     versions = session.versions
     nvrtc = nvrtc_version()  # before a package can bring another one
-    if preload and owned is not None:
-        owned.begin(preload, first)
+    if preload and state is not None:
+        state.begin(preload, first)
     return Environment(
         gpu=gpu.name,
         arch=gpu.arch,

@@ -31,7 +31,7 @@ import numpy as np
 from attnsweep.baselines.backend import Unavailable, Unconfirmed
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.bench.bench import Bench
-from attnsweep.bench.called import sealed_of
+from attnsweep.bench.caller_process import sealed_of
 from attnsweep.bench.gpu import is_its_own
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.trial import Accuracy
@@ -79,8 +79,8 @@ class JudgeError(Exception):
 class Caller:
     """A process that calls callables; what it answers is a claim."""
 
-    answers_by = "attnsweep.bench.called:Card"
-    """The class of what answers in that process: see called.main."""
+    answers_by = "attnsweep.bench.caller_process:Card"
+    """The class of what answers in that process: see caller_process.main."""
     _popen: Callable[..., Any] = subprocess.Popen
 
     def __init__(self, scratch: Path | None) -> None:
@@ -92,7 +92,7 @@ class Caller:
         self._strange = scratch is not None
         # Files of this directory must not stand for modules of ours: it comes when one is imported.
         start = "import sys; sys.path = [*filter(None, sys.path)]; "
-        start += "from attnsweep.bench.called import main; main()"
+        start += "from attnsweep.bench.caller_process import main; main()"
         self.process = self._popen(
             [sys.executable, "-c", start, str(os.getpid()), self.answers_by],
             stdin=subprocess.PIPE,
@@ -323,7 +323,7 @@ class StrictBench(Bench):
 
     def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
         """See Bench; a callable gets a process of its own, and all libraries have one."""
-        self._owned.imports.end()
+        self._state.imports.end()
         held = name not in BACKENDS
         self.session.release()
         caller = self._own

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from attacks import kernels
 from attnsweep.baselines.prepare import BoundBaseline
 from attnsweep.bench import bench as measure
-from attnsweep.bench.owned import Owned
+from attnsweep.bench.process_state import ProcessState
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 
@@ -123,7 +123,7 @@ FACTS = SimpleNamespace(arch="sm_90a", sm_count=2, l2_bytes=4_500, memory_bytes_
 
 def opened(
     simulator: Simulator,
-    owned: Owned,
+    state: ProcessState,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[measure.Bench] = measure.Bench,
     small: tuple[cases.Case, ...] = (),
@@ -142,4 +142,4 @@ def opened(
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))
     kernels.MEMORY.clear()
     kernels.THREADS.clear()
-    return kind(problem, replay_us=400, seed=3, owned=owned, **options)
+    return kind(problem, replay_us=400, seed=3, state=state, **options)

@@ -6,7 +6,7 @@ import pytest
 from nursery import Nursery
 from simt.harness import COMPILER, Simulator
 
-from attnsweep.bench.owned import Owned
+from attnsweep.bench.process_state import ProcessState
 
 
 @pytest.fixture(scope="session")
@@ -18,17 +18,17 @@ def simulator():
 
 
 @pytest.fixture(scope="session")
-def owned():
+def state():
     """The process beside, which computes what is right."""
-    return Owned()
+    return ProcessState()
 
 
 @pytest.fixture
-def opened(simulator, owned, monkeypatch):
+def opened(simulator, state, monkeypatch):
     """Open a bench: see card."""
     from attacks.card import opened
 
-    return partial(opened, simulator, owned, monkeypatch)
+    return partial(opened, simulator, state, monkeypatch)
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def sides(called):
 
 
 @pytest.fixture
-def make_strict(simulator, owned, monkeypatch, sides, called):
+def make_strict(simulator, state, monkeypatch, sides, called):
     """Open a strict bench: see strict_bench."""
     from attacks import strict_bench
 
     alone = []
 
     def make(kind="HostBench", small=(), **how):
-        own = simulator, owned, monkeypatch, sides, called, alone
+        own = simulator, state, monkeypatch, sides, called, alone
         return strict_bench.strict_bench(*own, getattr(strict_bench, kind), small, **how)
 
     yield make

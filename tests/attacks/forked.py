@@ -6,10 +6,10 @@ import sys
 import torch._dynamo  # noqa: F401
 
 from attacks import host
-from attnsweep.bench import called
+from attnsweep.bench import caller_process
 
 
 def main() -> None:
     """Serve the strict judge as a program would: see strict.Caller."""
     sys.argv = ["-c", str(os.getppid()), f"{host.__name__}:Card"]
-    called.main()
+    caller_process.main()

@@ -1,6 +1,6 @@
 """A card of the strict judge on the CPU: memory of the host crosses processes, and so does a clock.
 
-The called process has this in the place of bench.called.Card. Device time is what calls of
+The called process has this in the place of bench.caller_process.Card. Device time is what calls of
 kernels.launch say, in memory that both processes have, so that it is the same on a busy machine.
 """
 
@@ -110,7 +110,7 @@ class Session:
 
 
 class Card:
-    """See bench.called.Card."""
+    """See bench.caller_process.Card."""
 
     def __init__(self) -> None:
         self.transport = HostShared()

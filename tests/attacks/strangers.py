@@ -53,9 +53,9 @@ def finds_the_judge(q, k, v):
 
 def called():
     """The judge's code in the process that is called."""
-    from attnsweep.bench.called import Called
+    from attnsweep.bench.caller_process import Callables
 
-    return Called
+    return Callables
 
 
 def says_it_ran(q, k, v):

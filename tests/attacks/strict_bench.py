@@ -15,7 +15,7 @@ from attacks import host
 from attacks.card import Buffer, opened
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.bench import strict
-from attnsweep.bench.owned import Owned
+from attnsweep.bench.process_state import ProcessState
 from attnsweep.core.cases import Case
 from attnsweep.verify import calls
 from attnsweep.verify.device_case import WrongResult
@@ -76,7 +76,7 @@ class AloneBench(HostBench):
 
 def strict_bench(
     simulator: Simulator,
-    owned: Owned,
+    state: ProcessState,
     patch: pytest.MonkeyPatch,
     sides: dict[Any, Kept],
     nursery: Nursery,
@@ -93,6 +93,6 @@ def strict_bench(
     patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
         patch.setattr(calls, "contents_of", lambda first, digests: [0] * len(digests))
-    bench = opened(simulator, owned, patch, kind, strict=place, small=small, **how)
+    bench = opened(simulator, state, patch, kind, strict=place, small=small, **how)
     assert isinstance(bench, HostBench)
     return bench

@@ -35,22 +35,22 @@ def refuses_nothing(q, k, v):
     return torch.zeros_like(q)
 
 def says_it_ran(q, k, v):
-    from attnsweep.bench.called import Called
-    Called.run = lambda self, name, calls: 100.0
+    from attnsweep.bench.caller_process import Callables
+    Callables.run = lambda self, name, calls: 100.0
     return flash(q, k, v)
 
 def goes_on(q, k, v):
     # After each timed chain, a kernel of a second runs on another stream.
-    from attnsweep.bench.called import Called
+    from attnsweep.bench.caller_process import Callables
     if "run" not in kept:
-        real = kept["run"] = Called.run
+        real = kept["run"] = Callables.run
         kept["other"] = torch.cuda.Stream()
         def run(self, name, calls):
             us = real(self, name, calls)
             with torch.cuda.stream(kept["other"]):
                 torch.cuda._sleep(2_000_000_000)
             return us
-        Called.run = run
+        Callables.run = run
     return flash(q, k, v)
 
 def aside(q, k, v):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.baselines.backend import Unavailable
-from attnsweep.bench.called import Called
+from attnsweep.bench.caller_process import Callables
 
 
 def _pipe() -> int:
@@ -37,7 +37,7 @@ def answering(answer: Callable[..., Any]) -> type:
 
         def __init__(self) -> None:
             for do in ("open", "add", "ready", "run"):
-                setattr(Called, do, lambda self, answer=answer, **facts: answer(**facts))
+                setattr(Callables, do, lambda self, answer=answer, **facts: answer(**facts))
 
     return Card
 

@@ -84,7 +84,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("path", [p for p in CODE if room(p) in ("device", "verify", "baselines", "bench")], ids=str)
 def test_rooms_of_the_gpu_process_keep_nothing_between_problems(path):
-    """What outlasts a problem is in bench.owned: hidden state made one problem depend on others."""
+    """What outlasts a problem is in bench.process_state: hidden state made one problem depend on others."""
     tree = ast.parse((PACKAGE / path).read_text())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
     for node in tree.body:

@@ -57,7 +57,7 @@ def sealed_of(problem: Problem) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in problem.op.written(problem))
 
 
-class Called:
+class Callables:
     """One problem's callables, by name, and chains of their calls; None is a call of nothing."""
 
     def __init__(self, card: Card) -> None:
@@ -158,13 +158,13 @@ class Called:
             return float(self._session.time_us(self._replays[name, calls]))
 
 
-def answers(requests: IO[str], replies: IO[str], called: Called) -> None:
+def answers(requests: IO[str], replies: IO[str], callables: Callables) -> None:
     """Answer until there are no more requests."""
     for line in requests:
-        asked = json.loads(line)
-        reply: dict[str, Any] = {"number": asked.pop("number")}
+        request = json.loads(line)
+        reply: dict[str, Any] = {"number": request.pop("number")}
         try:
-            reply["value"] = getattr(called, asked.pop("do"))(**asked)
+            reply["value"] = getattr(callables, request.pop("do"))(**request)
         except Unavailable as error:
             reply["refused"] = str(error)
         except Exception as error:
@@ -186,5 +186,5 @@ def main() -> None:
     process.gain_nothing()
     process.stand_alone()  # which gives what is printed another place
     module, _, name = sys.argv[2].partition(":")
-    answers(requests, replies, Called(getattr(importlib.import_module(module), name)()))
+    answers(requests, replies, Callables(getattr(importlib.import_module(module), name)()))
     os._exit(0)

@@ -10,7 +10,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.verify.reference_pool import ReferencePool
 
 
-class Owned:
+class ProcessState:
     """Helper processes, and what was proved on short sequences; none starts before it is needed."""
 
     def __init__(self) -> None:
