@@ -589,12 +589,12 @@ def exact(made: Made, direction: Any = None) -> Exact:
         return found
     grad = direction.double()
     dp, delta = grad @ v.mT, (grad * out).sum(-1, keepdim=True)
-    # A score's gradient is rounded too, behind a softcap too: fp16 says it to 3e-8, least / 2048, of which a row sums
-    # many.
+    # A score's gradient is rounded too, behind a softcap too and times the scale: fp16 says it to 3e-8, least / 2048,
+    # of which a row sums many.
     ds, rough = p * (dp - delta), (about * dp) ** 2
     if slope is not None:
         ds, rough = ds * slope, rough * slope**2
-    rough = rough + (seen * (least / 16)) ** 2
+    rough = rough + (seen * (least / 32 / min(1.0, abs(scale) or 1.0))) ** 2
     # What rounding the output makes delta uncertain by, in units of that rounding.
     unsure = (grad * out).pow(2).sum(-1, keepdim=True).sqrt()
 
