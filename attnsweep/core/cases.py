@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
@@ -62,6 +63,7 @@ class Case:
         return f"{self.problem.label}, {self.inputs}"
 
 
+@lru_cache(maxsize=64)  # each of a problem's candidates asks for them
 def small_cases(problem: Problem) -> tuple[Case, ...]:
     """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
