@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 
 from attnsweep.compile.cubin import check_arguments, resources, why_not, with_instructions
@@ -156,6 +156,10 @@ class Build:
 
     def candidate(self) -> Candidate:
         """All that the worker needs to run it. Every stage must be compiled."""
+        return self._candidate
+
+    @cached_property  # a finalist is sent again, and making one takes milliseconds
+    def _candidate(self) -> Candidate:
         cases, serves = verify_cases.small_cases(self.problem), self.kernel.serves
         if own := bool(self.kernel.supports):
             cases = verify_cases.served_cases(cases, self.problem, serves)

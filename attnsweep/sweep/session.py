@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -299,10 +300,10 @@ class ThisCard:
         s, share, began = session, session.share, time.monotonic()
         try:
             # The first candidates of all problems compile at once.
-            begun = [begin(item, share) for item in s.planned]
-            then = [*(candidates.problem for candidates in begun[1:]), None]
-            for candidates, following in zip(begun, then, strict=True):
-                sweep_problem(candidates, self._gpu, share, following)
+            begun = deque(begin(item, share) for item in s.planned)
+            while begun:
+                candidates = begun.popleft()  # whose memory is free when the next begins
+                sweep_problem(candidates, self._gpu, share, begun[0].problem if begun else None)
                 s.finished(candidates.problem)
         except CardLostError as error:
             if not s.store.trials:
