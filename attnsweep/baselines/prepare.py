@@ -102,6 +102,8 @@ class BoundBaseline:
         with self._torch.cuda.stream(self._stream):
             self._made = {copy: [self._call(copy)]}
 
+    issue = enqueue
+
     def _call(self, copy: int) -> tuple[Any, ...]:
         """One call's outputs. Raises Unavailable if they are not what the problem has."""
         if self._audit:

@@ -118,7 +118,8 @@ def _answer(
             return _Reply(describe(**options)), bench
         if method == "open":
             bench = open_problem(*args, **options)
-            if card is not None and (seen := bench.card()) not in (None, card):
+            seen = None if card is None else bench.session.identity().get("uuid")
+            if seen not in (None, card):
                 what = f"the card is lost: a new GPU process sees card {seen}, not {card}"
                 return _Reply(no_gpu=NoGpuError(what, hint=_ANEW), dying=True), bench
             return _Reply(), bench
@@ -134,7 +135,7 @@ def _answer(
     except Exception as error:  # a CUDA error or a bug of ours: it becomes a row and ends nothing
         text = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"{type(error).__name__}: {text[0]}"
-        if bench is None or bench.poisoned(error):
+        if bench is None or bench.session.poisoned(error):
             return _Reply(None, Status.LAUNCH_ERROR, detail, dying=True), bench
         if not type(error).__module__.startswith("cupy"):
             detail += f" ({raised_at(error)})"

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,13 +30,15 @@ import numpy as np
 
 from attnsweep.baselines.backend import Unavailable, Unconfirmed
 from attnsweep.baselines.registry import BACKENDS, backend_of
-from attnsweep.bench.bench import Bench
 from attnsweep.bench.caller_process import sealed_of
 from attnsweep.bench.gpu import is_its_own
+from attnsweep.bench.problem import OpenProblem
 from attnsweep.compile.nvrtc import default_cache_dir
+from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
 from attnsweep.device import process
 from attnsweep.device.buffers import POISON, Buffer
+from attnsweep.device.cuda import CudaSession
 from attnsweep.device.shared import Arena, CudaIpc, Span
 from attnsweep.verify.calls import Proven
 from attnsweep.verify.device_case import DeviceCase, WrongResult
@@ -177,11 +179,12 @@ def _ended(ended: subprocess.Popen[bytes]) -> str:
 
 
 @dataclass
-class _Entry:
+class ChainedEntry:
     """A callable or a library, and what the chains showed of it."""
 
     caller: Caller
-    held: bool
+    strange: bool
+    """Whether it is a callable, whose code is a stranger's."""
     rounds_scores: int
     gives_lse: bool = False
     proven: Proven | None = None
@@ -190,108 +193,98 @@ class _Entry:
     """Microseconds of a call, by events."""
     apart: list[float] = field(default_factory=list)
     """How much longer a chain took by the judge's clock than by events."""
-    judged: int = 0
+    compared: int = 0
     hard: DeviceCase | None = None
     """The timed problem on hard inputs, on which a chain of a callable's is judged at the end."""
-    cases: list[Arena] = field(default_factory=list)
-    """Memory of small cases, which its process has open until it ends."""
+    cases: list[SharedCase] = field(default_factory=list)
+    """Small cases, which its process has open until it ends."""
 
 
-class StrictBench(Bench):
-    """A Bench whose callables and libraries are called elsewhere, in chains; it has no others."""
+class SharedCase:
+    """A case's inputs, and the outputs of calls on it, in memory that a called process opens."""
 
-    _transport, _buffer, _started = CudaIpc, Buffer, Caller
-    clock = staticmethod(time.perf_counter)
-    """The judge's, in seconds."""
-
-    def __init__(self, *args: Any, strict: str, **options: Any) -> None:
-        """strict: a directory for what called processes write, which the caller removes."""
-        self._scratch, self._cache_dir = Path(strict), options.get("cache_dir")
-        # They start while the problem is opened, which spares 3 to 4 s each.
-        self._own = self._started(None)
-        held = [name for name in options.get("baselines", ()) if name not in BACKENDS]
-        self._waiting = {name: self._begun() for name in held[:_AHEAD]}
-        super().__init__(*args, **options)
-        if not oracle_of(self.problem).can_chain(self.problem):
-            raise Unavailable("inputs of this problem cannot be drawn anew")
-        nbytes = sum(map(self.problem.bytes_of, self.problem.outputs))
-        self._slots = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
-        self._arena, self._spans = self._shared(self._proof.timed, self._slots)
-        self._given = self._proof.timed.regions_to_look_at(self._arena.buffers)
-        self._sealed = [
-            {one: self._buffer(self._arena[f"{one} 0"].nbytes) for one in sealed_of(self.problem)}
-            for _ in range(self._slots)
-        ]
-        self._strict: dict[str, _Entry] = {}
-        self._empty: dict[int, list[tuple[float, float]]] = {}
-        """Times of chains of empty calls, by their length: microseconds by events, and by the
-        judge's clock. None of those that followed a stranger's calls."""
-        self._usual_us: dict[int, tuple[float, float]] = {}
-        """Their medians before any stranger ran."""
-        self._open(self._own)
-        self._settings = self.session.settings()
-        calls = self._slots
-        while calls >= min(_FEW, self._slots):  # before any stranger runs
-            self._own.ask("ready", name=None, calls=calls)
-            for _ in range(_EMPTY_SAMPLES):
-                self._empty.setdefault(calls, []).append(self._call_nothing(calls))
-            claims, took = zip(*self._empty[calls], strict=True)
-            self._usual_us[calls] = median(claims), median(took)
-            calls //= 2
-        self._usual_mhz = self.session.sm_mhz() or 0.0
-
-    def _begun(self) -> Caller:
-        """A process for a stranger, which has a place of its own for files."""
-        return self._started(Path(tempfile.mkdtemp(dir=self._scratch)))
-
-    def _open(self, caller: Caller) -> None:
-        """Have a process open the judge's memory."""
-        cache = str(self._cache_dir or default_cache_dir())
-        facts = {"problem": self.problem.label, "handle": self._arena.handle}
-        with _of_the_judge(), caller.awake():  # no stranger's code is imported yet
-            caller.ask("open", **facts, spans=self._spans, cache=cache)
-
-    # -- what crosses ----------------------------------------------------------------------------
-
-    def _shared(self, of: DeviceCase, calls: int) -> tuple[Arena, list[Span]]:
-        """Memory that a called process opens, with a case's inputs and outputs of NaN."""
-        problem = of.case.problem
-        spans = [(one, int(of.buffers[one].nbytes), POISON) for one in problem.inputs]
+    def __init__(self, session: CudaSession, transport: Any, case: DeviceCase, calls: int) -> None:
+        self._session, self._problem = session, case.case.problem
+        problem = self._problem
+        spans: list[Span] = [(one, int(case.buffers[one].nbytes), POISON) for one in problem.inputs]
         for call in range(calls):
             for one in sealed_of(problem):
                 spans.append((f"{one} {call}", problem.bytes_of(one), 0xA5))
         spans += [(one, 8 * calls, 0xA5) for one in ("contents", "digests")]
-        arena = Arena(self._transport(), spans)
-        self._give(arena, of, calls)
-        return arena, spans
+        self.memory = Arena(transport, spans)
+        self.facts = {"problem": problem.label, "handle": self.memory.handle, "spans": spans}
+        """What a process is told to open it."""
+        self.give(case, calls)
 
-    def _give(self, arena: Arena, of: DeviceCase, calls: int) -> None:
-        """Copy the inputs as they are to shared memory, where outputs become NaN."""
-        self.session.synchronize()
-        for name in of.case.problem.inputs:
-            arena[name].copy_from(of.buffers[name])
-        self.session.settle()
-        with self.session.stream:
+    def give(self, case: DeviceCase, calls: int) -> None:
+        """Copy the inputs of a case as they are; outputs become NaN."""
+        self._session.synchronize()
+        for name in self._problem.inputs:
+            self.memory[name].copy_from(case.buffers[name])
+        self._session.settle()
+        with self._session.stream:
             for call in range(calls):
-                for one in sealed_of(of.case.problem):
-                    arena[f"{one} {call}"].fill(POISON)
-        self.session.synchronize()
+                for output in self.outputs(call).values():
+                    output.fill(POISON)
+        self._session.synchronize()
 
-    def _seal(self, calls: int) -> None:
-        """Copy what calls wrote to memory of this process alone."""
-        for call, sealed in enumerate(self._sealed[:calls]):
-            for one, to in sealed.items():
-                to.copy_from(self._arena[f"{one} {call}"])
-        self.session.settle()
+    def outputs(self, call: int) -> dict[str, Buffer]:
+        """What a call wrote, as far as it did."""
+        return {one: self.memory[f"{one} {call}"] for one in sealed_of(self._problem)}
 
-    def _call_once(self, name: str, entry: _Entry) -> None:
-        """Make one call on the current inputs, and seal its output."""
-        self._give(self._arena, self._proof.timed, 1)
+    def renew_guards(self) -> None:
+        """Renew the guards of inputs: what follows is not to be blamed for them."""
+        with self._session.stream:
+            for name in self._problem.inputs:
+                self.memory[name].poison()
+        self._session.synchronize()
+
+
+class Chains:
+    """Chains of calls on the timed problem, whose outputs the judge seals and compares."""
+
+    transport, buffer = CudaIpc, Buffer
+    clock = staticmethod(time.perf_counter)
+    """The judge's, in seconds."""
+
+    def __init__(self, opened: OpenProblem, own: Caller, cache_dir: Path | None) -> None:
+        """own: the judge's process, which calls nothing."""
+        self._session, self._proof, self._own = opened.session, opened.proof, own
+        self._problem, timed = opened.problem, opened.proof.timed
+        self._cache = str(cache_dir or default_cache_dir())
+        nbytes = sum(map(self._problem.bytes_of, self._problem.outputs))
+        self.most = _power_of_two(max(2, min(_MOST, _OUTPUT_BYTES // nbytes)))
+        self.shared = self.share(timed, self.most)
+        self._given = timed.regions_to_look_at(self.shared.memory.buffers)
+        self.sealed = [
+            {one: self.buffer(output.nbytes) for one, output in self.shared.outputs(0).items()}
+            for _ in range(self.most)
+        ]
+        """The outputs of a chain's calls, in memory of this process alone."""
+
+    def share(self, case: DeviceCase, calls: int) -> SharedCase:
+        """Memory for calls on a case."""
+        return SharedCase(self._session, self.transport(), case, calls)
+
+    def open(self, caller: Caller) -> None:
+        """Have a process open the judge's memory."""
+        with _of_the_judge(), caller.awake():  # no stranger's code is imported yet
+            caller.ask("open", **self.shared.facts, cache=self._cache)
+
+    def once(self, name: str, entry: ChainedEntry) -> None:
+        """Make one call on the current inputs, and seal its outputs."""
+        self.shared.give(self._proof.timed, 1)
         with entry.caller.awake():
             entry.gives_lse = entry.caller.ask("call", name=name) is True
         self._seal(1)
 
-    def _chain(
+    def _seal(self, calls: int) -> None:
+        for call, sealed in enumerate(self.sealed[:calls]):
+            for one, output in self.shared.outputs(call).items():
+                sealed[one].copy_from(output)
+        self._session.settle()
+
+    def run(
         self, caller: Caller, name: str | None, calls: int, of: DeviceCase | None = None
     ) -> tuple[float, float, int]:
         """A chain of calls: its microseconds by events, by the judge's clock, and its number.
@@ -299,98 +292,194 @@ class StrictBench(Bench):
         of: the case of its inputs before they are drawn anew (default: the timed one).
         """
         of = of or self._proof.timed
-        with self.session.stream:
+        with self._session.stream:
             of.go_to(0)
-        self._give(self._arena, of, calls)
-        self.session.reset_l2()
+        self.shared.give(of, calls)
+        self._session.reset_l2()
         first = secrets.randbits(64) or 1
-        contents = np.zeros(self._slots, np.uint64)
+        contents = np.zeros(self.most, np.uint64)
         contents[0] = first
         with caller.awake():
             begin = self.clock()
-            self._arena["contents"].upload(contents)
-            self.session.settle()  # a copy from the host may return before it is on a busy card
+            self.shared.memory["contents"].upload(contents)
+            self._session.settle()  # a copy from the host may return before it is on a busy card
             claim = caller.run(name, calls)
             took_us = (self.clock() - begin) * 1e6
         return claim, took_us, first
 
-    def _call_nothing(self, calls: int) -> tuple[float, float]:
+    def nothing(self, calls: int) -> tuple[float, float]:
         """Microseconds of a chain that calls nothing, by events and by the judge's clock."""
         with _of_the_judge():
-            return self._chain(self._own, None, calls)[:2]
+            return self.run(self._own, None, calls)[:2]
 
-    # -- what a Bench does -----------------------------------------------------------------------
+    def judged(self, name: str, entry: ChainedEntry, of: DeviceCase) -> tuple[float, float]:
+        """A chain on inputs of a case whose outputs are compared, and its times."""
+        claim, took, first = self.run(entry.caller, name, entry.calls, of)
+        self._seal(entry.calls)
+        written = (*self._problem.outputs, *(("lse",) if entry.gives_lse else ()))
+        outs = [{one: sealed[one] for one in written} for sealed in self.sealed[: entry.calls]]
+        assert entry.proven is not None
+        proven = replace(entry.proven, fixture=of)
+        try:
+            self._proof.of_chain(proven, first, outs, self._given, whole=entry.strange)
+        except WrongResult as error:
+            self.shared.renew_guards()
+            if "lse" in self._problem.inputs:
+                raise WrongResult(f"{error.detail}; {_AS_GIVEN}", error.accuracy) from error
+            raise
+        return claim, took
+
+
+class EmptyChains:
+    """What chains take that call nothing, by their length: by events, and by the judge's clock."""
+
+    def __init__(self) -> None:
+        self.usual_us: dict[int, tuple[float, float]] = {}
+        """The medians before any stranger ran."""
+        self._times: dict[int, list[tuple[float, float]]] = {}
+
+    def begin(self, calls: int, times: Sequence[tuple[float, float]]) -> None:
+        """Add what they take before any stranger runs."""
+        claims, took = zip(*times, strict=True)
+        self.usual_us[calls] = median(claims), median(took)
+        self.add(calls, times)
+
+    def add(self, calls: int, times: Sequence[tuple[float, float]]) -> None:
+        """Add what they take after no stranger's calls."""
+        self._times.setdefault(calls, []).extend(times)
+
+    def is_busy(self, calls: int, times: tuple[float, float]) -> bool:
+        """Whether one took so long that something else must have kept the card."""
+        return times[1] > _BUSY * self.usual_us[calls][1] + _BUSY_US
+
+    def taken_off_us(self, calls: int, claim: float, slower: float) -> float:
+        """What is no time of a chain's calls, if an empty one claims so much.
+
+        slower: how many times slower the card's clock is than before any stranger ran.
+        """
+        return min(claim, _DRIFT * slower * self.usual_us[calls][0])
+
+    def hidden_us(self, entry: ChainedEntry) -> tuple[float, float]:
+        """How much longer a call takes by the judge's clock than by events, and what is allowed."""
+        apart = [took - claim for claim, took in self._times[entry.calls]]
+        usual = median(apart)
+        off = median(abs(one - usual) for one in apart)
+        allowed = _LEAST_US + _SHARE * abs(median(entry.claims)) + _STEADY * off / entry.calls
+        return (median(entry.apart) - usual) / entry.calls, allowed
+
+
+class StrictBench:
+    """One problem whose callables and libraries are called elsewhere, in chains."""
+
+    _started, _chains_of = Caller, Chains
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        strict: str,
+        replay_us: float,  # noqa: ARG002
+        **options: Any,
+    ) -> None:
+        """strict: a directory for what called processes write. options: of OpenProblem."""
+        self._scratch = Path(strict)
+        # They start while the problem is opened, which spares 3 to 4 s each.
+        own = self._started(None)
+        strange = [name for name in options.get("baselines", ()) if name not in BACKENDS]
+        self._waiting = {name: self._begun() for name in strange[:_AHEAD]}
+        self._opened = opened = OpenProblem(problem, **options)
+        self.session, self._proof = opened.session, opened.proof
+        if not oracle_of(problem).can_chain(problem):
+            raise Unavailable("inputs of this problem cannot be drawn anew")
+        self._chains = chains = self._chains_of(opened, own, options.get("cache_dir"))
+        self._own, self._empty = own, EmptyChains()
+        self._entries: dict[str, ChainedEntry] = {}
+        chains.open(own)
+        self._settings = self.session.settings()
+        calls = chains.most
+        while calls >= min(_FEW, chains.most):  # before any stranger runs
+            own.ask("ready", name=None, calls=calls)
+            self._empty.begin(calls, [chains.nothing(calls) for _ in range(_EMPTY_SAMPLES)])
+            calls //= 2
+        self._usual_mhz = self.session.sm_mhz() or 0.0
+
+    def _begun(self) -> Caller:
+        """A process for a stranger, which has a place of its own for files."""
+        return self._started(Path(tempfile.mkdtemp(dir=self._scratch)))
 
     def add_baseline(self, name: str) -> tuple[Accuracy, str | None]:
-        """See Bench; a callable gets a process of its own, and all libraries have one."""
-        self._state.imports.end()
-        held = name not in BACKENDS
+        """See Gpu; a callable gets a process of its own, and all libraries have one."""
+        self._opened.state.imports.end()
+        strange = name not in BACKENDS
         self.session.release()
         caller = self._own
-        if held:
+        if strange:
             caller = self._waiting.pop(name) if name in self._waiting else self._begun()
-        entry = _Entry(caller, held, backend_of(name).rounds_scores)
+        entry = ChainedEntry(caller, strange, backend_of(name).rounds_scores)
         try:
-            if held:
-                self._open(caller)
+            if strange:
+                self._chains.open(caller)
             # It may tune on other inputs than those that its first judged call has: what memory
             # still holds of an earlier call is not right then.
             with self.session.stream:
                 self._proof.timed.redraw()
-            self._give(self._arena, self._proof.timed, 1)
+            self._chains.shared.give(self._proof.timed, 1)
             with caller.awake():
                 issued = caller.ask("add", name=name)
-            self._call_once(name, entry)
+            self._chains.once(name, entry)
             accuracy, entry.proven = self._prove_first(name, entry)
-            if held and not self._is_shown(name, accuracy):
+            if strange and not self._opened.shows(name, accuracy):
                 self._try_cases(name, entry)
                 entry.hard = self._proof.hard(entry.rounds_scores)
             self._begin_chains(name, entry)
         except BaseException:
-            if held:
+            if strange:
                 caller.end()
-            self._renew()
+            self._chains.shared.renew_guards()
             raise
-        self._strict[name] = entry
+        self._entries[name] = entry
         return accuracy, None if issued is None else str(issued)[:400]
 
-    def _prove_first(self, name: str, entry: _Entry) -> tuple[Accuracy, Proven]:
+    def _prove_first(self, name: str, entry: ChainedEntry) -> tuple[Accuracy, Proven]:
         """Judge a call on the inputs as they were made."""
+        sealed = self._chains.sealed[0]
 
         def collect(copy: int, at: Mapping[str, Buffer], *, which: int | None = None) -> int:
             for one, to in at.items():
-                to.copy_from(self._sealed[0][one], self.session.stream)
+                to.copy_from(sealed[one], self.session.stream)
             return 0
 
-        call = SimpleNamespace(enqueue=lambda copy=0: self._call_once(name, entry))  # noqa: ARG005
-        lse = self._sealed[0]["lse"] if entry.gives_lse else None
+        call = SimpleNamespace(enqueue=lambda copy=0: self._chains.once(name, entry))  # noqa: ARG005
+        lse = sealed["lse"] if entry.gives_lse else None
         how = (call, collect, entry.rounds_scores)
-        return self._proof.of_baseline(*how, held=entry.held, shown=name in self._shown, lse=lse)
+        shown = name in self._opened.shown
+        return self._proof.of_baseline(*how, held=entry.strange, shown=shown, lse=lse)
 
-    def _try_cases(self, name: str, entry: _Entry) -> None:
+    def _try_cases(self, name: str, entry: ChainedEntry) -> None:
         """Judge a call on each small and hard case that the callable says it supports.
 
         They are taken in random order, for _CASES_S: it may compile and tune for each.
         """
-        end, called = self.clock() + _CASES_S, 0
-        for fixture in secrets.SystemRandom().sample(self._proof.small, len(self._proof.small)):
-            arena, spans = self._shared(fixture, 1)
-            facts = {"problem": fixture.case.problem.label, "handle": arena.handle}
-            entry.cases.append(arena)
+        clock = self._chains.clock
+        end, called = clock() + _CASES_S, 0
+        for case in secrets.SystemRandom().sample(self._proof.small, len(self._proof.small)):
+            shared = self._chains.share(case, 1)
+            entry.cases.append(shared)
             with entry.caller.awake():
-                if entry.caller.ask("case", name=name, spans=spans, **facts) is not True:
+                if entry.caller.ask("case", name=name, **shared.facts) is not True:
                     continue
-            for one in fixture.outputs:
-                fixture.buffers[one].copy_from(arena[f"{one} 0"])
+            for one in case.outputs:
+                case.buffers[one].copy_from(shared.outputs(0)[one])
             self.session.settle()
-            self._proof.of_small(fixture, entry.rounds_scores)
+            self._proof.of_small(case, entry.rounds_scores)
             called += 1
-            if called >= _LEAST_CASES and self.clock() > end:
+            if called >= _LEAST_CASES and clock() > end:
                 break
 
-    def _begin_chains(self, name: str, entry: _Entry) -> None:
+    def _begin_chains(self, name: str, entry: ChainedEntry) -> None:
         """Choose how many calls its chains have, so that one takes about _CHAIN_US."""
-        few = min(_FEW, self._slots)
+        most = self._chains.most
+        few = min(_FEW, most)
 
         def try_chain(calls: int) -> float:
             entry.calls = calls
@@ -399,84 +488,50 @@ class StrictBench(Bench):
             return self._chained_us(name, entry)
 
         fit = int(_CHAIN_US / max(1.0, try_chain(few)))
-        try_chain(_power_of_two(max(few, min(self._slots, fit))))
+        try_chain(_power_of_two(max(few, min(most, fit))))
         entry.claims, entry.apart = [], []
 
     def replay(self, name: str, kind: str) -> float:
-        """See Bench. kind: `warm`, as inputs are that were just written."""
+        """One sample, in microseconds. kind: `warm`, as inputs are that were just written."""
         if kind != "warm":
             raise ValueError(f"a chain has no {kind} time")
-        return self._chained_us(name, self._strict[name])
+        return self._chained_us(name, self._entries[name])
 
-    def _chained_us(self, name: str, entry: _Entry) -> float:
+    def _chained_us(self, name: str, entry: ChainedEntry) -> float:
         """Microseconds of a call in a chain, all of whose outputs are then judged."""
-        calls = entry.calls
-        claim, took = self._judged_chain(name, entry, self._proof.timed)
-        nothing, (usual, by_clock) = [self._call_nothing(calls)], self._usual_us[calls]
-        while entry.held and nothing[-1][1] > _BUSY * by_clock + _BUSY_US:
+        calls, empty = entry.calls, self._empty
+        claim, took = self._chains.judged(name, entry, self._proof.timed)
+        nothing = [self._chains.nothing(calls)]
+        while entry.strange and empty.is_busy(calls, nothing[-1]):
             if len(nothing) == _BUSY_TRIES:
                 raise Unconfirmed(
                     f"the card is busy after its calls: a chain that calls nothing takes "
                     f"{min(took for _, took in nothing):.4g} µs, and took "
-                    f"{by_clock:.4g} before it was there"
+                    f"{empty.usual_us[calls][1]:.4g} before it was there"
                 )
-            nothing.append(self._call_nothing(calls))
-        if not entry.held:
-            self._empty[calls] += nothing
+            nothing.append(self._chains.nothing(calls))
+        if not entry.strange:
+            empty.add(calls, nothing)
         slower = max(1.0, self._usual_mhz / (self.session.sm_mhz() or math.inf))
-        us = (claim - min(min(nothing)[0], _DRIFT * slower * usual)) / calls
+        us = (claim - empty.taken_off_us(calls, min(nothing)[0], slower)) / calls
         entry.claims.append(us)
         entry.apart.append(took - claim)
-        entry.judged += calls
+        entry.compared += calls
         return max(us, 1e-3)
-
-    def _judged_chain(self, name: str, entry: _Entry, of: DeviceCase) -> tuple[float, float]:
-        """A chain on inputs of a case whose outputs are judged, and its times as of _chain."""
-        calls = entry.calls
-        claim, took, first = self._chain(entry.caller, name, calls, of)
-        self._seal(calls)
-        written = (*self.problem.outputs, *(("lse",) if entry.gives_lse else ()))
-        outs = [{one: sealed[one] for one in written} for sealed in self._sealed[:calls]]
-        assert entry.proven is not None
-        proven = replace(entry.proven, fixture=of)
-        try:
-            self._proof.of_chain(proven, first, outs, self._given, whole=entry.held)
-        except WrongResult as error:
-            self._renew()
-            if "lse" in self.problem.inputs:
-                raise WrongResult(f"{error.detail}; {_AS_GIVEN}", error.accuracy) from error
-            raise
-        return claim, took
-
-    def _renew(self) -> None:
-        """Renew the guards of shared inputs: what follows is not to be blamed for them."""
-        with self.session.stream:
-            for name in self.problem.inputs:
-                self._arena[name].poison()
-        self.session.synchronize()
-
-    def hidden_us(self, name: str) -> tuple[float, float]:
-        """How much longer a call takes by the judge's clock than by events, and what is allowed."""
-        entry = self._strict[name]
-        apart = [took - claim for claim, took in self._empty[entry.calls]]
-        usual = median(apart)
-        off = median(abs(one - usual) for one in apart)
-        allowed = _LEAST_US + _SHARE * abs(median(entry.claims)) + _STEADY * off / entry.calls
-        return (median(entry.apart) - usual) / entry.calls, allowed
 
     def confirm(self, name: str, longest_us: float) -> int:  # noqa: ARG002
         """Check a callable's times; returns the number of its calls that were judged.
 
         Raises Unconfirmed if its events say less than the judge's clock does.
         """
-        entry = self._strict[name]
-        if not entry.held:
+        entry = self._entries[name]
+        if not entry.strange:
             return 0
         while len(entry.claims) < _LEAST_SAMPLES:  # in a new process, nothing was timed
             self._chained_us(name, entry)
         if entry.hard is not None:
-            self._judged_chain(name, entry, entry.hard)
-        hidden, allowed = self.hidden_us(name)
+            self._chains.judged(name, entry, entry.hard)
+        hidden, allowed = self._empty.hidden_us(entry)
         if hidden > allowed:
             says = median(entry.claims)
             raise Unconfirmed(
@@ -486,18 +541,18 @@ class StrictBench(Bench):
         for setting, now in self.session.settings().items():
             if now != (before := self._settings.get(setting)):
                 raise Unconfirmed(f"the card's {setting} is {now}, and was {before}")
-        return entry.judged + (entry.calls if entry.hard else 0)
+        return entry.compared + (entry.calls if entry.hard else 0)
 
     def trusted_us(self, name: str) -> float | None:
         """Microseconds of a call by the judge's clock, if it was timed in this process."""
-        timed = self._strict[name].claims
-        return median(timed) + self.hidden_us(name)[0] if timed else None
+        entry = self._entries[name]
+        return median(entry.claims) + self._empty.hidden_us(entry)[0] if entry.claims else None
 
     def conditions(self) -> dict[str, Any]:
-        """See Bench; processes of the judge are no others."""
-        found = super().conditions()
+        """Clocks, power, temperature and other processes; those of the judge are no others."""
+        found = self.session.conditions()
         if (others := found.get("other_processes")) is not None:
-            strangers = sum(entry.held for entry in self._strict.values()) + len(self._waiting)
+            strangers = sum(entry.strange for entry in self._entries.values()) + len(self._waiting)
             found["other_processes"] = max(0, others - 1 - strangers)
         return found
 

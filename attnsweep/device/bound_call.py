@@ -58,7 +58,7 @@ class BoundCall:
         for copy in range(len(self._turned[:copies])):
             self.turn(copy)
         for name in self.once_names:
-            self._issue(stage=name)
+            self.issue(stage=name)
 
     def turn(self, copy: int = 0, *, back: bool = False, every: bool = True) -> None:
         """Copy a call's tensors into the order of the launches, or their outputs back.
@@ -70,18 +70,16 @@ class BoundCall:
                 if every or name in self._outputs:
                     buffer.turn(shape, back=back)
 
-    def enqueue(self, copy: int = 0, stage: str | None = None, *, turned: bool = True) -> None:
-        """Issue one call, or one stage of it; does not wait. turned: with what `turn` copies."""
-        if turned:
-            self.turn(copy)
-        self._issue(copy, stage)
-        if turned:
-            self.turn(copy, back=True)
+    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:
+        """Issue one call, or one stage of it, with what `turn` copies; does not wait."""
+        self.turn(copy)
+        self.issue(copy, stage)
+        self.turn(copy, back=True)
 
-    def _issue(
+    def issue(
         self, copy: int = 0, stage: str | None = None, *, chained: bool = False, once: bool = True
     ) -> None:
-        """once: with the stages that all calls have in common."""
+        """Issue a call as a graph has it. once: with the stages that all calls have in common."""
         wanted = {stage} if stage else {*self.stage_names, *(self.once_names if once else ())}
         main, *others = self._streams
         bound = self._chained if chained else self._copies[copy % len(self._copies)]
@@ -122,7 +120,7 @@ class BoundCall:
             for call in range(calls):
                 if after is not None:
                     self.turn()
-                self._issue(call if rotate else 0, stage, chained=chained, once=False)
+                self.issue(call if rotate else 0, stage, chained=chained, once=False)
                 if after is not None:
                     self.turn(back=True)
                     after(call)

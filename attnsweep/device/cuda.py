@@ -396,8 +396,10 @@ class CudaSession:
 
         driver.cuCtxResetPersistingL2Cache()  # cards without such lines refuse: nothing is lost
 
-    def poisoned(self) -> bool:
-        """Whether an earlier fault made this context unusable; the process must then end."""
+    def poisoned(self, error: BaseException) -> bool:
+        """Whether `error` left this context unusable; the process must then end."""
+        if not isinstance(error, cuda_errors()):
+            return False
         try:
             self._cupy.cuda.runtime.deviceSynchronize()
         except self._cupy.cuda.runtime.CUDARuntimeError:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from attacks import kernels
 from attnsweep.baselines.prepare import BoundBaseline
-from attnsweep.bench import bench as measure
+from attnsweep.bench import problem as opening
+from attnsweep.bench.bench import Bench
 from attnsweep.bench.process_state import ProcessState
 from attnsweep.core import cases
 from attnsweep.core.problem import Problem
@@ -125,18 +126,18 @@ def opened(
     simulator: Simulator,
     state: ProcessState,
     monkeypatch: pytest.MonkeyPatch,
-    kind: type[measure.Bench] = measure.Bench,
+    kind: Any = Bench,
     small: tuple[cases.Case, ...] = (),
     problem: Problem = PROBLEM,
     **options: Any,
-) -> measure.Bench:
+) -> Any:
     """A bench of a problem."""
     card = Card(simulator)
     card.gpu = FACTS
     card.take_place(monkeypatch, Buffer)
     for name, fake in fakes_of([]).items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(measure, "CudaSession", lambda: card)
+    monkeypatch.setattr(opening, "CudaSession", lambda: card)
     monkeypatch.setattr(cases, "small_cases", lambda problem: small)
     # As where all outputs of a graph find room.
     monkeypatch.setattr(BoundBaseline, "keep", lambda self, *of: setattr(self, "room", 100))

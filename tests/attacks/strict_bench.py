@@ -41,23 +41,27 @@ class Kept(strict.Caller):
     leave = strict.Caller.end
 
 
+class HostChains(strict.Chains):
+    """Its memory is the host's."""
+
+    place: str
+    buffer = Buffer
+
+    def transport(self) -> host.HostShared:
+        if not hasattr(self, "host"):
+            self.host = host.HostShared(self.place)
+        return self.host
+
+    def clock(self) -> float:
+        return self.host.clock[0] / 1e6
+
+
 class HostBench(strict.StrictBench):
-    """Its memory is the host's; `sides` are those of bench before."""
+    """`sides` are those of bench before."""
 
     sides: dict[Any, Kept]
     alone: list[strict.Caller] | None = None
-    place: str
-
-    def _transport(self) -> host.HostShared:
-        if not hasattr(self, "shared"):
-            self.shared = host.HostShared(self.place)
-        return self.shared
-
-    def clock(self) -> float:
-        return self.shared.clock[0] / 1e6
-
-    def _buffer(self, nbytes: int) -> Buffer:
-        return Buffer(nbytes)
+    _chains_of = HostChains
 
     def _started(self, scratch: Path | None) -> strict.Caller:
         if self.alone is not None and scratch is not None:
@@ -90,7 +94,7 @@ def strict_bench(
     patch.setattr(strict, "_MOST", 4)  # calls of a chain: each is simulated
     patch.setattr(kind, "sides", sides, raising=False)
     patch.setattr(AloneBench, "alone", alone, raising=False)
-    patch.setattr(kind, "place", place := tempfile.mkdtemp(), raising=False)
+    patch.setattr(HostChains, "place", place := tempfile.mkdtemp(), raising=False)
     if host.NO_CHAIN in os.environ:
         patch.setattr(calls, "contents_of", lambda first, digests: [0] * len(digests))
     bench = opened(simulator, state, patch, kind, strict=place, small=small, **how)

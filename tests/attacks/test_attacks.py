@@ -14,7 +14,7 @@ from attnsweep.baselines import callable as callables
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import BoundBaseline
-from attnsweep.bench.bench import Bench
+from attnsweep.bench.entries import CallableEntry
 from attnsweep.device import graph_audit
 from attnsweep.verify import compare, device_case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
@@ -128,7 +128,7 @@ def what_was_returned(patch):
 
 
 def series_alone(patch):
-    patch.setattr(Bench, "_refuse_reuse", lambda self, entry: None)
+    patch.setattr(CallableEntry, "_refuse_reuse", lambda self: None)
 
 
 ATTACKS = [
@@ -270,7 +270,7 @@ NAME = "attacks.kernels:recorded"
 
 
 def of_long_calls(name, patch, request):
-    for module in ("attnsweep.bench.bench", "attnsweep.verify.calls"):
+    for module in ("attnsweep.bench.timer", "attnsweep.verify.calls"):
         patch.setattr(f"{module}.is_long", lambda problem: True)
     return judged(request.getfixturevalue("bench"), name)
 

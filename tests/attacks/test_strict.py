@@ -55,23 +55,23 @@ def chains_unseen(patch):
 
 
 def no_clock(patch):
-    patch.setattr(strict.StrictBench, "hidden_us", lambda self, name: (0.0, 1.0))
+    patch.setattr(strict.EmptyChains, "hidden_us", lambda *args: (0.0, 1.0))
 
 
 def late_and_awake(patch):
     """Outputs are taken when all is done, of a process that goes on."""
     patch.setattr(strict.Caller, "_signal", lambda self, what: None)
-    chain = strict.StrictBench._chain
+    chain = strict.Chains.run
 
     def later(self, side, name, calls, *of):
-        digests, end = self._arena["digests"].of("uint64"), time.monotonic() + 10
+        digests, end = self.shared.memory["digests"].of("uint64"), time.monotonic() + 10
         digests[:] = 0
         made = chain(self, side, name, calls, *of)
         while not digests[:calls].all() and time.monotonic() < end:
             time.sleep(0.01)
         return made
 
-    patch.setattr(strict.StrictBench, "_chain", later)
+    patch.setattr(strict.Chains, "run", later)
 
 
 def busy_and_awake(patch):
@@ -168,13 +168,13 @@ def test_a_card_that_stays_busy_is_refused(make_strict, monkeypatch):
 
 def all_empty_chains_count(patch):
     """As those that follow a stranger's calls did."""
-    call = strict.StrictBench._call_nothing
+    is_busy = strict.EmptyChains.is_busy
 
-    def counted(self, calls):
-        self._empty.setdefault(calls, []).append(call(self, calls))
-        return self._empty[calls][-1]
+    def counted(self, calls, times):
+        self.add(calls, [times])
+        return is_busy(self, calls, times)
 
-    patch.setattr(strict.StrictBench, "_call_nothing", counted)
+    patch.setattr(strict.EmptyChains, "is_busy", counted)
 
 
 def goes_on(bench, patch, before_us, within_us):
@@ -187,7 +187,7 @@ def goes_on(bench, patch, before_us, within_us):
 
     def slowed(name, calls):
         before, within = next(before_us), next(within_us)
-        bench.shared.clock[0] += before + within
+        bench._chains.host.clock[0] += before + within
         return run(name, calls) + within
 
     patch.setattr(own, "run", slowed)

@@ -1,6 +1,7 @@
 """Callables that fail their process: each is a row and a sentence, and nothing of it is left."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faults import ended, runs
@@ -62,11 +63,7 @@ class OfCallables:
         (way,) = backend_of(name).ways(None, self.problem, None)
         return way.forward("q", "k", "v"), None
 
-    def card(self):
-        return None
-
-    def poisoned(self, error):
-        return False
+    session = SimpleNamespace(poisoned=lambda error: False)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faults import ended, runs
@@ -146,11 +147,7 @@ class Hanging:
     def add_baseline(self, name):
         return self.side.process.pid, self.side.ask("open") if name else None
 
-    def card(self):
-        return None
-
-    def poisoned(self, error):
-        return False
+    session = SimpleNamespace(poisoned=lambda error: False)
 
 
 @linux

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from attnsweep.bench import bench as measure
+from attnsweep.bench import entries, problem, timer
 from attnsweep.compile.nvrtc import source_closure
 from attnsweep.device.buffers import GUARD_BYTES, POISON
 from attnsweep.verify import calls as calls_module
@@ -140,7 +140,7 @@ class Device:
 
         monkeypatch.setattr(judge_module, "judge_cubin", lambda arch, dtype, part, cache_dir: self.library(dtype))
         own = (judge_module, calls_module, proof_module)
-        for module in (fixture_module, measure, *own):
+        for module in (fixture_module, entries, problem, timer, *own):
             monkeypatch.setattr(module, "Buffer", HostBuffer if module in own else buffer)
 
     def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:

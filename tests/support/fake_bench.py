@@ -18,8 +18,12 @@ class FakeBench:
         self.problem = problem
         self.admitted: list[str] = []
 
-    def card(self) -> str | None:
-        return os.environ.get("FAKE_CARD")
+    @property
+    def session(self) -> FakeBench:
+        return self
+
+    def identity(self) -> dict[str, str | None]:
+        return {"uuid": os.environ.get("FAKE_CARD")}
 
     def admit(self, name: str) -> None:
         self.admitted.append(name)

@@ -108,9 +108,11 @@ class FakePipeline:
     def __init__(self, session, plan, copies):
         self.session, self.plan, self.copies = session, plan, copies
 
-    def enqueue(self, copy=0, stage=None, *, turned=True):
+    def enqueue(self, copy=0, stage=None):
         self.session.issued += 1
         self.session.clock_us += self.session.issue_us
+
+    issue = enqueue
 
     def refresh(self, copies=None):
         pass
@@ -136,6 +138,9 @@ class FakeBaseline(FakePipeline):
     stage_names, rounds_scores, issued, gives_lse, kept = (), 0, None, False, None
 
     def keep(self, nbytes, session):
+        pass
+
+    def out_of_step(self, calls):
         pass
 
 

@@ -6,7 +6,9 @@ import pytest
 from bench_parts import LONG, PROBLEM, FakeBaseline, FakeBuffer, FakePipeline, FakeProof, FakeSession, candidate, right
 
 from attnsweep.baselines import prepare as baselines_prepare
-from attnsweep.bench import bench as measure
+from attnsweep.bench import problem as opening
+from attnsweep.bench import timer
+from attnsweep.bench.bench import Bench
 from attnsweep.core.trial import Accuracy
 from attnsweep.verify.device_case import WrongResult
 
@@ -16,8 +18,9 @@ def bench_of(monkeypatch):
     """bench_of(problem): a bench on a fake card."""
     fakes = {"Buffer": FakeBuffer, "BoundCall": FakePipeline, "CudaSession": FakeSession, "Verifier": FakeProof}
     for name, fake in fakes.items():
-        monkeypatch.setattr(measure, name, fake)
-    return lambda problem, **options: measure.Bench(problem, replay_us=2_000.0, seed=0, **options)
+        monkeypatch.setattr(opening, name, fake)
+    monkeypatch.setattr(timer, "Buffer", FakeBuffer)
+    return lambda problem, **options: Bench(problem, replay_us=2_000.0, seed=0, **options)
 
 
 @pytest.fixture
@@ -166,33 +169,6 @@ def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     assert "".join("ab"[nbytes] for nbytes in card.replayed) == "a" + "abba" * turns
     assert one == pytest.approx(other)
     assert one == pytest.approx(call_us * (1 + 0.01 * (4 * turns - 1) / 2))
-
-
-@pytest.mark.parametrize(
-    ("times", "first_us", "asked"),
-    [
-        ([3.2, 3.1, 3.3], 3.2, 3),
-        ([3.2, 3296.0, 3296.0, 3.1, 3.1, 3.2], 3.1, 6),  # two of three met something else
-        ([3.2, 3.2, 5.0, 3.1], 3.1, 6),  # one did
-        ([3296.0] * 3 + [3.1], 3.1, 6),  # all three did, and agree
-        ([3296.0] * 6 + [3.1], 3.1, 9),
-        ([3296.0], 3296.0, 15),  # it is what it is; the rounds will tell
-        ([10_000.0], 10_000.0, 3),  # one call outlasts a replay
-    ],
-)
-def test_a_first_time_that_is_contradicted_is_taken_again(bench, times, first_us, asked):
-    card, play = bench.session, bench.session.replay
-
-    def replay(plan, calls):
-        """A graph is replayed twice while its length is chosen, then twice for each time."""
-        number = max(0, len(card.replayed) // 2 - 1)
-        card.call_us = times[min(number, len(times) - 1)]
-        play(plan, calls)
-
-    card.replay, card.issue_us = replay, 10_000.0 if first_us == 10_000.0 else 3.2
-    _, first = bench.trial(candidate(64))
-    assert first.time_us == pytest.approx(first_us)
-    assert len(card.replayed) == 2 + 2 * asked
 
 
 def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench):

@@ -140,7 +140,7 @@ def test_tensors_are_turned_before_a_call_and_back_but_in_no_timed_graph(session
         return [line for line in session.log if "@" in line or line[1] == " "]
 
     assert logged(call.enqueue) == [*there, "fwd@s0(q'+0)", *back]
-    assert logged(lambda: call.enqueue(turned=False)) == ["fwd@s0(q'+0)"]
+    assert logged(lambda: call.issue()) == ["fwd@s0(q'+0)"]
     assert logged(lambda: call.capture(2)) == ["fwd@s0(q'+0)"] * 2
     assert logged(lambda: call.refresh(1)) == there
     assert logged(lambda: call.turn(back=True, every=False)) == back[-1:]
