@@ -171,6 +171,12 @@ def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     assert one == pytest.approx(call_us * (1 + 0.01 * (4 * turns - 1) / 2))
 
 
+def test_a_pair_in_a_new_process_times_both_warm_first(bench):
+    for nbytes, name in enumerate("ab"):
+        bench.add(name, candidate(nbytes), cold=False)
+    assert bench.pair("a", "b") == (1.0, 1.0)
+
+
 def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench):
     tried, other = candidate(64), candidate(128)
     bench.trial(tried)
