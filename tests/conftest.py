@@ -30,7 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
 pytest_plugins = ["without_gpu"]
-BY_FILE = tuple(f"tests/{name}/" for name in ("unit", "numerics", "process", "pytorch", "recorded"))
+BY_FILE = tuple(f"tests/{name}/" for name in ("unit", "numerics", "process", "pytorch", "recorded", "source"))
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")
