@@ -93,20 +93,22 @@ class Asker:
     def __init__(self, client, place, at_end, busy):
         self.notes, self.here, self.pause_s = [], [], 0.0
         self.compiler = Compiler(ARCH, place / "cache", threads=1, after=self._after)
-        self._gate, self._thread = threading.Event(), None
+        self._gate, self._thread, self._known = threading.Event(), None, threading.Event()
         if not busy:
             self.free()
         first = place / "first.cu"
         first.write_text('extern "C" __global__ void first() {}')
-        self.compiler.submit(first, {})  # before there are helpers
         at_end.callback(self.compiler.close)
         at_end.callback(self._gate.set)
+        self.compiler.submit(first, {})
+        assert self._known.wait(LONGEST_S)  # else a helper's thread would be taken for it
         self.helpers = at_end.enter_context(contextlib.ExitStack())
         self.helpers.enter_context(dask_compile.shared(client, self.compiler, lambda text: self.notes.append(text)))
 
     def _after(self, made):
         if self._thread is None:
             self._thread = threading.get_ident()
+            self._known.set()
             self._gate.wait()
         elif threading.get_ident() == self._thread:
             self.here.append(made.path.parent.name)
