@@ -179,8 +179,11 @@ def served(
         known = pool | here[kind]
         own, family = chosen.config.label, families[family_of(problem)]
         # The shape's own was run: on a card of fewer SMs, rules may allow what they refuse here.
-        fit = {label for label, c in known.items() if label == own or _runs(family, c, problem)}
-        times_us = {label: us for label, us in chosen.times_us.items() if label in fit}
+        times_us = {
+            label: us
+            for label, us in chosen.times_us.items()
+            if label in known and (label == own or _runs(family, known[label], problem))
+        }
         cuts = {label: cut_of(known[label], problem) for label in times_us}
         count = shapes[chosen.gpu, asked_of(problem)]
         held = held_for(times_us, own, pool, count, problem.variant, cuts=cuts, here=here[kind])
