@@ -3,25 +3,22 @@
 import copy
 import ctypes
 import importlib
-import itertools
 import pickle
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from packages import imported, shape, winner  # noqa: E402
+from packages import imported, package_of, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import DENSE, Padded  # noqa: E402
 from attnsweep.core.masks import CAUSAL, FULL, Interval  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUMBERS = itertools.count()
 SEQLEN = 256
 
 
@@ -29,11 +26,9 @@ SEQLEN = 256
 def package(tmp_path, driver):
     """Tuned for the prefill of the models below."""
     tuned = winner(shape(2, 4, SEQLEN, heads_kv=2, causal=True))
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, tuned)
+    made = package_of(tmp_path, driver, tuned)
     yield made
     made.disable()
-    for name in [n for n in sys.modules if n.startswith("tuned_")]:
-        del sys.modules[name]
 
 
 def llama(**options):
@@ -110,7 +105,7 @@ def deepseek(**options):
 
 def test_latent_attention_has_v_of_another_head_dim(tmp_path, driver):
     of = shape(2, 4, SEQLEN, head_dim=96, head_dim_v=64, causal=True)
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, winner(of))
+    made = package_of(tmp_path, driver, winner(of))
     model = built(deepseek)
     check(model, made, tokens())
     assert made.counters() == {"kernel": 2}
@@ -145,7 +140,7 @@ def served(tmp_path, driver):
     hidden = [(FULL, DENSE), (CAUSAL, DENSE), (window, DENSE), (FULL.as_boolean(("item",)), DENSE)]
     hidden += [(FULL, lengths), (CAUSAL, lengths), (window, lengths)]
     each = [replace(one, mask=mask, layout=layout, heads_kv=n) for mask, layout in hidden for n in (2, 4)]
-    return imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *map(winner, each)), driver
+    return package_of(tmp_path, driver, *map(winner, each)), driver
 
 
 def dense_masks(monkeypatch):
@@ -404,7 +399,7 @@ def test_a_compiled_model_with_padding_and_grouped_heads(tmp_path, driver, serve
     """Where no kernel serves it is transformers' own."""
     torch._dynamo.reset()
     one = shape(2, 4, SEQLEN, heads_kv=2, boolean=("item",))
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *[winner(one)] * served)
+    made = package_of(tmp_path, driver, *[winner(one)] * served)
     model, ids = built(llama), tokens()
     mask = torch.ones_like(ids)
     mask[0, -7:] = 0
@@ -438,7 +433,7 @@ def test_softcap_and_sinks(tmp_path, driver, kind, padded, served):
     one = shape(2, 4, SEQLEN, heads_kv=2)
     masks = (CAUSAL, FULL.as_boolean(("item",)))
     tuned = [winner(replace(one, mask=mask, scores=scores), gain=4.0) for mask in masks]
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, *tuned * served)
+    made = package_of(tmp_path, driver, *tuned * served)
     model, ids = built(kind), tokens()
     with torch.no_grad():
         for name, each in model.named_parameters():
@@ -463,7 +458,7 @@ def test_a_bias_of_positions_is_served(tmp_path, driver, kernel, padded):
     model = transformers.T5EncoderModel(transformers.T5Config(**config)).to(torch.bfloat16).eval()
     own = ("item", "head") if padded else ("head",)
     tuned = winner(shape(2, 4, SEQLEN, bias=own), gain=4.0)
-    made = imported(tmp_path, f"tuned_{next(NUMBERS)}", driver, tuned)
+    made = package_of(tmp_path, driver, tuned)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[0, 200:] = 0 if padded else 1
@@ -520,8 +515,9 @@ def test_names(package):
     assert transformers.AttentionInterface()["sdpa"].__module__.startswith("transformers.")
 
 
-def test_a_package_that_is_imported_anew(package, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(package.__file__).parent.parent))
+def test_a_package_that_is_imported_anew(tmp_path, driver, monkeypatch):
+    package = imported(tmp_path, "anew", driver)
+    monkeypatch.syspath_prepend(tmp_path)
     before = transformers.AttentionInterface()[package.register()]
     importlib.reload(package).register()
     now = transformers.AttentionInterface()[package.__name__]

@@ -1,7 +1,6 @@
 """Packed sequences in PyTorch, with a fake driver and kernels of NumPy's."""
 
 import functools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ from attending import Kernel, seen  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from operators import NUMBERS, alive, close, compiled, make  # noqa: E402
-from packages import imported, shape, winner  # noqa: E402
+from operators import alive, close, compiled, make  # noqa: E402
+from packages import package_of, shape, winner  # noqa: E402
 
 from attnsweep.core.layouts import Packed  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
@@ -194,10 +193,7 @@ def test_compiled_code_has_one_operator(operator):
 def package(tmp_path):
     driver = FakeDriver(Kernel())
     one = shape(2, HEADS, 128)
-    made = imported(tmp_path, name := f"tuned_{next(NUMBERS)}", driver, *kernels(), winner(one))
-    yield made
-    for each in [n for n in sys.modules if n.startswith(name)]:
-        del sys.modules[each]
+    return package_of(tmp_path, driver, *kernels(), winner(one))
 
 
 @pytest.mark.parametrize("keys", [128, 90, 200])

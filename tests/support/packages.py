@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from attnsweep.core.layouts import DENSE, Padded
@@ -119,10 +122,15 @@ def table(directory: Path, *winners: Winner) -> Table:
 def written(place: Path, name: str, *winners: Winner) -> Path:
     """A package on the disk, as `attnsweep export` writes it, with cubins of a few bytes."""
     directory = place / name
-    directory.mkdir(parents=True)
     for path, text in export.sources(name).items():
-        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text)
+    return tabled(directory, *winners)
+
+
+def tabled(directory: Path, *winners: Winner) -> Path:
+    """Write the table and the cubins of a package."""
+    directory.mkdir(parents=True, exist_ok=True)
     made = table(directory, *winners).gpus[H100]
     kernels = [
         {"head_dim": k.head_dim, "dtype": k.dtype, "mask": k.mask, "config": number}
@@ -144,24 +152,42 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
 
 def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
     """A package as a program imports it, for tensors of the CPU and this driver."""
-    directory = written(place, name, *winners)
-    sys.path.insert(0, str(place))
-    try:
-        module: Any = importlib.import_module(name)
-    finally:
-        sys.path.remove(str(place))
-    assert Path(module.__file__).parent == directory
+    module = _imported(written(place, name, *winners))
     on_cpu(module, driver)
     return module
 
 
-def on_cpu(module: Any, driver: Any) -> Any:
+def package_of(place: Path, driver: Any, *winners: Winner) -> Any:
+    """As `imported`, but its code is imported once for a process, which takes half a second."""
+    module = _package()
+    on_cpu(module, driver, tabled(place / "tuned", *winners))
+    return module
+
+
+@cache
+def _package() -> Any:
+    place = TemporaryDirectory()
+    atexit.register(place.cleanup)
+    return _imported(written(Path(place.name), "tuned"))
+
+
+def _imported(directory: Path) -> Any:
+    sys.path.insert(0, str(directory.parent))
+    try:
+        module: Any = importlib.import_module(directory.name)
+    finally:
+        sys.path.remove(str(directory.parent))
+    assert Path(module.__file__).parent == directory
+    return module
+
+
+def on_cpu(module: Any, driver: Any, directory: Path | None = None) -> Any:
     """Have an imported package serve tensors of the CPU by this driver; returns its operator.
 
-    The CPU counts as the first GPU of its table, if that has one.
+    The CPU counts as the first GPU of its table, if that has one. directory: of another table.
     """
     operator, table = (importlib.import_module(f"{module.__name__}.{name}") for name in ("operator", "table"))
-    known = table.read_table(Path(module.__file__).parent)
+    known = table.read_table(directory or Path(module.__file__).parent)
     made = operator.Operator(known, f"{module.__name__}_cpu", driver, devices=("cpu",))
     made.planner.gpus.update(enumerate([*known.gpus.values()][:1]))
     module.serve_by(made)
