@@ -13,7 +13,7 @@ from packages import H100 as KEY
 from packages import PLAIN, gpu, shape, winner, with_config
 from recorded import changed
 
-from attnsweep import load_spec, open_run, plan
+from attnsweep import load_spec, open_run
 from attnsweep.api import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
 from attnsweep.core.layouts import Padded
@@ -44,12 +44,7 @@ def spec_of(name):
     return load_spec(ROOT / f"configs/{name}.yaml")
 
 
-@cache
-def plan_of(name):
-    return plan(spec_of(name))
-
-
-RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
+RECORDED = pytest.mark.nightly(push=2, of="the rule on many recorded runs")
 
 
 @RECORDED
@@ -106,7 +101,7 @@ def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
     names = ("between", "between_short", "held_out", "held_out_later")
     specs = [spec_of(name) for name in names[1:]]
     assert all(spec.kernels == specs[0].kernels for spec in specs)
-    problems = [{item.problem for item in plan_of(name)} for name in names]
+    problems = [{entry.problem for entry in spec_of(name).problems} for name in names]
     for one, other in itertools.combinations(problems, 2):
         assert not one & other
     first, _, held_out, later = problems
@@ -254,7 +249,7 @@ def all_of(which):
     return known(gpus, evaluate.key_of(JUDGE))
 
 
-@pytest.fixture(params=["shipped", "exported"])
+@pytest.fixture(params=["shipped", pytest.param("exported", marks=RECORDED)])
 def package(request):
     return all_of(request.param)
 
@@ -300,6 +295,7 @@ def test_only_kernels_that_look_up_what_a_cache_holds_need_less_of_a_gain():
     assert choose(h100, replace(cache, batch=32, seqlen_k=4096)).code == "near"
 
 
+@RECORDED
 def test_the_page_says_what_is_lost_on_few_queries():
     rows = judge_dispatch([*CARDS["H100"], *DECODING, *EARLIER], [JUDGE])
     found = dispatch_summary(rows)
