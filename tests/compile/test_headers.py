@@ -22,7 +22,7 @@ def compiler(request, tmp_path_factory):
     made.close()
 
 
-@pytest.mark.nightly(push=15)
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone(compiler, header, tmp_path):
     source = tmp_path / "alone.cu"
@@ -30,7 +30,7 @@ def test_a_header_compiles_alone(compiler, header, tmp_path):
     assert compiler.compile(source, {}).path.is_file()
 
 
-@pytest.mark.nightly(push=15)
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
     """-D gives a family's parameters to all that it includes: no template may use one as a name."""

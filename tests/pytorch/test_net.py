@@ -14,7 +14,7 @@ from net_stand_in import stand_in  # noqa: E402
 from planted_faults import PLANTED  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CALLS = 600
+CALLS = 300
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def seed_of(*words):
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(80))
 def test_calls_at_random_are_right(operator, drawn_by, number):
     calls = net.Net(net.STAND_IN, "cpu", seed_of(drawn_by, number))
     wrong = [str(found) for _, found in calls.run(range(CALLS)) if found is not None]

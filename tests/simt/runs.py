@@ -36,9 +36,6 @@ UNUSUAL = {
     # Without branches, tiles past the last key are there all the same.
     "ladder_5_swizzled": ("BLOCK_N=128 BRANCHES=0", "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4"),
 }
-# A push runs these of them, which between them meet most seeded bugs, and as many others as PUSH.
-EACH_PUSH = {"flash_fwd_fp8_wgmma": (0, 1, 2), "flash_fwd_wgmma": (0, 1, 2, 8), "three_kernel_wgmma": (0, 3, 4, 7)}
-PUSH = 1
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
     "flash_fwd_fp32_wide": (
@@ -143,9 +140,3 @@ def is_unusual(name: str) -> bool:
     """Whether the run's config is one of UNUSUAL, and so nightly."""
     kernel, _, which = RUNS[name]
     return which in UNUSUAL.get(kernel.name, ())
-
-
-def is_of_each_push(name: str) -> bool:
-    """Whether a push runs it, though it is unusual."""
-    kernel, _, which = RUNS[name]
-    return UNUSUAL[kernel.name].index(which) in EACH_PUSH.get(kernel.name, ())

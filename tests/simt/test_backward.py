@@ -347,7 +347,7 @@ def test_wrong_work_for_other_heads_is_found(simulator, wrong):
         planted(simulator, wrong, "RECOMPUTE=0 DQ_RING=2", case)
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("wrong", "words", "case"), PLANTED)
 def test_wrong_kernels_are_found(simulator, wrong, words, case):
     planted(simulator, wrong, words, case)
@@ -427,7 +427,7 @@ def test_the_device_has_the_gradients_that_numpy_has(problem, device):
             assert measures.row_error(found, exact) <= 1e-11, (kind, name)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
 def test_rows_of_gradients_are_those_of_the_inputs_as_they_are(problem, device):
     """A wrong element of each output is found once its row is drawn, and no other row is wrong."""

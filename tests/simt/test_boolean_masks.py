@@ -152,7 +152,7 @@ LAID = {
 }
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("keys", [130, 500, 544, 601])
 @pytest.mark.parametrize("how", LAID)
 def test_a_mask_that_lies_in_memory_in_any_way_has_the_same_bits(simulator, how, keys):

@@ -50,7 +50,7 @@ def run(simulator, case, config, schedule):
     return from_bits(bits, problem.out_dtype).astype(np.float64), lse
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("which", CASES)
 def test_a_row_without_a_key_is_zero_and_the_others_are_right(simulator, which):
     family, words, queries, dtype = CASES[which]
@@ -72,7 +72,7 @@ def test_a_row_without_a_key_is_zero_and_the_others_are_right(simulator, which):
         assert error.max() <= LSE_LIMIT
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("which", CASES)
 def test_a_tile_of_queries_without_a_key(simulator, which):
     family, words, _, dtype = CASES[which]

@@ -14,14 +14,14 @@ from attnsweep.family.discover import discover
 
 from . import shapes
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of
-from .runs import BASE, KERNELS, PUSH, RUNS, cases, config_for, is_of_each_push, is_unusual
+from .runs import BASE, KERNELS, RUNS, cases, config_for, is_unusual
 
 # Cases that a push runs of a config; each config has others.
 EACH = 2
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-@pytest.mark.nightly(push=14)
+@pytest.mark.nightly(push=8)
 @pytest.mark.parametrize("name", [name for name in RUNS if not is_unusual(name)])
 def test_right_on_hard_cases(simulator, some, name):
     kernel, problem, which = RUNS[name]
@@ -34,7 +34,7 @@ def test_right_on_hard_cases(simulator, some, name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if is_of_each_push(name) else pytest.mark.nightly(push=PUSH))
+        pytest.param(name, marks=pytest.mark.nightly(push=1, of=f"unusual configs of {RUNS[name][0]}"))
         for name in RUNS
         if is_unusual(name)
     ],
@@ -81,7 +81,7 @@ KINDS = {
 }
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("words", "label"), [(w, each) for w in KINDS for each in KINDS[w]])
 def test_right_on_hard_cases_of_other_kinds(simulator, words, label):
     kernel = KERNELS["flash_fwd_wgmma"]

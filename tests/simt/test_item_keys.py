@@ -102,7 +102,7 @@ def by_mask(keys, heads=6):
     return problem, seen * bytes_, seen
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("words", CONFIGS)
 def test_queries_see_the_range_of_their_item(simulator, words, keys):
@@ -121,7 +121,7 @@ def test_several_queries_see_the_range_of_their_item(simulator, words, queries):
     check(simulator, words, problem, seen, key_range=told)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("words", CONFIGS)
 def test_a_query_sees_what_the_mask_says(simulator, words, keys):

@@ -158,14 +158,14 @@ def bench(request, simulator):
         yield Bench(device, request.param)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("call", [Right, Backwards, LargestOfTheWholeRowLate])
 def test_a_right_order_passes(call, bench):
     accuracy, _ = bench.prove(call(), small=True)
     assert max(accuracy.shares.values()) <= 1
 
 
-@pytest.mark.nightly(push=9)
+@pytest.mark.nightly(push=5)
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
@@ -223,4 +223,4 @@ def test_exponents_that_overflow_and_padding_that_is_multiplied_are_refused(labe
     bench.prove(plainly, small=True, cases=tuple(case for case in cases if case.inputs != inputs))
     bench = Bench(device, problem)
     with pytest.raises(WrongResult, match=inputs):
-        bench.prove(plainly, small=True, cases=cases)
+        bench.prove(plainly, small=True, cases=tuple(case for case in cases if case.inputs == inputs))

@@ -162,7 +162,7 @@ HOPPER = ("flash_fwd_fp8_wgmma", "flash_fwd_wgmma", "three_kernel_wgmma")
 OTHERS = sorted(set(KERNELS) - {*MORE})
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("number", range(120))
 @pytest.mark.parametrize("name", HOPPER)
 def test_random_config_is_right(simulator, drawn_by, name, number):
@@ -175,13 +175,13 @@ def test_random_config_of_packed_heads_is_right(simulator, drawn_by, number):
     run(simulator, "flash_fwd_wgmma", number, drawn_by, "packed")
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("number", range(60))
 def test_random_config_of_keys_of_an_item_is_right(simulator, drawn_by, number):
     run(simulator, "flash_fwd_wgmma", number, drawn_by, "items")
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("number", range(12))
 @pytest.mark.parametrize("name", OTHERS)
 def test_random_config_of_another_family_is_right(simulator, drawn_by, name, number):

@@ -145,7 +145,7 @@ PACKED = (
 )
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("words", PACKED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_query_of_packed_heads(simulator, words, layout):
@@ -166,7 +166,7 @@ OF_ITEMS = (
 )
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("label", OF_ITEMS)
 @pytest.mark.parametrize("words", [*PACKED, "BLOCK_N=128 WARPGROUPS=1 SPLITS=2 PDL=2"])
 def test_queries_that_see_the_same_keys_of_their_item(simulator, words, label):
@@ -202,7 +202,7 @@ def test_any_layout_is_right(simulator, layout, number):
 VALUE_WORDS = (*PLAIN[:2], "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 PDL=2")
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("of_v", [64, 128])
 @pytest.mark.parametrize("words", VALUE_WORDS)
 def test_v_of_another_head_dim(simulator, words, of_v):

@@ -29,7 +29,7 @@ USUAL = {name: configs[0] for name, configs in CONFIGS.items()}
 WINDOWS = ((20, 0), (31, 64), (0, 0), (500, 3), (None, 17), (40, None))
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("name", "words"), [(n, w) for n in FAMILIES for w in CONFIGS[n]])
 def test_right_on_windows_of_every_kind(simulator, name, words):
     family = FAMILIES[name]
