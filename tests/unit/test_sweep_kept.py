@@ -10,7 +10,7 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from fleets import TWO
 from samples import TEST_GPU, numbered, once
-from sweeping import TIMES, Notes, use
+from sweeping import FAMILIES, TIMES, Notes, use
 
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.rounds import together
@@ -40,7 +40,7 @@ ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
 
 @pytest.fixture
 def build(tmp_path):
-    kernel, arch = discover()["naive"], arch_named("sm_90a")
+    kernel, arch = discover(FAMILIES)["simple"], arch_named("sm_90a")
     return Build.of(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
 
 
@@ -159,8 +159,8 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(build, status
 
 def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     """A run that is killed between two rows of its finals has some with rounds and some without."""
-    arch = arch_named("sm_90a")
-    other = Build.of(discover()["naive"], Config({"THREADS": 128}), PROBLEM, FakeCompiler(arch, tmp_path / "b"))
+    compiler = FakeCompiler(arch_named("sm_90a"), tmp_path / "b")
+    other = Build.of(discover(FAMILIES)["simple"], Config({"THREADS": 128}), PROBLEM, compiler)
     kept, builds = kept_of()[0], [build, other]
     bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
     baselines = [row.with_(status=Status.OK) for row in kept.baselines(PROBLEM)]
