@@ -290,7 +290,7 @@ def run(
     :--html FILE: At the end, write the run's page to FILE.
     :--watch: Sweep again whenever the spec or a family's file is edited.
     :--scheduler ADDRESS: Whole problems on the workers of this Dask scheduler that have the
-        resource GPU; the others compile: tcp://HOST:8786.
+        resource GPU: tcp://HOST:8786.
 
     $ attnsweep run h100
     $ attnsweep run h100 --dry-run

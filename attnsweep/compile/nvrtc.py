@@ -16,10 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,23 +59,6 @@ class Cubin:
     log: str
     seconds: float
     cached: bool
-
-
-@dataclass(slots=True, eq=False)
-class Stage:
-    """A stage that was asked for. here: it is for this process's threads, and no helper."""
-
-    key: str
-    source: Path
-    defines: dict[str, str]
-    future: Future[Cubin] = field(default_factory=Future)
-    here: bool = False
-    tries: int = 0
-    """How many helpers have failed with it."""
-
-
-class NotCompiled(Exception):
-    """A helper could not compile a stage, and the compiler is not why; it must give it back."""
 
 
 def _install() -> str:
@@ -181,8 +163,6 @@ def source_closure(source: Path, more: Sequence[Path] = ()) -> dict[str, bytes]:
 class Compiler:
     """Compiles stages for one architecture. Processes may share a cache.
 
-    Helpers may take stages that wait for a thread, and compile them elsewhere: see `take`.
-
     threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
     called in the same thread with each Cubin, before it is handed out. version: NVRTC's.
     """
@@ -202,8 +182,6 @@ class Compiler:
         self._futures: dict[str, Future[Cubin]] = {}
         self._closures: dict[tuple[Path, ...], dict[str, bytes]] = {}
         self._lock = threading.Lock()
-        self._waiting: deque[Stage] = deque()
-        self._asked = threading.Condition(self._lock)
         self._after = after
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
@@ -243,11 +221,7 @@ class Compiler:
         key = self.key(source, defines)
         with self._lock:
             if key not in self._futures:
-                stage = Stage(key, source, dict(defines))
-                self._pool.submit(self._next)
-                self._waiting.append(stage)
-                self._asked.notify()
-                self._futures[key] = stage.future
+                self._futures[key] = self._pool.submit(self._obtain, key, source, dict(defines))
             return self._futures[key]
 
     def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
@@ -257,76 +231,16 @@ class Compiler:
     def close(self) -> None:
         """Drop waiting compilations; one that NVRTC has begun cannot be stopped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            dropped = [*self._waiting]
-            self._waiting.clear()
-        for stage in dropped:
-            stage.future.cancel()
-
-    # -- for helpers ------------------------------------------------------------------------
-
-    def take(self, wait_s: float) -> Stage | None:
-        """The next stage that nobody has begun, or None if there is none for so long.
-
-        The helper must `finish` it or give it back.
-        """
-        with self._asked:
-            self._asked.wait_for(lambda: any(not stage.here for stage in self._waiting), wait_s)
-            stage = next((stage for stage in self._waiting if not stage.here), None)
-            if stage is not None:
-                self._waiting.remove(stage)
-            return stage
-
-    def finish(self, stage: Stage, make: Callable[[], tuple[bytes, str]] | None = None) -> None:
-        """Take a stage from the cache, or make it, and answer all who asked for it.
-
-        make: gives machine code and log, in place of NVRTC here; its CompileError is an answer too.
-        Raises NotCompiled as `make` does.
-        """
-        try:
-            made = self._obtain(stage.key, stage.source, stage.defines, make)
-        except NotCompiled:
-            raise
-        except BaseException as error:
-            stage.future.set_exception(error)
-        else:
-            stage.future.set_result(made)
-
-    def give_back(self, stage: Stage) -> None:
-        """Have a taken stage compiled next. After `close` it is dropped."""
-        try:
-            with self._lock:
-                self._pool.submit(self._next)
-                self._waiting.appendleft(stage)
-                self._asked.notify()
-        except RuntimeError:
-            stage.future.cancel()
 
     # -- in the threads ---------------------------------------------------------------------
 
-    def _next(self) -> None:
-        """Compile the next stage, unless helpers have taken all."""
-        with self._lock:
-            stage = self._waiting.popleft() if self._waiting else None
-        if stage is not None:
-            self.finish(stage)
-
-    def _obtain(
-        self,
-        key: str,
-        source: Path,
-        defines: Mapping[str, str],
-        make: Callable[[], tuple[bytes, str]] | None = None,
-    ) -> Cubin:
+    def _obtain(self, key: str, source: Path, defines: Mapping[str, str]) -> Cubin:
         entry = self.cache_dir / self.arch.name / key[:2] / key
         begin = time.perf_counter()
         cached = _read_entry(entry)
         if cached is None:
-            if make is None:
-                places = (f"-I{place}" for place in _places(source, defines))
-                cubin, log = _compile(source, [*self.flags(defines), *places])
-            else:
-                cubin, log = make()
+            places = (f"-I{place}" for place in _places(source, defines))
+            cubin, log = _compile(source, [*self.flags(defines), *places])
             _write_entry(entry, cubin, log)
             digest = hashlib.sha256(cubin).hexdigest()
         else:

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -24,7 +23,7 @@ from attnsweep import __version__
 from attnsweep.core.errors import NoGpuError, SpecError, ToolchainError
 from attnsweep.core.files import install_command, shipped
 from attnsweep.device.cards import InstalledCard
-from attnsweep.sweep import dask_compile, dask_worker
+from attnsweep.sweep import dask_worker
 from attnsweep.sweep.cards import AWAY_S
 from attnsweep.sweep.fleet import Arrivals, Fleet
 from attnsweep.sweep.messages import Child, Deliver, Message
@@ -192,13 +191,8 @@ def starter(
 
 
 def fleet(client: Any, workers: Sequence[ClusterCard]) -> Fleet:
-    """These workers, and those that come later; the ones without a GPU compile."""
-    return Fleet(
-        workers,
-        start_child=starter(client),
-        helpers=partial(dask_compile.shared, client),
-        arrivals=arrivals(client),
-    )
+    """These workers, and those that come later."""
+    return Fleet(workers, start_child=starter(client), arrivals=arrivals(client))
 
 
 class _Lost(Exception):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, cards_of
@@ -29,8 +28,6 @@ from attnsweep.sweep.cards import (
 from attnsweep.sweep.messages import Message, StartChild
 from attnsweep.sweep.session import SweepSession, in_turns
 
-Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
-"""Lets others compile too while the context lasts, and says in notes what becomes of it."""
 Arrivals = Callable[
     [Callable[[Sequence[InstalledCard], float], None]], AbstractContextManager[None]
 ]
@@ -50,16 +47,15 @@ class Fleet:
         *,
         start_child: StartChild | None = None,
         silence_s: float | None = None,
-        helpers: Helpers | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
         """start_child: starts the process of a card. silence_s: seconds without a word after which
-        a child hangs (default: longer than any of its calls may take). helpers: compile besides
-        this process's threads. arrivals: tells of cards that come later.
+        a child hangs (default: longer than any of its calls may take). arrivals: tells of cards
+        that come later.
         """
         self._cards, self._silence_s = cards, silence_s
         self._start_child = start_child or messages.start_child
-        self._helpers, self._arrivals = helpers, arrivals
+        self._arrivals = arrivals
         self.firsts: Sequence[Problem] = ()
 
     @contextmanager
@@ -106,8 +102,6 @@ class Fleet:
         s, engine, began = session, self._engine, time.monotonic()
         job = _SweepJob(s)
         with ExitStack() as at_end:
-            if self._helpers is not None:
-                at_end.enter_context(self._helpers(s.compiler, s.observer.note))
             try:
                 known = {card: card.hashed for card in self._cards}
                 if self._remote:  # a begun problem goes to its card, so all must say who they are

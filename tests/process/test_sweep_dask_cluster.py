@@ -224,6 +224,15 @@ def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(own_worker
     assert "--resources GPU=1" in waits
 
 
+def test_a_worker_without_a_gpu_is_no_card(dask, constants):
+    constants(dask_cluster, COMING_S=0.5)
+    dask.start("worker", dask.scheduler_address, "--no-nanny")
+    with dask_cluster.connected(dask.scheduler_address) as client:
+        client.wait_for_workers(1)
+        with pytest.raises(NoGpuError, match=r"none of the 1 workers of tcp.* has a GPU"):
+            dask_cluster.cards_of(client, print)
+
+
 def test_no_scheduler_is_an_error(constants):
     constants(dask_cluster, CONNECT_S=0.5)
     with pytest.raises(NoGpuError, match="no scheduler answers"), dask_cluster.connected("tcp://127.0.0.1:9"):

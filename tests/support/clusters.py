@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import attnsweep
 from attnsweep.core.observer import Observer
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import dask_cluster, dask_compile, session
+from attnsweep.sweep import dask_cluster, session
 from attnsweep.sweep.fleet import Fleet
 from attnsweep.sweep.session import SweepOutcome
 
@@ -63,34 +62,18 @@ def find_fakes(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
-def worker(place: Path, name: str, environment: Mapping[str, str], **options: Any) -> Any:
-    """A process of a cluster; one named `card…` has a GPU, any other has two threads."""
-    has_gpu = name.startswith("card")
-    options |= {"nthreads": 1 if has_gpu else 2, "resources": {"GPU": 1} if has_gpu else {}}
-    options |= {"env": environment, "dashboard_address": None, "local_directory": str(place)}
-    return {"cls": distributed.Nanny, "options": options}
-
-
-@contextmanager
-def local(place: Path, workers: Mapping[str, Mapping[str, str]], **options: Any) -> Iterator[Any]:
-    """A cluster with these workers. workers: their environments, by name."""
-    specification = {name: worker(place, name, of, **options) for name, of in workers.items()}
-    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard_address": None, "dashboard": False}}
-    with (
-        dask.config.set(QUICK),
-        distributed.SpecCluster(workers=specification, scheduler=scheduler, silence_logs=50) as started,
-    ):
-        yield started
-
-
 @contextmanager
 def local_cards(place: Path, count: int = 2) -> Iterator[Any]:
     """A cluster with a worker for each of some fake cards."""
-    cards = FakeCards(place, count).cards
-    with pytest.MonkeyPatch.context() as patch:
+    workers = {}
+    for card in FakeCards(place, count).cards:
+        options = {"nthreads": 1, "resources": {"GPU": 1}, "env": {"CUDA_VISIBLE_DEVICES": card.uuid}}
+        options |= {"dashboard_address": None, "local_directory": str(place)}
+        workers[f"card{card.number}"] = {"cls": distributed.Nanny, "options": options}
+    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard_address": None, "dashboard": False}}
+    with pytest.MonkeyPatch.context() as patch, dask.config.set(QUICK):
         find_fakes(patch)
-        workers = {f"card{card.number}": {"CUDA_VISIBLE_DEVICES": card.uuid} for card in cards}
-        with local(place, workers) as started:
+        with distributed.SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50) as started:
             yield started
 
 
@@ -135,13 +118,9 @@ def swept(
     text: str = SPEC,
     *,
     when: Mapping[str, Callable[[], Any]] | None = None,
-    helped: bool = False,
     **options: Any,
 ) -> tuple[SweepOutcome, Notes]:
-    """A sweep on a cluster, as the command line runs it.
-
-    when: see Notes. helped: by workers without a GPU, which compile.
-    """
+    """A sweep on a cluster, as the command line runs it. when: see Notes."""
     path = place / "test.yaml"
     path.write_text(text)
     notes = Notes(when or {})
@@ -153,7 +132,6 @@ def swept(
             dask_cluster.cards_of(client, notes.note),
             start_child=dask_cluster.starter(client, [sys.executable, "-c", script_of(place)]),
             arrivals=dask_cluster.arrivals(client),
-            helpers=partial(dask_compile.shared, client) if helped else None,
             silence_s=options.pop("silence_s", None),
         )
         outcome = session.run(
