@@ -40,7 +40,7 @@ class Forgetful(FakeDriver):
 @pytest.mark.parametrize("grad", [False, True])
 def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
     """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
-    remember(plans=16, ready=16)
+    remember(plans=64, ready=64)
     for each in [each for module in (cost_model, hopper, problem) for each in vars(module).values()]:
         getattr(each, "cache_clear", int)()  # else what ran before decides how it grows
     driver, launches = Forgetful(), alive(Ready)
@@ -57,14 +57,14 @@ def test_no_memory_grows_with_the_calls(tmp_path, remember, grad):
 
     tracemalloc.start()
     try:
-        some(range(160))
-        before = some(range(160, 320))
-        after = some(range(320, 800))
+        some(range(640))
+        before = some(range(640, 1280))
+        after = some(range(1280, 3200))
     finally:
         tracemalloc.stop()
-    assert made.counters() == {"kernel": 800}
-    assert driver.counted == 800
-    assert alive(Ready) - launches <= 16
+    assert made.counters() == {"kernel": 3200}
+    assert driver.counted == 3200
+    assert alive(Ready) - launches <= 64
     assert after - before < 2**18, "what the contents of the caches may differ by"
 
 
