@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from attnsweep.core.errors import Unavailable as Unavailable
 from attnsweep.core.files import install_command
 from attnsweep.core.problem import Problem
 
@@ -19,10 +20,6 @@ Forward = Callable[..., Any]
 
 Of a backward, dq, dk and dv as a tuple of such tensors, from q, k, v, o, lse and do.
 """
-
-
-class Unavailable(Exception):
-    """A baseline that cannot run this problem here; the message is the reason."""
 
 
 class Unconfirmed(Unavailable):

@@ -141,3 +141,7 @@ class CardLostError(NoGpuError):
 
 class FileError(AttnsweepError):
     """The system refuses a file or directory: its permissions, its name, the disk."""
+
+
+class Unavailable(Exception):
+    """A baseline, or a callable, that cannot run a problem here; the message is the reason."""

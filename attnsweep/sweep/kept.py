@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.baselines.callable import source_digest
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
@@ -16,6 +15,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
+from attnsweep.core.user_code import source_digest
 from attnsweep.family.family import Family
 from attnsweep.regress.verdicts import other_machine
 from attnsweep.specs.load import SweepSpec

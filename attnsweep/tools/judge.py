@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from attnsweep import __version__
-from attnsweep.baselines.callable import CANNOT_IMPORT, source_of
 from attnsweep.bench.gpu import WorkerError, is_its_own
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import Row, light_text
@@ -30,6 +29,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import PROTOCOL, Environment, Status, Trial
+from attnsweep.core.user_code import CANNOT_IMPORT, source_of
 from attnsweep.device.lock import held
 from attnsweep.specs.model import BASELINES, MeasureSpec
 from attnsweep.verify.oracle import oracle_of

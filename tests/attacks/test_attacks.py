@@ -10,11 +10,11 @@ pytest.importorskip("torch")
 
 from attacks import kernels
 from attacks.strict_bench import said_of
-from attnsweep.baselines import callable as callables
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import BoundBaseline
 from attnsweep.bench.entries import CallableEntry
+from attnsweep.core.user_code import BoundFunction
 from attnsweep.device import graph_audit
 from attnsweep.verify import compare, device_case
 from attnsweep.verify.device_case import DeviceCase, WrongResult
@@ -124,7 +124,7 @@ def lse_unseen(patch):
 
 
 def what_was_returned(patch):
-    patch.setattr(callables._Call, "_written", lambda self, made, into: made)
+    patch.setattr(BoundFunction, "_written", lambda self, made, into: made)
 
 
 def series_alone(patch):

@@ -7,11 +7,11 @@ import pytest
 
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
-from attnsweep.baselines.callable import source_digest
 from attnsweep.baselines.registry import backend_of
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem, Scores
+from attnsweep.core.user_code import source_digest
 from attnsweep.specs.load import load_spec
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 64, "bf16")
@@ -21,6 +21,9 @@ def plain(q, k, v):
 
 def knows(q, k, v, *, problem):
     return (problem.label, q, k, v)
+
+def facts(q, k, v, causal, sm_scale=None):
+    return (causal, sm_scale)
 
 number = 3
 """
@@ -43,6 +46,10 @@ def forward(name):
 def test_a_function_of_the_working_directory_is_called_with_the_problem_if_it_takes_one(mine):
     assert forward("mine_attn:plain")("q", "k", "v") == ("plain", "q", "k", "v")
     assert forward("mine_attn:knows")("q", "k", "v") == (PROBLEM.label, "q", "k", "v")
+
+
+def test_a_function_without_problem_gets_the_facts_that_it_has_parameters_for(mine):
+    assert forward("mine_attn:facts")("q", "k", "v") == (PROBLEM.causal, PROBLEM.scale)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,207 @@
+"""Python of the user's: how it is found, imported, and called on the inputs of a problem.
+
+It runs in processes that may die of it: that of the GPU, called ones, and those that trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnsweep.core.callables import Asked
+from attnsweep.core.errors import Unavailable, in_short
+from attnsweep.core.problem import Problem
+
+CANNOT_IMPORT = "cannot import"
+"""How the reason begins if a callable is not there: that is no verdict about it."""
+
+
+@contextmanager
+def _from_here() -> Iterator[None]:
+    """Modules of the working directory are found too, as `python -m` finds them."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def source_digest(name: str) -> str | None:
+    """SHA-256 of the file that defines a callable; None if it is not found.
+
+    Rows of a changed file are measured again. What that file imports is not in the digest.
+    """
+    source = source_of(name)
+    return None if source is None else hashlib.sha256(source).hexdigest()
+
+
+def source_of(name: str) -> bytes | None:
+    """The file that defines a callable; None if it is not found.
+
+    Nothing is imported, not even a package that it is in: this process may be none of its own.
+    """
+    importlib.invalidate_caches()
+    file, _, _ = Asked.of(name).call.rpartition(":")
+    with suppress(ImportError, AttributeError, LookupError, ValueError, OSError), _from_here():
+        if not file.endswith(".py"):
+            parts, places = file.split("."), None
+            for end, part in enumerate(parts, 1):
+                of_package = (".".join(parts[:end]), places)
+                every = (finder.find_spec(*of_package) for finder in sys.meta_path)
+                spec, without_init = None, False
+                with suppress(KeyError):  # without __init__, in a package that is not imported
+                    without_init = True
+                    spec = next(filter(None, every), None)
+                    without_init = spec is not None and spec.origin is None
+                file, inside = getattr(spec, "origin", None) or "", None
+                if without_init:
+                    inside = [os.path.join(at, part) for at in places or sys.path]
+                elif spec is not None:
+                    inside = spec.submodule_search_locations
+                places = inside or ()
+        return Path(file).read_bytes()
+    return None
+
+
+def imported(name: str) -> tuple[Any, Callable[..., Any]]:
+    """The module and the function. Raises Unavailable."""
+    path, _, attribute = name.rpartition(":")
+    try:
+        with _from_here():
+            module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+        function: Callable[..., Any] = getattr(module, attribute)
+    except BaseException as error:  # a module may raise anything while it is imported
+        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
+        raise Unavailable(why) from error
+    what = type(function).__name__
+    if not callable(function):
+        raise Unavailable(f"{CANNOT_IMPORT} {name}: it is no callable but {what}")
+    return module, function
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, which finds other files of its directory."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path} is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
+    sys.modules[path.stem] = module  # where decorators of kernels look for their source
+    spec.loader.exec_module(module)
+    return module
+
+
+def beside(module: Any, function: Any, name: str) -> Any:
+    """What a function, or else its module, has of this name, or None."""
+    return getattr(function, name, None) or getattr(module, name, None)
+
+
+def takes(function: Callable[..., Any], name: str, *, named: bool = False) -> bool:
+    """Whether a function has a parameter, or, unless it must be `named`, takes any keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function of C has no signature
+        return False
+    return any(p.name == name or (p.kind is p.VAR_KEYWORD and not named) for p in parameters)
+
+
+_SCALES = ("scale", "sm_scale", "softmax_scale")
+
+
+def facts_asked_for(function: Callable[..., Any], problem: Problem) -> dict[str, Any]:
+    """Facts of a problem that a function without `problem` has parameters for, by their names."""
+    facts: dict[str, Any] = dict.fromkeys(("causal", "is_causal"), problem.causal)
+    facts |= dict.fromkeys(_SCALES, problem.scale)
+    return {name: fact for name, fact in facts.items() if takes(function, name, named=True)}
+
+
+@contextmanager
+def watched(what: str) -> Iterator[None]:
+    """Make what a callable raises a reason; a process that it forks ends here."""
+    own = os.getpid()
+    try:
+        yield
+    except Unavailable:
+        raise
+    except BaseException as error:  # KeyboardInterrupt too: Ctrl-C is another process's
+        raise Unavailable(f"{what} raised {in_short(error)}") from error
+    finally:
+        if os.getpid() != own:
+            os._exit(0)
+
+
+class BoundFunction:
+    """Calls a callable on a problem's inputs, and returns its outputs as (batch, heads, …)."""
+
+    def __init__(
+        self,
+        torch: Any,
+        problem: Problem,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        values: Mapping[str, Any] | None = None,
+        tensors: tuple[type, ...] | None = None,
+    ) -> None:
+        """values: more keywords of each call. tensors: classes of an output whose layout is turned
+        (default: torch.Tensor)."""
+        self._torch, self._problem, self._name, self._function = torch, problem, name, function
+        self._turned, self._tensors = Asked.of(name).layout == "bshd", tensors
+        self._options: dict[str, Any] = dict(values or {})
+        if takes(function, "problem"):
+            self._options["problem"] = problem
+        else:
+            self._options |= facts_asked_for(function, problem)
+        forward = problem.op.name == "forward"
+        self._into = [one for one in ("out", "lse") if forward and takes(function, one, named=True)]
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The outputs of a call on a problem's inputs. Raises Unavailable with what it raised."""
+        given = dict(zip(self._problem.values, inputs, strict=True))
+        scales = {one: given.pop(one) for one in self._problem.scales}
+        own = [self._turn(one) for one in given.values()]
+        into = {one: self._empty(one, inputs[0].device) for one in self._into}
+        with watched(self._name):
+            made = self._function(*own, **self._options, **scales, **into)
+        if into:
+            made = self._written(made, into)
+        return tuple(map(self._turn, made)) if type(made) is tuple else self._turn(made)
+
+    def _turn(self, tensor: Any) -> Any:
+        """(batch, heads, …) as (batch, seqlen, heads, …), or back, if that is asked for."""
+        if self._turned and self._is_tensor(tensor) and tensor.dim() == 4:
+            return tensor.transpose(1, 2)
+        return tensor
+
+    def _is_tensor(self, made: Any) -> bool:
+        return type(made) in (self._tensors or (self._torch.Tensor,))
+
+    def _empty(self, name: str, device: Any) -> Any:
+        """Memory for an output."""
+        torch, problem = self._torch, self._problem
+        if name == "lse":
+            return torch.empty(problem.shape_of(name), dtype=torch.float32, device=device)
+        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        batch, heads, rows, columns = problem.shape_of(*problem.outputs)
+        sizes = (batch, rows, heads, columns) if self._turned else (batch, heads, rows, columns)
+        return torch.empty(sizes, dtype=types[problem.out_dtype], device=device)
+
+    def _written(self, made: Any, into: Mapping[str, Any]) -> Any:
+        """The outputs of a call that got tensors to write to, some of which it may return too."""
+        of_call = dict(zip(("out", "lse"), made if type(made) is tuple else (made,), strict=False))
+        for name, given in into.items():
+            if of_call.setdefault(name, given) is None:
+                of_call[name] = given
+            if of_call[name] is not given:
+                raise Unavailable(f"{self._name} has a parameter {name}, and returned another one")
+        return tuple(of_call.values()) if "lse" in of_call else of_call["out"]
