@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
     import pandas
 
     from attnsweep.bench.gpu import Gpu
+    from attnsweep.compile.builds import build_of
     from attnsweep.compile.candidate import Build
     from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
@@ -63,9 +63,13 @@ def plan(
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
     a problem has no candidate left.
     """
+    from attnsweep.compile.calls import with_calls
+    from attnsweep.compile.trace import Tracers
     from attnsweep.specs.plan import plan as plan_on
 
-    return plan_on(_bound(spec, kernels), _target(spec, arch))
+    target = _target(spec, arch)
+    with Tracers(target) as tracers:
+        return plan_on(with_calls(_bound(spec, kernels), tracers), target)
 
 
 def tune(
@@ -215,18 +219,22 @@ def builds(
     Candidates that do not compile, or that the spec's limits prune, are left out. arch, limit and
     errors: see `compile_spec`.
     """
-    from attnsweep.compile.candidate import builds_of, compiled_row, workspace_limit
+    from attnsweep.compile.builds import builds_of
+    from attnsweep.compile.calls import tracers_of, with_calls
+    from attnsweep.compile.candidate import compiled_row, workspace_limit
     from attnsweep.compile.cubin import compiler_for
     from attnsweep.core.trial import Status
+    from attnsweep.specs.plan import plan as plan_on
 
     target = _target(spec, arch)
     compiler = compiler_for(spec, target)
+    spec = with_calls(_bound(spec, kernels), tracers_of(compiler))
     cap = _at_least_1(limit) or spec.search.candidates
     distinct: dict[tuple[object, ...], Build] = {}
     try:
         found = [
             build
-            for item in plan(spec, kernels, target)
+            for item in plan_on(spec, target)
             for space in item.spaces
             for build in builds_of(space, space.configs[:cap], compiler, workspace_limit(spec))
         ]
@@ -251,7 +259,6 @@ def rebuild(
     """
     from concurrent.futures import wait
 
-    from attnsweep.compile.candidate import Build
     from attnsweep.compile.nvrtc import Compiler
     from attnsweep.core.hardware import arch_named
 
@@ -267,7 +274,7 @@ def rebuild(
             if kernel.refusal(trial.problem, compiler.arch) is None and (
                 kernel.refused_by(config, trial.problem, compiler.arch) is None
             ):
-                found.append(Build.of(kernel, config, trial.problem, compiler))
+                found.append(build_of(kernel, config, trial.problem, compiler))
                 found[-1].submit()
         for build in found:
             wait(build.futures.values())
@@ -470,8 +477,9 @@ def _share(slower: float, least: float | None = None) -> float:
 def _bound(spec: SweepSpec, kernels: Mapping[str, Family] | None) -> SweepSpec:
     """The spec with these families, or with its own as their files declare them now."""
     from attnsweep.family.discover import discover
+    from attnsweep.specs.load import with_families
 
-    return replace(spec, families=discover(spec.kernel_dir) if kernels is None else kernels)
+    return with_families(spec, discover(spec.kernel_dir) if kernels is None else kernels)
 
 
 def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:

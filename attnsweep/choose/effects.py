@@ -230,6 +230,8 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
     return min(1.0, max(0.0, 1.0 - left))
 
 
-def in_order(value: Value) -> tuple[bool, int, str]:
-    """Sort key of values: numbers, then words."""
-    return (True, 0, value) if isinstance(value, str) else (False, int(value), "")
+def in_order(value: Value) -> tuple[int, int, str]:
+    """Sort key of values: None, numbers, then words."""
+    if value is None:
+        return (-1, 0, "")
+    return (1, 0, value) if isinstance(value, str) else (0, int(value), "")

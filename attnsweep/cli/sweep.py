@@ -300,6 +300,8 @@ def run(
     $ attnsweep run my.yaml --kernels my_kernels --results /data/results
     """
     from attnsweep.choose.search import exhaustively
+    from attnsweep.compile.calls import with_calls
+    from attnsweep.compile.trace import Tracers
     from attnsweep.device.lock import BusyError
     from attnsweep.specs.plan import Shard, plan
     from attnsweep.sweep import session
@@ -327,7 +329,9 @@ def run(
         what = "--watch keeps the rows of unchanged kernels, and --fresh would drop them each time"
         raise SpecError(what, hint="run once with --fresh, then with --watch")
     if dry_run:
-        planned = plan(loaded, target_arch(loaded, arch))
+        target = target_arch(loaded, arch)
+        with Tracers(target) as tracers:
+            planned = plan(with_calls(loaded, tracers), target)
         print_plan(planned if part is None else part.take(planned), limit, json_)
         return
     if arch is not None:

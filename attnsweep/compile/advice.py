@@ -49,6 +49,8 @@ def unused_parameters(spaces: Iterable[Space], arch: Arch) -> Iterator[str]:
             first.setdefault(space.kernel.name, space)
     for space in first.values():
         kernel = space.kernel
+        if kernel.call:
+            continue  # Python knows what a function takes
         words = _words(kernel)
         asked = _Asked(space.configs[0])
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,7 +18,6 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial, key_of
 from attnsweep.family.family import Config, Family, Launch, Schedule
-from attnsweep.family.space import Space
 from attnsweep.specs import require
 from attnsweep.specs.load import SweepSpec
 
@@ -241,6 +240,7 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
         spec,
         workspace_bytes=sum(build.schedule.workspaces.values()),
         allowed_bytes=build.workspace_limit,
+        as_written=not build.kernel.call,
     )
     if reason is not None:
         return build.row(status=Status.PRUNED, detail=reason, resources=used), None
@@ -281,26 +281,6 @@ def workspace_limit(spec: SweepSpec, memory_bytes: int | None = None) -> int | N
         # All finalists hold theirs at the same time, and inputs have copies for cold times.
         return memory_bytes // 4
     return spec.limits.workspace_bytes
-
-
-def builds_of(
-    space: Space,
-    configs: Iterable[Config],
-    compiler: Compiler,
-    workspace_limit: int | None,
-) -> list[Build]:
-    """The builds of some of a space's configs."""
-    return [
-        Build.of(
-            space.kernel,
-            config,
-            space.problem,
-            compiler,
-            workspace_limit=workspace_limit,
-            variant=space.variants.get(config),
-        )
-        for config in configs
-    ]
 
 
 def as_ready(builds: Sequence[Build]) -> Iterator[Build]:

@@ -175,9 +175,14 @@ def why_not(
     *,
     workspace_bytes: int,
     allowed_bytes: int | None,
+    as_written: bool = True,
 ) -> str | None:
-    """Why a candidate with these stages is not worth running, or None."""
-    for cubin in cubins.values():
+    """Why a candidate with these stages is not worth running, or None.
+
+    as_written: whether its author wrote the instructions, so that others are a fault; a kernel that
+    Python compiles is as slow as it is.
+    """
+    for cubin in cubins.values() if as_written else ():
         for warning in compiler_warnings(cubin.log):
             return f"ptxas {warning}"
     limits = spec.limits

@@ -21,13 +21,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.files import install_command, shipped
 from attnsweep.core.hardware import Arch
+
+if TYPE_CHECKING:
+    from attnsweep.compile.trace import Tracers
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 STANDARD = Path(__file__).parent / "std"
@@ -183,6 +186,8 @@ class Compiler:
         self._closures: dict[tuple[Path, ...], dict[str, bytes]] = {}
         self._lock = threading.Lock()
         self._after = after
+        self.tracers: Tracers | None = None
+        """What traces callables of the user's, for who compiles them: see compile.calls."""
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
         """NVRTC options, complete but for the include directories, whose contents are hashed.
@@ -230,6 +235,8 @@ class Compiler:
 
     def close(self) -> None:
         """Drop waiting compilations; one that NVRTC has begun cannot be stopped."""
+        if self.tracers is not None:
+            self.tracers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- in the threads ---------------------------------------------------------------------

@@ -452,5 +452,6 @@ FACTS = frozenset(
 )
 """Keys that `Problem.facts` may have."""
 
-Value = int | bool | str
-"""Value of a parameter. It reaches the preprocessor, so it is never a float."""
+Value = int | bool | str | None
+"""Value of a parameter. It reaches the preprocessor, so it is never a float. None leaves a keyword
+of a call out, and sorts before every other value."""

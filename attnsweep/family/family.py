@@ -141,6 +141,8 @@ class Family:
     include_dirs: tuple[str | Path, ...] = ()
     compile_options: tuple[str, ...] = ()
     chunks: Chunks = IN_CHUNKS
+    call: str = field(init=False, default="")
+    """The callable of a family that has one in place of a template: see CalledFamily."""
     source: Path = field(init=False)
     declared_at: str = field(init=False)
     """file:line of the declaration."""

@@ -45,7 +45,7 @@ class Param:
         A value is at least 1, or the smallest declared value if that is less: rules divide by sizes
         and counts.
         """
-        least = min([1, *(int(own) for own in self.values if not isinstance(own, str))])
+        least = min([1, *(int(own) for own in self.values if isinstance(own, int))])
         return f"{self.name} must be at least {least}, not {value}" if value < least else None
 
 
@@ -105,5 +105,7 @@ def values_in(text: str) -> dict[str, str]:
 
 
 def text_of(value: Value) -> str:
-    """A value as a define and a label have it: a bool as 0 or 1."""
+    """A value as a define and a label have it: a bool as 0 or 1, None as null."""
+    if value is None:
+        return "null"
     return str(int(value)) if isinstance(value, bool) else str(value)

@@ -17,6 +17,7 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.columns import held_to
+from attnsweep.compile.builds import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.launches import Candidate, LaunchPlan
@@ -195,7 +196,7 @@ def _today(
         if refusal is not None or rule is not None:
             why = refusal or f"the rule {rule} refuses {config.label}"
             raise Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {RECORD}")
-        return Build.of(kernel, config, winner.problem, compiler, workspace_limit=limit)
+        return build_of(kernel, config, winner.problem, compiler, workspace_limit=limit)
     except KernelError as error:
         where = f"{error.where}: " if error.where else ""
         raise Ended(Verdict.WRONG, f"{where}{error.what}") from error

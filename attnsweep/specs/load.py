@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem, Value
+from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Family, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
@@ -140,6 +141,7 @@ def _dumped(selection: Selection) -> dict[str, Any]:
         return Flow({name: [*of] for name, of in values.items()})
 
     of = {"family": selection.family} if selection.family else {}
+    of |= {"call": selection.call} if selection.call else {}
     if not selection.variants:
         return Flow({**of, **flow(selection.values)})
     axes = {
@@ -205,6 +207,7 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
         document.raise_issues()  # of the spec's own first
         raise
     if found is not None:
+        found = {**found, **_called(spaces)}
         _check_spaces(document, spaces, found)
     document.raise_issues()
     judged = tuple(dict.fromkeys(file.candidates))
@@ -237,6 +240,7 @@ def _selection(name: str, choice: KernelSpec) -> Selection:
             for axis, variants in choice.variants.items()
         },
         choice.family if choice.family != name else "",
+        choice.call,
     )
 
 
@@ -307,12 +311,34 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
     return replace(spec, problems=entries)
 
 
+def with_families(spec: SweepSpec, families: Mapping[str, Family]) -> SweepSpec:
+    """The spec with these families, and the callables that it has in place of some."""
+    return replace(spec, families={**families, **_called(spec.kernels)})
+
+
+def _called(spaces: Mapping[str, Selection]) -> dict[str, Family]:
+    """The families that are callables of the user's, by the names of their spaces."""
+    found: dict[str, Family] = {}
+    for name, selection in spaces.items():
+        if selection.call:
+            values: dict[str, tuple[Value, ...]] = {}
+            for _, own in selection.groups():
+                for param, chosen in own.items():
+                    values[param] = tuple(dict.fromkeys((*values.get(param, ()), *chosen)))
+            params = tuple(Param(param, chosen, "") for param, chosen in values.items())
+            found[name] = CalledFamily(name, selection.call, params, call=selection.call)
+    return found
+
+
 def _check_spaces(
     document: Document, spaces: Mapping[str, Selection], families: Mapping[str, Family]
 ) -> None:
     """Report each family, parameter and value that does not exist."""
     for name, selection in spaces.items():
         loc: Loc = ("kernels", name)
+        if selection.call and selection.family:
+            what = f"{name} has a call and a family"
+            document.report(what, "drop one of the two", document.keys[(*loc, "family")])
         family = selection.family or name
         if family not in families:
             named = (*loc, "family") if selection.family else loc

@@ -110,7 +110,7 @@ def in_other_format(provider: str, problem: Problem) -> bool:
 
 
 def _parameter_value(value: object) -> object:
-    if type(value) in (int, bool, str):
+    if type(value) in (int, bool, str) or value is None:
         return value
     raise wrong("{name} must be a whole number, true or false, or text, not {value}")
 
@@ -185,7 +185,7 @@ Slower = Annotated[
 ParameterValue = Annotated[
     Any,
     BeforeValidator(_parameter_value),
-    WithJsonSchema({"type": ["integer", "boolean", "string"]}),
+    WithJsonSchema({"type": ["integer", "boolean", "string", "null"]}),
 ]
 ParameterValues = dict[str, Many[ParameterValue]]
 
@@ -199,6 +199,9 @@ class KernelSpec(BaseModel):
     family: StrictStr = ""
     """The family, if the space has a name of its own: a family may have several spaces, and a
     problem names those that it gets under `kernels` (default: the name)."""
+    call: Annotated[str, Field(pattern=rf"^({CALL}(\?layout=bshd)?)?$")] = ""
+    """A launcher of yours in place of a family, FILE.py:FUNCTION. Parameters are its keywords, or
+    those of the autotuner that it launches; none: that autotuner's configs. null leaves one out."""
     variants: dict[str, dict[str, ParameterValues]] = {}
     """Axis to name to parameter values; a config combines one variant of each axis."""
 

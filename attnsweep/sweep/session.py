@@ -16,7 +16,8 @@ from attnsweep.bench.worker import Worker
 from attnsweep.choose.energy import refuse_without_counter
 from attnsweep.choose.search import search_of
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.candidate import Build, builds_of, workspace_limit
+from attnsweep.compile.builds import builds_of
+from attnsweep.compile.candidate import Build, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import AttnsweepError, CardLostError, SpecError
@@ -37,6 +38,7 @@ from attnsweep.specs.plan import (
     input_seed,
     plan,
     plan_facts,
+    refuse_calls,
     refuse_too_large,
     run_name,
 )
@@ -194,6 +196,7 @@ class SweepSession:
     def _begin(self, cards: Cards, at_end: ExitStack) -> None:
         """Describe the card and plan the sweep on it. at_end: closes the compiler."""
         spec, shard = self.spec, self.shard
+        refuse_calls(spec)
 
         def plan_for(arch: Arch) -> None:
             whole = plan(spec, arch)

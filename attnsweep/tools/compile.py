@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.candidate import Build, as_ready, builds_of, compiled_row, workspace_limit
+from attnsweep.compile.builds import builds_of
+from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.candidate import Build, as_ready, compiled_row, workspace_limit
 from attnsweep.compile.cubin import compiler_for
+from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import ARCHS, Arch, arch_named, arch_on
 from attnsweep.core.observer import Observer
@@ -43,13 +46,23 @@ def compile_all(
     Interrupted for Ctrl-C.
     """
     observer = observer or Observer()
+    compiler = compiler_for(spec, arch, cache_dir)
+    try:
+        return _compiled(with_calls(spec, tracers_of(compiler)), compiler, limit, observer)
+    finally:
+        compiler.close()
+
+
+def _compiled(
+    spec: SweepSpec, compiler: Compiler, limit: int | None, observer: Observer
+) -> list[Trial]:
+    arch = compiler.arch
     planned = plan(spec, arch)
     cap = limit or spec.search.candidates
     counts = candidate_counts(planned, cap)
     observer.planned(counts, finals=False)
     for warning in unused_parameters((s for item in planned for s in item.spaces), arch):
         observer.note(warning)
-    compiler = compiler_for(spec, arch, cache_dir)
     trials: list[Trial] = []
     asked: list[Build] = []
     try:
@@ -71,8 +84,6 @@ def compile_all(
             trials += [rows[id(build)] for build in builds]
     except KeyboardInterrupt:
         raise Interrupted(sum(build.compiled for build in asked), sum(counts)) from None
-    finally:
-        compiler.close()
     spills = spilling(trials, spec)
     if spills is not None:
         observer.note(spills)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.compile.candidate import Build
+from attnsweep.compile.builds import build_of
 from attnsweep.compile.cubin import resources, with_instructions
 from attnsweep.compile.nvrtc import Compiler, nvrtc_version
 from attnsweep.core.errors import KernelError, SpaceError, StoreError, ToolchainError
@@ -72,7 +72,7 @@ def inspect(
     config = config_of(kernel, given, problem, arch)
     compiler = Compiler(arch)
     try:
-        build = Build.of(kernel, config, problem, compiler)
+        build = build_of(kernel, config, problem, compiler)
         build.submit()
         cubins = build.cubins()
         used = resources([(n, cubins[n], launch) for n, launch in build.launches.items()], arch)

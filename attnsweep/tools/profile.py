@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from attnsweep.choose.columns import chosen_by
 from attnsweep.choose.ranking import rank
-from attnsweep.compile.candidate import Build
+from attnsweep.compile.builds import build_of
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core import cases
@@ -259,7 +259,7 @@ def compiled(
         for trial in trials:
             kernel = kernels[trial.kernel]
             config = kernel.of_today(trial.config)
-            builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
+            builds.append(build_of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from attnsweep.compile.nvrtc import Cubin, default_cache_dir, source_closure
+from attnsweep.compile.trace import Tracers
 from attnsweep.core.files import shipped, write_file
 from attnsweep.core.hardware import Arch
 
@@ -49,6 +50,7 @@ class FakeCompiler:
     """
 
     version = "0.0"
+    tracers: Tracers | None = None
     submitted = 0
     """Stages asked for, by any of them."""
     made: ClassVar[list[Arch]] = []

@@ -1,0 +1,176 @@
+"""Callables of the user's as families: their configs on a problem, and one of them compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from elftools.elf.elffile import ELFFile
+
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.nvrtc import Compiler, Cubin
+from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
+from attnsweep.core.errors import CompileError, SpecError
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family.called import CalledFamily
+from attnsweep.family.family import Config, Family
+from attnsweep.family.params import Param
+from attnsweep.family.space import Selection
+from attnsweep.specs.load import SweepSpec
+
+# Options of a launch, with the values that Triton gives a config that does not name them. Those
+# that no config of an autotuner changes are no parameters of its.
+_USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
+CONFIGS = "config"
+"""The axis of variants that an autotuner's own configs are."""
+
+
+def tracers_of(compiler: Compiler) -> Tracers:
+    """The compiler's tracers, which end with it."""
+    if compiler.tracers is None:
+        compiler.tracers = Tracers(compiler.arch, compiler.cache_dir)
+    return compiler.tracers
+
+
+def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
+    """The spec with the configs of its callables, which their files alone know.
+
+    A callable without parameters has those of the autotuner that it launches: each config is a
+    variant, and what the autotuner's own function leaves on a problem is a rule. Raises SpecError
+    if it launches none, KernelError if a file cannot be imported.
+    """
+    families: dict[str, Family] = dict(spec.families)
+    kernels = dict(spec.kernels)
+    for name, selection in spec.kernels.items():
+        family = families.get(spec.family_of(name))
+        if not isinstance(family, CalledFamily):
+            continue
+        problems = [entry.problem for entry in spec.problems if name in entry.kernels]
+        tracer = tracers.of(family.call)
+        if not selection.names:
+            try:
+                tunings = {problem: tracer.space(problem) for problem in problems}
+            except CompileError as error:
+                where, hint = f"kernels: {name}", "name its parameters, as M: [64, 128]"
+                raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
+            family, kernels[name] = _tuned(family, selection, tunings)
+        families[name] = _kept(family, kernels[name], tracer, problems)
+    return replace(spec, kernels=kernels, families=families)
+
+
+def _tuned(
+    family: CalledFamily, selection: Selection, tunings: Mapping[Problem, Tuning]
+) -> tuple[CalledFamily, Selection]:
+    """The family and the selection of an autotuner's configs."""
+    first = next(iter(tunings.values()))
+    own = [name for name in first.configs[0] if _varies(name, first.configs)]
+
+    def config(values: Mapping[str, Value]) -> Config:
+        return Config({name: values[name] for name in own})
+
+    every = dict.fromkeys(map(config, first.configs))
+    params = [Param(n, tuple(dict.fromkeys(each[n] for each in every)), "") for n in own]
+    made = replace(family, params=tuple(params))
+    kept = {problem: set(map(config, tuning.kept)) for problem, tuning in tunings.items()}
+    if any(len(each) < len(every) for each in kept.values()):
+        rule = f"what prunes the configs of {first.name} keeps it"
+        made.rules["prune_configs_by"] = (rule, lambda c, p, arch: Config(dict(c)) in kept[p])  # noqa: ARG005
+    variants = {each.label: {n: (value,) for n, value in each.items()} for each in every}
+    return made, replace(selection, variants={CONFIGS: variants})
+
+
+def _varies(name: str, configs: Sequence[Mapping[str, Value]]) -> bool:
+    """Whether a name is a parameter: all but the options that no config gives another value."""
+    return name not in _USUAL or any(each[name] != _USUAL[name] for each in configs)
+
+
+def _kept(
+    family: CalledFamily, selection: Selection, tracer: Tracer, problems: Sequence[Problem]
+) -> CalledFamily:
+    """The family with the rule `keep`, if the user's file has one beside the function."""
+    configs = [
+        Config(dict(zip(values, combination, strict=True)))
+        for _, values in selection.groups()
+        for combination in itertools.product(*values.values())
+    ]
+    answers = tracer.keep(problems, configs)
+    if answers is None:
+        return family
+    made = replace(family)
+    made.rules |= family.rules
+    made.rules["keep"] = (
+        f"keep of {family.call}",
+        lambda config, problem, arch: answers[problem.label, Config(dict(config))] is None,  # noqa: ARG005
+    )
+    return made
+
+
+@dataclass
+class CalledBuild(Build):
+    """A config of a callable on its way to compiled kernels."""
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Family,
+        config: Config,
+        problem: Problem,
+        compiler: Compiler,
+        *,
+        workspace_limit: int | None = None,
+        variant: Mapping[str, str] | None = None,
+    ) -> CalledBuild:
+        """A config and the address of its trace; nothing is compiled yet."""
+        key = tracers_of(compiler).of(kernel.call).key(problem, config)
+        whole = kernel.schedule(config, problem)
+        made: Any = (compiler.arch, whole, {}, (key,), compiler, workspace_limit, variant or {})
+        return cls(kernel, config, problem, *made)
+
+    def submit(self) -> None:
+        """Start to trace and compile the call."""
+        tracer = tracers_of(self.compiler).of(self.kernel.call)
+        traced: Future[Any] = tracer.submit(self.problem, self.config)
+        self.futures["call"] = traced
+
+    @property
+    def traced(self) -> Traced:
+        """What the call launches. Raises CompileError with what went wrong."""
+        found: Any = self.futures["call"].result()
+        assert isinstance(found, Traced)
+        return found
+
+    def cubins(self) -> dict[str, Cubin]:
+        """The machine code of each launch. Raises CompileError with what went wrong."""
+        stages = self.traced.stages
+        if not stages:
+            raise CompileError("it launches no kernel that Triton compiles", log="")
+        self.launches = {name: launch for name, _, launch in stages}
+        return {name: cubin for name, cubin, _ in stages}
+
+    def candidate(self) -> Any:
+        """None: a call is compiled, and not timed yet."""
+        return None
+
+    def machine_code(self) -> tuple[object, ...]:
+        """Equal for two configs that run the same code in the same way, whatever its debug info."""
+        stages = self.traced.stages
+        code = ((code_digest(c.path, c.digest), launch) for _, c, launch in stages)
+        return (*code, self.traced.host)
+
+
+@cache
+def code_digest(path: Path, digest: str) -> str:
+    """SHA-256 of what of a cubin is loaded: code, constants, memory; no debug information."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for section in ELFFile(file).iter_sections():
+            name = section.name
+            if name.startswith((".text.", ".nv.constant", ".nv.info.", ".nv.shared", ".nv.global")):
+                found.update(f"{name}\0{section['sh_size']}\0".encode() + section.data())
+    return found.hexdigest()

@@ -1,0 +1,267 @@
+"""Compiles a callable of the user's, whose kernels Python compiles, for each config; needs no GPU.
+
+A process a callable imports the user's file (compile.traced.server); here are what it is asked,
+what it answers, and the cache of both. An entry of the cache has what `Traced` says, the cubins,
+and `triton`, Triton's own cache folder of these kernels: the process that owns the GPU takes them
+from there, so that the code that runs is the code that was compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnsweep.compile.nvrtc import Cubin, default_cache_dir
+from attnsweep.core.errors import CompileError, KernelError
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family.launch import Launch
+from attnsweep.family.params import Config
+
+# Seconds that a config may take to be traced and compiled.
+_LIMIT_S = 120.0
+_FORMAT = 1
+"""Format of an entry; others are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A config's launches on one problem, compiled. cache: Triton's cache folder of them.
+
+    stages: name, machine code and launch of each, in the order of issue. host: digest of the tensor
+    operations of a call. closure: digest of the user's files.
+    """
+
+    stages: tuple[tuple[str, Cubin, Launch], ...]
+    hashes: frozenset[str]
+    host: str
+    closure: str
+    cache: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """An autotuner's configs as they stand in the user's file, and those it keeps on a problem."""
+
+    name: str
+    configs: tuple[dict[str, Value], ...]
+    kept: tuple[dict[str, Value], ...]
+
+
+class Tracer:
+    """Traces one callable for one architecture. Processes may share the cache.
+
+    call: as an Asked has it. Raises KernelError if its file cannot be imported.
+    """
+
+    def __init__(
+        self, call: str, arch: Arch, cache_dir: Path | None = None, jobs: int | None = None
+    ) -> None:
+        self.call, self.arch = call, arch
+        self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
+        jobs = jobs or os.cpu_count() or 1
+        command = [sys.executable, "-m", "attnsweep.compile.traced.server", call, arch.name]
+        self._process = subprocess.Popen(
+            [*command, str(arch.sm_count), str(jobs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[Any]] = {0: Future()}
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        try:
+            ready = self._asked[0].result()
+        except CompileError as error:
+            self.close()
+            raise KernelError(error.what, where=call) from error
+        self.versions: dict[str, str] = ready["versions"]
+        """Of Triton and PyTorch, and variables that change what Triton compiles."""
+        self.files: dict[str, str] = ready["files"]
+        """SHA-256 of each file of the user's that was imported."""
+
+    @property
+    def closure(self) -> str:
+        """Digest of the user's files: of their texts, wherever they lie."""
+        return _digest(sorted(self.files.values()))
+
+    def space(self, problem: Problem, values: Mapping[str, Value] | None = None) -> Tuning:
+        """The configs of the autotuner that a call launches. Raises CompileError if it has none."""
+        found = self._ask("space", problem=problem.label, values=dict(values or {})).result()
+        return Tuning(found["name"], tuple(found["configs"]), tuple(found["kept"]))
+
+    def keep(
+        self, problems: Sequence[Problem], configs: Sequence[Mapping[str, Value]]
+    ) -> dict[tuple[str, Config], str | None] | None:
+        """Why the user's `keep` rules a config out on a problem, or None; None if there is none."""
+        labels = [problem.label for problem in problems]
+        asked = self._ask("keep", problems=labels, configs=[dict(config) for config in configs])
+        try:
+            answers = asked.result()
+        except CompileError as error:
+            raise KernelError(error.what, where=self.call) from error
+        if answers is None:
+            return None
+        pairs = itertools.product(labels, map(Config, configs))
+        return dict(zip(pairs, answers, strict=True))
+
+    def key(self, problem: Problem, values: Mapping[str, Value]) -> str:
+        """The address of a config's entry in the cache."""
+        parts = [_FORMAT, self.call.rpartition(":")[2], self.arch.name, self.arch.sm_count]
+        return _digest([*parts, self.versions, self.closure, problem.label, dict(values)])
+
+    def submit(self, problem: Problem, values: Mapping[str, Value]) -> Future[Traced]:
+        """Trace and compile a config. Its result raises CompileError with what went wrong."""
+        key = self.key(problem, values)
+        entry = self._cache_dir / key[:2] / key
+        done: Future[Traced] = Future()
+        if (kept := self._read(entry)) is not None:
+            done.set_result(kept)
+            return done
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
+        asked = self._ask("trace", problem=problem.label, values=dict(values), folder=aside)
+
+        def publish(answer: Future[Any]) -> None:
+            try:
+                found = answer.result()
+                Path(aside, "trace.json").write_text(json.dumps({"format": _FORMAT, **found}))
+                if entry.exists() and self._read(entry) is None:  # damaged, or of other files
+                    shutil.rmtree(entry, ignore_errors=True)
+                with contextlib.suppress(OSError):  # a faster process has written it
+                    os.replace(aside, entry)
+                made = self._read(entry)
+                if made is None:
+                    raise CompileError("what was compiled cannot be read again", log=str(entry))
+                done.set_result(made)
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+        asked.add_done_callback(publish)
+        return done
+
+    def close(self) -> None:
+        """End the process; what is not traced by then never is."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join()
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+    def _ask(self, do: str, **facts: Any) -> Future[Any]:
+        with self._lock:
+            number = max(self._asked, default=0) + 1
+            asked = self._asked[number] = Future()
+            line = {"number": number, "limit_s": _LIMIT_S, "do": do, **facts}
+            try:
+                self._process.stdin.write(json.dumps(line).encode() + b"\n")  # type: ignore[union-attr]
+                self._process.stdin.flush()  # type: ignore[union-attr]
+            except OSError:
+                asked.set_exception(CompileError("the process that traces has ended", log=""))
+        return asked
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            reply = json.loads(line)
+            asked = self._asked[reply["number"]]
+            if "failed" in reply:
+                what, _, log = str(reply["failed"]).partition("\n")
+                asked.set_exception(CompileError(what, log=log))
+            else:
+                asked.set_result(reply["value"])
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(CompileError("the process that traces has ended", log=""))
+
+    def _read(self, entry: Path) -> Traced | None:
+        """An entry of the cache, if it is whole and of the files as they are."""
+        begin = time.perf_counter()
+        try:
+            found = json.loads((entry / "trace.json").read_bytes())
+            if found["format"] != _FORMAT or not _are(found.get("files", {})):
+                return None
+            stages = []
+            for number, launch in enumerate(found["launches"]):
+                path = entry / f"{number}.cubin"
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                seconds = time.perf_counter() - begin
+                cubin = Cubin(path, digest, launch["log"], seconds, cached=True)
+                made = Launch(
+                    launch["function"],
+                    tuple(launch["grid"]),
+                    launch["threads"],
+                    tuple(launch["args"]),
+                    launch["smem_bytes"],
+                )
+                stages.append((_stage(launch["function"], number, found["launches"]), cubin, made))
+            hashes = frozenset(launch["hash"] for launch in found["launches"])
+            return Traced(tuple(stages), hashes, found["host"], self.closure, entry / "triton")
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+class Tracers:
+    """The tracers of an architecture, by callable; each begins when it is first asked for."""
+
+    def __init__(self, arch: Arch, cache_dir: Path | None = None) -> None:
+        self._arch, self._cache_dir = arch, cache_dir
+        self._of: dict[str, Tracer] = {}
+
+    def of(self, call: str) -> Tracer:
+        """A callable's. Raises KernelError if its file cannot be imported."""
+        if call not in self._of:
+            self._of[call] = Tracer(call, self._arch, self._cache_dir)
+        return self._of[call]
+
+    def close(self) -> None:
+        """End their processes."""
+        for tracer in self._of.values():
+            tracer.close()
+
+    def __enter__(self) -> Tracers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _stage(function: str, number: int, launches: list[dict[str, Any]]) -> str:
+    """A launch's name: the kernel's, with a number if a call launches it more than once."""
+    same = [at for at, each in enumerate(launches) if each["function"] == function]
+    return function if len(same) == 1 else f"{function}_{same.index(number) + 1}"
+
+
+def _are(files: Mapping[str, str]) -> bool:
+    """Whether files have these digests."""
+    try:
+        return all(
+            hashlib.sha256(Path(path).read_bytes()).hexdigest() == digest
+            for path, digest in files.items()
+        )
+    except OSError:
+        return False
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

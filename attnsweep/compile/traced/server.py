@@ -1,0 +1,290 @@
+"""Traces one callable of the user's, a process for each config: see compile.trace, which asks.
+
+It imports the user's file once, without a visible GPU, and forks for each request. A fork takes
+0.01 s, and holds what a config does: a crash, a hang, more forks, what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from attnsweep.core.callables import Asked
+from attnsweep.core.errors import Unavailable, in_short
+from attnsweep.core.hardware import Arch, arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.core.user_code import BoundFunction, beside, imported, takes, watched
+
+# Bytes that a config may allocate beside what importing took.
+_MEMORY = 16 << 30
+_LINE = 1 << 16
+
+
+@dataclass
+class Child:
+    """A process that does one request, and what it has answered so far."""
+
+    number: int
+    pid: int
+    end: float
+    """time.monotonic() after which it is killed."""
+    limit_s: float
+    said: bytearray = field(default_factory=bytearray)
+    late: bool = False
+
+
+class Traced:
+    """The user's callable, imported."""
+
+    def __init__(self, call: str, arch: Arch) -> None:
+        self.asked, self.arch = Asked.of(call), arch
+        self.module, self.function = imported(self.asked.call)
+
+    def space(self, problem: str, values: dict[str, Any]) -> dict[str, Any]:
+        """The autotuner that a call launches: every config, and those it keeps on this problem."""
+        tuned, error = self._call(Problem.parse(problem), values, None)
+        if not tuned.met:
+            raise Unavailable(error or "it launches no autotuner: name parameters of the function")
+        (met,) = tuned.met
+        return asdict(met)
+
+    def keep(self, problems: list[str], configs: list[dict[str, Any]]) -> list[str | None] | None:
+        """Why `keep`, beside the function, rules each config out on each problem, or None.
+
+        None in place of the list if there is no such function.
+        """
+        keep, answers = beside(self.module, self.function, "keep"), []
+        if keep is None:
+            return None
+        for problem, config in itertools.product(map(Problem.parse, problems), configs):
+            with watched("keep"):
+                answer = keep(dict(config), problem)
+            answers.append(None if answer is True else str(answer or "keep returned False")[:300])
+        return answers
+
+    def trace(self, problem: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
+        """The launches of a call with a config's values, whose cubins are written to a folder."""
+        from attnsweep.compile.traced import fake
+
+        shape = Problem.parse(problem)
+        with fake.Operations() as operations:
+            tuned, error = self._call(
+                shape, values, {n: v for n, v in values.items() if not self._own(n)}
+            )
+        if error:
+            raise Unavailable(error)
+        launches = []
+        for number, launch in enumerate(tuned.launches):
+            facts = asdict(launch)
+            Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
+            launches.append(facts)
+        return {
+            "launches": launches,
+            "host": operations.digest,
+            "files": closure(),
+        }
+
+    def _own(self, name: str) -> bool:
+        """Whether a parameter goes to the function's keyword, and not to its autotuner."""
+        return takes(self.function, name)
+
+    def _call(self, problem: Problem, values: dict[str, Any], tuned: Any) -> tuple[Any, str]:
+        """What a call launches, and why it ended early, or nothing."""
+        import torch
+
+        from attnsweep.compile.traced import fake
+        from attnsweep.compile.traced.triton import AskedTooMuch, Found, Recorder
+
+        recorder = Recorder(tuned)
+        own = {name: value for name, value in values.items() if self._own(name)}
+        call = BoundFunction(
+            torch,
+            problem,
+            self.asked.call,
+            self.function,
+            values=own,
+            tensors=(torch.Tensor, fake.FakeTensor),
+        )
+        with fake.no_card(self.arch), recorder.recording(self.arch):
+            inputs = fake.inputs_of(problem)
+            try:
+                call(*inputs)
+            except Unavailable as error:
+                cause = error.__cause__
+                if isinstance(cause, Found):
+                    return recorder, ""
+                if isinstance(cause, AskedTooMuch):
+                    return recorder, str(cause)
+                return recorder, _explained(error)
+        return recorder, ""
+
+
+def _explained(error: Unavailable) -> str:
+    """Why a call failed: what its error follows from, and the whole on further lines."""
+    first = error.__cause__
+    last: BaseException | None = first
+    while last is not None and last.__cause__ is not None:
+        last = last.__cause__
+    if last is None or last is first:
+        return str(error)
+    return f"{in_short(last)}\n{first}"
+
+
+def closure() -> dict[str, str]:
+    """The user's files that were imported, and SHA-256 of each: none of an installed package."""
+    places = [
+        sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    places += [str(Path(__file__).parents[2])]
+    found = {}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not file.startswith(tuple(places)):
+            with contextlib.suppress(OSError):
+                found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return dict(sorted(found.items()))
+
+
+class Server:
+    """Answers requests of a pipe, several at once, each in a process of its own."""
+
+    def __init__(self, requests: IO[bytes], replies: IO[bytes], traced: Traced, jobs: int) -> None:
+        self._requests, self._replies, self._traced, self._jobs = requests, replies, traced, jobs
+        self._ask = selectors.DefaultSelector()
+        self._waiting: list[dict[str, Any]] = []
+        self._rest = b""
+
+    def serve(self) -> None:
+        """Answer until the pipe ends; then nothing that was asked for goes on."""
+        os.set_blocking(self._requests.fileno(), False)
+        self._ask.register(self._requests, selectors.EVENT_READ)
+        running: dict[int, Child] = {}
+        while True:
+            while self._waiting and len(running) < self._jobs:
+                pipe, child = self._begin(self._waiting.pop(0))
+                running[pipe] = child
+                self._ask.register(pipe, selectors.EVENT_READ)
+            for key, _ in self._ask.select(0.2 if running else None):
+                if key.fileobj is self._requests:
+                    if not self._read():
+                        for child in running.values():
+                            _kill(child)
+                        return
+                elif not (more := os.read(key.fd, _LINE)):
+                    self._ask.unregister(key.fd)
+                    os.close(key.fd)
+                    self._end(running.pop(key.fd))
+                else:
+                    running[key.fd].said += more
+            for child in running.values():
+                if time.monotonic() > child.end and not child.late:
+                    child.late = True
+                    _kill(child)
+
+    def _read(self) -> bool:
+        try:
+            more = os.read(self._requests.fileno(), _LINE)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        self._waiting += map(json.loads, lines)
+        return bool(more)
+
+    def _begin(self, request: dict[str, Any]) -> tuple[int, Child]:
+        number, limit_s = request.pop("number"), request.pop("limit_s")
+        come, go = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                os.close(come)
+                self._replies.close()
+                os.write(go, json.dumps(_done(self._traced, request)).encode())
+            os._exit(0)
+        os.close(go)
+        return come, Child(number, pid, time.monotonic() + limit_s, limit_s)
+
+    def _end(self, child: Child) -> None:
+        _kill(child)  # what it has started
+        _, status = os.waitpid(child.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if child.late:
+            reply: Any = {"failed": f"no answer within {child.limit_s:g} s"}
+        else:
+            try:
+                reply = json.loads(child.said)
+            except ValueError:
+                died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                reply = {"failed": f"its process died ({died})"}
+        self._replies.write(json.dumps({"number": child.number, **reply}).encode() + b"\n")
+        self._replies.flush()
+
+
+def _kill(child: Child) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _done(traced: Traced, request: dict[str, Any]) -> dict[str, Any]:
+    """Do a request in this process, which is for it alone."""
+    os.setsid()
+    os.nice(10)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for own in (0, 1, 2):
+        os.dup2(nothing, own)
+    if folder := request.get("folder"):
+        os.environ |= {"TRITON_CACHE_DIR": os.path.join(folder, "triton"), "TMPDIR": folder}
+    try:
+        return {"value": getattr(traced, request.pop("do"))(**request)}
+    except Unavailable as error:
+        return {"failed": str(error)}
+    except BaseException as error:  # whatever the user's code raises
+        return {"failed": in_short(error)}
+
+
+def main() -> None:
+    """Arguments: the callable, the architecture, the card's SMs, and requests at once."""
+    call, arch, sm_count, jobs = sys.argv[1:]
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DUMP_PTXAS_LOG": "1"}
+    requests, replies = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for own in (0, 1, 2):
+        os.dup2(nothing, own)
+    try:
+        card = replace(arch_named(arch), sm_count=int(sm_count))
+        fake, recorder = (
+            importlib.import_module(f"attnsweep.compile.traced.{name}")
+            for name in ("fake", "triton")
+        )
+        traced = Traced(call, card)
+        fake.warm_up(card)
+        ready = {"versions": recorder.versions(), "files": closure()}
+    except BaseException as error:  # a module may raise anything while it is imported
+        why = str(error) if isinstance(error, Unavailable) else in_short(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "triton"):
+            why = f"tracing needs {error.name}, which is not installed: pip install torch triton"
+        replies.write(json.dumps({"number": 0, "failed": why}).encode() + b"\n")
+        replies.flush()
+        os._exit(1)
+    replies.write(json.dumps({"number": 0, "value": ready}).encode() + b"\n")
+    replies.flush()
+    Server(requests, replies, traced, int(jobs)).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Callables of the user's as families: their configs, and their kernels compiled without a GPU."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnsweep
+from attnsweep.compile import trace
+from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.cubin import resources
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.compile.trace import Tracer
+from attnsweep.core.errors import CompileError, KernelError, SpecError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
+from attnsweep.tools.compile import compile_all
+
+# Nothing here imports them: the processes that trace do.
+missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}")
+
+LAUNCHERS = Path(__file__).parents[1] / "support/launchers/tuned.py"
+ARCH = arch_named("sm_90a")
+SHORT, LONG = Problem(1, 2, 2, 64, 64, 16, "bf16"), Problem(1, 2, 2, 256, 256, 16, "bf16")
+SPEC = """
+name: calls
+arch: sm_90a
+problems:
+  - {batch: 1, heads: 2, seqlen: 64, head_dim: 16, dtype: bf16}
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 16, dtype: bf16}
+kernels:
+  tuned: {call: 'tuned.py:attention'}
+  plain: {call: 'tuned.py:plain', BLOCK: [64, 96], num_warps: [null, 2]}
+baselines: []
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with the launchers and a spec, in which everything happens."""
+    place, before = tmp_path_factory.mktemp("calls"), Path.cwd()
+    shutil.copy(LAUNCHERS, place)
+    (place / "calls.yaml").write_text(SPEC)
+    os.chdir(place)
+    yield place
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def compiler(place):
+    made = Compiler(ARCH, place / "cache")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tracers(compiler):
+    """What traces the launchers in this file's tests: a process for each takes seconds to start."""
+    return tracers_of(compiler)
+
+
+def test_an_autotuner_says_its_configs_and_those_it_keeps(tracers):
+    tracer = tracers.of("tuned.py:attention")
+    short, long = tracer.space(SHORT), tracer.space(LONG)
+    assert short.name == "copied"
+    assert [(c["BLOCK"], c["num_warps"]) for c in short.configs] == [(32, 1), (32, 4), (128, 1), (128, 4)]
+    assert (len(short.kept), len(long.kept)) == (2, 4)
+
+
+def test_a_config_is_compiled_once_with_what_it_launches(tracers, place):
+    tracer, values = tracers.of("tuned.py:attention"), {"BLOCK": 128, "num_warps": 1}
+    made = tracer.submit(LONG, values).result()
+    ((name, cubin, launch),) = made.stages
+    assert (name, launch.function, launch.grid, launch.threads) == ("copied", "copied", (2, 2, 1), 32)
+    assert launch.args == ("torch.bfloat16 at 0", "torch.bfloat16 at 0", "256")
+    assert resources(made.stages, ARCH).registers > 0
+    assert made.hashes
+    assert any(made.cache.rglob("copied.cubin")), "Triton's own cache is beside it"
+    once = {path: path.stat().st_mtime_ns for path in place.rglob("*.cubin")}
+    again = tracer.submit(LONG, values).result()
+    assert again.stages[0][1].digest == cubin.digest
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*.cubin")} == once
+    for path in place.glob("cache/**/0.cubin"):
+        (path.parent / "trace.json").write_text("{")  # a damaged entry is made again
+    assert tracer.key(LONG, values) == tracer.key(LONG, values) != tracer.key(SHORT, values)
+
+
+def test_what_a_file_depends_on_changes_the_address(place, tracers):
+    (place / "mine.py").write_text(LAUNCHERS.read_text() + "# a comment\n")
+    tracer, as_shipped = Tracer("mine.py:attention", ARCH, place / "cache"), tracers.of("tuned.py:attention")
+    tracer.close()
+    assert [Path(file).name for file in tracer.files] == ["mine.py"]
+    assert tracer.key(SHORT, {}) != as_shipped.key(SHORT, {})
+    tracer.files = dict(as_shipped.files)
+    assert tracer.key(SHORT, {}) == as_shipped.key(SHORT, {}), "wherever the files lie"
+
+
+FAULTS = {
+    "aborts": "its process died (SIGABRT)",
+    "hangs": "no answer within 3 s",
+    "forks": "no answer within 3 s",
+    "raises": "raised RuntimeError: no such tile",
+    "reads": "DataDependentOutput",
+    "two": "two autotuners",
+    "does not compile": "power of 2",
+    "prints": None,
+}
+
+
+def test_a_launcher_that_fails_costs_its_config_alone(tracers, monkeypatch):
+    tracer = tracers.of("tuned.py:faulty")
+    asked, said = {}, {}
+    for how in FAULTS:
+        monkeypatch.setattr(trace, "_LIMIT_S", 3.0 if how in ("hangs", "forks") else 100.0)
+        asked[how] = tracer.submit(SHORT, {"how": how})
+    for how, future in asked.items():
+        try:
+            said[how] = str(future.result().stages)
+        except CompileError as error:
+            said[how] = f"{error.what}\n{error.log}"
+    for how, why in FAULTS.items():
+        assert said[how] == "()" if why is None else why in said[how], how
+
+
+def test_a_parameter_that_nobody_takes(tracers):
+    with pytest.raises(CompileError, match="neither the function nor its autotuner has TILE"):
+        tracers.of("tuned.py:attention").submit(SHORT, {"TILE": 3}).result()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"), [("tuned.py:missing", "has no attribute 'missing'"), ("absent.py:f", "absent.py is not there")]
+)
+def test_what_cannot_be_imported_is_one_sentence(place, call, says):
+    with pytest.raises(KernelError, match=says):
+        Tracer(call, ARCH, place / "cache")
+
+
+def test_without_triton_the_sentence_names_the_remedy(place, monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise ModuleNotFoundError('none', name='triton')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(KernelError, match="pip install torch triton"):
+        Tracer("tuned.py:attention", ARCH, place / "cache")
+
+
+def test_a_spec_of_calls_is_planned(place, tracers):
+    spec = load_spec(place / "calls.yaml", discover)
+    (place / "again.yaml").write_text(spec.resolved(place))
+    assert load_spec(place / "again.yaml", discover) == spec
+    tuned, plain = plan(with_calls(spec, tracers), ARCH)[0].spaces
+    assert (tuned.total, tuned.removed["prune_configs_by"]) == (4, 2)
+    assert {*tuned.variants[tuned.configs[0]]} == {"config"}
+    assert (plain.total, plain.removed["keep"]) == (4, 2)
+
+
+def test_a_spec_of_calls_is_compiled(place):
+    (place / "plain.yaml").write_text(SPEC.replace("  tuned: {call: 'tuned.py:attention'}\n", ""))
+    rows = compile_all(load_spec(place / "plain.yaml", discover), ARCH, cache_dir=place / "cache")
+    assert {row.status for row in rows} == {Status.OK}
+    assert [dict(row.config) for row in rows] == 2 * [{"BLOCK": 64, "num_warps": None}, {"BLOCK": 64, "num_warps": 2}]
+    assert all(row.resources.stages["copied"]["registers"] > 0 for row in rows)
+
+
+def test_configs_of_equal_machine_code_are_known(place, compiler, tracers):
+    """num_warps as Triton has it, said or not: the cubins differ in nothing that is loaded."""
+    plain = with_calls(load_spec(place / "calls.yaml", discover), tracers).families["plain"]
+    codes = []
+    for values in ({"BLOCK": 64}, {"BLOCK": 64, "num_warps": 4}, {"BLOCK": 64, "num_warps": 2}):
+        build = build_of(plain, values, SHORT, compiler)
+        build.submit()
+        codes.append(build.machine_code())
+    assert codes[0] == codes[1] != codes[2]
+
+
+def test_a_call_without_an_autotuner_needs_parameters(place, tracers):
+    (place / "none.yaml").write_text(SPEC.replace("tuned.py:attention", "tuned.py:plain"))
+    with pytest.raises(SpecError, match="launches no autotuner"):
+        with_calls(load_spec(place / "none.yaml", discover), tracers)
+
+
+def test_a_sweep_of_calls_is_refused_for_now(place):
+    with pytest.raises(SpecError, match="compiled, and not swept yet"):
+        attnsweep.run(place / "calls.yaml", results=place / "results")
