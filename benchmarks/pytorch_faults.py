@@ -315,7 +315,10 @@ def row_of(fault: str, who: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--fault", fault, "--who", who]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, encoding="utf-8")
-        said, ended = done.stdout, (done.stderr.strip().splitlines() or [""])[-1][:160] if done.returncode else ""
+        said, ended = done.stdout, ""
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [""])[-1][:160]
+            ended = last or f"exit code {done.returncode}"  # a signal has no last words
     except subprocess.TimeoutExpired as late:
         said = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
         ended = f"no answer in {TIMEOUT_S} s"

@@ -65,7 +65,7 @@ _FAULTS = {
 }
 
 
-def faults(path: Path = ROOT / CARD / "pytorch_faults.json") -> str:
+def faults(path: Path = ROOT / "results/h200/pytorch_faults.json") -> str:
     """What PyTorch alone got wrong of the calls of each fault, and attnsweep of the same."""
     if not path.is_file():
         return NOT_RECORDED
@@ -82,10 +82,13 @@ def faults(path: Path = ROOT / CARD / "pytorch_faults.json") -> str:
     for fault, what in _FAULTS.items():
         if (fault, "alone") not in rows:
             continue
-        cells = []
+        cells, every = (
+            [],
+            max(rows[fault, who]["calls"] for who in ("alone", "attention", "enabled")),
+        )
         for who in ("alone", "attention", "enabled"):
             row = rows[fault, who]
-            ended = ", then the process ended" if row["ended"] else ""
+            ended = ", then the process ended" if row["ended"] or row["calls"] < every else ""
             cells.append(f"{len(row['wrong'])} of {row['calls']}{ended}")
         lines.append(f"| {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
