@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import pandas
 
     from attnsweep.bench.gpu import Gpu
-    from attnsweep.compile.builds import build_of
     from attnsweep.compile.candidate import Build
     from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
@@ -259,6 +258,7 @@ def rebuild(
     """
     from concurrent.futures import wait
 
+    from attnsweep.compile.builds import build_of
     from attnsweep.compile.nvrtc import Compiler
     from attnsweep.core.hardware import arch_named
 

@@ -140,7 +140,8 @@ class Tracer:
         def publish(answer: Future[Any]) -> None:
             try:
                 found = answer.result()
-                Path(aside, "trace.json").write_text(json.dumps({"format": _FORMAT, **found}))
+                text = json.dumps({"format": _FORMAT, **found})
+                Path(aside, "trace.json").write_text(text, encoding="utf-8")
                 if entry.exists() and self._read(entry) is None:  # damaged, or of other files
                     shutil.rmtree(entry, ignore_errors=True)
                 with contextlib.suppress(OSError):  # a faster process has written it
