@@ -91,7 +91,7 @@ class Tracer:
             self.close()
             raise KernelError(error.what, where=call) from error
         self.versions: dict[str, str] = ready["versions"]
-        """Of Triton and PyTorch, and variables that change what Triton compiles."""
+        """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
         self.files: dict[str, str] = ready["files"]
         """SHA-256 of each file of the user's that was imported."""
 

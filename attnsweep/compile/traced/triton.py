@@ -198,7 +198,7 @@ def _driver(arch: Arch) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles, and what changes its code: versions, and Triton's environment."""
+    """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
     told = {
         name: value
         for name, value in os.environ.items()
