@@ -22,7 +22,7 @@ class Short:
     thorough = True
     """Whether calls are made that are not timed: to warm up, and to prove more."""
     most_calls = 2000
-    """Of a graph."""
+    """Calls of a graph, at most."""
 
     def first_us(self, sample: Callable[[], float], calls: int) -> float:
         """The median of three samples that agree, or the least of many that do not.

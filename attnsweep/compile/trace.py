@@ -2,8 +2,8 @@
 
 A process a callable imports the user's file (compile.traced.server); here are what it is asked,
 what it answers, and the cache of both. An entry of the cache has what `Traced` says, the cubins,
-and `triton`, Triton's own cache folder of these kernels: the process that owns the GPU takes them
-from there, so that the code that runs is the code that was compiled.
+and `triton`, Triton's own cache folder of these kernels: a process that has it as its own launches
+the code that was compiled.
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ class Tracer:
                 found = answer.result()
                 text = json.dumps({"format": _FORMAT, **found})
                 Path(aside, "trace.json").write_text(text, encoding="utf-8")
+                for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
+                    moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
+                    group.write_text(moved, encoding="utf-8")
                 if entry.exists() and self._read(entry) is None:  # damaged, or of other files
                     shutil.rmtree(entry, ignore_errors=True)
                 with contextlib.suppress(OSError):  # a faster process has written it

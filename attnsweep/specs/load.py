@@ -393,6 +393,8 @@ def refusal(param: Param, value: Value) -> tuple[str, str] | None:
 
 
 def _yaml_text(value: Value) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
