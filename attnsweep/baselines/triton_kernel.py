@@ -1,26 +1,17 @@
-"""The baseline `triton_flash`: a plain fused forward in Triton, in each of `CONFIGS`.
+"""Attention in Triton: full or causal, grouped heads, any lengths, fp16 or bf16.
 
-A user without CUDA C++ would write it in an afternoon, and it is a strong baseline on small
-problems. `baselines` times all configs on the very problem and takes the fastest. Only `baselines`
-imports this, and only where Triton is installed.
+`attention` is a launcher as PyTorch programs have them, and all that attnsweep calls: it sweeps the
+configs of the autotuner, those that `fits` leaves on a problem. Its baseline `triton_flash` is this
+kernel too, the fastest of all configs. The file needs nothing of attnsweep's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from attnsweep.core.problem import LOG2E
-
-# Compiling one takes about 0.7 s of a core, side by side in threads. The code does not depend on
-# batch, heads or sequence length, and Triton keeps it on disk, where a later problem finds it.
 CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
     for m, n, warps in (
@@ -29,7 +20,21 @@ CONFIGS = [
     )
     for stages in (2, 3, 4)
 ]
-_MOST_THREADS = 16
+_SHARED_BYTES = 227 * 1024
+"""What a block has at most on Hopper."""
+
+
+def fits(configs: Any, given: Any, BLOCK_D: int, **_: Any) -> Any:
+    """The configs whose tiles are no longer than the queries and fit in registers and memory."""
+    longest = max(32, triton.next_power_of_2(given["seqlen_q"]))
+
+    def runs(config: Any) -> bool:
+        m, n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+        registers = m * (BLOCK_D + n) // (32 * config.num_warps)  # of o and the scores, a thread
+        shared = 2 * BLOCK_D * (m + 2 * n * config.num_stages)  # of q, k and v in 16 bits
+        return bool(m <= longest and registers <= 160 and shared <= _SHARED_BYTES)
+
+    return [config for config in configs if runs(config)] or configs[:1]
 
 
 @triton.jit
@@ -64,24 +69,31 @@ def _keys(
         else:
             k = tl.load(k_base + at)
             v = tl.load(v_base + at)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.dot(q, tl.trans(k))
         if MASKED:
             seen = keys[None, :] < seqlen_k
             if CAUSAL:
                 seen = seen & (keys[None, :] <= rows[:, None] + seqlen_k - seqlen_q)
             scores = tl.where(seen, scores, float("-inf"))
-        grown = tl.maximum(largest, tl.max(scores, 1))
-        p = tl.exp2(scores - grown[:, None])
-        shrink = tl.exp2(largest - grown)
+        grown = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
+        off = grown
+        if MASKED:  # a row that sees no key yet
+            off = tl.where(grown == float("-inf"), 0.0, grown)
+        p = tl.exp2(scores * scale_log2 - off[:, None])  # the scale costs nothing: one FMA
+        shrink = tl.exp2(largest - off)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         largest = grown
     return acc, total, largest
 
 
+@triton.autotune(
+    CONFIGS,
+    key=["group", "seqlen_q", "seqlen_k", "HEAD_DIM", "CAUSAL"],
+    prune_configs_by={"early_config_prune": fits},
+)
 @triton.jit
-def _forward(
+def attend(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -96,7 +108,7 @@ def _forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries of one head."""
+    """One tile of queries of one head. scale_log2 is above 0."""
     tile = tl.program_id(0)
     if CAUSAL:
         tile = tl.num_programs(0) - 1 - tile  # the longest tiles first
@@ -113,7 +125,7 @@ def _forward(
     if CAUSAL:
         first = tile * BLOCK_M + seqlen_k - seqlen_q
         end = tl.minimum(seqlen_k, first + BLOCK_M)
-        whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
+        whole = tl.minimum(whole, tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -127,60 +139,29 @@ def _forward(
         HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True,
     )
     # fmt: on
-    tl.store(o_ptr + at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=own)
+    o = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without a key is 0
+    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=own)
 
 
-def forward(
-    q: Any, k: Any, v: Any, out: Any, scale: float, *, causal: bool, config: triton.Config
-) -> Any:
-    """Write attention of contiguous torch tensors (batch, heads, seqlen, head_dim) to `out`.
+def attention(q: Any, k: Any, v: Any, causal: bool = False, sm_scale: float | None = None) -> Any:
+    """Attention of contiguous tensors (batch, heads, seqlen, head_dim).
 
-    config: one of CONFIGS. Raises what Triton raises if it does not fit the card.
+    k and v may have fewer heads; a causal mask is aligned bottom-right.
     """
-    batch, heads, seqlen_q, _ = q.shape
-    grid = (triton.cdiv(seqlen_q, config.kwargs["BLOCK_M"]), batch * heads)
-    _forward[grid](
-        *(q, k, v, out, scale * LOG2E, heads // k.shape[1], seqlen_q, k.shape[2]),
-        **_constants(q.shape[3], causal, config),
-    )
-    return out
+    o = q.new_empty(q.shape)
+    grid, arguments, constants = call(q, k, v, o, causal, sm_scale)
+    attend[grid](*arguments, **constants)
+    return o
 
 
-def compile_all(dtype: Any, q: Sequence[int], k: Sequence[int], *, causal: bool) -> None:
-    """Compile every config for q and k of these shapes in threads, as far as Triton can.
-
-    Older Triton cannot; then each config is compiled when it is first called, which takes longer.
-    A config that does not compile says so when it is called. Their common launcher, for which some
-    versions of Triton run a C compiler, is made too.
-    """
-    try:
-        from triton import AsyncCompileMode
-    except ImportError:
-        return
-    heads, seqlen_q, head_dim = q[1:]
-    arguments = (*[dtype] * 4, 1 / math.sqrt(2), heads // k[1], seqlen_q, k[2])
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    made: list[Any] = []
-    with (
-        contextlib.suppress(Exception),
-        ThreadPoolExecutor(threads) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        for config in CONFIGS:
-            constants = _constants(head_dim, causal, config)
-            made.append(_forward.warmup(*arguments, grid=(1,), **constants))
-    for kernel in made:
-        with contextlib.suppress(Exception):  # also where a config did not compile
-            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-            break
-
-
-def _constants(head_dim: int, causal: bool, config: triton.Config) -> dict[str, Any]:
-    return {
+def call(q: Any, k: Any, v: Any, o: Any, causal: bool, sm_scale: float | None = None) -> Any:
+    """The grid, by a config, the arguments and the constants of a launch that writes to `o`."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    scale_log2 = (head_dim**-0.5 if sm_scale is None else sm_scale) * 1.4426950408889634
+    constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot takes no fewer
         "CAUSAL": causal,
-        **config.kwargs,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
     }
+    arguments = (q, k, v, o, scale_log2, heads // k.shape[1], seqlen_q, k.shape[2])
+    return lambda c: (triton.cdiv(seqlen_q, c["BLOCK_M"]), batch * heads), arguments, constants

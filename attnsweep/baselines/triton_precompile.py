@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LONGEST_S = 60.0
 # As the threads that compile candidates: those are waited for first.
 _NICE = 10
+_MOST_THREADS = 16
 _COMMAND = (sys.executable, "-m", __name__)
 
 
@@ -95,11 +96,42 @@ def _serve() -> None:
 
 
 def _compile_triton(torch: Any, problem: Problem) -> None:
-    from attnsweep.baselines import triton_kernel
+    """Compile every config in threads, as far as Triton can.
 
-    dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])
-    shapes = problem.shape_of("q"), problem.shape_of("k")
-    triton_kernel.compile_all(dtype, *shapes, causal=problem.causal)
+    Compiling one takes about 0.7 s of a core. The code does not depend on batch, heads or sequence
+    length, and Triton keeps it on disk, where a later problem finds it. Older Triton cannot; then
+    each config is compiled when it is first called. A config that does not compile says so when it
+    is called. Their common launcher, for which some versions of Triton run a C compiler, is made
+    too.
+    """
+    import triton
+
+    from attnsweep.baselines.triton_kernel import CONFIGS, attend, call
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+    how = {"dtype": getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])}
+    q, k = (torch.empty(problem.shape_of(one), device="meta", **how) for one in "qk")
+    _, arguments, constants = call(q, k, k, q, problem.causal)
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    made: list[Any] = []
+    with (
+        contextlib.suppress(Exception),
+        ThreadPoolExecutor(threads) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for config in CONFIGS:
+            own = constants | _settings(config)
+            made.append(attend.fn.warmup(*arguments, grid=(1,), **own))
+    for kernel in made:
+        with contextlib.suppress(Exception):  # also where a config did not compile
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            break
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    how = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {**config.kwargs, **how}
 
 
 def compile_triton(problem: Problem) -> None:
@@ -109,21 +141,22 @@ def compile_triton(problem: Problem) -> None:
 
 def _triton(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     try:
-        from attnsweep.baselines import triton_kernel
+        from attnsweep.baselines.triton_kernel import CONFIGS, attend, call
     except ImportError as error:
         raise NotInstalled("Triton is not installed") from error
 
     def way(config: Any) -> Way:
         def forward(q: Any, k: Any, v: Any) -> Any:
             out = torch.empty_like(q)
-            causal = problem.causal
-            return triton_kernel.forward(q, k, v, out, problem.scale, causal=causal, config=config)
+            grid, arguments, constants = call(q, k, v, out, problem.causal, problem.scale)
+            attend.fn[grid](*arguments, **constants, **_settings(config))
+            return out
 
         return Way(forward)
 
     with step("take up Triton's code"):
         _compile_triton(torch, problem)
-    return [way(config) for config in triton_kernel.CONFIGS]
+    return [way(config) for config in CONFIGS]
 
 
 if __name__ == "__main__":
