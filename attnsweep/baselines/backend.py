@@ -26,6 +26,14 @@ class Unconfirmed(Unavailable):
     """The card, or the clock, was not as it should be: that is no verdict about a callable."""
 
 
+class Failed(Unavailable):
+    """A call of a candidate that raised: it has a row of its own, as a launch that fails has."""
+
+
+class OtherCode(Unavailable):
+    """A candidate that launched what its config was not compiled to."""
+
+
 class NotInstalled(Unavailable):
     """A baseline whose package is missing: `prepare` adds how to get it."""
 

@@ -39,16 +39,21 @@ def ways_of(name: str) -> Builder:
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         module, function = imported(asked.call)
-        with watched(f"{name}: supports or prepare"):
-            supports = beside(module, function, "supports")
-            answer = supports(problem) if supports else True
-            if answer is True and (prepare := beside(module, function, "prepare")):
-                prepare(problem)
-        if answer is not True:
-            raise Unavailable(f"{name} {DOES_NOT}: {str(answer)[:300]}")
+        prepare_for(name, module, function, problem)
         return [Way(BoundFunction(torch, problem, name, function))]
 
     return build
+
+
+def prepare_for(name: str, module: Any, function: Any, problem: Problem) -> None:
+    """Ask a callable whether it does a problem, and have it prepare for it. Raises Unavailable."""
+    with watched(f"{name}: supports or prepare"):
+        supports = beside(module, function, "supports")
+        answer = supports(problem) if supports else True
+        if answer is True and (prepare := beside(module, function, "prepare")):
+            prepare(problem)
+    if answer is not True:
+        raise Unavailable(f"{name} {DOES_NOT}: {str(answer)[:300]}")
 
 
 def says_what_it_supports(name: str) -> bool:

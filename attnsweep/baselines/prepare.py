@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
+from attnsweep.baselines.backend import NotInstalled, OtherCode, Unavailable, Way, why_not
 from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.baselines.torch_sdpa import import_torch
@@ -218,7 +218,7 @@ class BoundBaseline:
             return
         try:
             self.capture(1)
-        except BadGraph:
+        except (BadGraph, OtherCode):
             raise
         except Exception as error:
             self._stream.synchronize()
@@ -338,6 +338,29 @@ def arrays_of(problem: Problem, buffers: Any) -> dict[str, Any]:
     return made
 
 
+def type_of(torch: Any, dtype: str) -> Any:
+    """PyTorch's type of such numbers."""
+    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    return getattr(torch, types.get(dtype, "float8_e4m3fn"))
+
+
+def tensors_of(
+    torch: Any, problem: Problem, copies: Sequence[Mapping[str, Any]]
+) -> list[tuple[Any, ...]]:
+    """Copies of a problem's inputs, as `arrays_of` gives them, as tensors."""
+    torch.set_float32_matmul_precision("highest")  # fp32 calls must not use TF32
+    own, bits = type_of(torch, problem.dtype), STORAGE[DTYPE_BYTES[problem.dtype]].__name__
+    return [
+        tuple(
+            torch.from_dlpack(array)
+            if problem.tensor(name).dtype != problem.dtype
+            else torch.from_dlpack(array.view(bits)).view(own)
+            for name, array in copy.items()
+        )
+        for copy in copies
+    ]
+
+
 def prepare(
     name: str,
     problem: Problem,
@@ -361,22 +384,8 @@ def prepare(
     backend = backend_of(name)
     if (reason := backend.supports(problem)) is not None:
         raise Unavailable(reason)
-    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    own, out = (
-        getattr(torch, types.get(dtype, "float8_e4m3fn"))
-        for dtype in (problem.dtype, problem.out_dtype)
-    )
-    bits = STORAGE[DTYPE_BYTES[problem.dtype]].__name__
-    tensors = [
-        tuple(
-            torch.from_dlpack(array)
-            if problem.tensor(name).dtype != problem.dtype
-            else torch.from_dlpack(array.view(bits)).view(own)
-            for name, array in copy.items()
-        )
-        for copy in copies
-    ]
-    torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
+    own, out = (type_of(torch, dtype) for dtype in (problem.dtype, problem.out_dtype))
+    tensors = tensors_of(torch, problem, copies)
     made: list[BoundBaseline] = []
     failed: list[Unavailable] = []
     held = name not in BACKENDS

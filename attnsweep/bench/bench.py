@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnsweep.bench.called_entry import called_entry
 from attnsweep.bench.entries import CandidateEntry, Entry, baseline_entry
 from attnsweep.bench.problem import OpenProblem
 from attnsweep.bench.timer import Timer
-from attnsweep.compile.launches import Candidate, FirstTimes, LaunchPlan
+from attnsweep.compile.launches import CallPlan, Candidate, FirstTimes, LaunchPlan
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.energy import Stretch
@@ -39,6 +40,11 @@ class Bench:
         error if the candidate cannot launch or faults.
         """
         timer, workspaces = self._timer, self._opened.workspaces
+        if isinstance(candidate.timed, CallPlan):
+            self._opened.state.imports.end()
+            entry, accuracy = called_entry(timer, candidate, small=True)
+            first_us = timer.first_us(entry.call, proven=entry.proven)
+            return accuracy, FirstTimes(first_us, {}, None, self.session.sm_mhz())
         workspaces.free_others(*candidate.checks, candidate.timed)
         call = workspaces.bind(candidate.timed, [self._opened.timed])
         own = call, workspaces.bind, workspaces
@@ -72,6 +78,9 @@ class Bench:
         Returns whether its calls can be chained.
         """
         self._opened.state.imports.end()  # rounds follow
+        if isinstance(candidate.timed, CallPlan):
+            self._entries[name], _ = called_entry(self._timer, candidate, small=False, cold=cold)
+            return False
         copies = [self._opened.timed, *(self._timer.cold.copies if cold else [])]
         workspaces = self._opened.workspaces
         call = workspaces.bind(candidate.timed, copies)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attnsweep.baselines.registry import backend_of
 from attnsweep.bench.process_state import ProcessState
-from attnsweep.compile.launches import LaunchPlan
+from attnsweep.compile.launches import LaunchPlan, Plan
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import BoundCall
@@ -71,7 +71,7 @@ class Workspaces(dict[tuple[str, int], Buffer]):
         own = {item[0]: self[item] for item in launches.workspaces.items()}
         return BoundCall(self._session, launches, [{**copy, **own} for copy in copies])
 
-    def free_others(self, *needed: LaunchPlan) -> None:
+    def free_others(self, *needed: Plan) -> None:
         """Free those that neither these launches nor an entry's need."""
         every = (*needed, *self.entries.values())
         for item in self.keys() - {one for plan in every for one in plan.workspaces.items()}:

@@ -110,7 +110,7 @@ def _answer(
     options: dict[str, Any],
     card: str | None,
 ) -> tuple[_Reply, Any]:
-    from attnsweep.baselines.backend import Unavailable, Unconfirmed
+    from attnsweep.baselines.backend import Failed, OtherCode, Unavailable, Unconfirmed
     from attnsweep.verify.device_case import WrongResult
 
     try:
@@ -130,6 +130,10 @@ def _answer(
         return _Reply(error.accuracy, Status.WRONG, error.detail), bench
     except Unconfirmed as error:
         return _Reply(None, Status.DAMAGED, str(error)), bench
+    except OtherCode as error:
+        return _Reply(None, Status.WRONG, str(error)), bench
+    except Failed as error:
+        return _Reply(None, Status.LAUNCH_ERROR, str(error)), bench
     except Unavailable as error:
         return _Reply(None, Status.SKIPPED, str(error)), bench
     except Exception as error:  # a CUDA error or a bug of ours: it becomes a row and ends nothing

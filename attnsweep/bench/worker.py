@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.bench.gpu import START_TIMEOUT_S, Gpu, WorkerError
 from attnsweep.bench.process import _Reply, _serve, open_bench
+from attnsweep.compile.launches import CallPlan, Candidate, FirstTimes
 from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import CardLostError
 from attnsweep.core.problem import Problem
@@ -106,6 +107,11 @@ class Worker(Gpu):
         if CALLABLE.fullmatch(name) and not self._setup[0][2].get("strict"):
             self._called = True
         return super().add_baseline(name)
+
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """See `Gpu`; remembers whether the child ran a callable's code."""
+        self._called |= isinstance(candidate.timed, CallPlan)
+        return super().trial(candidate)
 
     def call(
         self, method: str, *arguments: Any, timeout_s: float | None = None, keep: bool = False

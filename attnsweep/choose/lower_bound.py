@@ -81,5 +81,5 @@ def stage_codes(build: Build) -> dict[str, tuple[object, ...]]:
     issued = "" if build.schedule.whole else repr(build.schedule)
     return {
         name: (build.problem, key, repr(replace(launch, defines={})), issued)
-        for (name, launch), key in zip(build.launches.items(), build.keys, strict=True)
+        for (name, launch), key in zip(build.launches.items(), build.keys, strict=False)
     }

@@ -136,8 +136,8 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
 
 
 def _identity(trial: Trial) -> tuple[Any, ...]:
-    """Config order: baselines first, then kernel, then each value in declared order."""
-    values = [(isinstance(v, str), v) for v in trial.config.values()]
+    """Config order: baselines first, then kernel, then each value: None, numbers, texts."""
+    values = [(v is not None, isinstance(v, str), v or 0) for v in trial.config.values()]
     return (trial.provider == OURS, trial.provider, trial.kernel, values)
 
 

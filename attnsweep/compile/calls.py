@@ -14,12 +14,15 @@ from typing import Any
 from elftools.elf.elffile import ELFFile
 
 from attnsweep.compile.candidate import Build
+from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
+from attnsweep.core.cases import served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Config, Family
+from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 from attnsweep.family.space import Selection
 from attnsweep.specs.load import SweepSpec
@@ -80,7 +83,10 @@ def _tuned(
     kept = {problem: set(map(config, tuning.kept)) for problem, tuning in tunings.items()}
     if any(len(each) < len(every) for each in kept.values()):
         rule = f"what prunes the configs of {first.name} keeps it"
-        made.rules["prune_configs_by"] = (rule, lambda c, p, arch: Config(dict(c)) in kept[p])  # noqa: ARG005
+        made.rules["prune_configs_by"] = (
+            rule,
+            lambda c, p, arch: p not in kept or Config(dict(c)) in kept[p],  # noqa: ARG005
+        )
     variants = {each.label: {n: (value,) for n, value in each.items()} for each in every}
     return made, replace(selection, variants={CONFIGS: variants})
 
@@ -106,7 +112,7 @@ def _kept(
     made.rules |= family.rules
     made.rules["keep"] = (
         f"keep of {family.call}",
-        lambda config, problem, arch: answers[problem.label, Config(dict(config))] is None,  # noqa: ARG005
+        lambda config, problem, arch: not answers.get((problem.label, Config(dict(config)))),  # noqa: ARG005
     )
     return made
 
@@ -147,20 +153,49 @@ class CalledBuild(Build):
 
     def cubins(self) -> dict[str, Cubin]:
         """The machine code of each launch. Raises CompileError with what went wrong."""
-        stages = self.traced.stages
-        if not stages:
-            raise CompileError("it launches no kernel that Triton compiles", log="")
-        self.launches = {name: launch for name, _, launch in stages}
-        return {name: cubin for name, cubin, _ in stages}
+        return {name: cubin for name, cubin, _ in self.traced.stages}
 
-    def candidate(self) -> Any:
-        """None: a call is compiled, and not timed yet."""
-        return None
+    @property
+    def launched(self) -> dict[str, Launch]:
+        """Its launches, once it is traced."""
+        return {name: launch for name, _, launch in self.traced.stages}
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a row says of the call beside its config."""
+        traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
+        facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
+        return {"call": facts | {"covers": traced.why or "this binary"}}
+
+    def launches_for(self, problem: Problem) -> CallPlan:
+        """The call on a problem, on which it launches what was compiled for the timed one."""
+        traced = self.traced
+        expects = frozenset() if traced.why else traced.hashes
+        return CallPlan(problem, self.kernel.call, dict(self.config), str(traced.cache), expects)
+
+    def candidate(self) -> Candidate:
+        """All that the worker needs to call it."""
+        plan = self.launches_for(self.problem)
+        cases = self.traced.cases or served_cases(
+            small_cases(self.problem), self.problem, self._as_grouped
+        )
+        checks = tuple(replace(plan, problem=case.problem) for case in cases)
+        own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
+        return Candidate(*own, deterministic=False, cases=cases)
+
+    def _as_grouped(self, problem: Problem) -> bool:
+        """Whether its groups of heads are the timed problem's: not all launchers have any."""
+        return problem.heads * self.problem.heads_kv == problem.heads_kv * self.problem.heads
 
     def machine_code(self) -> tuple[object, ...]:
         """Equal for two configs that run the same code in the same way, whatever its debug info."""
         stages = self.traced.stages
-        code = ((code_digest(c.path, c.digest), launch) for _, c, launch in stages)
+        if self.traced.why:
+            return self.keys
+        code = (
+            (code_digest(c.path, c.digest), n.grid, n.threads, n.smem_bytes, n.args)
+            for _, c, n in stages
+        )
         return (*code, self.traced.host)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 
 from attnsweep.compile.cubin import check_arguments, resources, why_not, with_instructions
-from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan
+from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan, Plan
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.errors import CompileError, KernelError, compiler_errors
@@ -87,6 +87,16 @@ class Build:
         self.futures[_EMPTY] = self.compiler.submit(shipped("kernels") / _EMPTY_SOURCE, {})
 
     @property
+    def launched(self) -> Mapping[str, Launch]:
+        """Stage name to its launch of one chunk, once all are compiled."""
+        return self.launches
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What its row says beside its config and its code."""
+        return {}
+
+    @property
     def ready(self) -> bool:
         """Whether the compilation of every stage has ended, in success or failure."""
         return all(future.done() for future in self.futures.values())
@@ -113,7 +123,14 @@ class Build:
             }
         )
 
-    def launches_for(self, problem: Problem) -> LaunchPlan:
+    def launches_for(self, problem: Problem) -> Plan:
+        """A call of the config on `problem`: the timed one, or a smaller one to check.
+
+        Raises CompileError.
+        """
+        return self._launches_for(problem)
+
+    def _launches_for(self, problem: Problem) -> LaunchPlan:
         """The compiled stages launched on `problem`: the timed one, or a smaller one to check.
 
         Raises CompileError if a launch's arguments do not match the parameters of its template.
@@ -162,12 +179,12 @@ class Build:
         cases, serves = verify_cases.small_cases(self.problem), self.kernel.serves
         if own := bool(self.kernel.supports):
             cases = verify_cases.served_cases(cases, self.problem, serves)
-        timed = self.launches_for(self.problem)
+        timed = self._launches_for(self.problem)
         return Candidate(
             self.kernel.name,
             dict(self.config),
             timed,
-            tuple(self.launches_for(case.problem) for case in cases),
+            tuple(self._launches_for(case.problem) for case in cases),
             self.kernel.rounds_scores,
             self._emptied(timed),
             self.kernel.is_deterministic(self.config),
@@ -190,7 +207,7 @@ class Build:
                 return None
             if self.kernel.excess(self.config, problem, self.arch) is not None:
                 return None
-            return self.launches_for(problem)
+            return self._launches_for(problem)
         except KernelError:  # the declaration refuses the shape, as it may
             return None
 
@@ -227,14 +244,13 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
     """The same row and, if it is ok, the candidate, which need not be made again."""
     try:
         cubins = build.cubins()
-        used = resources(
-            [(name, cubins[name], launch) for name, launch in build.launches.items()], build.arch
-        )
+        stages = [(name, cubins[name], launch) for name, launch in build.launched.items()]
+        used = resources(stages, build.arch) if stages else None
     except CompileError as error:
         return _uncompiled(build, error), None
-    if require.needs_sass(spec.require):
-        used = with_instructions(used, cubins, build.launches)
-    reason = why_not(
+    if used is not None and require.needs_sass(spec.require):
+        used = with_instructions(used, cubins, build.launched)
+    reason = used and why_not(
         cubins,
         used,
         spec,
@@ -242,7 +258,7 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
         allowed_bytes=build.workspace_limit,
         as_written=not build.kernel.call,
     )
-    if reason is not None:
+    if reason:
         return build.row(status=Status.PRUNED, detail=reason, resources=used), None
     try:
         candidate = build.candidate()  # asks for the launches of each checked shape
@@ -251,7 +267,9 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
     except KernelError as error:
         row = build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
         return row, None
-    return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts), candidate
+    return build.row(
+        status=Status.OK, resources=used, schedule=build.schedule.facts, **build.facts
+    ), candidate
 
 
 def _uncompiled(build: Build, error: CompileError) -> Trial:

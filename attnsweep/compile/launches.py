@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -43,13 +44,40 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPlan:
+    """A callable of the user's, called with a config on one problem.
+
+    call: as an Asked has it. cache: Triton's folder of the kernels that its trace compiled.
+    expects: their hashes; none of a call that could not be traced, which may launch any. lse:
+    whether it returns the log-sum-exp of every row, which is known once it was called.
+    """
+
+    problem: Problem
+    call: str
+    config: Mapping[str, Value]
+    cache: str
+    expects: frozenset[str]
+    lse: bool = False
+    stages: tuple[CompiledStage, ...] = ()
+    chains: bool = False
+
+    @property
+    def workspaces(self) -> dict[str, int]:
+        """Memory for what it returns beside its output."""
+        return {"lse": 4 * math.prod(self.problem.shape_of("lse"))} if self.lse else {}
+
+
+Plan = LaunchPlan | CallPlan
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A config on its timed problem, and on the smaller shapes that check it first."""
 
     kernel: str
     config: Mapping[str, Value]
-    timed: LaunchPlan
-    checks: tuple[LaunchPlan, ...]
+    timed: Plan
+    checks: tuple[Plan, ...]
     rounds_scores: int
     empty: LaunchPlan | None = None
     """The timed launches, each with an empty kernel."""

@@ -301,11 +301,16 @@ def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
             if _read_entry(entry) is None:  # no faster process has written it
                 raise
     except OSError as error:
-        raise ToolchainError(
-            f"the cubin cache cannot be written ({error.strerror})",
-            where=str(entry.parent),
-            hint=f"free some space, or set {CACHE_VARIABLE} to a writable directory",
-        ) from error
+        raise unwritable(error, entry.parent) from error
+
+
+def unwritable(error: OSError, place: Path) -> ToolchainError:
+    """The error that ends what compiles, if the cache cannot be written."""
+    return ToolchainError(
+        f"the cubin cache cannot be written ({error.strerror})",
+        where=str(place),
+        hint=f"free some space, or set {CACHE_VARIABLE} to a writable directory",
+    )
 
 
 def _compile(source: Path, flags: list[str]) -> tuple[bytes, str]:

@@ -22,11 +22,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compile.nvrtc import Cubin, default_cache_dir
+from attnsweep.compile.nvrtc import Cubin, default_cache_dir, unwritable
+from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, KernelError
+from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.launch import Launch
@@ -34,7 +38,7 @@ from attnsweep.family.params import Config
 
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
-_FORMAT = 1
+_FORMAT = 2
 """Format of an entry; others are made again."""
 
 
@@ -43,7 +47,9 @@ class Traced:
     """A config's launches on one problem, compiled. cache: Triton's cache folder of them.
 
     stages: name, machine code and launch of each, in the order of issue. host: digest of the tensor
-    operations of a call. closure: digest of the user's files.
+    operations of a call. closure: digest of the user's files. cases: small cases on which a call
+    launches the same code. why: why it cannot be traced; what it launches is then compiled when it
+    is first called.
     """
 
     stages: tuple[tuple[str, Cubin, Launch], ...]
@@ -51,6 +57,8 @@ class Traced:
     host: str
     closure: str
     cache: Path
+    cases: tuple[Case, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class Tuning:
 class Tracer:
     """Traces one callable for one architecture. Processes may share the cache.
 
-    call: as an Asked has it. Raises KernelError if its file cannot be imported.
+    call: as an Asked has it. Its process starts when it is first asked for what the cache lacks; it
+    raises KernelError then if the file cannot be imported.
     """
 
     def __init__(
@@ -73,27 +82,60 @@ class Tracer:
     ) -> None:
         self.call, self.arch = call, arch
         self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
-        jobs = jobs or os.cpu_count() or 1
-        command = [sys.executable, "-m", "attnsweep.compile.traced.server", call, arch.name]
+        self._jobs = jobs or os.cpu_count() or 1
+        self.versions = _versions()
+        """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[Any]] = {0: Future()}
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+
+    def _start(self) -> dict[str, str]:
+        """Start the process; returns SHA-256 of each file that it has imported."""
+        command = [sys.executable, "-m", "attnsweep.compile.traced.server", self.call]
         self._process = subprocess.Popen(
-            [*command, str(arch.sm_count), str(jobs)],
+            [*command, self.arch.name, str(self.arch.sm_count), str(self._jobs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._lock = threading.Lock()
-        self._asked: dict[int, Future[Any]] = {0: Future()}
-        self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         try:
-            ready = self._asked[0].result()
+            files: dict[str, str] = self._asked[0].result()
         except CompileError as error:
             self.close()
-            raise KernelError(error.what, where=call) from error
-        self.versions: dict[str, str] = ready["versions"]
-        """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
-        self.files: dict[str, str] = ready["files"]
-        """SHA-256 of each file of the user's that was imported."""
+            raise KernelError(error.what, where=self.call) from error
+        self._keep(self._known_files, files)
+        return files
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """SHA-256 of each file of the user's that is imported."""
+        known = self._kept(self._known_files)
+        return known if known and _are(known) else self._start()
+
+    @cached_property
+    def _known_files(self) -> Path:
+        """Where the files stand that were imported when this callable was last traced."""
+        return self._place("files", os.getcwd(), self.call)
+
+    def _place(self, *parts: Any) -> Path:
+        """Where an answer is kept."""
+        key = _digest([_FORMAT, self.arch.name, self.arch.sm_count, self.versions, *parts])
+        return self._cache_dir / key[:2] / f"{key}.json"
+
+    def _kept(self, place: Path) -> Any:
+        """An answer of an earlier process, or None."""
+        try:
+            return json.loads(place.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _keep(self, place: Path, answer: Any) -> None:
+        """Keep an answer, if the cache can be written."""
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_file(place, json.dumps(answer).encode())
 
     @property
     def closure(self) -> str:
@@ -102,7 +144,8 @@ class Tracer:
 
     def space(self, problem: Problem, values: Mapping[str, Value] | None = None) -> Tuning:
         """The configs of the autotuner that a call launches. Raises CompileError if it has none."""
-        found = self._ask("space", problem=problem.label, values=dict(values or {})).result()
+        asked = {"problem": problem.label, "values": dict(values or {})}
+        found = self._answer("space", **asked)
         return Tuning(found["name"], tuple(found["configs"]), tuple(found["kept"]))
 
     def keep(
@@ -110,15 +153,23 @@ class Tracer:
     ) -> dict[tuple[str, Config], str | None] | None:
         """Why the user's `keep` rules a config out on a problem, or None; None if there is none."""
         labels = [problem.label for problem in problems]
-        asked = self._ask("keep", problems=labels, configs=[dict(config) for config in configs])
         try:
-            answers = asked.result()
+            answers = self._answer("keep", problems=labels, configs=[dict(c) for c in configs])
         except CompileError as error:
             raise KernelError(error.what, where=self.call) from error
         if answers is None:
             return None
         pairs = itertools.product(labels, map(Config, configs))
         return dict(zip(pairs, answers, strict=True))
+
+    def _answer(self, do: str, **asked: Any) -> Any:
+        """What the process answers, or answered before to the same files."""
+        place = self._place(self.closure, self.call.rpartition(":")[2], do, asked)
+        if (kept := self._kept(place)) is not None:
+            return kept["value"]
+        value = self._ask(do, **asked).result()
+        self._keep(place, {"value": value})
+        return value
 
     def key(self, problem: Problem, values: Mapping[str, Value]) -> str:
         """The address of a config's entry in the cache."""
@@ -133,8 +184,11 @@ class Tracer:
         if (kept := self._read(entry)) is not None:
             done.set_result(kept)
             return done
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
+        except OSError as error:
+            raise unwritable(error, entry.parent) from error
         asked = self._ask("trace", problem=problem.label, values=dict(values), folder=aside)
 
         def publish(answer: Future[Any]) -> None:
@@ -163,6 +217,8 @@ class Tracer:
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""
+        if self._process is None:
+            return
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -175,6 +231,8 @@ class Tracer:
 
     def _ask(self, do: str, **facts: Any) -> Future[Any]:
         with self._lock:
+            if self._process is None:
+                self._start()
             number = max(self._asked, default=0) + 1
             asked = self._asked[number] = Future()
             line = {"number": number, "limit_s": _LIMIT_S, "do": do, **facts}
@@ -186,7 +244,7 @@ class Tracer:
         return asked
 
     def _listen(self) -> None:
-        for line in self._process.stdout or ():
+        for line in (self._process and self._process.stdout) or ():
             reply = json.loads(line)
             asked = self._asked[reply["number"]]
             if "failed" in reply:
@@ -220,7 +278,9 @@ class Tracer:
                 )
                 stages.append((_stage(launch["function"], number, found["launches"]), cubin, made))
             hashes = frozenset(launch["hash"] for launch in found["launches"])
-            return Traced(tuple(stages), hashes, found["host"], self.closure, entry / "triton")
+            cases = tuple(Case(Problem.parse(label), how) for label, how in found["cases"])
+            own = tuple(stages), hashes, found["host"], self.closure, entry / "triton"
+            return Traced(*own, cases, found["why"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -265,6 +325,20 @@ def _are(files: Mapping[str, str]) -> bool:
         )
     except OSError:
         return False
+
+
+def _versions() -> dict[str, str]:
+    told = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_"))
+        and name not in ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG")
+    }
+    found = {}
+    for name in ("triton", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | dict(sorted(told.items()))
 
 
 def _digest(parts: Any) -> str:

@@ -198,6 +198,9 @@ class Trial(_Row):
     """
     accuracy: Accuracy | None = None
     resources: Resources | None = None
+    call: dict[str, Any] = Field(default_factory=dict)
+    """Of a candidate that is a call of the user's: `function`, digest of the user's files
+    (`closure`), versions, and what its proof `covers`; empty of one that is launched."""
     conditions: dict[str, Any] = Field(default_factory=dict)
     """State of the card during the rounds, from NVML.
 

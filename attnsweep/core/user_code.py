@@ -115,6 +115,18 @@ def takes(function: Callable[..., Any], name: str, *, named: bool = False) -> bo
     return any(p.name == name or (p.kind is p.VAR_KEYWORD and not named) for p in parameters)
 
 
+def split(
+    function: Callable[..., Any], config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's keywords of the function, and what is left for the autotuner that it launches.
+
+    None leaves a keyword out.
+    """
+    own = {name: value for name, value in config.items() if takes(function, name)}
+    left = {name: value for name, value in config.items() if name not in own}
+    return {name: value for name, value in own.items() if value is not None}, left
+
+
 _SCALES = ("scale", "sm_scale", "softmax_scale")
 
 
@@ -152,11 +164,14 @@ class BoundFunction:
         *,
         values: Mapping[str, Any] | None = None,
         tensors: tuple[type, ...] | None = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         """values: more keywords of each call. tensors: classes of an output whose layout is turned
-        (default: torch.Tensor)."""
+        (default: torch.Tensor). memory: for `out` and `lse`, if the function takes these; default:
+        made for each call."""
         self._torch, self._problem, self._name, self._function = torch, problem, name, function
         self._turned, self._tensors = Asked.of(name).layout == "bshd", tensors
+        self._memory = {} if self._turned else dict(memory or {})
         self._options: dict[str, Any] = dict(values or {})
         if takes(function, "problem"):
             self._options["problem"] = problem
@@ -189,6 +204,8 @@ class BoundFunction:
     def _empty(self, name: str, device: Any) -> Any:
         """Memory for an output."""
         torch, problem = self._torch, self._problem
+        if name in self._memory:
+            return self._memory[name]
         if name == "lse":
             return torch.empty(problem.shape_of(name), dtype=torch.float32, device=device)
         types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -20,7 +20,7 @@ from attnsweep.choose.columns import held_to
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
-from attnsweep.compile.launches import Candidate, LaunchPlan
+from attnsweep.compile.launches import CallPlan, Candidate, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.core.observer import Observer
@@ -169,10 +169,13 @@ def comparison(
 
 def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
     try:
-        return read_code(baseline.directory, winner)
+        plan = read_code(baseline.directory, winner)
     except StoreError as error:
         hint = f"; {error.hint}" if error.hint else ""
         raise Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
+    if isinstance(plan, CallPlan):
+        raise Ended(Verdict.INCONCLUSIVE, "its winner is a call, whose old code cannot be timed")
+    return plan
 
 
 def _today(

@@ -82,17 +82,6 @@ def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:
             )
 
 
-def refuse_calls(spec: SweepSpec) -> None:
-    """Raise SpecError if a family of the spec is a call, which is compiled and not timed yet."""
-    for name in spec.kernels:
-        if spec.kernels[name].call:
-            raise SpecError(
-                f"{name} has a call in place of a family: it can be compiled, and not swept yet",
-                where=str(spec.document.path),
-                hint="attnsweep compile, or --dry-run; `attnsweep judge` times a callable as it is",
-            )
-
-
 def candidate_counts(planned: Sequence[PlannedProblem], cap: int | None) -> list[int]:
     """Number of candidates of each problem of a plan, at most `cap` of each family."""
     return [sum(len(space.configs[:cap]) for space in item.spaces) for item in planned]

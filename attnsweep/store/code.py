@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.launches import LaunchPlan
+from attnsweep.compile.launches import LaunchPlan, Plan
 from attnsweep.core import files
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
@@ -35,10 +35,10 @@ class _Code(BaseModel):
 
     config: dict[str, Value]
     digests: dict[str, str]
-    plan: LaunchPlan
+    plan: Plan
 
 
-_LAUNCHES: TypeAdapter[LaunchPlan] = TypeAdapter(LaunchPlan)
+_LAUNCHES: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
 def _name(problem: Problem, kernel: str) -> str:
@@ -58,13 +58,13 @@ def keep_code(store: Writer, build: Build) -> None:
             raise _store_error(error, cubin.path, "cannot read the cubin to keep") from error
         # A fifth of the bytes. A higher preset saves none, and clears 700 MB for its dictionary.
         store.keep(f"{name}.{stage}.cubin.xz", lzma.compress(code))
-    launches = build.launches_for(build.problem)
-    stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin.xz") for s in launches.stages)
-    facts = _Code(config=dict(build.config), digests=digests, plan=replace(launches, stages=stages))
+    plan = build.launches_for(build.problem)
+    stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin.xz") for s in plan.stages)
+    facts = _Code(config=dict(build.config), digests=digests, plan=replace(plan, stages=stages))
     store.keep(f"{name}.json", facts.model_dump_json().encode() + b"\n")
 
 
-def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
+def read_code(of_run: Path, winner: Trial) -> Plan:
     """The launches of a winner, ready to load. Raises StoreError if its code is incomplete.
 
     of_run: the run's directory.
@@ -91,7 +91,8 @@ def read_code(of_run: Path, winner: Trial) -> LaunchPlan:
     for stage in code.plan.stages:
         _verify(directory, stage.cubin, code.digests)
     stages = tuple(replace(s, cubin=str(directory / s.cubin)) for s in code.plan.stages)
-    return _unchained(replace(code.plan, stages=stages))
+    plan = replace(code.plan, stages=stages)
+    return _unchained(plan) if isinstance(plan, LaunchPlan) else plan
 
 
 def _unchained(launches: LaunchPlan) -> LaunchPlan:
@@ -124,10 +125,10 @@ def _digest(path: str | Path) -> str:
     return hashlib.sha256(files.read_code(path)).hexdigest()
 
 
-def same_code(one: LaunchPlan, other: LaunchPlan) -> bool:
+def same_code(one: Plan, other: Plan) -> bool:
     """Whether both launch the same machine code in the same way. Raises OSError."""
 
-    def known_by_content(launches: LaunchPlan) -> bytes:
+    def known_by_content(launches: Plan) -> bytes:
         digests = {stage.cubin: _digest(stage.cubin) for stage in launches.stages}
         stages = tuple(replace(stage, cubin=digests[stage.cubin]) for stage in launches.stages)
         return _LAUNCHES.dump_json(replace(launches, stages=stages))

@@ -136,7 +136,7 @@ class Candidates:
 
 
 _MEASURED = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us", "launch_us")
-_KEPT = ("resources", "schedule", "fingerprint", "first_us", "tried_s")
+_KEPT = ("resources", "schedule", "call", "fingerprint", "first_us", "tried_s")
 
 
 class SameCode:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.compile.calls import tracers_of, with_calls
 from attnsweep.compile.nvrtc import Compiler, Cubin, default_cache_dir
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.hardware import Arch, arch_on
@@ -49,7 +50,7 @@ class RemoteCompiler(Compiler):
         self._closures = {}
         self._futures = {}
         self._lock = threading.Lock()
-        self._pipe = pipe
+        self._pipe, self.tracers = pipe, None
 
     def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
         """Ask the parent; a stage asked for twice is asked for once."""
@@ -73,7 +74,9 @@ class RemoteCompiler(Compiler):
             future.set_exception(CompileError(message["why"], log=message["log"]))
 
     def close(self) -> None:
-        """Nothing is compiled here."""
+        """Only what traces callables has begun."""
+        if self.tracers is not None:
+            self.tracers.close()
 
 
 class Told:
@@ -208,7 +211,7 @@ class Tasks:
         self._directory = spec.parent
         found = {place: _declared(place) for place in set(message["families"].values())}
         families = {name: found[at][name] for name, at in message["families"].items()}
-        self._spec = load_spec(spec, families)
+        self._spec = with_calls(load_spec(spec, families), tracers_of(self.compiler))
 
     def _sweep(self, message: Message) -> None:
         spec = self._spec

@@ -468,7 +468,11 @@ def longest_silence_s(spec: SweepSpec) -> float:
 
 def opening_of(spec: Path, kernels: Mapping[str, Family], names: Sequence[str]) -> Message:
     """What a child must know of a spec; families are declared again from where they lie."""
-    places = {name: str(kernels[name].source.parent.absolute()) for name in names}
+    places = {
+        name: str(kernels[name].source.parent.absolute())
+        for name in names
+        if not kernels[name].call  # which the spec itself says
+    }
     return {"spec": str(spec.absolute()), "families": places}
 
 

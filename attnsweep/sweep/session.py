@@ -17,6 +17,7 @@ from attnsweep.choose.energy import refuse_without_counter
 from attnsweep.choose.search import search_of
 from attnsweep.compile.advice import spilling, unused_parameters
 from attnsweep.compile.builds import builds_of
+from attnsweep.compile.calls import tracers_of, with_calls
 from attnsweep.compile.candidate import Build, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler
@@ -38,7 +39,6 @@ from attnsweep.specs.plan import (
     input_seed,
     plan,
     plan_facts,
-    refuse_calls,
     refuse_too_large,
     run_name,
 )
@@ -165,6 +165,7 @@ class SweepSession:
         spec, note = self.spec, self.observer.note
         with cards.opened(self), ExitStack() as at_end:
             self._begin(cards, at_end)
+            spec = self.spec
             cards.hold(self.environment)
             self.observer.planned(candidate_counts(self.planned, spec.search.candidates))
             spaces = (space for item in self.planned for space in item.spaces)
@@ -196,13 +197,13 @@ class SweepSession:
     def _begin(self, cards: Cards, at_end: ExitStack) -> None:
         """Describe the card and plan the sweep on it. at_end: closes the compiler."""
         spec, shard = self.spec, self.shard
-        refuse_calls(spec)
 
         def plan_for(arch: Arch) -> None:
-            whole = plan(spec, arch)
-            self.planned = whole if shard is None else shard.take(whole)
             self.compiler = compiler_for(spec, arch, self.cache_dir)
             at_end.callback(self.compiler.close)
+            self.spec = with_calls(spec, tracers_of(self.compiler))
+            whole = plan(self.spec, arch)
+            self.planned = whole if shard is None else shard.take(whole)
 
         with ThreadPoolExecutor(1) as aside:
             described, begun = aside.submit(cards.describe), None
@@ -212,7 +213,7 @@ class SweepSession:
                 with suppress(AttnsweepError):  # raised again below, unless there is no such card
                     plan_for(early)
                     begun = early
-                    _compile_early(spec, self.planned, self.compiler, cards.firsts)
+                    _compile_early(self.spec, self.planned, self.compiler, cards.firsts)
         self.environment = described.result()
         arch = arch_of(spec, self.environment)
         refuse_too_large((entry.problem for entry in spec.problems), self.environment)

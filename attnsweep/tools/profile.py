@@ -28,7 +28,7 @@ import numpy.typing as npt
 from attnsweep.choose.columns import chosen_by
 from attnsweep.choose.ranking import rank
 from attnsweep.compile.builds import build_of
-from attnsweep.compile.launches import Candidate
+from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core import cases
 from attnsweep.core.errors import (
@@ -327,6 +327,7 @@ def _launch(path: Path) -> None:
     candidates: list[Candidate] = pickle.loads(path.read_bytes())
     for candidate in candidates:
         plan = candidate.timed
+        assert isinstance(plan, LaunchPlan)  # calls are refused
         buffers = {}
         for name, bits in inputs_of(plan.problem).items():
             buffers[name] = Buffer(bits.nbytes)

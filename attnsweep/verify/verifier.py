@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.compile.launches import Candidate, LaunchPlan
+from attnsweep.compile.launches import Candidate, Plan
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.length import is_long
@@ -32,8 +32,8 @@ from attnsweep.verify.hints import hints
 from attnsweep.verify.reference_pool import ReferencePool
 from attnsweep.verify.sample import Sample
 
-Bind = Callable[[LaunchPlan, Sequence[Mapping[str, Buffer]]], BoundCall]
-_Bound = tuple[DeviceCase, LaunchPlan, BoundCall]
+Bind = Callable[[Any, Sequence[Mapping[str, Buffer]]], Judgeable]
+_Bound = tuple[DeviceCase, Plan, Judgeable]
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Verifier(Calls):
     def of_candidate(
         self,
         candidate: Candidate,
-        call: BoundCall,
+        call: Judgeable,
         bind: Bind,
         workspaces: Mapping[tuple[str, int], Buffer],
         *,

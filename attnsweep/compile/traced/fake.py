@@ -10,8 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnsweep.core.hardware import Arch
@@ -25,6 +30,15 @@ DTYPES = {
     "bool": torch.bool,
     "int32": torch.int32,
 }
+
+
+def cannot_be_traced(error: BaseException | None) -> bool:
+    """Whether a call asked for values of tensors, which have none here: that is no fault of it."""
+    while error is not None:
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]
@@ -58,6 +72,15 @@ def _said(value: Any) -> str:
     return repr(value)
 
 
+class _NoCard(FakeTensorMode):  # type: ignore[misc]
+    """FakeTensorMode as it is without a card, though `is_available` says that there is one.
+
+    Indexing and `contiguous` ask CUDA for the current device otherwise.
+    """
+
+    avoid_device_init = True
+
+
 @contextmanager
 def no_card(arch: Arch) -> Iterator[None]:
     """PyTorch as it is on a card of this architecture, as far as launchers ask before a launch."""
@@ -85,11 +108,14 @@ def no_card(arch: Arch) -> Iterator[None]:
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),  # noqa: ARG005
         "synchronize": lambda device=None: None,  # noqa: ARG005
         "set_device": lambda device: None,  # noqa: ARG005
+        "_lazy_init": lambda: None,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # Which has a build for CUDA ask for a tensor of the card's own memory.
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        stack.enter_context(_NoCard(allow_non_fake_inputs=True))
         yield
 
 

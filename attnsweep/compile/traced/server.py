@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from attnsweep.core.callables import Asked
+from attnsweep.core.cases import served_cases, small_cases
 from attnsweep.core.errors import Unavailable, in_short
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, beside, imported, takes, watched
+from attnsweep.core.user_code import BoundFunction, beside, imported, split, watched
 
 # Bytes that a config may allocate beside what importing took.
 _MEMORY = 16 << 30
@@ -55,38 +56,49 @@ class Traced:
 
     def space(self, problem: str, values: dict[str, Any]) -> dict[str, Any]:
         """The autotuner that a call launches: every config, and those it keeps on this problem."""
-        tuned, error = self._call(Problem.parse(problem), values, None)
+        own, _ = split(self.function, values)
+        tuned, error = self._call(Problem.parse(problem), own, None)
         if not tuned.met:
             raise Unavailable(error or "it launches no autotuner: name parameters of the function")
         (met,) = tuned.met
         return asdict(met)
 
     def keep(self, problems: list[str], configs: list[dict[str, Any]]) -> list[str | None] | None:
-        """Why `keep`, beside the function, rules each config out on each problem, or None.
+        """Why `keep` or `supports`, beside the function, rules each config out on each problem.
 
-        None in place of the list if there is no such function.
+        Each answer is None where they do not; in place of all if there is neither.
         """
-        keep, answers = beside(self.module, self.function, "keep"), []
-        if keep is None:
+        keep, supports = (beside(self.module, self.function, name) for name in ("keep", "supports"))
+        if keep is supports is None:
             return None
+        answers: list[str | None] = []
         for problem, config in itertools.product(map(Problem.parse, problems), configs):
-            with watched("keep"):
-                answer = keep(dict(config), problem)
-            answers.append(None if answer is True else str(answer or "keep returned False")[:300])
+            with watched("keep or supports"):
+                answer = supports(problem) if supports else True
+                if answer is True and keep:
+                    answer = keep(dict(config), problem)
+            answers.append(None if answer is True else str(answer or "returned False")[:300])
         return answers
 
     def trace(self, problem: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
         """The launches of a call with a config's values, whose cubins are written to a folder."""
         from attnsweep.compile.traced import fake
 
-        shape = Problem.parse(problem)
+        shape, (own, left) = Problem.parse(problem), split(self.function, values)
         with fake.Operations() as operations:
-            tuned, error = self._call(
-                shape, values, {n: v for n, v in values.items() if not self._own(n)}
-            )
-        if error:
+            tuned, error = self._call(shape, own, left)
+        if error and not tuned.cannot:
             raise Unavailable(error)
-        launches = []
+        launches, hashes = [], {launch.hash for launch in tuned.launches}
+
+        def serves(case: Problem) -> bool:
+            """Whether a call launches the same code on another problem."""
+            if Problem.parse(case.label) != case:
+                return False
+            met, other = self._call(case, own, left, hashes)
+            return not other and hashes.issuperset(launch.hash for launch in met.launches)
+
+        cases = served_cases(small_cases(shape), shape, serves) if hashes and not error else ()
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
@@ -94,22 +106,24 @@ class Traced:
         return {
             "launches": launches,
             "host": operations.digest,
+            "cases": [(case.problem.label, case.inputs) for case in cases],
+            "why": error or ("" if launches else "a call launches no kernel of Triton's"),
             "files": closure(),
         }
 
-    def _own(self, name: str) -> bool:
-        """Whether a parameter goes to the function's keyword, and not to its autotuner."""
-        return takes(self.function, name)
+    def _call(
+        self, problem: Problem, own: dict[str, Any], tuned: Any, known: Any = None
+    ) -> tuple[Any, str]:
+        """What a call launches, and why it ended early, or nothing.
 
-    def _call(self, problem: Problem, values: dict[str, Any], tuned: Any) -> tuple[Any, str]:
-        """What a call launches, and why it ended early, or nothing."""
+        own: keywords of the function. tuned: for its autotuner. known: see Recorder.
+        """
         import torch
 
         from attnsweep.compile.traced import fake
         from attnsweep.compile.traced.triton import AskedTooMuch, Found, Recorder
 
-        recorder = Recorder(tuned)
-        own = {name: value for name, value in values.items() if self._own(name)}
+        recorder = Recorder(tuned, known)
         call = BoundFunction(
             torch,
             problem,
@@ -128,6 +142,7 @@ class Traced:
                     return recorder, ""
                 if isinstance(cause, AskedTooMuch):
                     return recorder, str(cause)
+                recorder.cannot = fake.cannot_be_traced(cause)
                 return recorder, _explained(error)
         return recorder, ""
 
@@ -266,13 +281,13 @@ def main() -> None:
         os.dup2(nothing, own)
     try:
         card = replace(arch_named(arch), sm_count=int(sm_count))
-        fake, recorder = (
+        fake, _ = (
             importlib.import_module(f"attnsweep.compile.traced.{name}")
             for name in ("fake", "triton")
         )
         traced = Traced(call, card)
         fake.warm_up(card)
-        ready = {"versions": recorder.versions(), "files": closure()}
+        ready = closure()
     except BaseException as error:  # a module may raise anything while it is imported
         why = str(error) if isinstance(error, Unavailable) else in_short(error)
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "triton"):
