@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
     from attnsweep.core.observer import Observer
-    from attnsweep.core.problem import Problem
+    from attnsweep.core.problem import Problem, Value
     from attnsweep.core.trial import Environment, Trial
     from attnsweep.family.family import Config, Family, Rule
     from attnsweep.regress.ab_test import AbTestResult as Compared
@@ -72,12 +72,12 @@ def plan(
 
 
 def tune(
-    source: str | Path,
+    source: str | Path | Callable[..., Any],
     problem: str | Problem | Iterable[str | Problem] = (),
     *,
     causal: bool = False,
     dtype: str = "fp16",
-    params: Mapping[str, Sequence[int | str]] | None = None,
+    params: Mapping[str, Sequence[Value]] | None = None,
     args: Sequence[Given] | None = None,
     grid: Sequence[Given] | Callable[[Config, Problem], Any] = (),
     threads: Given = 128,
@@ -96,9 +96,11 @@ def tune(
 ) -> SweepOutcome:
     """Find the fastest config of a kernel of one's own, or the fastest shipped kernel, for shapes.
 
-    source: the kernel, `extern "C" __global__`, as text or as a .cu file; without `problem` the
-    shape itself, as `attnsweep tune` takes it. causal, dtype: of shapes that do not say their own.
-    params: the values of each macro. args: names of tensors (`q`), of sizes of the problem
+    source: the kernel, `extern "C" __global__`, as text or as a .cu file; a Python function that
+    launches Triton kernels, or its name as `FILE.py:FUNCTION`; without `problem` the shape itself,
+    as `attnsweep tune` takes it. causal, dtype: of shapes that do not say their own. params: the
+    values of each macro; of each keyword, or parameter of its autotuner, of a function, whose file
+    has them where there are none. args: names of tensors (`q`), of sizes of the problem
     (`seqlen_k`, `scale`) or of params, numbers, or functions of config and problem; default: the
     names of the kernel's parameters. grid, threads, smem_bytes: the same, for the launch. rules: a
     sentence to a function of config, problem and arch, which is False for configs to leave out.
@@ -107,7 +109,9 @@ def tune(
     `results`, and the same call continues there.
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
+    from attnsweep.core.callables import CALLABLE
     from attnsweep.core.problem import Problem
+    from attnsweep.family.called import called
     from attnsweep.specs.load import spec_of
     from attnsweep.specs.shapes import read_shapes
     from attnsweep.specs.starter import Request, run_name, starter
@@ -115,13 +119,18 @@ def tune(
     from attnsweep.tools import inline, target
 
     shipped = not problem
-    asked = source if shipped else problem
+    asked: Any = source if shipped else problem
     each = [asked] if isinstance(asked, str | Path | Problem) else [*asked]
     shapes = [str(getattr(one, "label", one)) for one in each]
     problems = read_shapes(shapes, dtype=dtype, causal=causal)
     known = families()
     kernels = (kernels,) if isinstance(kernels, str) else kernels
-    if not shipped:
+    own: Family
+    if callable(source) or (not shipped and CALLABLE.fullmatch(str(source))):
+        own = called(source if callable(source) else str(source), params)
+        own.keep_if(*((f"rule_{n}", *rule) for n, rule in enumerate((rules or {}).items())))
+        known, kernels = {**known, own.name: own}, (own.name, *kernels)
+    elif not shipped:
         own = inline.family_of(
             source,
             problems,

@@ -78,7 +78,8 @@ def tune(
         item of a batch 40 % of the keys, and the longest all.
     :--dtype: Dtype of every shape that does not name one: fp16, bf16, fp32, e4m3, e4m3_tensor or
         e4m3_block.
-    :--kernel: Sweep this family in place of the shipped choice; may be repeated.
+    :--kernel: Sweep this family in place of the shipped choice, or the configs of a Python function
+        that launches Triton kernels, FILE.py:FUNCTION; may be repeated.
     :--exhaustive: Try every candidate of the space.
     :--budget-s: Seconds for a shape's candidates; the finals follow.
     :--save-spec FILE: Write the spec that this runs to FILE.
@@ -91,8 +92,13 @@ def tune(
     $ attnsweep tune 1,16,1024,64 2,32/8,1x4096,128 shapes.csv --budget-s 60
     $ attnsweep tune 1,16,1024,64 --replay quickstart
     $ attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a
+    $ attnsweep tune --kernel attend.py:attention 4,32,4096,128 --causal --dtype bf16
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
+    from attnsweep.compile.calls import with_calls
+    from attnsweep.compile.trace import Tracers
+    from attnsweep.core.callables import CALLABLE
+    from attnsweep.family.called import called
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress
     from attnsweep.specs.load import spec_of
@@ -113,7 +119,12 @@ def tune(
         raise SpecError("--force goes with --save-spec; --fresh measures everything again")
     refuse_idle_of_run(context, dry_run=dry_run, replays=replay is not None, json_=json_)
     problems = read_shapes(shapes, dtype=dtype, causal=causal, padding=padding)
-    families = discover(kernels)
+    families, names = discover(kernels), list[str]()
+    for name in kernel or ():
+        if CALLABLE.fullmatch(name):
+            own = called(name)
+            families, name = {**families, own.name: own}, own.name
+        names.append(name)
     try:
         target = cards.target_of(families, arch, problems, replay)
     except NoGpuError as error:
@@ -126,7 +137,7 @@ def tune(
         raise without_gpu(error, rows, errors.width) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else DEFAULT_STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
-    asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)
+    asked = Request(problems, run_name(problems, names), names, kernels, search)
     text = starter(asked, target, families)
     spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text), families)
     if target.untried:
@@ -134,7 +145,9 @@ def tune(
     if save_spec is not None:
         write_spec(save_spec, text, force)
     if dry_run:
-        print_plan(plan(spec, target.arch), limit, json_)
+        with Tracers(target.arch) as tracers:
+            planned = plan(with_calls(spec, tracers), target.arch)
+        print_plan(planned, limit, json_)
         return
     with progress.watch(errors, form) as observer:
         how: dict[str, Any] = {"results": results, "fresh": fresh, "limit": limit, "wait": wait}

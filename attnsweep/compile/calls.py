@@ -80,6 +80,7 @@ def _tuned(
     every = dict.fromkeys(map(config, first.configs))
     params = [Param(n, tuple(dict.fromkeys(each[n] for each in every)), "") for n in own]
     made = replace(family, params=tuple(params))
+    made.rules |= family.rules
     kept = {problem: set(map(config, tuning.kept)) for problem, tuning in tunings.items()}
     if any(len(each) < len(every) for each in kept.values()):
         rule = f"what prunes the configs of {first.name} keeps it"
@@ -106,10 +107,10 @@ def _kept(
         for combination in itertools.product(*values.values())
     ]
     answers = tracer.keep(problems, configs)
-    if answers is None:
-        return family
-    made = replace(family)
+    made = replace(family, closure=tracer.closure)
     made.rules |= family.rules
+    if answers is None:
+        return made
     made.rules["keep"] = (
         f"keep of {family.call}",
         lambda config, problem, arch: not answers.get((problem.label, Config(dict(config)))),  # noqa: ARG005

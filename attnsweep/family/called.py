@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from attnsweep.core.callables import CALLABLE, Asked
+from attnsweep.core.errors import KernelError
 from attnsweep.core.layouts import EXAMPLES as LAYOUTS
 from attnsweep.core.ops import DTYPE_BYTES, OPS
 from attnsweep.core.problem import Value
@@ -15,6 +19,30 @@ from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 
 _HEAD_DIMS = range(8, 1025, 8)
+
+
+def called(
+    function: str | Callable[..., Any], values: Mapping[str, Sequence[Value]] | None = None
+) -> CalledFamily:
+    """The family of a callable: `FILE.py:FUNCTION`, or the function itself, with these values.
+
+    It is named by the label, or else by the file and the function. Raises KernelError.
+    """
+    if not isinstance(function, str):
+        file, name = inspect.getsourcefile(function), getattr(function, "__name__", "")
+        if file is None or not name.isidentifier():
+            hint = "define it at the top of a file, with a name"
+            raise KernelError(f"no file has {function!r}", hint=hint)
+        function = f"{file}:{name}"
+        if CALLABLE.fullmatch(function) is None:
+            hint = "a file with letters, digits, `_`, `-` and `.` in its path"
+            raise KernelError(f"cannot be named: {function}", hint=hint)
+    asked = Asked.of(function)
+    place, _, attribute = asked.call.rpartition(":")
+    name = asked.label or f"{Path(place.removesuffix('.py')).name}_{attribute}"
+    params = tuple(Param(param, tuple(own), "") for param, own in (values or {}).items())
+    call = str(replace(asked, label=""))
+    return CalledFamily(name.rpartition(".")[2].lower(), call, params, call=call)
 
 
 @dataclass
@@ -35,6 +63,8 @@ class CalledFamily(Family):
     empty_rows: bool = True
     ops: tuple[str, ...] = tuple(OPS)
     call: str = field(default="", kw_only=True)
+    closure: str = field(default="", kw_only=True)
+    """Digest of the user's files, once they are traced."""
 
     def __post_init__(self) -> None:
         place, _, _ = self.call.partition("?")[0].rpartition(":")
@@ -60,6 +90,12 @@ class CalledFamily(Family):
     def launches(self, *_: object) -> dict[str, Launch]:
         """None before it is traced."""
         return {}
+
+    def outdated(self, call: Mapping[str, Any]) -> str | None:
+        """Why a row of this call is of other code, or None."""
+        if call.get("function") != self.call:
+            return f"{self.name} calls {self.call} now"
+        return None if call.get("closure") == self.closure else f"files of {self.call} changed"
 
     def of_today(self, recorded: Mapping[str, Value]) -> Config:
         """The recorded config: whether the function still takes it shows when it is traced."""

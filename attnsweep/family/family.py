@@ -248,6 +248,10 @@ class Family:
 
         return add
 
+    def outdated(self, call: Mapping[str, Any]) -> str | None:  # noqa: ARG002
+        """Why a row that says that it is of this call is of other code, or None."""
+        return f"{self.name} is no call now"
+
     def keep_if(self, *rules: tuple[str, str, Rule], by_shape: bool = False) -> None:
         """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`.
 

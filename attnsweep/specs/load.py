@@ -207,7 +207,7 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
         document.raise_issues()  # of the spec's own first
         raise
     if found is not None:
-        found = {**found, **_called(spaces)}
+        found = {**found, **_called(spaces, found)}
         _check_spaces(document, spaces, found)
     document.raise_issues()
     judged = tuple(dict.fromkeys(file.candidates))
@@ -313,11 +313,14 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
 
 def with_families(spec: SweepSpec, families: Mapping[str, Family]) -> SweepSpec:
     """The spec with these families, and the callables that it has in place of some."""
-    return replace(spec, families={**families, **_called(spec.kernels)})
+    return replace(spec, families={**families, **_called(spec.kernels, families)})
 
 
-def _called(spaces: Mapping[str, Selection]) -> dict[str, Family]:
-    """The families that are callables of the user's, by the names of their spaces."""
+def _called(spaces: Mapping[str, Selection], families: Mapping[str, Family]) -> dict[str, Family]:
+    """The families that are callables of the user's, by the names of their spaces.
+
+    families: rules of such a one among them are kept.
+    """
     found: dict[str, Family] = {}
     for name, selection in spaces.items():
         if selection.call:
@@ -326,7 +329,10 @@ def _called(spaces: Mapping[str, Selection]) -> dict[str, Family]:
                 for param, chosen in own.items():
                     values[param] = tuple(dict.fromkeys((*values.get(param, ()), *chosen)))
             params = tuple(Param(param, chosen, "") for param, chosen in values.items())
-            found[name] = CalledFamily(name, selection.call, params, call=selection.call)
+            made = found[name] = CalledFamily(name, selection.call, params, call=selection.call)
+            known = families.get(name)
+            if known is not None and known.call == made.call:
+                made.rules |= known.rules
     return found
 
 

@@ -136,7 +136,9 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
         lines.append(f"  - {_flow(entry)}{f' # {note}' if note else ''}")
     lines.append("kernels:")
     for (family, source), name in spaces.items():
-        lines += _block(family, name, source)
+        own = families[family]
+        call = {"call": own.call, **{param.name: [*param.values] for param in own.params}}
+        lines += [f"  {name}: {_flow(call)}"] if own.call else _block(family, name, source)
     variants = {problem.variant for problem in request.problems if problem.op == FORWARD}
     asked = [*_OF_MASKS] if variants - {"full", "causal"} else []
     asked += [VARLEN] if any(problem.kind == "packed" for problem in request.problems) else []

@@ -142,8 +142,10 @@ def retire(store: Store, families: Mapping[str, Family], observer: Observer) -> 
         family = families[trial.kernel]
         modes = {param.name for param in family.modes}
         changed = (set(trial.config) - modes) ^ {param.name for param in family.params}
+        what = family.outdated(trial.call) if trial.call else None
         if changed:
             what = f"{trial.kernel} changed since: {', '.join(sorted(changed))}"
+        if what is not None:
             row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})
             store.append(row)
             retired += 1

@@ -14,7 +14,7 @@ from attnsweep.core.errors import KernelError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch
 from attnsweep.core.ops import ORDERS
-from attnsweep.core.problem import SIZES, Problem
+from attnsweep.core.problem import SIZES, Problem, Value
 from attnsweep.family.family import Config, Family, Launch, Param, Rule
 
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|__launch_bounds__\s*\([^)]*\)|\\\n", re.DOTALL)
@@ -30,7 +30,7 @@ def family_of(
     source: str | Path,
     problems: Sequence[Problem],
     *,
-    params: Mapping[str, Sequence[int | str]],
+    params: Mapping[str, Sequence[Value]],
     args: Sequence[Given] | None,
     grid: Sequence[Given] | Callable[[Config, Problem], Any],
     threads: Given,

@@ -1,5 +1,6 @@
 """Sweeps of callables of the user's: real traces, and a GPU whose times are made up."""
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -11,7 +12,7 @@ from samples import TEST_GPU
 from sweeping import use_gpu
 
 import attnsweep
-from attnsweep.core.trial import Status
+from attnsweep.core.trial import OURS, Status
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}")
@@ -73,11 +74,37 @@ def test_the_same_sweep_again_measures_nothing(swept, tmp_path):
 
 def test_a_changed_file_is_measured_again(swept, place, tmp_path):
     swept(tmp_path)
-    file = place / "tuned.py"
+    file, spec = place / "tuned.py", place / "calls.yaml"
     before = file.read_text()
     try:
         file.write_text(before + "\n# changed\n")
         _, gpu = swept(tmp_path)
+        spec.write_text(SPEC.replace("'tuned.py:attention'", "'tuned.py:plain', BLOCK: [64], num_warps: [1]"))
+        other, _ = swept(tmp_path)
     finally:
         file.write_text(before)
+        spec.write_text(SPEC)
+    assert {row.config["BLOCK"] for row in other.run.trials if row.status is Status.OK} == {64}
     assert len([call for call in gpu.calls if call[0] == "trial"]) == 4
+
+
+def test_tune_knows_a_call_by_its_name_and_by_the_function(place, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(place)
+    use_gpu(monkeypatch, gpu := Gpu({"torch_flash": 50.0}, environment=TEST_GPU))
+    how = {"results": tmp_path, "cache_dir": place / "cache", "dtype": "bf16"}
+    wide = {"no block of 32": lambda config, problem, arch: config["BLOCK"] != 32}
+    one = attnsweep.tune("tuned.py:attention", "1,2,256,16", rules=wide, **how)
+    assert {row.config["BLOCK"] for row in one.run.trials if row.provider == OURS} == {128}
+    module = importlib.import_module("tuned")
+    params = {"BLOCK": [32, 64], "num_warps": [None]}
+    other = attnsweep.tune(module.plain, "1,2,256,16", params=params, **how)
+    assert {row.config["BLOCK"] for row in other.run.trials if row.provider == OURS} == {32, 64}
+    assert "tuned_plain" in str(other)
+    assert gpu.calls
+
+
+def test_the_command_counts_the_configs_of_a_call(place, attnsweep):
+    shape = ["1,2,64,16", "--dtype", "bf16", "--dry-run", "--arch", "sm_90a"]
+    done = attnsweep("tune", "--kernel", "tuned.py:attention", *shape)
+    assert done.returncode == 0
+    assert "tuned_attention 4 2 2" in " ".join(done.stdout.split())
