@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
@@ -73,10 +74,16 @@ class Config(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash(frozenset(self._values.items()))  # as mappings, equal in any order
 
+    def __hash__(self) -> int:
+        return self._hash
+
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, Config):
+            return self._values == other._values
         return isinstance(other, Mapping) and self._values == dict(other)
 
     def __getstate__(self) -> dict[str, Value]:
