@@ -31,6 +31,22 @@ from attnsweep.store.run import open_run
 from attnsweep.sweep import candidates, session
 from attnsweep.tools import doctor
 
+load_kernel = discovering.load_kernel
+known_kernel = cache(load_kernel)
+
+
+def loaded_once(path):
+    """`load_kernel`, which loads a family once for a process, if it ships or is the tests' own."""
+    return (known_kernel if path.parent in (shipped("kernels"), FAMILIES) else load_kernel)(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Dozens of files ask for all families when they are imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovering, "load_kernel", loaded_once)
+        return (yield)
+
 
 @pytest.fixture(scope="session")
 def made_once():
@@ -38,14 +54,8 @@ def made_once():
 
     What recorded runs give; families, shipped ones and those of tests; the command line.
     """
-    load_kernel = discovering.load_kernel
-    known = cache(load_kernel)
-
-    def loaded(path):
-        return (known if path.parent in (shipped("kernels"), FAMILIES) else load_kernel)(path)
-
     with pytest.MonkeyPatch.context() as patch, once():
-        patch.setattr(discovering, "load_kernel", loaded)
+        patch.setattr(discovering, "load_kernel", loaded_once)
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 

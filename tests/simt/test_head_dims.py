@@ -4,6 +4,7 @@ A row's columns have the next row behind them, so that code which reads or write
 """
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -79,14 +80,18 @@ MAY_REFUSE = (
     *("turns_of_blocks", "block_order", "no_idle_tile", "split_grid", "split_keys"),
     *("warpgroups_of_sm", "some_overlap"),
 )
+HARD = [name for name in FAMILY.rules if name not in MAY_REFUSE]
 
 
 def problems_of(words: str, head_dim: int | str) -> list[Problem]:
     """Those that this config can do, whatever rules say of their size."""
     config = config_of(FAMILY, words)
-    hard = [name for name in FAMILY.rules if name not in MAY_REFUSE]
-    every = (Problem.parse(label.format(head_dim)) for label in PROBLEMS)
-    return [p for p in every if all(FAMILY.passes(name, config, p, ARCH) for name in hard)]
+    return [p for p in every_problem(head_dim) if all(FAMILY.passes(name, config, p, ARCH) for name in HARD)]
+
+
+@cache
+def every_problem(head_dim: int | str) -> list[Problem]:
+    return [Problem.parse(label.format(head_dim)) for label in PROBLEMS]
 
 
 PAIRS = [(words, dim) for words in CONFIGS for dim in DIMS if problems_of(words, dim)]
