@@ -58,5 +58,5 @@ def nightly(session: nox.Session) -> None:
 
     They run on the CPU, configs by tests/simt. Needs g++.
     """
-    session.install("-e", ".[compile,test,torch]")
+    session.install("-e", ".[compile,test,torch]", "transformers")
     session.run("python", "-m", "pytest", "-n", "auto", "-m", "nightly", *session.posargs)

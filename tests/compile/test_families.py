@@ -84,7 +84,7 @@ def problems(kernel):
 
 
 @pytest.mark.parametrize(
-    "arch", [pytest.param(name, marks=() if name == "sm_90a" else pytest.mark.nightly(push=6)) for name in ARCH_NAMES]
+    "arch", [pytest.param(name, marks=() if name == "sm_90a" else pytest.mark.nightly(push=3)) for name in ARCH_NAMES]
 )
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
 def test_corners_compile_as_planned(kernel, arch, compilers, request, some):

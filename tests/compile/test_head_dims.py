@@ -99,6 +99,7 @@ def test_tight_configs_with_v_of_another_head_dim_spill_nothing(compiler, some, 
     spill_nothing(compiler, asked)
 
 
+@TIGHT
 def test_the_spec_of_other_value_dims_has_configs_that_spill_nothing(compiler, some):
     """For problems of value_dims.yaml, some configs of its space, whose BLOCK_N differ."""
     asked = []
@@ -182,7 +183,7 @@ SERIALISED = pytest.mark.xfail(
 DIMS = sorted({*BACKWARD_FAMILY.head_dims} - {64, 128})
 
 
-@pytest.mark.nightly(push=1)
+@TIGHT
 @pytest.mark.parametrize(
     "head_dim", [pytest.param(dim, marks=[SERIALISED] if dim in (40, 48, 104, 136, 144) else []) for dim in DIMS]
 )

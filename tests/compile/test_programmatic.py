@@ -99,7 +99,7 @@ def test_every_family_with_a_programmatic_launch_is_here():
     assert having == set(CONFIGS)
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("kernel", "config", "problem", "stage"), list(launches()))
 def test_a_programmatic_launch_loads_no_constants(compiler, tmp_path, kernel, config, problem, stage):
     launch = kernel.launches(config, problem, ARCH)[stage]

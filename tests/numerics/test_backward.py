@@ -172,6 +172,7 @@ def test_right_gradients_of_narrow_and_wide_heads_are_within_the_limits(dim, som
         assert rounded_as_a_kernel_may(case, 3) == set(), case.label
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("length", "dim"), [(150, 64), (449, 128)])
 def test_no_tile_of_many_right_heads_comes_near_its_limit(length, dim, some):
     """Many short turns have hundreds of heads. Their last tile has few rows, or one."""
@@ -239,6 +240,7 @@ def of_one_key(seed, dim=64, scale_of_delta=1.0, of_o=np.asarray, hidden_too=Fal
     return over
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_gradients_that_are_zero_may_have_the_noise_of_their_sums_and_no_more(dim):
     """A device measures them by the length that a row counts at least, and so must the limits."""

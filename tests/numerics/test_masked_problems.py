@@ -168,6 +168,7 @@ def test_what_is_no_padding(padding, says):
         Padded.parse("(right,40")
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("kind", ["normal", "huge_padding", "far_below"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "e4m3_block"])
 def test_a_kernel_that_reads_padding_is_wrong(kind, dtype):

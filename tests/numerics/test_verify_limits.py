@@ -82,7 +82,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     assert not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("dtype", "rounds_scores", "causal"),
     [
@@ -284,6 +284,7 @@ def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
         assert limits.row < 1e-3
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_row_that_hangs_on_one_weight_may_be_off_by_what_rounding_it_costs(dtype):
     """Its reference is another key's score, as in a kernel that keeps the first tile's largest."""
@@ -307,7 +308,7 @@ def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, ro
     assert limits.gain <= min(limits.tile_gain, limits.row_gain)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("dtype", "keys", "rounds_scores"),
     [

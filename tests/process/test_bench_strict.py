@@ -55,6 +55,7 @@ def test_it_does_what_it_is_asked_for(called):
         assert side.ask("ready") == {}
 
 
+@pytest.mark.nightly(push=4)
 @linux
 @pytest.mark.parametrize(
     ("card", "said"),
@@ -150,6 +151,7 @@ class Hanging:
     session = SimpleNamespace(poisoned=lambda error: False)
 
 
+@pytest.mark.nightly(push=1)
 @linux
 @pytest.mark.parametrize("card", ["Hangs", "Half"])
 @pytest.mark.usefixtures("called")

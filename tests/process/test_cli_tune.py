@@ -238,6 +238,7 @@ def test_a_gpu_that_does_not_answer_is_no_traceback(attnsweep, monkeypatch):
 
 
 class TestInit:
+    @pytest.mark.nightly(push=2)
     @pytest.mark.parametrize("arch", ARCHS)
     def test_a_spec_for_every_architecture_has_candidates(self, attnsweep, arch):
         done = attnsweep("init", "own/../mine.yaml", "--arch", arch)

@@ -249,6 +249,7 @@ def marks(svg: str) -> int:
 USUAL = {"baselines", "stages", "effects", "search", "heatmap", "roofline"}
 
 
+@pytest.mark.nightly(push=1)
 @browser
 @pytest.mark.parametrize(
     ("name", "problem", "expected"),

@@ -54,6 +54,7 @@ def attnsweep(*words, **options):
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'program.py'])"
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(
     ("package", "program", "code", "printed", "said"),
     [
@@ -74,6 +75,7 @@ def test_exec_runs_a_program_with_a_package_on_and_says_what_came_of_it(place, p
     assert said in done.stderr
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("table", "warned"),
     [

@@ -62,6 +62,7 @@ def test_a_wrong_kernel_is_a_paragraph_and_exit_code_1(attnsweep, mine, before, 
 KEYS = "visible_keys(row, seqlen_q, seqlen_k).end"
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("before", "after", "form"),
     [

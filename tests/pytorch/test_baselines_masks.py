@@ -38,6 +38,7 @@ def test_sdpa_gets_the_mask_of_numpy(problem):
     assert (np.broadcast_to(made, hidden(problem).shape) == hidden(problem)).all()
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_that_of_a_mask(problem):

@@ -114,6 +114,7 @@ def compiled(operator, given, **limits):
     return traced(lambda *of: operator.attention(*of, enable_gqa=True, **limits), given, drawn(given))
 
 
+@pytest.mark.nightly(push=8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("kernel", "layout"), [(PLAIN_BACKWARD, "bshd"), (RECOMPUTED, "packed")])
 def test_gradients_by_the_kernels(tmp_path, driver, case, kernel, layout):
@@ -402,6 +403,7 @@ def test_a_policy_of_what_to_keep_has_pytorchs_operators(plain, compiled):
 
 
 # ---- compiled code ----
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("case", ["full", "window", "lengths", "of both sides", "causal lengths"])
 def test_compiled_code_calls_the_kernels(operator, case):
     given, limits = given_of(), CASES[case]
@@ -432,6 +434,7 @@ def test_the_same_code_compiled_for_several_sizes_calls_the_kernels(tmp_path, dr
         assert operator.counters() == {"kernel": count, "kernel_backward": count}
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("case", ["full", "window", "lengths"])
 def test_compiled_code_of_sizes_that_vary_looks_for_a_winner_at_run_time(operator, monkeypatch, case):
     """Where there is none nobody computes a log-sum-exp, and PyTorch has the gradients."""

@@ -272,6 +272,7 @@ def test_gradients_of_what_an_item_sees_are_pytorchs(tmp_path, driver, kernel, w
     assert driver.launches == []
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize(("batch", "keys"), [(1, 1), (2, 127), (3, 100_000), (1000, 5)])
 @pytest.mark.parametrize("what", ["padded", "boolean"])
 def test_any_size_of_what_items_see(tmp_path, driver, kernel, what, batch, keys):

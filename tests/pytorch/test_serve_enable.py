@@ -137,6 +137,7 @@ WRONG = {
 }
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("how", WRONG.values(), ids=WRONG)
 def test_arguments_of_another_type_are_pytorchs_error(package, how):
     """Also where 1 is found as True is, of a call that was met before."""
@@ -357,6 +358,7 @@ def asked_of(function, *given):
     return len(torch._dynamo.explain(function)(*given).out_guards)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("case", ["plain", "mask", "gradients"])
 def test_little_is_asked_before_compiled_calls(package, case):
     """With 50 such guards a compiled step of a short call took 6 % longer than PyTorch's own."""
@@ -384,6 +386,7 @@ KNOWN_LATE = {
 }
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("what", KNOWN_LATE)
 @pytest.mark.parametrize("way", ["enable", "attention"])
 def test_what_the_device_alone_knows(package, way, what):
@@ -409,6 +412,7 @@ def test_what_the_device_alone_knows(package, way, what):
     assert close(got, SDPA(*qkv, **how))
 
 
+@pytest.mark.nightly(push=2, of="programs with PyTorch")
 def test_what_is_compiled_after_an_end_still_asks_classes(tmp_path):
     """In a process of its own: PyTorch lists what a class may override once."""
     written(tmp_path, "package_alone", winner(shape()))

@@ -90,6 +90,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly(push=60)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("by", [KINDS[:3], KINDS[2:3], ()])

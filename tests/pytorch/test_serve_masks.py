@@ -88,6 +88,7 @@ def right(operator, mask, by="kernel", heads_kv=HEADS):
     assert operator.counters() == {by: 1}
 
 
+@pytest.mark.nightly(push=12)
 @pytest.mark.parametrize("drawn", [random_mask, numbers])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
 @pytest.mark.parametrize("form", FORMS)

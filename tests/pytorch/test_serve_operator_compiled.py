@@ -50,6 +50,7 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     assert operator.namespace not in "".join(graphs)
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("kind", [int, np.float64, torch.tensor])
 @pytest.mark.parametrize("name", ["scale", "dropout_p"])
 def test_any_kind_of_number(operator, name, kind):

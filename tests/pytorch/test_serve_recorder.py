@@ -430,6 +430,7 @@ def test_without_a_gpu_the_architecture_must_be_given(tmp_path):
         raise AssertionError("not reached")
 
 
+@pytest.mark.nightly(push=2, of="programs with PyTorch")
 @pytest.mark.parametrize("options", [[], ["--every-call"]], ids=["", "every-call"])
 def test_the_command_records_every_process_of_an_unchanged_program(tmp_path, options):
     program, out = tmp_path / "program.py", tmp_path / "model.yaml"
@@ -563,6 +564,7 @@ WAYS = (
 NO_OPERATOR = (multihead_attention, fake)
 
 
+@pytest.mark.nightly(push=10)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("every_call", [False, True])
 def test_a_call_that_comes_by_another_way_is_as_without_a_recording(tmp_path, way, every_call):

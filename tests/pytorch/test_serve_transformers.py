@@ -155,6 +155,7 @@ def dense_masks(monkeypatch):
     return found
 
 
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize("how", ["left", "right", "not", "with a hole"])
 @pytest.mark.parametrize("kind", [llama, mistral, gemma3, bert])
 def test_no_dense_mask_is_made_of_what_is_an_interval(served, monkeypatch, kind, how):
@@ -376,6 +377,7 @@ def test_a_training_step(package):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.nightly(push=1, of="compiled models")
 @pytest.mark.parametrize("exporting", [False, True])
 def test_a_compiled_model_is_one_graph(package, monkeypatch, exporting):
     """Older versions of PyTorch say that they are exporting while they compile."""
@@ -394,6 +396,7 @@ def test_a_compiled_model_is_one_graph(package, monkeypatch, exporting):
         assert torch.allclose(compiled(ids, use_cache=False).logits.float(), expected, atol=3e-2)
 
 
+@pytest.mark.nightly(push=1, of="compiled models")
 @pytest.mark.parametrize("served", [True, False])
 def test_a_compiled_model_with_padding_and_grouped_heads(tmp_path, driver, served):
     """Where no kernel serves it is transformers' own."""

@@ -190,6 +190,7 @@ def alike(got, expected):
     return all(torch.allclose(a.double(), b, atol=3e-2, rtol=3e-2) for a, b in pairs)
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("dims", [(192, 128), (64, 128)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("of_q", [True, False])

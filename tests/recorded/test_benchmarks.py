@@ -304,6 +304,7 @@ def selection(module):
     return module("selection")
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("run", "problem"),
     [

@@ -111,6 +111,7 @@ def own(**changed):
     return sheet("e").query({"like": "theirs"})["config"] | changed
 
 
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize(
     ("name", "words", "query", "factor", "before", "after"),
     [

@@ -223,7 +223,7 @@ def simulated(slower, offset):
     return shares, sum(each.processes for each in found) / 2000
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=0)
 @pytest.mark.parametrize("row", re.findall(r"^\| (\d) % \| ([\d.]+) % \|", PAGE, re.MULTILINE), ids=" ".join)
 def test_a_row_of_the_page_is_what_comparisons_said(row):
     shares, processes = simulated(*(int(1000 * float(each)) / 1e5 for each in row))

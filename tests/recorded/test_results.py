@@ -136,6 +136,7 @@ def test_what_earlier_json_names_is_recorded():
     assert named <= {f"{run.parent.name}/{run.name}" for run in RUNS}
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", EARLIER["candidates"])
 def test_what_won_among_earlier_candidates_is_still_swept(name):
     kernels, specs = shipped()

@@ -44,7 +44,7 @@ def spec_of(name):
     return load_spec(ROOT / f"configs/{name}.yaml")
 
 
-RECORDED = pytest.mark.nightly(push=2, of="the rule on many recorded runs")
+RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 
 
 @RECORDED

@@ -196,6 +196,7 @@ LOST = {
 }
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
 def test_a_winner_without_the_time_of_one_of_pytorchs_is_left_out(tmp_path, lost):
     """The slower one that is left would make its gain what no user sees."""

@@ -250,6 +250,7 @@ def test_importing_it_imports_no_compiler():
     assert "_dynamo" not in ran(code)
 
 
+@pytest.mark.nightly(push=2, of="programs with PyTorch")
 def test_on_the_cpu_and_enabled():
     pytest.importorskip("torch")
     out = ran(

@@ -198,10 +198,7 @@ def row(by, on, leave_one_out):
     )
 
 
-OF_THE_PAGE = pytest.mark.nightly(push=2, of="the rule on many recorded runs")
-
-
-@OF_THE_PAGE
+@pytest.mark.nightly(push=0)
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize(("by", "on"), [("H100", "H200"), ("H200", "H100")])
 def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
@@ -226,7 +223,7 @@ def test_the_page_says_what_the_conditions_keep_away(constants):
     assert f"{told} than PyTorch's attention, by {100 * (1 / slower[0] - 1):.1f} % at most" in page
 
 
-@OF_THE_PAGE
+@pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
     found = dispatch_summary(judged("H100", "H200", False, LATER))
     kernels = found["of_kernels"]

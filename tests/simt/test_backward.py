@@ -339,7 +339,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="wrong gradients")
 @pytest.mark.parametrize("wrong", WRONG_WAVES.values(), ids=WRONG_WAVES)
 def test_wrong_work_for_other_heads_is_found(simulator, wrong):
     case = Case(problem_of(5, 2, 1, 350, 200, head_dim=128))
@@ -347,7 +347,7 @@ def test_wrong_work_for_other_heads_is_found(simulator, wrong):
         planted(simulator, wrong, "RECOMPUTE=0 DQ_RING=2", case)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1, of="wrong gradients")
 @pytest.mark.parametrize(("wrong", "words", "case"), PLANTED)
 def test_wrong_kernels_are_found(simulator, wrong, words, case):
     planted(simulator, wrong, words, case)
@@ -412,7 +412,7 @@ REFERENCES = (
 )
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="gradients of the device")
 @pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
 def test_the_device_has_the_gradients_that_numpy_has(problem, device):
     for kind in ("normal", "far_below"):
@@ -427,7 +427,7 @@ def test_the_device_has_the_gradients_that_numpy_has(problem, device):
             assert measures.row_error(found, exact) <= 1e-11, (kind, name)
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="gradients of the device")
 @pytest.mark.parametrize("problem", REFERENCES, ids=lambda p: p.label)
 def test_rows_of_gradients_are_those_of_the_inputs_as_they_are(problem, device):
     """A wrong element of each output is found once its row is drawn, and no other row is wrong."""
@@ -497,6 +497,7 @@ def test_right_gradients_pass_in_every_call(bench):
     assert bench.proof.repeat(proven, 12, 1e3) >= 12
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", JUDGED.outputs)
 def test_a_wrong_element_of_any_output_is_found_and_named(bench, name):
     with pytest.raises(WrongResult, match=rf"error .* over the limit .* \({name}, "):

@@ -21,7 +21,7 @@ EACH = 2
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-@pytest.mark.nightly(push=8)
+@pytest.mark.nightly(push=5)
 @pytest.mark.parametrize("name", [name for name in RUNS if not is_unusual(name)])
 def test_right_on_hard_cases(simulator, some, name):
     kernel, problem, which = RUNS[name]
@@ -33,11 +33,7 @@ def test_right_on_hard_cases(simulator, some, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly(push=1, of=f"unusual configs of {RUNS[name][0]}"))
-        for name in RUNS
-        if is_unusual(name)
-    ],
+    [pytest.param(name, marks=pytest.mark.nightly(push=2, of="unusual configs")) for name in RUNS if is_unusual(name)],
 )
 def test_unusual_config_is_right(simulator, name):
     kernel, problem, which = RUNS[name]
@@ -81,7 +77,7 @@ KINDS = {
 }
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("words", "label"), [(w, each) for w in KINDS for each in KINDS[w]])
 def test_right_on_hard_cases_of_other_kinds(simulator, words, label):
     kernel = KERNELS["flash_fwd_wgmma"]

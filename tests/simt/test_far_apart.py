@@ -85,6 +85,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.nightly(push=8)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_numbers_far_apart_are_right(simulator, name, change):

@@ -98,7 +98,7 @@ PAIRS = [(words, dim) for words in CONFIGS for dim in DIMS if problems_of(words,
 VALUE_PAIRS = [(words, dims) for words in CONFIGS for dims in VALUE_DIMS if problems_of(words, dims)]
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(("words", "dim"), PAIRS + VALUE_PAIRS)
 def test_right_in_every_way_to_load_and_to_store(simulator, words, dim):
     number = CONFIGS.index(words) + (DIMS + VALUE_DIMS).index(dim)

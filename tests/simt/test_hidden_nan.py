@@ -55,7 +55,7 @@ RUNS = (
 )
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("family", "words", "labels"), RUNS, ids=lambda x: str(x) if isinstance(x, str) else "")
 def test_hidden_keys_are_as_if_they_were_not_there(simulator, family, words, labels):
     for number, label in enumerate(labels):

@@ -94,6 +94,7 @@ def differences(device, case, seed, tilt=0.0):
     )
 
 
+@pytest.mark.nightly(push=5)
 @pytest.mark.parametrize("problem", SHAPES, ids=lambda p: p.label)
 def test_the_reference_is_attention(problem, device):
     row, lse = differences(device, Case(problem), 1)

@@ -49,6 +49,7 @@ def of_device(device, problem, inputs):
     return out.of(np.float64).reshape(shape), lse.of(np.float64).reshape(shape[:3])
 
 
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_the_device_sees_the_keys_that_numpy_sees(problem, device):
     inputs = verify_inputs.make_inputs(Case(problem), 1)

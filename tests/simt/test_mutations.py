@@ -58,7 +58,7 @@ def test_a_fault_of_parity_is_found_by_the_newest_copies_first_alone(simulator):
 
 
 @pytest.mark.mutation
-@pytest.mark.nightly(push=5)
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_bug_is_found(simulator, name):
     report, missed = run(simulator, MUTATIONS[name]), MUTATIONS[name].get("missed")

@@ -43,6 +43,7 @@ def test_sequences_that_begin_one_token_later_are_wrong(simulator, name):
     assert not simulator.check(FAMILY, config, case, schedules=(0,), inputs=given).ok
 
 
+@pytest.mark.nightly(push=5)
 @pytest.mark.parametrize("words", CONFIGS["flash_fwd_wgmma"][:3])
 @pytest.mark.parametrize(
     ("name", "begins"),

@@ -138,6 +138,7 @@ HARD += [replace(PROBLEM, layout=Padded("right", 0)), replace(PROBLEM, mask=patt
 HARD += [replace(PROBLEM, scores=Scores(30.0, True)), replace(PROBLEM, batch=1, seqlen_q=20, layout=Packed(3, 40))]
 
 
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("problem", HARD, ids=str)
 def test_finalists_are_judged_on_hard_inputs_of_the_timed_size(problem, device, no_small_cases):
     bench = Bench(device, problem)

@@ -69,21 +69,21 @@ def with_scale(name, change):
     return write
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
     with pytest.raises(WrongResult, match="over the limit"):
         in_fp8.prove(with_scale(name, np.ones_like))
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_takes_another_heads_scale_is_refused(name, device, no_small_cases):
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, FP8[0]).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=1)))
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, no_small_cases):

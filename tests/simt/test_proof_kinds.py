@@ -165,7 +165,7 @@ def test_a_right_order_passes(call, bench):
     assert max(accuracy.shares.values()) <= 1
 
 
-@pytest.mark.nightly(push=5)
+@pytest.mark.nightly(push=3, of="steps that are refused")
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
@@ -209,6 +209,7 @@ def plainly(problem, buffers, number=0):
     buffers["o"].upload(encoding.to_bits(out, problem.dtype))
 
 
+@pytest.mark.nightly(push=3, of="steps that are refused")
 @pytest.mark.parametrize(
     ("label", "inputs"),
     [

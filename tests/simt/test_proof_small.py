@@ -85,7 +85,7 @@ def odd(simulator):
         yield Bench(device, ODD)
 
 
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("name", "place", "said"),
     [

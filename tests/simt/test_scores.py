@@ -103,7 +103,7 @@ OF_FINITE_MASKS = (
 FINITE_MASKS = ("(3,2/1,130x321,64) bf16 full bias(item)", "(2,2/1,97x200,64) fp16 full bias(head)")
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("words", OF_FINITE_MASKS)
 def test_finite_masks_in_every_way_to_take_the_softmax(simulator, words):
     for label in FINITE_MASKS:
@@ -130,6 +130,7 @@ def test_a_row_whose_sums_are_all_equal_is_the_mean_of_v(simulator, fill):
 JUDGED = (*(Case(problem) for problem in PROBLEMS), *(Case(Problem.parse(p), "finite_mask") for p in FINITE_MASKS))
 
 
+@pytest.mark.nightly(push=4)
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.label)
 def test_the_device_reference_is_that_of_numpy(case, device):
     problem, inputs = case.problem, verify_inputs.make_inputs(case, 1)

@@ -212,7 +212,7 @@ def test_v_of_another_head_dim(simulator, words, of_v):
     check(simulator, words, problem, layouts, lse=True)
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="gradients of strided tensors")
 @pytest.mark.parametrize(
     ("words", "head_dim"),
     [
@@ -231,7 +231,7 @@ def test_gradients_of_the_usual_layouts_of_models(simulator, words, head_dim, do
     check(simulator, words, problem, layouts, lse=False)
 
 
-@pytest.mark.nightly(push=1)
+@pytest.mark.nightly(push=1, of="gradients of strided tensors")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_any_layout_where_blocks_work_for_other_heads(simulator, layout):
     problem = Problem(5, 4, 2, 100, 130, 72, "bf16", CAUSAL, op=BACKWARD)
@@ -240,6 +240,7 @@ def test_gradients_of_any_layout_where_blocks_work_for_other_heads(simulator, la
         check(simulator, "RECOMPUTE=0 PDL=1 DQ_RING=3", problem, layouts, lse=False)
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("layout", ["rows_first", "packed"])
 @pytest.mark.parametrize(
     "words", ["BLOCK_N=64 WARPGROUPS=2", "BLOCK_N=128 WARPGROUPS=2 PINGPONG=1 MAXIMA=2 PERSISTENT=2"]

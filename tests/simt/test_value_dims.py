@@ -50,7 +50,7 @@ def test_maps_of_v_and_o_with_the_rows_of_q_are_wrong(simulator, relaunched, dim
     assert is_wrong(simulator, PLAIN, case)
 
 
-@pytest.mark.nightly(push=2)
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("words", [PLAIN, f"{PLAIN} SPLITS=2", f"{PLAIN} PERSISTENT=1"])
 @pytest.mark.parametrize("dims", ["192/128", "128/192"])
 def test_code_of_the_columns_of_q_alone_is_wrong(simulator, relaunched, words, dims):

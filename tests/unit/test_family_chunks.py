@@ -209,6 +209,7 @@ class TestVariants:
 FORWARD = [family for family in discover().values() if "forward" in family.ops]
 
 
+@pytest.mark.nightly(push=6)
 @pytest.mark.parametrize("kernel", FORWARD, ids=str)
 def test_no_rule_of_a_family_trips_over_a_mode(kernel):
     """On configs that all rules keep without a mode: each rule is asked about each."""
