@@ -31,6 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(variable, "1")
 pytest_plugins = ["without_gpu"]
 BY_FILE = tuple(f"tests/{name}/" for name in ("unit", "numerics", "process", "pytorch", "recorded", "source"))
+BY_FILE += ("tests/compile/test_trace.py",)
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")
@@ -63,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, tests of one file in BY_FILE go to one process, and all that need the one GPU.
 
-    What is dear is made once for a file: a recorded run is read, a large spec planned.
+    What is dear is made once for a file: a recorded run is read, a large spec planned, a process
+    that traces calls started.
     """
     from xdist.scheduler import LoadScopeScheduling
 
