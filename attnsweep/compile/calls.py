@@ -83,7 +83,7 @@ def _tuned(
     made.rules |= family.rules
     kept = {problem: set(map(config, tuning.kept)) for problem, tuning in tunings.items()}
     if any(len(each) < len(every) for each in kept.values()):
-        rule = f"what prunes the configs of {first.name} keeps it"
+        rule = f"prune_configs_by of {first.name} keeps it"
         made.rules["prune_configs_by"] = (
             rule,
             lambda c, p, arch: p not in kept or Config(dict(c)) in kept[p],  # noqa: ARG005

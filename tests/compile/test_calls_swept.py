@@ -107,4 +107,4 @@ def test_the_command_counts_the_configs_of_a_call(place, attnsweep):
     shape = ["1,2,64,16", "--dtype", "bf16", "--dry-run", "--arch", "sm_90a"]
     done = attnsweep("tune", "--kernel", "tuned.py:attention", *shape)
     assert done.returncode == 0
-    assert "tuned_attention 4 2 2" in " ".join(done.stdout.split())
+    assert "tuned_attention 4 2 prune_configs_by 2" in " ".join(done.stdout.split())
