@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -13,14 +16,14 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli import completion, options
-from attnsweep.cli.app import FIND, GUARD, command, print_result
+from attnsweep.cli.app import FIND, GUARD, command, print_result, refuse_idle
 from attnsweep.cli.options import option
 from attnsweep.core.errors import KernelError, SpecError, ToolchainError
 from attnsweep.reports.terminal import Form, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.cases import Case
-    from attnsweep.core.hardware import Arch
+    from attnsweep.core.problem import Problem
     from attnsweep.family.family import Config, Family
 
 
@@ -108,6 +111,7 @@ def judge(
 
 @command(GUARD)
 def verify(
+    context: typer.Context,
     kernel: Annotated[Path, typer.Argument(autocompletion=completion.families)],
     config: Annotated[list[str] | None, typer.Argument()] = None,
     problem: list[str] | None = None,
@@ -121,17 +125,22 @@ def verify(
     every: Annotated[bool, option("Run every config that the rules keep.", "--all")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Run a kernel's template on the CPU, thread by thread, and report what is wrong; needs g++.
+    """Run a kernel on the CPU, without a GPU, and report what is wrong.
 
-    Finds reads and writes out of bounds, with buffer, block and lane; deadlocks; races between
-    threads; barriers and copies that are used wrongly; and results that are over the limits of
-    error. Each finding is a paragraph. The exit code is 1 if there is one, 2 if a kernel
-    cannot be built. It times nothing, and sees no PTX: a pass is no run on a GPU.
+    A template, which needs g++, runs thread by thread; a callable of yours, FILE.py:FUNCTION as
+    `judge` calls it, runs its Triton kernels in Triton's interpreter, which computes in fp16 and
+    fp32, and shows neither races nor what is slow.
+
+    Finds results over the limits of error; in a template also reads and writes out of bounds, with
+    buffer, block and lane, deadlocks, races between threads, and barriers and copies that are used
+    wrongly; in a callable writes to inputs, and the line that raised. Each finding is a paragraph.
+    The exit code is 1 if there is one, 2 if a kernel cannot be built. It times nothing, and sees no
+    PTX: a pass is no run on a GPU.
 
     One config runs the small cases of every dtype, mask, layout and change of scores that the
     declaration has, with one head_dim. The last lines say what ran and what did not.
 
-    :kernel KERNEL: A shipped family, a declaration (NAME.py), or a directory of them.
+    :kernel KERNEL: A shipped family, a declaration (NAME.py), a directory of them, or a callable.
     :config CONFIG: NAME=VALUE …; others have their first value that the rules keep.
     :--problem SHAPE: In place of the small cases; may be repeated.
     :--head-dim: head_dim of the small cases (default: 64, or its least).
@@ -144,30 +153,42 @@ def verify(
     $ attnsweep verify naive
     $ attnsweep verify mine.py BLOCK_M=64 --causal --dtype bf16
     $ attnsweep verify mine --problem 1,2/1,97x161,64 --asan --seeds 8
+    $ attnsweep verify attend.py:attention BLOCK_M=64 --causal
     """
+    from attnsweep.core.callables import CALLABLE
     from attnsweep.core.hardware import arch_named
-    from attnsweep.tools import simulator
+    from attnsweep.tools import coverage, simulator
+    from attnsweep.tools.interpret import Interpreter
 
-    if simulator.COMPILER is None:
+    made: Any
+    if called := CALLABLE.fullmatch(str(kernel)):
+        refuse_idle(context, ("seeds", "asan"), "with a callable")
+        made = Interpreter(str(kernel), arch_named(arch))
+        configs_of = made.configs
+    elif simulator.COMPILER is None:
         raise ToolchainError("g++ is not installed", hint="apt install g++, or conda install gxx")
-    families, target = _families(kernel), arch_named(arch)
-    how: dict[str, Any] = {"arch": target, "asan": asan}
+    else:
+        made = simulator.Simulator()
+        configs_of = partial(coverage.configs_of, arch=arch_named(arch))
+    how: dict[str, Any] = {"arch": arch_named(arch), "asan": asan}
     how["schedules"] = range(len(simulator.SCHEDULES) + seeds)
     findings: list[dict[str, str]] = []
     covered: list[dict[str, Any]] = []
     ran, begin = 0, time.monotonic()
-    with simulator.Simulator() as machine:
+    with made as machine, ThreadPoolExecutor(os.cpu_count() if called else 1) as pool:
+        families = [machine.family] if called else _families(kernel)
         for family in families:
             asked = _runs(family, problem or (), head_dim, dtype, causal, inputs)
-            runs, others = _configs(family, " ".join(config or ()), asked, target, every)
+            runs, others = _configs(family, " ".join(config or ()), asked, configs_of, every)
             for chosen, cases in runs:
                 ran += len(cases)
-                wrong = []
-                for case in cases:
-                    said = _finding(machine, family, chosen, case, how)
-                    if said is not None:
-                        who = {"kernel": family.name, "config": chosen.label, "case": case.label}
-                        wrong.append(who | {"finding": said})
+                who = {"kernel": family.name, "config": chosen.label}
+                said = pool.map(partial(_finding, machine, family, chosen, how), cases)
+                wrong = [
+                    who | {"case": case.label, "finding": finding}
+                    for case, finding in zip(cases, said, strict=True)
+                    if finding is not None
+                ]
                 findings += wrong
                 if wrong and not json_:
                     print_result([_paragraph(wrong, len(cases))], None, False)
@@ -193,20 +214,23 @@ def _paragraph(findings: Sequence[dict[str, str]], of: int) -> str:
 
 
 def _configs(
-    family: Family, words: str, asked: Sequence[Sequence[Case]], arch: Arch, every: bool
+    family: Family,
+    words: str,
+    asked: Sequence[Sequence[Case]],
+    configs_of: Callable[[Family, str, Problem], Sequence[Config]],
+    every: bool,
 ) -> tuple[list[tuple[Config, Sequence[Case]]], int]:
     """The cases of each list with one config, or with `every` one; how many configs do not run.
 
     asked: cases, the first of each list being the problem whose space its configs are of.
     """
-    from attnsweep.tools.coverage import configs_of
     from attnsweep.tools.simulator import SimtError
 
     runs: list[tuple[Config, Sequence[Case]]] = []
     known: set[Config] = set()
     for whole, *cases in asked:
         try:
-            found = configs_of(family, words, whole.problem, arch)
+            found = configs_of(family, words, whole.problem)
         except SimtError as error:
             raise KernelError(str(error), where=family.declared_at) from error
         known |= {*found}
@@ -240,7 +264,7 @@ def _covered_lines(covered: dict[str, Any]) -> Iterator[str]:
 
 
 def _finding(
-    machine: Any, family: Family, config: Config, case: Case, how: dict[str, Any]
+    machine: Any, family: Family, config: Config, how: dict[str, Any], case: Case
 ) -> str | None:
     """What is wrong with a case, or None. Raises KernelError if it cannot be built."""
     from attnsweep.tools.simulator import BuildError, SimtError
@@ -304,6 +328,8 @@ def _runs(
     dim = head_dim or (64 if 64 in family.head_dims else family.some_head_dims[0])
     dtypes = family.dtypes if dtype is None else (read_dtype(dtype, "--dtype"),)
     wholes = forms(family, dtypes, ("causal",) if causal else family.masks, dim)
+    if family.call:
+        wholes = filter(family.serves, wholes)
     found = [(Case(whole), *cases_of(family, whole)) for whole in wholes]
     if not any(cases for _, *cases in found):
         what = "serves none of the small cases"

@@ -28,6 +28,7 @@ from attnsweep.cli.app import (
     without_arch,
 )
 from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.files import shipped
 from attnsweep.core.ops import ORDERS
 from attnsweep.reports.terminal import Form, console, errors
 
@@ -177,26 +178,40 @@ def init(
     kernel: str | None = None,
     from_: Path | None = None,
     layout: str = ORDERS[0],
+    triton: bool = False,
     force: bool = False,
     json_: options.Json = False,
 ) -> None:
-    """Write a commented spec for this GPU, or a kernel of your own, to edit and to run.
+    """Write a commented spec for this GPU, or a kernel to edit and to run.
 
     :file FILE: File to write; - prints it.
     :--kernel NAME: Write a kernel of your own: NAME/NAME.cu, its declaration and its spec.
     :--from FILE.cu: With --kernel: begin with this template of yours.
     :--layout: With --kernel: the order of its tensors, bhsd or bshd.
+    :--triton: Write an autotuned Triton kernel to FILE, attend.py.
     :--force: Replace files that are there.
 
     $ attnsweep init
     $ attnsweep init mine.yaml --arch sm_90a --problem '4,32,4096,128 bf16 causal'
     $ attnsweep init --kernel mine --from attention.cu
+    $ attnsweep init --triton attend.py
     """
     from attnsweep.family.discover import discover
     from attnsweep.specs.shapes import read_shapes
     from attnsweep.specs.starter import Request, example, starter, with_more
     from attnsweep.tools import target as cards
 
+    if triton:
+        spared = ("arch", "problem", "kernel", "from_", "layout")
+        refuse_idle(context, spared, "with --triton, which writes a kernel")
+        file = file if given(context, "file") else Path("attend.py")
+        write_spec(
+            file, shipped("baselines").joinpath("triton_kernel.py").read_text("utf-8"), force
+        )
+        call = f"{file}:attention"
+        said = f"{file}: a Triton kernel; next: attnsweep verify {call}, attnsweep inspect {call}"
+        print_result([said], {"call": call}, json_)
+        return
     problems = read_shapes(problem, option="--problem") if problem else []
     if kernel is not None:
         if given(context, "file"):

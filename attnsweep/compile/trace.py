@@ -74,13 +74,20 @@ class Tracer:
     """Traces one callable for one architecture. Processes may share the cache.
 
     call: as an Asked has it. Its process starts when it is first asked for what the cache lacks; it
-    raises KernelError then if the file cannot be imported.
+    raises KernelError then if the file cannot be imported. interpreted: its kernels run, in the
+    interpreter of Triton.
     """
 
     def __init__(
-        self, call: str, arch: Arch, cache_dir: Path | None = None, jobs: int | None = None
+        self,
+        call: str,
+        arch: Arch,
+        cache_dir: Path | None = None,
+        jobs: int | None = None,
+        *,
+        interpreted: bool = False,
     ) -> None:
-        self.call, self.arch = call, arch
+        self.call, self.arch, self._interpreted = call, arch, interpreted
         self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
         self._jobs = jobs or os.cpu_count() or 1
         self.versions = _versions()
@@ -98,6 +105,7 @@ class Tracer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "TRITON_INTERPRET": str(int(self._interpreted))},
         )
         self._listener.start()
         try:
@@ -170,6 +178,24 @@ class Tracer:
         value = self._ask(do, **asked).result()
         self._keep(place, {"value": value})
         return value
+
+    def serves(self, problem: Problem) -> str | None:
+        """Why the callable cannot be called on a problem, as far as it says, or None."""
+        try:
+            found: str | None = self._answer("serves", problem=problem.label)
+        except CompileError as error:
+            raise KernelError(error.what, where=self.call) from error
+        return found
+
+    def interpret(
+        self, problem: Problem, values: Mapping[str, Value], inputs: Path, folder: Path
+    ) -> Future[Any]:
+        """Call it in Triton's interpreter: outputs of the inputs in a folder go to another one.
+
+        Its result raises CompileError with what went wrong.
+        """
+        own: dict[str, Any] = {"problem": problem.label, "values": dict(values)}
+        return self._ask("interpret", **own, inputs=str(inputs), folder=str(folder))
 
     def key(self, problem: Problem, values: Mapping[str, Value]) -> str:
         """The address of a config's entry in the cache."""
@@ -332,7 +358,7 @@ def _versions() -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if name.startswith(("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_"))
-        and name not in ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG")
+        and name not in ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
     }
     found = {}
     for name in ("triton", "torch"):

@@ -48,7 +48,8 @@ def forms(
                     yield from [more] * more.has_empty_rows
         for kind in family.scores:
             mask = "causal" if "causal" in masks and kind != "bias" else "full"  # it has no mask
-            yield Problem.parse(f"(2,8,1024,{head_dim}) {dtype} {mask}{_SCORES[kind]}{end}")
+            with suppress(ProblemError):  # gradients have none
+                yield Problem.parse(f"(2,8,1024,{head_dim}) {dtype} {mask}{_SCORES[kind]}{end}")
 
 
 def cases_of(family: Family, whole: Problem) -> tuple[Case, ...]:

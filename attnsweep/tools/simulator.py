@@ -351,8 +351,7 @@ class Simulator:
                 got[name] = got[name].swapaxes(1, 2) if turned else got[name]
             if lse is not None:
                 written = left["lse"].view(np.float32).reshape(lse.shape)
-                size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
-                lse_error = float(np.max(apart(written, lse) / size))
+                lse_error = error_of_lse(written, lse)
                 if not lse_error <= LSE_LIMIT:
                     return Result(case, worst, limit, name, lse_error)
                 worst_lse = max(worst_lse, lse_error)
@@ -360,7 +359,7 @@ class Simulator:
             for name, exact in expected.items():
                 values = from_bits(got[name], problem.out_dtype).astype(np.float64)
                 errors[name] = row_error(values, exact, least[name])
-            name, error, limit = _judged(errors, limit, case, kernel.rounds_scores)
+            name, error, limit = judged(errors, limit, case, kernel.rounds_scores)
             if not error <= limit:
                 return Result(case, error, limit, name)
             worst = error if len(errors) > 1 else max(worst, error)
@@ -371,7 +370,13 @@ class Simulator:
         return Result(case, worst, limit, name, worst_lse)
 
 
-def _judged(
+def error_of_lse(written: Any, lse: Any) -> float:
+    """The largest error of log-sum-exps, relative where they are above 1."""
+    size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 1)))
+    return float(np.max(apart(written, lse) / size))
+
+
+def judged(
     errors: Mapping[str, float], limit: float, case: Case, rounds_scores: int
 ) -> tuple[str, float, float]:
     """The output whose error is the worst, that error, and as much of its limit as it needs.

@@ -82,8 +82,11 @@ class _NoCard(FakeTensorMode):  # type: ignore[misc]
 
 
 @contextmanager
-def no_card(arch: Arch) -> Iterator[None]:
-    """PyTorch as it is on a card of this architecture, as far as launchers ask before a launch."""
+def no_card(arch: Arch, *, real: bool = False) -> Iterator[None]:
+    """PyTorch as it is on a card of this architecture, as far as launchers ask before a launch.
+
+    real: tensors have memory, of the host.
+    """
     major, minor = arch.compute_capability
     facts = SimpleNamespace(
         name=f"a card of {arch.name}",
@@ -115,7 +118,8 @@ def no_card(arch: Arch) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         # Which has a build for CUDA ask for a tensor of the card's own memory.
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
-        stack.enter_context(_NoCard(allow_non_fake_inputs=True))
+        if not real:
+            stack.enter_context(_NoCard(allow_non_fake_inputs=True))
         yield
 
 

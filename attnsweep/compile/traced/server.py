@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +29,15 @@ from attnsweep.core.cases import served_cases, small_cases
 from attnsweep.core.errors import Unavailable, in_short
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, beside, imported, split, watched
+from attnsweep.core.user_code import (
+    BoundFunction,
+    beside,
+    facts_asked_for,
+    imported,
+    split,
+    takes,
+    watched,
+)
 
 # Bytes that a config may allocate beside what importing took.
 _MEMORY = 16 << 30
@@ -111,6 +121,50 @@ class Traced:
             "files": closure(),
         }
 
+    def serves(self, problem: str) -> str | None:
+        """Why the callable cannot be called on a problem, as far as it says, or None."""
+        shape = Problem.parse(problem)
+        facts = {*facts_asked_for(self.function, shape)}
+        facts |= {"problem"} if takes(self.function, "problem") else set()
+        parameters = inspect.signature(self.function).parameters.values()
+        own = {
+            p.name
+            for p in parameters
+            if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name not in facts
+        }
+        if shape.op.name == "forward":
+            if "do" in own:
+                return "it takes the tensors of a backward"
+            own -= {"out", "lse"}
+        if len(own) != len(shape.values) and not any(
+            p.kind is p.VAR_POSITIONAL for p in parameters
+        ):
+            return f"it takes {len(own)} tensors, and a call has {len(shape.values)}"
+        supports = beside(self.module, self.function, "supports")
+        if supports is not None:
+            with watched("supports"):
+                answer = supports(shape)
+            return None if answer is True else str(answer or "supports returned False")[:300]
+        if shape.kind not in ("full", "causal") or shape.head_dim_v or shape.scores.kinds:
+            return "no supports(problem) beside it says that it can"
+        told = facts & {"problem", "causal", "is_causal"}
+        return "it has no parameter causal" if shape.causal and not told else None
+
+    def interpret(self, problem: str, values: dict[str, Any], inputs: str, folder: str) -> None:
+        """Write the outputs of a call in Triton's interpreter to a folder; inputs: the folder of.
+
+        Both have a file `NAME.npy` for each tensor, of bits.
+        """
+        from attnsweep.compile.traced import interpreted
+
+        given = interpreted.Inputs(Problem.parse(problem), Path(inputs))
+        try:
+            made = interpreted.called(self.asked.call, self.function, given, values, self.arch)
+        except Unavailable as error:
+            raise Unavailable(_explained(error)) from error
+        given.check()
+        interpreted.keep(given.problem, made, Path(folder))
+
     def _call(
         self, problem: Problem, own: dict[str, Any], tuned: Any, known: Any = None
     ) -> tuple[Any, str]:
@@ -148,14 +202,21 @@ class Traced:
 
 
 def _explained(error: Unavailable) -> str:
-    """Why a call failed: what its error follows from, and the whole on further lines."""
-    first = error.__cause__
-    last: BaseException | None = first
-    while last is not None and last.__cause__ is not None:
+    """Why a call failed: what its error follows from and where, and the whole on further lines."""
+    first = last = error.__cause__
+    said, place, files = str(error), "", closure()
+    while last is not None:
+        for frame in traceback.extract_tb(last.__traceback__):
+            if os.path.abspath(frame.filename) in files:  # the user's line, not a library's
+                place = f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
+        if last.__cause__ is None:
+            break
         last = last.__cause__
-    if last is None or last is first:
-        return str(error)
-    return f"{in_short(last)}\n{first}"
+    if last is not None and last is not first:
+        said = in_short(last)
+    if place:
+        said = said.rpartition(" (")[0] + place
+    return said if last is first else f"{said}\n{first}"
 
 
 def closure() -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.cache import FileCacheManager
+from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 from attnsweep.core.hardware import Arch
@@ -95,10 +96,11 @@ class Recorder:
             return 4096 + int(tensor.storage_offset()) * int(tensor.element_size()) % 16
 
         before = triton.runtime.driver._active
-        triton.runtime.driver.set_active(_driver(arch))
+        triton.runtime.driver.set_active(driver_of(arch))
         with ExitStack() as stack:
             stack.callback(triton.runtime.driver.set_active, before)
             stack.enter_context(mock.patch.object(JITFunction, "run", launch))
+            stack.enter_context(mock.patch.object(GridExecutor, "__call__", return_value=None))
             stack.enter_context(mock.patch.object(Autotuner, "run", autotune))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", pointer))
             yield
@@ -235,8 +237,8 @@ def _argument(value: Any) -> str:
     return repr(value)[:200]
 
 
-def _driver(arch: Arch) -> Any:
-    """Triton's driver of such a card, as far as compiling asks it."""
+def driver_of(arch: Arch, device: str = "cuda") -> Any:
+    """Triton's driver of such a card, as far as compiling asks it. device: where tensors lie."""
     major, minor = arch.compute_capability
     facts = {
         "max_shared_mem": arch.smem_per_block,
@@ -254,7 +256,7 @@ def _driver(arch: Arch) -> Any:
         set_current_device=lambda device: None,  # noqa: ARG005
         get_current_stream=lambda device=None: 0,  # noqa: ARG005
         get_device_interface=lambda: torch.cuda,
-        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_active_torch_device=lambda: torch.device(device, 0),
         get_benchmarker=no_timing,
         get_empty_cache_for_benchmark=no_timing,
         clear_cache=no_timing,

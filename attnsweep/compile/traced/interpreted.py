@@ -1,0 +1,92 @@
+"""Tensors of a call in Triton's interpreter: inputs between guards, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from attnsweep.compile.traced.fake import DTYPES, no_card
+from attnsweep.compile.traced.triton import AskedTooMuch, Recorder, driver_of
+from attnsweep.core.errors import Unavailable
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem
+from attnsweep.core.user_code import BoundFunction, split
+
+# Bytes on each side of an input: all of its bits are set, which is NaN, or -1.
+_GUARD = 1 << 16
+
+
+class Inputs:
+    """The inputs of a call, of files in a folder."""
+
+    def __init__(self, problem: Problem, folder: Path) -> None:
+        # Memory that a call takes is NaN until it writes to it.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self.problem, self.tensors, self._whole = problem, [], dict[str, Any]()
+        tensors = {tensor.name: tensor for tensor in problem.op.inputs(problem)}
+        for name in problem.values:
+            bits = np.ascontiguousarray(np.load(folder / f"{name}.npy"))
+            memory = torch.full((bits.nbytes + 2 * _GUARD,), 255, dtype=torch.uint8)
+            inside = memory[_GUARD : _GUARD + bits.nbytes]
+            inside.copy_(torch.from_numpy(bits.reshape(-1).view(np.uint8)))
+            self.tensors.append(inside.view(DTYPES[tensors[name].dtype]).view(bits.shape))
+            self._whole[name] = memory, memory.clone()
+
+    def check(self) -> None:
+        """Raises Unavailable if a call wrote to one, or next to it."""
+        for name, (memory, before) in self._whole.items():
+            if not torch.equal(memory, before):
+                raise Unavailable(f"wrote to its input {name}, or next to it")
+
+
+class _Interpreted(Recorder):
+    """Gives the autotuner of a call its config; launches run."""
+
+    @contextmanager
+    def recording(self, arch: Arch) -> Iterator[None]:
+        """See Recorder."""
+        tune, before = Autotuner.run, triton.runtime.driver._active
+
+        def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
+            return self._autotune(tune, tuner, args, how)
+
+        triton.runtime.driver.set_active(driver_of(arch, "cpu"))
+        with mock.patch.object(Autotuner, "run", autotune):
+            yield
+        triton.runtime.driver.set_active(before)
+
+
+def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], arch: Arch) -> Any:
+    """What a callable returns. Raises Unavailable with what it raised."""
+    own, left = split(function, values)
+    bound = BoundFunction(torch, given.problem, call, function, values=own)
+    with no_card(arch, real=True), _Interpreted(left).recording(arch):
+        try:
+            return bound(*given.tensors)
+        except Unavailable as error:
+            if isinstance(error.__cause__, AskedTooMuch):
+                raise Unavailable(str(error.__cause__)) from None
+            raise
+
+
+def keep(problem: Problem, made: Any, folder: Path) -> None:
+    """Write what a call returned to a folder. Raises Unavailable if it is not as it should be."""
+    returned = made if isinstance(made, tuple) else (made,)
+    for tensor, output in zip(problem.op.written(problem), returned, strict=False):
+        if not isinstance(output, torch.Tensor):
+            raise Unavailable(f"returned {type(output).__name__} in place of {tensor.name}")
+        is_, wanted = (tuple(output.shape), output.dtype), (tensor.shape, DTYPES[tensor.dtype])
+        if is_ != wanted:
+            of = "{0[1]} {0[0]}".format
+            raise Unavailable(f"returned {tensor.name} as {of(is_)}, not {of(wanted)}")
+        np.save(folder / f"{tensor.name}.npy", output.detach().contiguous().numpy())
+    if len(returned) < len(problem.outputs):
+        raise Unavailable(f"returned {len(returned)} of {', '.join(problem.outputs)}")
