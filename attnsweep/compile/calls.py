@@ -20,6 +20,7 @@ from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
 from attnsweep.core.cases import served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.problem import Problem, Value
+from attnsweep.core.trial import THIS_BINARY
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
@@ -166,7 +167,7 @@ class CalledBuild(Build):
         """What a row says of the call beside its config."""
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
-        return {"call": facts | {"covers": traced.why or "this binary"}}
+        return {"call": facts | {"covers": traced.why or THIS_BINARY}}
 
     def launches_for(self, problem: Problem) -> CallPlan:
         """The call on a problem, on which it launches what was compiled for the timed one."""
@@ -183,6 +184,20 @@ class CalledBuild(Build):
         checks = tuple(replace(plan, problem=case.problem) for case in cases)
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
         return Candidate(*own, deterministic=False, cases=cases)
+
+    def on_any_length(self) -> Candidate:
+        """The same, to be checked on small cases of any length, whose code is compiled for it.
+
+        Raises CompileError.
+        """
+        tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
+        cases, config = small_cases(self.problem), dict(self.config)
+        asked = [tracer.submit(case.problem, config) for case in cases]
+        checks = tuple(
+            CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
+            for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
+        )
+        return replace(self.candidate(), checks=checks, cases=None)
 
     def _as_grouped(self, problem: Problem) -> bool:
         """Whether its groups of heads are the timed problem's: not all launchers have any."""

@@ -27,6 +27,10 @@ OURS = "attnsweep"
 """The provider of candidates; a baseline's provider is its own name."""
 
 
+THIS_BINARY = "this binary"
+"""What the proof of a call covers: problems on which it launches the code of the timed one."""
+
+
 class Status(StrEnum):
     """The fate of a candidate. Every candidate ends as a row; none ends the sweep."""
 
@@ -199,8 +203,11 @@ class Trial(_Row):
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     call: dict[str, Any] = Field(default_factory=dict)
-    """Of a candidate that is a call of the user's: `function`, digest of the user's files
-    (`closure`), versions, and what its proof `covers`; empty of one that is launched."""
+    """Of a candidate that is a call of the user's; empty of one that is launched.
+
+    `function`, digest of the user's files (`closure`), versions, and what its proof `covers`: this
+    binary or any length; or why it could not be traced. `other_lengths`: why not any length.
+    """
     conditions: dict[str, Any] = Field(default_factory=dict)
     """State of the card during the rounds, from NVML.
 

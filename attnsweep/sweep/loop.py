@@ -19,17 +19,17 @@ from attnsweep.choose.columns import held_to
 from attnsweep.choose.drift import at_pace
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import Pair, race
-from attnsweep.choose.ranking import judged, winner_of
+from attnsweep.choose.ranking import judged, ranked, winner_of
 from attnsweep.choose.rounds import prepared
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import StoreError
+from attnsweep.core.errors import CompileError, StoreError
 from attnsweep.core.length import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Environment, Measurement, Status, Trial, cards_of
+from attnsweep.core.trial import THIS_BINARY, Environment, Measurement, Status, Trial, cards_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem
 from attnsweep.store.code import keep_code, read_code
@@ -246,8 +246,29 @@ class _ProblemSweep:
         strict = [row for row in rows if Asked.of(row.provider).strict]
         for build, trial in finals.run(raced, [row for row in rows if row not in strict]):
             self._timed[trial.key] = build
+        self._prove_any_length()
         if strict:
             self._judge_strictly(strict)
+
+    def _prove_any_length(self) -> None:
+        """Say whether a call that wins, and those that tie with it, are right on any length.
+
+        Until then they were called where they launch the code of the timed problem alone.
+        """
+        if not any(build.kernel.call for build in self._timed.values()):
+            return
+        (rows,) = ranked(self._store.rows_of(self._problem), None)
+        first = next((row["rank"] for row in rows if row["winner"]), None)
+        for trial in (row["trial"] for row in rows if row["rank"] == first):
+            build = self._timed.get(trial.key)
+            if first is None or build is None or trial.call.get("covers") != THIS_BINARY:
+                continue
+            try:
+                self._gpu.trial(build.on_any_length())
+                facts = {"covers": "any length"}
+            except (WorkerError, CompileError) as error:
+                facts = {"other_lengths": str(error)}
+            self._store.append(trial.with_(call=trial.call | facts))
 
     def _judge_strictly(self, asked: Sequence[Trial]) -> None:
         """Time callables in chains, beside baselines whose rows stay those of the finals."""

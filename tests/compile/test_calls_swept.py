@@ -12,6 +12,7 @@ from samples import TEST_GPU
 from sweeping import use_gpu
 
 import attnsweep
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.trial import OURS, Status
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
@@ -40,14 +41,24 @@ def place(tmp_path_factory):
 class Gpu(FakeGpu):
     """One on which many warps are slow."""
 
+    def __init__(self, faults=(), **how):
+        super().__init__(**how)
+        self.in_turn = {key: [*each] for key, each in dict(faults).items()}
+
+    def heard(self, method, name=""):
+        super().heard(method, name)
+        fault = self.in_turn.get((method, name), [None])
+        if fault and (error := fault.pop(0)):
+            raise error
+
     def time_us(self, name):
         return 40.0 if "num_warps=4" in name else 20.0 + ("BLOCK=128" in name)
 
 
 @pytest.fixture
 def swept(place, monkeypatch, tmp_path):
-    def swept(results=tmp_path, **how):
-        gpu = Gpu(environment=TEST_GPU)
+    def swept(results=tmp_path, *, faults=(), **how):
+        gpu = Gpu(faults, environment=TEST_GPU)
         use_gpu(monkeypatch, gpu)
         return attnsweep.run("calls.yaml", results=results, cache_dir=place / "cache", **how), gpu
 
@@ -56,13 +67,23 @@ def swept(place, monkeypatch, tmp_path):
 
 def test_the_files_own_configs_are_swept_and_ranked(swept):
     outcome, _ = swept()
-    rows = {row.config["BLOCK"]: row for row in outcome.run.trials if row.status is Status.OK}
+    fast = [row for row in outcome.run.trials if row.config["num_warps"] == 1]
+    rows = {row.config["BLOCK"]: row for row in fast if row.status is Status.OK}
     assert len(outcome.run.trials) == 4
     assert outcome.exit_code == 0
     said = rows[32].call
-    assert (said["function"], said["covers"]) == ("tuned.py:attention", "this binary")
+    assert (said["function"], said["covers"]) == ("tuned.py:attention", "any length")
     assert said["triton"]
+    assert {row.call["covers"] for row in rows.values()} == {"any length", "this binary"}
     assert "tuned takes 20.0 µs" in str(outcome)
+
+
+def test_a_call_that_is_right_on_its_own_lengths_alone_is_said_so(swept, tmp_path):
+    faults = {("trial", "BLOCK=32 num_warps=1"): [None, WorkerError(Status.WRONG, "wrong on 17 keys")]}
+    outcome, _ = swept(tmp_path, faults=faults)
+    said = next(row for row in outcome.run.trials if row.call.get("other_lengths"))
+    assert (said.status, said.call["covers"]) == (Status.OK, "this binary")
+    assert said.call["other_lengths"] == "wrong on 17 keys"
 
 
 def test_the_same_sweep_again_measures_nothing(swept, tmp_path):
@@ -75,31 +96,35 @@ def test_the_same_sweep_again_measures_nothing(swept, tmp_path):
 def test_a_changed_file_is_measured_again(swept, place, tmp_path):
     swept(tmp_path)
     file, spec = place / "tuned.py", place / "calls.yaml"
-    before = file.read_text()
+    before, wrong = file.read_text(), WorkerError(Status.WRONG, "not today")
+    faults = {("trial", f"BLOCK={block} num_warps={n}"): [wrong] for block in (32, 64, 128) for n in (1, 4)}
     try:
         file.write_text(before + "\n# changed\n")
-        _, gpu = swept(tmp_path)
+        changed, _ = swept(tmp_path, faults=faults)
         spec.write_text(SPEC.replace("'tuned.py:attention'", "'tuned.py:plain', BLOCK: [64], num_warps: [1]"))
-        other, _ = swept(tmp_path)
+        other, _ = swept(tmp_path, faults=faults)
     finally:
         file.write_text(before)
         spec.write_text(SPEC)
-    assert {row.config["BLOCK"] for row in other.run.trials if row.status is Status.OK} == {64}
-    assert len([call for call in gpu.calls if call[0] == "trial"]) == 4
+    assert {row.status for row in changed.run.trials} == {Status.WRONG}
+    assert [row.config["BLOCK"] for row in other.run.trials if row.status is Status.WRONG] == [64]
+    left = [row.detail for row in other.run.trials if row.status is Status.PRUNED]
+    assert left == 4 * ["tuned calls tuned.py:plain now"]
 
 
 def test_tune_knows_a_call_by_its_name_and_by_the_function(place, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(place)
-    use_gpu(monkeypatch, gpu := Gpu({"torch_flash": 50.0}, environment=TEST_GPU))
+    use_gpu(monkeypatch, gpu := Gpu(times={"torch_flash": 50.0}, environment=TEST_GPU))
     how = {"results": tmp_path, "cache_dir": place / "cache", "dtype": "bf16"}
-    wide = {"no block of 32": lambda config, problem, arch: config["BLOCK"] != 32}
-    one = attnsweep.tune("tuned.py:attention", "1,2,256,16", rules=wide, **how)
-    assert {row.config["BLOCK"] for row in one.run.trials if row.provider == OURS} == {128}
+    small = {"a block of 32": lambda config, problem, arch: config["BLOCK"] == 32}
+    one = attnsweep.tune("tuned.py:attention", "1,2,256,16", rules=small, **how)
+    assert {row.config["BLOCK"] for row in one.run.trials if row.provider == OURS} == {32}
     module = importlib.import_module("tuned")
-    params = {"BLOCK": [32, 64], "num_warps": [None]}
+    params = {"BLOCK": [64], "num_warps": [None]}
+    gpu.in_turn = {("trial", "BLOCK=64 num_warps=None"): [WorkerError(Status.WRONG, "not today")]}
     other = attnsweep.tune(module.plain, "1,2,256,16", params=params, **how)
-    assert {row.config["BLOCK"] for row in other.run.trials if row.provider == OURS} == {32, 64}
-    assert "tuned_plain" in str(other)
+    assert {row.config["BLOCK"] for row in other.run.trials if row.provider == OURS} == {64}
+    assert other.run.directory.name.endswith("tuned_plain")
     assert gpu.calls
 
 
