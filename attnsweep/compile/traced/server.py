@@ -228,7 +228,9 @@ def closure() -> dict[str, str]:
     found = {}
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not file.startswith(tuple(places)):
+        if not isinstance(file, str) or {"site-packages", "dist-packages"} & {*Path(file).parts}:
+            continue  # of another environment, which this one sees
+        if file.endswith(".py") and not file.startswith(tuple(places)):
             with contextlib.suppress(OSError):
                 found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return dict(sorted(found.items()))
