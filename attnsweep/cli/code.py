@@ -144,12 +144,15 @@ def inspect(
     kernels: options.Kernels = None,
     results: options.Results = Path("results"),
 ) -> None:
-    """Analyse one compiled config without a GPU: resources, occupancy, instructions, bound.
+    """Analyse compiled code without a GPU: resources, occupancy, instructions, bound.
+
+    Of a kernel or a run it is one config; of a callable of yours, FILE.py:FUNCTION, whose kernels
+    are Triton's, all configs that its autotuner keeps, with what the others were removed by.
 
     Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and the
     number of instructions of each kind (this needs nvdisasm: the `inspect` extra).
 
-    :subject KERNEL|RUN: A kernel family, or a run, whose winner is taken.
+    :subject KERNEL|RUN|CALLABLE: A kernel family, a run, whose winner is taken, or a callable.
     :config CONFIG: 'BLOCK_M=64 BLOCK_N=128'; other parameters are those of the first valid config,
         or of the run's winner.
     :--problem SHAPE: '1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: the run's first).
@@ -157,7 +160,9 @@ def inspect(
     $ attnsweep inspect flash_fwd_wgmma
     $ attnsweep inspect flash_fwd_wgmma BLOCK_N=128 --problem 4,16,4096,128
     $ attnsweep inspect results/h200/flash_short --problem '1,16,1024,64 causal'
+    $ attnsweep inspect attend.py:attention num_warps=4 --problem '4,32,4096,128 bf16 causal'
     """
+    from attnsweep.core.callables import CALLABLE
     from attnsweep.family.discover import discover
     from attnsweep.family.family import values_in
     from attnsweep.specs.shapes import read_shapes
@@ -172,6 +177,10 @@ def inspect(
     if len(asked) != 1:
         raise ProblemError(f"{len(asked)} shapes, of which one is inspected", where="--problem")
     given, shape, card = " ".join(config or ()), asked[0], None
+    if CALLABLE.fullmatch(subject):
+        called = inspection.inspect_call(subject, given, shape, arch_named(arch or "sm_90a"))
+        print_result(inspection.lines_of_call(called, console.width), called, json_)
+        return
     if subject not in families and Path(subject).exists():
         run = open_run(Path(subject))
         winner = inspection.winner_of(run, shape)

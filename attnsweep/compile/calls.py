@@ -56,16 +56,36 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
         if not isinstance(family, CalledFamily):
             continue
         problems = [entry.problem for entry in spec.problems if name in entry.kernels]
-        tracer = tracers.of(family.call)
-        if not selection.names:
-            try:
-                tunings = {problem: tracer.space(problem) for problem in problems}
-            except CompileError as error:
-                where, hint = f"kernels: {name}", "name its parameters, as M: [64, 128]"
-                raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
-            family, kernels[name] = _tuned(family, selection, tunings)
-        families[name] = _kept(family, kernels[name], tracer, problems)
+        try:
+            known = known_space(family, selection, tracers.of(family.call), problems)
+        except CompileError as error:
+            where, hint = f"kernels: {name}", "name its parameters, as M: [64, 128]"
+            raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
+        families[name], kernels[name] = known
     return replace(spec, kernels=kernels, families=families)
+
+
+def known_space(
+    family: CalledFamily, selection: Selection, tracer: Tracer, problems: Sequence[Problem]
+) -> tuple[CalledFamily, Selection]:
+    """The family and the selection with what the file alone knows: see with_calls.
+
+    Raises CompileError if the call launches no autotuner, and no parameter is selected.
+    """
+    if not selection.names:
+        tunings = {problem: tracer.space(problem) for problem in problems}
+        family, selection = _tuned(family, selection, tunings)
+    return _kept(family, selection, tracer, problems), selection
+
+
+def configs_of(tuning: Tuning) -> tuple[list[Config], list[Config]]:
+    """An autotuner's configs, each once, and those it keeps; without options that none changes."""
+    own = [name for name in tuning.configs[0] if _varies(name, tuning.configs)]
+    every, kept = (
+        [*dict.fromkeys(Config({name: values[name] for name in own}) for values in given)]
+        for given in (tuning.configs, tuning.kept)
+    )
+    return every, kept
 
 
 def _tuned(
@@ -73,16 +93,11 @@ def _tuned(
 ) -> tuple[CalledFamily, Selection]:
     """The family and the selection of an autotuner's configs."""
     first = next(iter(tunings.values()))
-    own = [name for name in first.configs[0] if _varies(name, first.configs)]
-
-    def config(values: Mapping[str, Value]) -> Config:
-        return Config({name: values[name] for name in own})
-
-    every = dict.fromkeys(map(config, first.configs))
-    params = [Param(n, tuple(dict.fromkeys(each[n] for each in every)), "") for n in own]
+    every, _ = configs_of(first)
+    params = [Param(n, tuple(dict.fromkeys(each[n] for each in every)), "") for n in every[0]]
     made = replace(family, params=tuple(params))
     made.rules |= family.rules
-    kept = {problem: set(map(config, tuning.kept)) for problem, tuning in tunings.items()}
+    kept = {problem: {*configs_of(tuning)[1]} for problem, tuning in tunings.items()}
     if any(len(each) < len(every) for each in kept.values()):
         rule = f"prune_configs_by of {first.name} keeps it"
         made.rules["prune_configs_by"] = (
@@ -204,15 +219,17 @@ class CalledBuild(Build):
         return problem.heads * self.problem.heads_kv == problem.heads_kv * self.problem.heads
 
     def machine_code(self) -> tuple[object, ...]:
-        """Equal for two configs that run the same code in the same way, whatever its debug info."""
-        stages = self.traced.stages
-        if self.traced.why:
-            return self.keys
-        code = (
-            (code_digest(c.path, c.digest), n.grid, n.threads, n.smem_bytes, n.args)
-            for _, c, n in stages
-        )
-        return (*code, self.traced.host)
+        """See machine_code; of a call that is not traced, equal for equal configs."""
+        return self.keys if self.traced.why else machine_code(self.traced)
+
+
+def machine_code(traced: Traced) -> tuple[object, ...]:
+    """Equal for two configs that run the same code in the same way, whatever its debug info."""
+    code = (
+        (code_digest(c.path, c.digest), n.grid, n.threads, n.smem_bytes, n.args)
+        for _, c, n in traced.stages
+    )
+    return (*code, traced.host)
 
 
 @cache

@@ -111,6 +111,12 @@ def values_in(text: str) -> dict[str, str]:
     return values
 
 
+def value_of(text: str) -> Value:
+    """The value that a text says where nothing declares it: null, true, a number or the text."""
+    known: dict[str, Value] = {"null": None, "true": True, "false": False}
+    return known.get(text, int(text) if text.lstrip("-").isdigit() else text)
+
+
 def text_of(value: Value) -> str:
     """A value as a define and a label have it: a bool as 0 or 1, None as null."""
     if value is None:

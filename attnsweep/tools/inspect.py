@@ -1,6 +1,7 @@
-"""Resources and instructions of one compiled config of a family.
+"""Resources and instructions of one compiled config of a family, or of those of a callable.
 
-Needs NVRTC and no GPU; counting the instructions needs nvdisasm too.
+A template needs NVRTC, a callable PyTorch and Triton, neither a GPU; counting the instructions
+needs nvdisasm too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Any
 
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import known_space, machine_code
 from attnsweep.compile.cubin import resources, with_instructions
 from attnsweep.compile.nvrtc import Compiler, nvrtc_version
-from attnsweep.core.errors import KernelError, SpaceError, StoreError, ToolchainError
+from attnsweep.compile.trace import Tracers
+from attnsweep.core.errors import CompileError, KernelError, SpaceError, StoreError, ToolchainError
 from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Trial
+from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import SMS, Config, Family, Param, values_in
+from attnsweep.family.params import value_of
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
 from attnsweep.specs.load import refusal
@@ -137,6 +142,80 @@ def lines(found: Mapping[str, Any], width: int) -> list[str]:
         for name, us in limits.items()
     ]
     return [*out, "", *wrap(f"bound of the problem: {', '.join(each)} {where}", width)]
+
+
+def inspect_call(
+    call: str, given: str, problem: Problem | None, arch: Arch, cache_dir: Path | None = None
+) -> dict[str, Any]:
+    """Compile the configs of a callable that its file keeps and that have these values: plain data.
+
+    A config's `as` is the number of the first of the same machine code. See `inspect`.
+    """
+    family = CalledFamily(call.rpartition(":")[2], "", (), call=call)
+    problem = problem or Problem(1, 16, 16, 1024, 1024, 64, "bf16")
+    values = {name: value_of(text) for name, text in values_in(given).items()}
+    with Tracers(arch, cache_dir) as tracers:
+        tracer = tracers.of(call)
+        try:
+            family, selection = known_space(family, Selection(), tracer, [problem])
+        except CompileError:  # without an autotuner the values given are all
+            selection = Selection({name: (value,) for name, value in values.items()})
+        space = Space.build(family, problem, arch, selection)
+        asked = [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
+        made = [(config, tracer.submit(problem, config)) for config in asked]
+        configs: list[dict[str, Any]] = []
+        codes: dict[object, int] = {}
+        for number, (config, traced) in enumerate(made, 1):
+            facts: dict[str, Any] = {"config": dict(config), "error": None, "stages": {}}
+            configs.append(facts)
+            try:
+                stages = traced.result().stages
+                used = resources(stages, arch)
+            except CompileError as error:
+                facts["error"] = error.what
+                continue
+            facts["as"] = codes.setdefault(machine_code(traced.result()), number)
+            with contextlib.suppress(ToolchainError):
+                cubins = {name: cubin for name, cubin, _ in stages}
+                launches = {name: launch for name, _, launch in stages}
+                used = with_instructions(used, cubins, launches)
+            facts["stages"] = used.stages
+        return {
+            "call": call,
+            "label": problem.label,
+            "arch": arch.name,
+            "versions": tracer.versions,
+            "total": space.total,
+            "configs": configs,
+            "removed": {f"{n}: {family.rules[n][0]}": k for n, k in space.removed.items() if k},
+        }
+
+
+def lines_of_call(found: Mapping[str, Any], width: int) -> list[str]:
+    """An inspection of a callable as text: a line for each launch of a config."""
+    versions = " ".join(f"{name} {found['versions'][name]}" for name in ("triton", "torch"))
+    facts = {name: _HEADERS[name] for name in ("registers", "spill_bytes", "smem_bytes")}
+    facts |= {"blocks_per_sm": "blocks/SM", **{kind: kind.upper() for kind in ("hgmma", "hmma")}}
+    facts |= {"ffma": "FFMA", "mufu": "MUFU", "instructions": "SASS"}
+    rows, faults = [["#", *facts.values(), "config"]], []
+    for number, each in enumerate(found["configs"], 1):
+        label = Config(each["config"]).label
+        if each["error"]:
+            faults += wrap(f"{number} {label}: {each['error']}", width)
+        for name, stage in each["stages"].items():
+            same = f" = {each['as']}" * (each["as"] != number)
+            cells = [f"{stage[fact]:.0f}" if fact in stage else "-" for fact in facts]
+            own = f"{label} {name}" if len(each["stages"]) > 1 else label
+            rows.append([f"{number}{same}", *cells, own])
+    out = wrap(f"{found['call']} · {found['label']} · {found['arch']} · {versions}", width)
+    if len(rows) > 1:
+        out += ["", *aligned(rows, f"l{'r' * len(facts)}l", width)]
+    out += ["", *faults, *wrap(f"{len(found['configs'])} of {found['total']} configs", width)]
+    for rule, count in found["removed"].items():
+        out += wrap(f"{count} removed by {rule}", width)
+    if any(each.get("as", number) != number for number, each in enumerate(found["configs"], 1)):
+        out += wrap("= a number: its machine code and launches are equal to that config's", width)
+    return out
 
 
 def _table(rows: list[list[str]], width: int) -> list[str]:

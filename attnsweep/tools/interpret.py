@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from attnsweep.compile.calls import configs_of
 from attnsweep.compile.trace import Tracer
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import Problem, Value
+from attnsweep.core.problem import Problem
 from attnsweep.family.called import CalledFamily
-from attnsweep.family.family import Config, Family, values_in
+from attnsweep.family.family import Config, Family
+from attnsweep.family.params import value_of, values_in
 from attnsweep.tools.simulator import Result, SimtError, error_of_lse, judged
 from attnsweep.verify.limits import HALF_ULP
 from attnsweep.verify.measures import row_error
@@ -46,18 +48,18 @@ class Interpreter:
         self._tracer.close()
         self._place.cleanup()
 
-    def configs(self, _: Family, words: str, problem: Problem) -> tuple[Config, ...]:
+    def configs(self, _family: Family, words: str, problem: Problem) -> tuple[Config, ...]:
         """The configs that its autotuner keeps on a problem and that have these values.
 
         Without such a one, its first with these values in place of its own; without an autotuner,
         these values alone.
         """
-        given = {name: _value(text) for name, text in values_in(words).items()}
+        given = {name: value_of(text) for name, text in values_in(words).items()}
         try:
-            kept = self._tracer.space(problem).kept
+            _, kept = configs_of(self._tracer.space(problem))
         except CompileError:  # its own defaults
-            kept = ()
-        found = [Config(c) for c in kept if given.items() <= c.items()]
+            return (Config(given),)
+        found = [config for config in kept if given.items() <= config.items()]
         return tuple(found) or (Config(given),)
 
     def check(self, _: object, config: Config, case: Case, **__: object) -> Result:
@@ -89,8 +91,3 @@ class Interpreter:
             lse = log_sum_exp(inputs, problem, np.arange(problem.seqlen_q))
             of_lse = error_of_lse(made["lse"], lse)
         return Result(case, off, limit, name, of_lse)
-
-
-def _value(text: str) -> Value:
-    known: dict[str, Value] = {"null": None, "true": True, "false": False}
-    return known.get(text, int(text) if text.lstrip("-").isdigit() else text)
