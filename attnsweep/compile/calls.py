@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
 from attnsweep.core.cases import served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
+from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import THIS_BINARY
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
-from attnsweep.family.space import Selection
+from attnsweep.family.space import Selection, Values
 from attnsweep.specs.load import SweepSpec
 
 # Options of a launch, with the values that Triton gives a config that does not name them. Those
@@ -70,10 +71,12 @@ def known_space(
 ) -> tuple[CalledFamily, Selection]:
     """The family and the selection with what the file alone knows: see with_calls.
 
+    Several autotuners of a call are axes of variants; widened configs are values of parameters.
+
     Raises CompileError if the call launches no autotuner, and no parameter is selected.
     """
     if not selection.names:
-        tunings = {problem: tracer.space(problem) for problem in problems}
+        tunings = {problem: tracer.space(problem, widen=family.widen) for problem in problems}
         family, selection = _tuned(family, selection, tunings)
     return _kept(family, selection, tracer, problems), selection
 
@@ -89,28 +92,44 @@ def configs_of(tuning: Tuning) -> tuple[list[Config], list[Config]]:
 
 
 def _tuned(
-    family: CalledFamily, selection: Selection, tunings: Mapping[Problem, Tuning]
+    family: CalledFamily, selection: Selection, tunings: Mapping[Problem, Sequence[Tuning]]
 ) -> tuple[CalledFamily, Selection]:
-    """The family and the selection of an autotuner's configs."""
-    first = next(iter(tunings.values()))
-    every, _ = configs_of(first)
-    params = [Param(n, tuple(dict.fromkeys(each[n] for each in every)), "") for n in every[0]]
-    made = replace(family, params=tuple(params))
+    """The family and the selection of the autotuners' configs."""
+    made, variants = replace(family, params=()), dict[str, dict[str, Values]]()
     made.rules |= family.rules
-    kept = {problem: {*configs_of(tuning)[1]} for problem, tuning in tunings.items()}
-    if any(len(each) < len(every) for each in kept.values()):
-        rule = f"prune_configs_by of {first.name} keeps it"
-        made.rules["prune_configs_by"] = (
-            rule,
-            lambda c, p, arch: p not in kept or Config(dict(c)) in kept[p],  # noqa: ARG005
-        )
-    variants = {each.label: {n: (value,) for n, value in each.items()} for each in every}
-    return made, replace(selection, variants={CONFIGS: variants})
+    for number, tuning in enumerate(first := next(iter(tunings.values()))):
+        every, _ = configs_of(tuning)
+        own = {name: tuple(dict.fromkeys(each[name] for each in every)) for name in every[0]}
+        made.params += tuple(Param(name, values, "") for name, values in own.items())
+        one = len(first) == 1
+        variants[CONFIGS if one else tuning.name] = {
+            each.label: {name: (value,) for name, value in each.items()} for each in every
+        }
+        kept = {problem: {*configs_of(met[number])[1]} for problem, met in tunings.items()}
+        if any(len(each) < len(every) for each in kept.values()):
+            rule = "prune_configs_by" if one else f"prune_configs_by_{tuning.name}"
+            said = f"prune_configs_by of {tuning.name} keeps it"
+            made.rules[rule] = (said, partial(_is_kept, kept, [*own]))
+    if family.widen:
+        return made, replace(selection, values={p.name: p.values for p in made.params})
+    return made, replace(selection, variants=variants)
+
+
+def _is_kept(
+    kept: Mapping[Problem, Collection[Config]],
+    own: Sequence[str],
+    config: Config,
+    problem: Problem,
+    arch: Arch,
+) -> bool:
+    """Whether an autotuner, whose names are `own`, keeps its part of a config on a problem."""
+    return problem not in kept or Config({name: config[name] for name in own}) in kept[problem]
 
 
 def _varies(name: str, configs: Sequence[Mapping[str, Value]]) -> bool:
     """Whether a name is a parameter: all but the options that no config gives another value."""
-    return name not in _USUAL or any(each[name] != _USUAL[name] for each in configs)
+    usual = name.rpartition(".")[2]
+    return usual not in _USUAL or any(each[name] != _USUAL[usual] for each in configs)
 
 
 def _kept(

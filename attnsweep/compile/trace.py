@@ -38,7 +38,7 @@ from attnsweep.family.params import Config
 
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
-_FORMAT = 2
+_FORMAT = 3
 """Format of an entry; others are made again."""
 
 
@@ -63,7 +63,10 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """An autotuner's configs as they stand in the user's file, and those it keeps on a problem."""
+    """An autotuner's configs as they stand in the user's file, and those it keeps on a problem.
+
+    A name that another one of the call has too begins with the kernel's, as `dq.BLOCK_M`.
+    """
 
     name: str
     configs: tuple[dict[str, Value], ...]
@@ -150,11 +153,13 @@ class Tracer:
         """Digest of the user's files: of their texts, wherever they lie."""
         return _digest(sorted(self.files.values()))
 
-    def space(self, problem: Problem, values: Mapping[str, Value] | None = None) -> Tuning:
-        """The configs of the autotuner that a call launches. Raises CompileError if it has none."""
-        asked = {"problem": problem.label, "values": dict(values or {})}
-        found = self._answer("space", **asked)
-        return Tuning(found["name"], tuple(found["configs"]), tuple(found["kept"]))
+    def space(self, problem: Problem, *, widen: bool = False) -> tuple[Tuning, ...]:
+        """The autotuners that a call launches. Raises CompileError if there is none.
+
+        widen: with all combinations of the values of their configs and of neighbours of these.
+        """
+        found = self._answer("space", problem=problem.label, widen=widen)
+        return tuple(Tuning(e["name"], tuple(e["configs"]), tuple(e["kept"])) for e in found)
 
     def keep(
         self, problems: Sequence[Problem], configs: Sequence[Mapping[str, Value]]

@@ -49,9 +49,9 @@ def called(
 class CalledFamily(Family):
     """A callable of the user's and the values of its parameters; it says itself what it supports.
 
-    call: `FILE.py:FUNCTION`, as an Asked has it. Its kernels are compiled by what Python they are
-    written in: see compile.trace. So there are no stages, and limits of a launch are known once it
-    is compiled.
+    call: `FILE.py:FUNCTION`, as an Asked has it. widen: neighbours of its autotuner's configs are
+    configs too. Its kernels are compiled by what Python they are written in: see compile.trace. So
+    there are no stages, and limits of a launch are known once it is compiled.
     """
 
     dtypes: tuple[str, ...] = tuple(DTYPE_BYTES)
@@ -65,6 +65,7 @@ class CalledFamily(Family):
     call: str = field(default="", kw_only=True)
     closure: str = field(default="", kw_only=True)
     """Digest of the user's files, once they are traced."""
+    widen: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         place, _, _ = self.call.partition("?")[0].rpartition(":")

@@ -26,14 +26,15 @@ class Selection:
 
     variants: axis to name to values. The space has every combination of one variant of each axis,
     and a variant's values replace those of `values`. Parameters that belong together thus change
-    together. family: empty if the spec names the space as the family. call: the callable, of a
-    family that is one.
+    together. family: empty if the spec names the space as the family. call, widen: of a family that
+    is a callable.
     """
 
     values: Values = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
     family: str = ""
     call: str = ""
+    widen: bool = False
 
     def groups(self) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
         """The variant's name on each axis, with the values that these and `values` select."""

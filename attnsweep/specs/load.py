@@ -140,8 +140,9 @@ def _dumped(selection: Selection) -> dict[str, Any]:
     def flow(values: Values) -> Flow:
         return Flow({name: [*of] for name, of in values.items()})
 
-    of = {"family": selection.family} if selection.family else {}
+    of: dict[str, Any] = {"family": selection.family} if selection.family else {}
     of |= {"call": selection.call} if selection.call else {}
+    of |= {"widen": True} if selection.widen else {}
     if not selection.variants:
         return Flow({**of, **flow(selection.values)})
     axes = {
@@ -241,6 +242,7 @@ def _selection(name: str, choice: KernelSpec) -> Selection:
         },
         choice.family if choice.family != name else "",
         choice.call,
+        choice.widen,
     )
 
 
@@ -329,7 +331,9 @@ def _called(spaces: Mapping[str, Selection], families: Mapping[str, Family]) -> 
                 for param, chosen in own.items():
                     values[param] = tuple(dict.fromkeys((*values.get(param, ()), *chosen)))
             params = tuple(Param(param, chosen, "") for param, chosen in values.items())
-            made = found[name] = CalledFamily(name, selection.call, params, call=selection.call)
+            made = found[name] = CalledFamily(
+                name, selection.call, params, call=selection.call, widen=selection.widen
+            )
             known = families.get(name)
             if known is not None and known.call == made.call:
                 made.rules |= known.rules
@@ -345,6 +349,9 @@ def _check_spaces(
         if selection.call and selection.family:
             what = f"{name} has a call and a family"
             document.report(what, "drop one of the two", document.keys[(*loc, "family")])
+        if selection.widen and (selection.names or not selection.call):
+            what = f"{name} is to be widened, which is of a call's own configs"
+            document.report(what, "drop widen, or all but call", document.keys[(*loc, "widen")])
         family = selection.family or name
         if family not in families:
             named = (*loc, "family") if selection.family else loc

@@ -202,6 +202,9 @@ class KernelSpec(BaseModel):
     call: Annotated[str, Field(pattern=rf"^({CALL}(\?layout=bshd)?)?$")] = ""
     """A launcher of yours in place of a family, FILE.py:FUNCTION. Parameters are its keywords, or
     those of the autotuner that it launches; none: that autotuner's configs. null leaves one out."""
+    widen: StrictBool = False
+    """With `call` alone: all combinations of the values of that autotuner's configs and of their
+    neighbours, half and double of a power of two, as its own function prunes them."""
     variants: dict[str, dict[str, ParameterValues]] = {}
     """Axis to name to parameter values; a config combines one variant of each axis."""
 

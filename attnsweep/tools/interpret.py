@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,11 +57,14 @@ class Interpreter:
         """
         given = {name: value_of(text) for name, text in values_in(words).items()}
         try:
-            _, kept = configs_of(self._tracer.space(problem))
+            kept = [configs_of(tuning)[1] for tuning in self._tracer.space(problem)]
         except CompileError:  # its own defaults
             return (Config(given),)
-        found = [config for config in kept if given.items() <= config.items()]
-        return tuple(found) or (Config(given),)
+        every = (
+            Config({n: v for config in each for n, v in config.items()})
+            for each in itertools.product(*kept)
+        )
+        return tuple(c for c in every if given.items() <= c.items()) or (Config(given),)
 
     def check(self, _: object, config: Config, case: Case, **__: object) -> Result:
         """Call it on a case. Raises SimtError if it has no outputs."""

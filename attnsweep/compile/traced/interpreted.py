@@ -68,13 +68,14 @@ def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], a
     """What a callable returns. Raises Unavailable with what it raised."""
     own, left = split(function, values)
     bound = BoundFunction(torch, given.problem, call, function, values=own)
-    with no_card(arch, real=True), _Interpreted(left).recording(arch):
+    recorder = _Interpreted(left)
+    with no_card(arch, real=True), recorder.recording(arch):
         try:
-            return bound(*given.tensors)
-        except Unavailable as error:
-            if isinstance(error.__cause__, AskedTooMuch):
-                raise Unavailable(str(error.__cause__)) from None
-            raise
+            made = bound(*given.tensors)
+            recorder.check()
+        except AskedTooMuch as error:
+            raise Unavailable(str(error)) from None
+    return made
 
 
 def keep(problem: Problem, made: Any, folder: Path) -> None:

@@ -64,14 +64,12 @@ class Traced:
         self.asked, self.arch = Asked.of(call), arch
         self.module, self.function = imported(self.asked.call)
 
-    def space(self, problem: str, values: dict[str, Any]) -> dict[str, Any]:
-        """The autotuner that a call launches: every config, and those it keeps on this problem."""
-        own, _ = split(self.function, values)
-        tuned, error = self._call(Problem.parse(problem), own, None)
+    def space(self, problem: str, widen: bool) -> list[dict[str, Any]]:
+        """The autotuners that a call launches: every config, and those kept on this problem."""
+        tuned, error = self._call(Problem.parse(problem), {}, None, widen=widen)
         if not tuned.met:
             raise Unavailable(error or "it launches no autotuner: name parameters of the function")
-        (met,) = tuned.met
-        return asdict(met)
+        return [asdict(met) for met in tuned.tunings()]
 
     def keep(self, problems: list[str], configs: list[dict[str, Any]]) -> list[str | None] | None:
         """Why `keep` or `supports`, beside the function, rules each config out on each problem.
@@ -166,18 +164,24 @@ class Traced:
         interpreted.keep(given.problem, made, Path(folder))
 
     def _call(
-        self, problem: Problem, own: dict[str, Any], tuned: Any, known: Any = None
+        self,
+        problem: Problem,
+        own: dict[str, Any],
+        tuned: Any,
+        known: Any = None,
+        *,
+        widen: bool = False,
     ) -> tuple[Any, str]:
         """What a call launches, and why it ended early, or nothing.
 
-        own: keywords of the function. tuned: for its autotuner. known: see Recorder.
+        own: keywords of the function. tuned: for its autotuners. known, widen: see Recorder.
         """
         import torch
 
         from attnsweep.compile.traced import fake
-        from attnsweep.compile.traced.triton import AskedTooMuch, Found, Recorder
+        from attnsweep.compile.traced.triton import AskedTooMuch, Recorder
 
-        recorder = Recorder(tuned, known)
+        recorder = Recorder(tuned, known, widen=widen)
         call = BoundFunction(
             torch,
             problem,
@@ -190,10 +194,11 @@ class Traced:
             inputs = fake.inputs_of(problem)
             try:
                 call(*inputs)
+                recorder.check()
+            except AskedTooMuch as error:
+                return recorder, str(error)
             except Unavailable as error:
                 cause = error.__cause__
-                if isinstance(cause, Found):
-                    return recorder, ""
                 if isinstance(cause, AskedTooMuch):
                     return recorder, str(cause)
                 recorder.cannot = fake.cannot_be_traced(cause)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -31,10 +33,6 @@ class AskedTooMuch(Exception):
     """A call that does what no trace can follow, or that no config can be given to."""
 
 
-class Found(Exception):
-    """Ends a call once its autotuner is known."""
-
-
 @dataclass
 class Launched:
     """One launch of a call, compiled."""
@@ -52,7 +50,10 @@ class Launched:
 
 @dataclass
 class Tuned:
-    """An autotuner that a call launches: its configs as they stand, and those it keeps here."""
+    """An autotuner that a call launches: its configs as they stand, and those it keeps here.
+
+    Names of values that another autotuner of the call has too are written `name.value`.
+    """
 
     name: str
     configs: list[dict[str, Any]]
@@ -64,22 +65,70 @@ def values_of(config: triton.Config) -> dict[str, Any]:
     return {**config.kwargs, **{name: getattr(config, name) for name in OPTIONS}}
 
 
+def widened(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """Every combination of the values that configs have and of their neighbours.
+
+    Those of a power of two above 1 are its half and its double, if no product's side falls below 16
+    by that, and of stages one less and more. Options that no config names stay as they are.
+    """
+    every = [*map(values_of, configs)]
+    values: dict[str, list[Any]] = {}
+    for name in every[0]:
+        seen = dict.fromkeys(each[name] for each in every)
+        if name not in _USUAL or [*seen] != [_USUAL[name]]:
+            near = dict.fromkeys(v for one in seen for v in _neighbours(name, one))
+            seen = dict.fromkeys(sorted(seen | near)) if near else seen
+        values[name] = [*seen]
+    return [
+        _like(configs, dict(zip(values, combination, strict=True)))
+        for combination in itertools.product(*values.values())
+    ]
+
+
+def _neighbours(name: str, value: Any) -> list[int]:
+    if type(value) is not int or value < 1 or name in ("num_ctas", "maxnreg"):
+        return []
+    if name == "num_stages":
+        return [value + step for step in (-1, 1) if value + step > 0]
+    if value == 1 or value & (value - 1):
+        return [] if name != "num_warps" else [2]
+    most = 32 if name == "num_warps" else 1 << 30
+    return [each for each in (value // 2, 2 * value) if each <= most and not (each < 16 <= value)]
+
+
+def _like(configs: Sequence[triton.Config], values: Mapping[str, Any]) -> triton.Config:
+    """A config with these values in place of the first one's, and with the pre_hook of all."""
+    first, values = configs[0], dict(values)
+    if len({config.pre_hook for config in configs}) > 1:
+        what = "its configs have several pre_hooks: a new one cannot have one of them"
+        raise AskedTooMuch(what)
+    options = {name: getattr(first, name) for name in OPTIONS}
+    options |= {name: values.pop(name) for name in OPTIONS if name in values}
+    return triton.Config({**first.kwargs, **values}, **options, pre_hook=first.pre_hook)
+
+
 class Recorder:
     """Launches of one call.
 
-    tuned: a config for its autotuner; None: only that one is sought. known: hashes of kernels that
+    tuned: a config for its autotuners; None: only those are sought, with `widen` as with configs
+    beside their own. known: hashes of kernels that
     are compiled; whatever launches another one ends then, before that is compiled.
     """
 
     def __init__(
-        self, tuned: Mapping[str, Any] | None, known: Collection[str] | None = None
+        self,
+        tuned: Mapping[str, Any] | None,
+        known: Collection[str] | None = None,
+        *,
+        widen: bool = False,
     ) -> None:
-        self._tuned, self._known = tuned, known
+        self._tuned, self._known, self._widen = tuned, known, widen
         self.cannot = False
         """Whether the call does what no trace can follow."""
         self.launches: list[Launched] = []
         self.met: list[Tuned] = []
-        self._tuner: Any = None
+        self._tuners: dict[str, Any] = {}
+        self._taken: set[str] = set()
 
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
@@ -139,42 +188,54 @@ class Recorder:
 
     def _autotune(self, run: Any, tuner: Any, args: Sequence[Any], how: Any) -> Any:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-        every = list(tuner.configs)
-        if self._tuned is None:
+        every, own = list(tuner.configs), tuner.base_fn.__name__
+        known = [name for name, met in self._tuners.items() if met is tuner]
+        others = sum(name.rpartition("_")[0] == own or name == own for name in self._tuners)
+        name = known[0] if known else f"{own}_{others + 1}" if others else own
+        self._tuners[name] = tuner
+        if self._tuned is not None:
+            tuner.configs = [self._config(name, every)]
+        else:
+            tuner.configs = widened(every) if self._widen else every
             kept = tuner.prune_configs(how)
-            name = tuner.base_fn.__name__
-            self.met.append(Tuned(name, [*map(values_of, every)], [*map(values_of, kept)]))
-            raise Found
-        if self._tuner not in (None, tuner):
-            names = f"{self._tuner.base_fn.__name__} and {tuner.base_fn.__name__}"
-            raise AskedTooMuch(f"it launches two autotuners, {names}: it can have one")
-        self._tuner = tuner
-        tuner.configs = [self._config(every)]
+            if not known:
+                self.met.append(Tuned(name, *([*map(values_of, c)] for c in (tuner.configs, kept))))
+            tuner.configs = kept[:1]
         try:
             return run(tuner, *args, **how)
         finally:
             tuner.configs = every
 
-    def _config(self, every: Sequence[triton.Config]) -> triton.Config:
+    def _config(self, name: str, every: Sequence[triton.Config]) -> triton.Config:
         """The config that was asked for: one of the autotuner's, or another with its pre_hook."""
         assert self._tuned is not None
-        asked = dict(self._tuned)
-        if not asked:
-            return every[0]
+        asked = {}
+        for full, value in self._tuned.items():
+            of, _, short = full.rpartition(".")
+            if of == name or (not of and (short in OPTIONS or short in every[0].kwargs)):
+                asked[short] = value
+                self._taken.add(full)
         for config in every:
-            if values_of(config) == {**_USUAL, **asked}:
+            if not asked or values_of(config) == {**_USUAL, **asked}:
                 return config
-        options = {name: asked.pop(name) for name in OPTIONS if name in asked}
-        first = every[0]
-        if missing := [name for name in asked if name not in first.kwargs]:
-            raise AskedTooMuch(f"neither the function nor its autotuner has {', '.join(missing)}")
-        hooks = {config.pre_hook for config in every}
-        if len(hooks) > 1:
-            raise AskedTooMuch(
-                "its configs have several pre_hooks: a new one cannot have one of them"
-            )
-        of = {name: getattr(first, name) for name in OPTIONS} | options
-        return triton.Config({**first.kwargs, **asked}, **of, pre_hook=first.pre_hook)
+        return _like(every, asked)
+
+    def check(self) -> None:
+        """Raises AskedTooMuch if a call has ended, and no autotuner has taken a value."""
+        if left := [name for name in self._tuned or () if name not in self._taken]:
+            raise AskedTooMuch(f"neither the function nor its autotuner has {', '.join(left)}")
+
+    def tunings(self) -> list[Tuned]:
+        """The autotuners that were met, with names of values that only one of them has."""
+        names = Counter(name for met in self.met for name in met.configs[0])
+
+        def own(met: Tuned, values: dict[str, Any]) -> dict[str, Any]:
+            return {n if names[n] == 1 else f"{met.name}.{n}": v for n, v in values.items()}
+
+        return [
+            Tuned(met.name, *([own(met, each) for each in of] for of in (met.configs, met.kept)))
+            for met in self.met
+        ]
 
 
 def _other(*_: Any, **__: Any) -> Any:
