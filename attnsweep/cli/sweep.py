@@ -93,7 +93,7 @@ def tune(
     $ attnsweep tune 1,16,1024,64 2,32/8,1x4096,128 shapes.csv --budget-s 60
     $ attnsweep tune 1,16,1024,64 --replay quickstart
     $ attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a
-    $ attnsweep tune --kernel attend.py:attention 4,32,4096,128 --causal --dtype bf16
+    $ attnsweep tune --kernel attend.py:attention 4,32,4096,128 --causal
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.compile.calls import with_calls
