@@ -212,6 +212,8 @@ def load(
     from attnsweep.specs.yaml_file import tag
 
     loaded = load_spec(spec, discover if kernels is None else discover(kernels), settings)
+    for text in loaded.ignored:
+        errors.print(f"note: {escape(text)}", soft_wrap=True)
     problems = read_shapes(shapes, option="--problem") if shapes else []
     if problems:
         loaded = with_problems(loaded, problems)

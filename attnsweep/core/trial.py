@@ -184,8 +184,6 @@ class Trial(_Row):
     """The same of stages that calls have in common, as of a mask: no part of a call's time."""
     launch_us: float | None = None
     """Time of the same launches with an empty kernel, issued in the same way."""
-    at_least_us: float | None = None
-    """Lower bound by the times of its stages in other configs; set if the bound pruned it."""
     schedule: dict[str, int] = Field(default_factory=dict)
     """How a call is issued: chunks, heads and rows of a chunk, streams, workspace_bytes."""
     variant: dict[str, str] = Field(default_factory=dict)

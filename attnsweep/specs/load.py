@@ -24,6 +24,7 @@ from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
     MAX_PROBLEMS,
     MODELS,
+    RETIRED,
     CheckSpec,
     Device,
     KernelSpec,
@@ -77,6 +78,8 @@ class SweepSpec:
     check: CheckSpec
     unserved: tuple[UnservedCalls, ...] = field(compare=False)
     document: Document = field(compare=False, repr=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """A sentence for each key of the file that attnsweep no longer has."""
     families: Mapping[str, Family] = field(default_factory=dict, compare=False, repr=False)
     """Every family that there is, by name; none if the spec was read without them."""
 
@@ -173,6 +176,7 @@ def load_spec(path: Path, families: Families = None, settings: Sequence[str] = (
 def spec_of(document: Document, families: Families = None) -> SweepSpec:
     """The spec of a document, checked as `load_spec` says."""
     path = document.path
+    dropped = [document.drop(*place) for place in RETIRED]
 
     def place(text: str | None) -> Path | None:
         return None if text is None else (path.parent / Path(text).expanduser()).resolve()
@@ -229,6 +233,7 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
         check=file.check,
         unserved=tuple(file.unserved),
         document=document,
+        ignored=tuple(text for text in dropped if text is not None),
         families=found or {},
     )
 

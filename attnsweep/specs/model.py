@@ -495,9 +495,6 @@ class SearchSpec(_Model):
     """Seconds for trying a problem's candidates; the rounds of the finalists follow."""
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     """Seed of strategies gp and random."""
-    skip_by_bound: StrictBool = True
-    """Skip candidates whose stages, measured in other configs, already take too long for a
-    finalist."""
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:
@@ -570,3 +567,5 @@ MODELS: dict[str, type[BaseModel]] = {
     "unserved": UnservedCalls,
 }
 """The model of each top-level key, and "" for that of the file."""
+RETIRED: tuple[tuple[str, str], ...] = (("search", "skip_by_bound"),)
+"""Section and key of settings that recorded specs have, and that are ignored."""

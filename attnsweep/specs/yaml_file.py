@@ -319,6 +319,16 @@ class Document:
         self.keys |= {(*loc, *inner): source for inner in other.keys}
         self.texts |= {(*loc, *inner): text for inner, text in other.texts.items()}
 
+    def drop(self, section: str, key: str) -> str | None:
+        """Remove a key of a section; returns a sentence with its place, or None without the key."""
+        values = self.data.get(section) if isinstance(self.data, dict) else None
+        if not isinstance(values, dict) or key not in values:
+            return None
+        del values[key]
+        mark = self.keys[section, key]
+        where = mark if isinstance(mark, str) else f"{self.path}:{mark[0]}:{mark[1]}"
+        return f"{where}: {section}: {key} is ignored: attnsweep no longer has it"
+
     def find(self, value: object, *loc: str | int) -> Mark | None:
         """Where `value` stands in the list at `loc`, or in the scalar given for that list."""
         found: Any = self.data

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.choose.lower_bound import Skips
-from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
 from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import StoreError
@@ -28,26 +26,15 @@ class Kept:
 
     def __init__(self, spec: SweepSpec, environment: Environment, store: Writer) -> None:
         self._spec, self._environment, self._store = spec, environment, store
-        self.skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
-        """What they show of candidates that need not run."""
 
     def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
-        """The rows of these candidates that hold, by id of the build.
-
-        A row that was skipped by its bound holds as long as the other rows still exclude it.
-        """
+        """The rows of these candidates that hold, by id of the build."""
         stored = self._stored(builds[0].problem) if builds else {}
         kept: dict[int, Trial] = {}
         for build in builds:
             trial = stored.get(build.key)
             if trial is not None and trial.fingerprint == self.fingerprint(build):
                 kept[id(build)] = trial
-                self.skips.learn(build, trial)
-        for build in builds:
-            if id(build) in kept and kept[id(build)].at_least_us is not None:
-                asked = self._spec.search.skip_by_bound
-                if not asked or self.skips.verdict(build, skipped_before=True) is None:
-                    del kept[id(build)]
         return kept
 
     def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:

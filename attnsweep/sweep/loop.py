@@ -191,7 +191,6 @@ class _ProblemSweep:
                 for of, row in self._rows(build) if old is None else [(build, old)]:
                     rows[row.key] = (of, row)
                 self._same_code.add(build, row)
-                self._kept.skips.learn(build, row)
                 self._observer.tried(row, kept=old is not None)
                 candidates.tell(build, row)
             candidates.ask()
@@ -207,18 +206,15 @@ class _ProblemSweep:
         elif self._same_code.of(build) is not None:
             rows = self._same_code.replace(build, row)
         else:
-            rows = [(build, self._try(build, candidate, row))]
+            rows = [(build, self._try(candidate, row))]
         tried_s = round(time.monotonic() - self._began, 3)
         rows = [(of, r if r.tried_s is not None else r.with_(tried_s=tried_s)) for of, r in rows]
         for _, row in rows:
             self._store.append(row)
         return rows
 
-    def _try(self, build: Build, candidate: Candidate, row: Trial) -> Trial:
-        """Check a candidate and take its first time, unless its stages already show it slow."""
-        skip = self._kept.skips.verdict(build) if self._spec.search.skip_by_bound else None
-        if skip is not None:
-            return row.with_(**skip)
+    def _try(self, candidate: Candidate, row: Trial) -> Trial:
+        """Check a candidate and take its first time."""
         try:
             accuracy, first = self._gpu.trial(candidate)
         except WorkerError as error:

@@ -54,7 +54,7 @@ class Scout:
     def run(
         self,
         seed: int,
-        attempt: Callable[[Build, Candidate, Trial], Trial],
+        attempt: Callable[[Candidate, Trial], Trial],
         *,
         stored: Sequence[Trial],
         put: Callable[[Trial], None],
@@ -95,7 +95,7 @@ class Scout:
             search.submit()
             for build in search.compiled((), observer.compiled):
                 row, candidate = compiled_candidate(build, self._spec)
-                row = row if candidate is None else attempt(build, candidate, row)
+                row = row if candidate is None else attempt(candidate, row)
                 tried.append((build, row))
                 search.tell(build, row)
                 observer.tried(row.with_(problem=candidates.problem, time_us=None))

@@ -110,6 +110,13 @@ class TestWhatItBecomes:
         assert load(text) == load(MINIMAL)
 
 
+def test_keys_that_are_gone_are_ignored_with_a_sentence(load, tmp_path):
+    spec = load(f"{MINIMAL}search: {{seed: 3, skip_by_bound: false}}\n", name="old.yaml")
+    place = f"{tmp_path / 'old.yaml'}:{len(MINIMAL.splitlines()) + 1}:19"
+    assert spec.ignored == (f"{place}: search: skip_by_bound is ignored: attnsweep no longer has it",)
+    assert spec == load(f"{MINIMAL}search: {{seed: 3}}\n", name="old.yaml")
+
+
 # Specs as text, for the properties below.
 TRAPS = ["yes", "no", "on", "null", "true", "1e3", "1e+3", "1.e3", "010", "0x1", "1:30", "~"]
 TRAPS += ["=", "<<", "2001-01-01", "1_0", ".5", ".inf", "é"]

@@ -12,7 +12,6 @@ from fleets import TWO
 from samples import TEST_GPU, numbered, once
 from sweeping import FAMILIES, TIMES, Notes, use
 
-from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.rounds import together
 from attnsweep.compile.candidate import Build
 from attnsweep.core import trial
@@ -44,20 +43,8 @@ def build(tmp_path):
     return Build.of(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
 
 
-class Excluding(Skips):
-    """Skips whose verdict a test sets."""
-
-    says: dict | None = None
-
-    def verdict(self, build, *, skipped_before=False):
-        assert skipped_before
-        return self.says
-
-
 def kept_of(spec=SPEC, environment=TEST_GPU, rows=()):
-    kept = Kept(spec, environment, SimpleNamespace(rows_of=lambda problem: list(rows)))
-    kept.skips = Excluding(finalists=4, entry=1.25)
-    return kept, kept.skips
+    return Kept(spec, environment, SimpleNamespace(rows_of=lambda problem: list(rows)))
 
 
 def measure(**changes):
@@ -79,9 +66,9 @@ OTHER_RUNS = {
 
 @pytest.mark.parametrize("changed", OTHER_RUNS.values(), ids=OTHER_RUNS)
 def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
-    row = build.row(status=Status.OK, fingerprint=kept_of()[0].fingerprint(build))
-    assert kept_of(rows=[row])[0].rows([build]) == {id(build): row}
-    assert kept_of(rows=[row], **changed)[0].rows([build]) == {}
+    row = build.row(status=Status.OK, fingerprint=kept_of().fingerprint(build))
+    assert kept_of(rows=[row]).rows([build]) == {id(build): row}
+    assert kept_of(rows=[row], **changed).rows([build]) == {}
 
 
 def in_rows_first(kernel):
@@ -92,7 +79,7 @@ def in_rows_first(kernel):
 
 
 def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, constants):
-    kept, _ = kept_of()
+    kept = kept_of()
     name, launch = next(iter(build.launches.items()))
     grid = replace(launch, grid=(1, 2, 3))
     others = [
@@ -113,24 +100,11 @@ def test_what_does_not_change_a_time_changes_no_fingerprint(build):
     now = TEST_GPU.model_copy(update={"date": "2027-01-01T00:00:00Z", "python": "3.14"})
     more = SimpleNamespace(**{**vars(measure(finalists=9)), "baselines": []})
     prints = {
-        kept_of()[0].fingerprint(build),
-        kept_of(environment=now)[0].fingerprint(build),
-        kept_of(spec=more)[0].fingerprint(build),
+        kept_of().fingerprint(build),
+        kept_of(environment=now).fingerprint(build),
+        kept_of(spec=more).fingerprint(build),
     }
     assert len(prints) == 1
-
-
-def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for(build):
-    row = build.row(status=Status.PRUNED, at_least_us=9.0)
-    row = row.with_(fingerprint=kept_of()[0].fingerprint(build))
-    kept, skips = kept_of(rows=[row])
-    assert kept.rows([build]) == {}
-    skips.says = {"at_least_us": 9.0, "detail": "slow"}
-    assert kept.rows([build]) == {id(build): row}
-    never = SimpleNamespace(**{**vars(SPEC), "search": SearchSpec(skip_by_bound=False)})
-    kept, skips = kept_of(never, rows=[row])
-    skips.says = {"at_least_us": 9.0, "detail": "slow"}
-    assert kept.rows([build]) == {}
 
 
 @pytest.mark.parametrize(
@@ -146,22 +120,22 @@ def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for
     ids=["rounds", "no rounds", "all failed", "no baseline", "another baseline", "no row"],
 )
 def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(build, status, time_us, baseline, whole):
-    kept, _ = kept_of()
+    kept = kept_of()
     rows = [] if baseline == "none" else kept.baselines(PROBLEM)
     if baseline == "another":
         packages = TEST_GPU.model_copy(update={"packages": {"torch": "1.0"}})
-        rows = kept_of(environment=packages)[0].baselines(PROBLEM)
+        rows = kept_of(environment=packages).baselines(PROBLEM)
     if status is not None:
         fingerprint = kept.fingerprint(build)
         rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
-    assert kept_of(rows=rows)[0].whole(PROBLEM, [build]) is whole
+    assert kept_of(rows=rows).whole(PROBLEM, [build]) is whole
 
 
 def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     """A run that is killed between two rows of its finals has some with rounds and some without."""
     compiler = FakeCompiler(arch_named("sm_90a"), tmp_path / "b")
     other = Build.of(discover(FAMILIES)["simple"], Config({"THREADS": 128}), PROBLEM, compiler)
-    kept, builds = kept_of()[0], [build, other]
+    kept, builds = kept_of(), [build, other]
     bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
     baselines = [row.with_(status=Status.OK) for row in kept.baselines(PROBLEM)]
     timed = together([row.with_(time_us=ROUNDS) for row in (*bare, *baselines)])
@@ -169,7 +143,7 @@ def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     again = together([row.with_(time_us=later) for row in (*bare, *baselines)])
 
     def whole(*rows):
-        return kept_of(rows=rows)[0].whole(PROBLEM, builds)
+        return kept_of(rows=rows).whole(PROBLEM, builds)
 
     assert whole(*timed)
     assert not whole(timed[0], bare[1], baselines[0])
@@ -177,7 +151,7 @@ def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     assert not whole(again[0], *timed[1:])  # killed while a later run's rows replaced these
     assert not whole(*again[:2], timed[2])
     assert whole(*again)
-    assert kept_of(rows=[timed[0], bare[1], *timed[2:]])[0].whole(PROBLEM, [build]) is False
+    assert kept_of(rows=[timed[0], bare[1], *timed[2:]]).whole(PROBLEM, [build]) is False
     assert whole(*(row.with_(conditions={}) for row in timed))  # recorded before rows said so
 
 

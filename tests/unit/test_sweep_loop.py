@@ -17,7 +17,6 @@ from sweeping import FAMILIES, SPEC, Notes, by_config
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.ranking import rank
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.launches import FirstTimes
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import arch_on
@@ -109,37 +108,6 @@ def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch):
     gpu.calls.clear()
     go()
     assert gpu.calls == []
-
-
-PIPELINES = """
-problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {twice: {}}
-baselines: []
-measure: {rounds: 4, finalists: 2}
-"""
-
-
-def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu):
-    families = discover(FAMILIES)
-
-    def first_times(candidate):
-        score, mix = candidate.config["SCORE_THREADS"], candidate.config["MIX_THREADS"]
-        stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
-        return FirstTimes(sum(stages.values()), stages, 1.0)
-
-    gpu.first_times, gpu.sample = first_times, lambda name, kind: 20.0
-    rows = by_config(go(PIPELINES, families))
-    assert rows[128, 64].status is Status.PRUNED
-    assert "stages too slow in other configs: at least 64.0 us" in rows[128, 64].detail
-    assert rows[128, 64].at_least_us == pytest.approx(64.0)
-    assert [rows[key].status for key in ((64, 32), (64, 64), (128, 32))] == [Status.OK] * 3
-    gpu.calls.clear()
-    go(PIPELINES, families)
-    assert gpu.calls == []
-    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n", families))
-    assert rows[128, 64].status is Status.OK
-    assert gpu.names("trial") == ["SCORE_THREADS=128 MIX_THREADS=64"]
 
 
 def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_path):

@@ -159,7 +159,7 @@ class Model:
         rows = {Config(trial.config): trial for trial in told}
         for number in batch:
             row = rows.get(self.configs[number])
-            us = (row.screened_us or row.at_least_us) if row is not None else None
+            us = row.screened_us if row is not None else None
             known = [value for value in self.tried.values() if not math.isnan(value)]
             if us:
                 value = math.log(us)
