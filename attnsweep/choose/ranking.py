@@ -22,7 +22,6 @@ from attnsweep.choose.columns import (
     Ground,
     Row,
     named,
-    too_inaccurate,
 )
 from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
@@ -42,7 +41,6 @@ EQUIVALENT = 1.004
 _AFTER = [
     Status.DAMAGED,
     Status.NOISY,
-    Status.INACCURATE,
     Status.WRONG,
     Status.LAUNCH_ERROR,
     Status.TIMEOUT,
@@ -62,10 +60,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     reaches below 1.004. A row without the rounds of the others ties with none. It leads only if it
     is more than 10 % faster than the best row with rounds and has the same kind of time (warm, cold
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
-    rank is the order of medians and claims no difference. A candidate that was measured under a
-    spec's max_error, and errs by more, is not ranked: its status is inaccurate. Nor is a baseline
-    that computes in another format: it follows the ranked rows, `ok`, with the reason in `detail`
-    and no ratio to the base. No rank precedes one whose time is less than 1/1.1 of its own.
+    rank is the order of medians and claims no difference. A baseline that computes in another
+    format is not ranked: it follows the ranked rows, `ok`, with the reason in `detail` and no ratio
+    to the base. No rank precedes one whose time is less than 1/1.1 of its own.
     Wherever rows without common rounds are compared, their times are taken at one pace of the card
     (drift.at_pace). A time below the bound at the clock of its rounds is no time: its row is
     damaged.
@@ -130,8 +127,6 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
         return trial.status, trial.detail
     if (found := unsound(trial)) is not None:
         return found
-    if (inaccurate := too_inaccurate(trial)) is not None:
-        return Status.INACCURATE, inaccurate
     return trial.status, trial.detail
 
 

@@ -43,7 +43,6 @@ class Status(StrEnum):
     NOISY = "noisy"
     DAMAGED = "damaged"  # a row that cannot be as it says, for the ranking or the strict judge
     NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
-    INACCURATE = "inaccurate"  # right, but its error exceeds the spec's measure.max_error
     SKIPPED = "skipped"  # a baseline that cannot run here; detail says why
 
 
@@ -102,8 +101,6 @@ class Accuracy(_Row):
     """Seed of the inputs and of the rows that proved the reference."""
     timed_err: float | None = None
     """Largest error of a row of the timed problem; None of older rows."""
-    max_error: float | None = None
-    """The spec's measure.max_error, with which the row was measured."""
     format_err: float | None = None
     """In FP8, the error of exact maths on the rounded inputs against those before rounding.
 
@@ -125,7 +122,7 @@ class Accuracy(_Row):
 
     @property
     def error(self) -> float | None:
-        """What measure.max_error bounds: the error on the timed problem, else rel_err."""
+        """The error on the timed problem; of older rows rel_err."""
         return self.rel_err if self.timed_err is None else self.timed_err
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.choose.columns import held_to
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
@@ -25,7 +24,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Accuracy, Environment, Status, Trial
+from attnsweep.core.trial import Environment, Trial
 from attnsweep.device.lock import held
 from attnsweep.family.family import Family
 from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
@@ -347,11 +346,11 @@ class Gate:
                 self._observer.opening(work.pair.problem, 1, 0)
                 candidate = self._compiled(work)
                 opened_s = self._open(work.pair.problem)
-                accuracy = self._prove(candidate)
+                self._prove(candidate)
                 if same_code(work.pair.old, candidate.timed):
                     why = "same machine code and launches: right, not timed"
                     return Finding(label, Verdict.PASS, why, row, row, slower=work.own)
-                work.series = self._series(work, candidate, accuracy)
+                work.series = self._series(work, candidate)
             else:
                 opened_s = self._open(work.pair.problem)
             begin_s, left_s = self._budget.spent_s, self._budget.left_s
@@ -399,20 +398,15 @@ class Gate:
             raise Ended(Verdict.INCONCLUSIVE, what) from error
         return self._budget.spent_s - begin_s
 
-    def _prove(self, candidate: Candidate) -> Accuracy:
-        """The accuracy of the new code, checked on every case. Raises Ended if it is wrong."""
+    def _prove(self, candidate: Candidate) -> None:
+        """Check the new code on every case. Raises Ended if it is wrong."""
         try:
-            accuracy, _ = self._gpu.trial(candidate)
-            return accuracy
+            self._gpu.trial(candidate)
         except WorkerError as error:
             raise Ended(Verdict.WRONG, said(error.status, error.detail)) from error
 
-    def _series(self, work: _Work, new: Candidate, accuracy: Accuracy) -> Series:
-        """What will time new code that is right. Raises Ended if it errs by too much."""
-        assert work.trial is not None
-        row = held_to(work.trial.with_(accuracy=accuracy), self._spec.measure.max_error)
-        if row.status is Status.INACCURATE:
-            raise Ended(Verdict.WRONG, said(row.status, row.detail))
+    def _series(self, work: _Work, new: Candidate) -> Series:
+        """The pairs of old and new code that will be timed."""
         old = replace(new, timed=work.pair.old, checks=(), empty=None, turns=None)
         seed = f"{self._spec.search.seed} {work.pair.problem.label}"
         return Series(old, new, slower=work.pair.slower, seed=seed)

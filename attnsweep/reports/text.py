@@ -319,8 +319,6 @@ def winner_lines(section: Section) -> list[str]:
     if row is None:
         if any(other["rank"] and other["provider"] == OURS for other in section.rows):
             return ["no winner: all candidates were noisy in the rounds; run it again to time them"]
-        if any(other["status"] == Status.INACCURATE for other in section.rows):
-            return ["no candidate is as accurate as max_error asks"]
         return ["no candidate is ok: see why below"]
     figures = [
         f"{figure(row[name], digits)}{GLUE}{unit}"
@@ -591,40 +589,28 @@ _MOST = 8
 
 
 def frontier_lines(section: Section) -> list[str]:
-    """What the format costs, what max_error left out, and the candidates that none surpasses."""
-    if not _matters(section):
-        return []
-    return [*_of_format(section), *_left_out(section), *_best(section)]
+    """Of a problem in FP8: the error of the format, and the candidates that none surpasses."""
+    return [*_of_format(section), *_best(section)] if section.problem.format.lossy else []
 
 
 def frontier_points(section: Section) -> list[dict[str, Any]]:
     """Right candidates and baselines with a time and an error; `on` if on the frontier."""
-    if not _matters(section):
+    if not section.problem.format.lossy:
         return []
     best = {trial.key for trial in frontier([row["trial"] for row in section.rows])}
     return [
         {
             "who": who(row),
-            "kind": "baseline" if row["baseline"] else "kernel" if row["rank"] else "inaccurate",
+            "kind": "baseline" if row["baseline"] else "kernel",
             "us": float(f"{row['time_us']:.5g}"),
             "error": float(f"{accuracy.error:.4g}"),
             "on": row["trial"].key in best,
             "config": row["config"],
         }
         for row in section.rows
-        if row["status"] in (Status.OK, Status.INACCURATE) and row["time_us"] is not None
+        if row["status"] == Status.OK and row["time_us"] is not None
         if (accuracy := row["trial"].accuracy) is not None and accuracy.error is not None
     ]
-
-
-def max_error_of(section: Section) -> float | None:
-    """The max_error that the problem's candidates were held to, or None."""
-    asked = [row["trial"].accuracy for row in section.candidates]
-    return next((a.max_error for a in asked if a is not None and a.max_error is not None), None)
-
-
-def _matters(section: Section) -> bool:
-    return section.problem.format.lossy or max_error_of(section) is not None
 
 
 def _of_format(section: Section) -> list[str]:
@@ -641,25 +627,6 @@ def _of_format(section: Section) -> list[str]:
     return [line]
 
 
-def _left_out(section: Section) -> list[str]:
-    asked = max_error_of(section)
-    if asked is None:
-        return []
-    out = sum(row["status"] == Status.INACCURATE for row in section.rows)
-    over = [
-        f"{who(row)} ({row['trial'].accuracy.error:.1e})"
-        for row in section.rows
-        if row["baseline"] and row["status"] == Status.OK and _error(row) > asked
-    ]
-    line = f"max_error {asked:.1e}: candidates with a larger error are not ranked ({out} are not)"
-    return [line + (f"; baselines with a larger one: {', '.join(over)}" if over else "")]
-
-
-def _error(row: Row) -> float:
-    accuracy: Accuracy | None = row["trial"].accuracy
-    return 0.0 if accuracy is None or accuracy.error is None else accuracy.error
-
-
 def _best(section: Section) -> list[str]:
     by_key = {row["trial"].key: row for row in section.rows}
     rows = [by_key[t.key] for t in frontier([row["trial"] for row in section.rows])]
@@ -672,8 +639,8 @@ def _best(section: Section) -> list[str]:
         config = row["trial"].config
         own = {name: config[name] for name in section.differing.get(row["kernel"], ())}
         us = f"{'~' * apart(row)}{figure(row['time_us'], 4)}"
-        mark = "" if row["rank"] else ", over max_error"
-        said = f"  {us}{GLUE}µs, error {_error(row):.1e}{mark}: {who(row)} {named(own)}"
+        error = row["trial"].accuracy.error
+        said = f"  {us}{GLUE}µs, error {error:.1e}: {who(row)} {named(own)}"
         lines.append(said.rstrip())
     return lines
 

@@ -310,8 +310,8 @@ def chosen_of(
 ) -> list[Chosen]:
     """The best config of a problem's family, if it can be compared with PyTorch's attention.
 
-    In FP8 it need not be, since PyTorch's attention cannot do that. A spec's measure.max_error
-    rules the ranking, as it does in a report. slower: share by which rivals take longer at most.
+    In FP8 it need not be, since PyTorch's attention cannot do that. slower: share by which rivals
+    take longer at most.
     """
     ranking = rank(run.trials, environment)
     arch = arch_on(environment)

@@ -315,9 +315,6 @@ class MeasureSpec(_Model):
     energy: StrictBool = False
     """Also measure the energy of a call of each finalist and baseline, by NVML's counter: about
     2 s each (default: true if rank_by is energy)."""
-    max_error: Annotated[float, Field(strict=True, gt=0)] | None = None
-    """Rank only candidates whose error on the timed problem is at most this; the others are
-    shown by time and error (default: all that are right)."""
     input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = None
     """Seed of q, k and v (default: another in each run; rows keep it)."""
     timeout_s: Annotated[float, Field(strict=True, gt=0)] = 30.0
@@ -567,5 +564,5 @@ MODELS: dict[str, type[BaseModel]] = {
     "unserved": UnservedCalls,
 }
 """The model of each top-level key, and "" for that of the file."""
-RETIRED: tuple[tuple[str, str], ...] = (("search", "skip_by_bound"),)
+RETIRED: tuple[tuple[str, str], ...] = (("search", "skip_by_bound"), ("measure", "max_error"))
 """Section and key of settings that recorded specs have, and that are ignored."""

@@ -153,7 +153,7 @@ class SameCode:
 
     def add(self, build: Build, trial: Trial) -> None:
         """Remember a candidate that ran, if it is the first of its code."""
-        if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE):
+        if trial.status in (Status.OK, Status.NOISY):
             self._measured.setdefault(build.machine_code(), (build, trial))
 
     def of(self, build: Build) -> tuple[Build, Trial] | None:

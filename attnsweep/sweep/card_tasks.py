@@ -138,7 +138,7 @@ class Telling(Observer):
         unstored = kept or self._elsewhere
         row = {"row": json.loads(row_bytes(trial))} if unstored else {}
         self._pipe.tell("tried", kept=kept, **row)
-        if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE, Status.WRONG):
+        if trial.status in (Status.OK, Status.NOISY, Status.WRONG):
             self._suspect = False
         elif trial.status in (Status.LAUNCH_ERROR, Status.TIMEOUT):
             self._failures += 1

@@ -103,7 +103,6 @@ class Kept:
         card = (environment.gpu, environment.driver, environment.cuda)
         how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
         parts += ("energy",) if settings.energy else ()
-        parts += () if settings.max_error is None else (f"max_error {settings.max_error!r}",)
         return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
 
 

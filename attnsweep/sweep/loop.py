@@ -15,7 +15,6 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.baseline_ratio import Base, fastest_baseline
-from attnsweep.choose.columns import held_to
 from attnsweep.choose.drift import at_pace
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import Pair, race
@@ -220,7 +219,7 @@ class _ProblemSweep:
         except WorkerError as error:
             return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
         once = Measurement(median=first.time_us, low=first.time_us, high=first.time_us, samples=1)
-        row = row.with_(
+        return row.with_(
             accuracy=accuracy,
             time_us=once,
             first_us=first.time_us,
@@ -229,7 +228,6 @@ class _ProblemSweep:
             once_us=first.once_us,
             launch_us=first.launch_us,
         )
-        return held_to(row, self._spec.measure.max_error)
 
     def finals(self, checked: Sequence[Pair]) -> None:
         """Race those that are right, and time the finalists in rounds."""

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from attnsweep.choose.columns import held_to
 from attnsweep.choose.search import Search, search_of
 from attnsweep.core.errors import StoreError
 from attnsweep.core.hardware import arch_on
@@ -57,7 +56,6 @@ def replay(spec: SweepSpec, results: Path, observer: Observer, shard: Shard | No
                 row = trial.with_(detail=f"not in {_shown(recording.directory)}")
             else:
                 row = found.with_(recorded=True, recorded_on=where)
-                row = held_to(row, spec.measure.max_error)
             store.append(row)
             observer.tried(row)
             return row

@@ -33,7 +33,7 @@ _TRIED_US, _CALLS = 6e6, 3
 # Seconds of the search, unless the spec gives it less; how many of the best race for each place.
 _SEARCH_S, _RACERS = 7, 3
 # What only calls show: a row that says it of the long problem itself is not replaced.
-_SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.INACCURATE)
+_SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT)
 
 
 class Scout:

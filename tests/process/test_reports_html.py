@@ -209,7 +209,7 @@ PAGES = {
     "chosen": (scaled_run, "#problem=0&kernel=flash&x=N&y=M", ""),
     "recorded": (lambda: open_run(RECORDED), "", "color-scheme:dark;"),
     "several": (lambda: open_run(SEVERAL), "#problem=0", ""),
-    "fp8": (lambda: fp8_run(0.03), "", ""),
+    "fp8": (fp8_run, "", ""),
     "many": (lambda: problems(62), "#problem=61", ""),
     "unknown": (lambda: full_run(environment=None), "", "width:360px;"),
 }
@@ -277,7 +277,7 @@ def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(pages):
     assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
     assert len(re.findall('aria-roledescription="point"', svg)) == 5
     assert "NaN" not in svg
-    assert all(kind in svg for kind in ("inaccurate", "baseline", "flash_attn_3_fp8"))
+    assert all(kind in svg for kind in ("kernel", "baseline", "flash_attn_3_fp8"))
 
 
 @browser

@@ -189,8 +189,6 @@ NO_TYPE = "burns.cu(12): error: invalid combination of type specifiers"
 @pytest.mark.parametrize(
     ("asked", "log", "why"),
     [
-        # FakeGpu says an error of 1e-4.
-        ("measure: {max_error: 0.00005}", None, "inaccurate: error 1.00e-04 exceeds measure: max_error 5.00e-05"),
         (f"require: {{registers: '< {REGISTERS}'}}", None, f"the spec requires < {REGISTERS}"),
         ("", NO_TYPE, f"compile error: {NO_TYPE}"),
     ],

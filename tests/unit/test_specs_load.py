@@ -111,9 +111,13 @@ class TestWhatItBecomes:
 
 
 def test_keys_that_are_gone_are_ignored_with_a_sentence(load, tmp_path):
-    spec = load(f"{MINIMAL}search: {{seed: 3, skip_by_bound: false}}\n", name="old.yaml")
-    place = f"{tmp_path / 'old.yaml'}:{len(MINIMAL.splitlines()) + 1}:19"
-    assert spec.ignored == (f"{place}: search: skip_by_bound is ignored: attnsweep no longer has it",)
+    gone = "search: {seed: 3, skip_by_bound: false}\nmeasure: {max_error: 0.1}\n"
+    spec = load(MINIMAL + gone, name="old.yaml")
+    line, path = len(MINIMAL.splitlines()) + 1, tmp_path / "old.yaml"
+    assert spec.ignored == (
+        f"{path}:{line}:19: search: skip_by_bound is ignored: attnsweep no longer has it",
+        f"{path}:{line + 1}:11: measure: max_error is ignored: attnsweep no longer has it",
+    )
     assert spec == load(f"{MINIMAL}search: {{seed: 3}}\n", name="old.yaml")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from fake_compiler import FakeCompiler
-from fake_gpu import label_of
 from samples import TEST_GPU
 from sweeping import FAMILIES, SPEC, Notes, by_config
 
@@ -325,55 +324,6 @@ def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gp
     simple.rule("never ends")(endless)
     with pytest.raises(KernelError, match=r"rule endless of simple did not return within 0.2 s"):
         go(kernels=kernels)
-
-
-# ----
-@pytest.fixture
-def accuracies(gpu):
-    """Errors by config: the fastest of SPEC errs most."""
-    errors = {"THREADS=32": 0.01, "THREADS=64": 0.05, "THREADS=128": 0.02}
-    right = gpu.trial
-
-    def trial(candidate):
-        accuracy, first = right(candidate)
-        name = label_of(candidate)
-        changes = {"limit": 0.1, "rel_err": errors[name], "timed_err": errors[name]}
-        return accuracy.model_copy(update=changes), first
-
-    gpu.trial = trial
-    return errors
-
-
-BOUNDED = SPEC.replace("{rounds: 4}", "{rounds: 4, max_error: 0.02}")
-
-
-def test_max_error_keeps_the_inaccurate_out_of_the_rounds(go, gpu, accuracies):
-    rows = by_config(go(BOUNDED))
-    assert rows[64,].status is Status.INACCURATE
-    assert rows[64,].detail == "error 5.00e-02 exceeds measure: max_error 2.00e-02"
-    assert rows[64,].time_us.rounds == []
-    assert "simple THREADS=64" not in gpu.names("add")
-    assert [len(rows[key].time_us.rounds) for key in ((32,), (128,), "torch_flash")] == [4] * 3
-    ranking = (go(BOUNDED).run.directory / "ranking.md").read_text()
-    assert "best of ours; torch_flash is faster (1.20×): simple THREADS=32" in ranking
-    assert "max_error 2.0e-02: candidates with a larger error are not ranked (1 are not)" in ranking
-
-
-def test_another_max_error_measures_again(go, gpu, accuracies):
-    go(BOUNDED)
-    tried = len(gpu.names("trial"))
-    go(BOUNDED)
-    assert len(gpu.names("trial")) == tried  # nothing is left to measure
-    rows = by_config(go(BOUNDED.replace("0.02}", "0.05}")))
-    assert {rows[key].status for key in ((32,), (64,), (128,))} == {Status.OK}
-    assert len(rows[64,].time_us.rounds) == 4
-
-
-def test_nothing_accurate_enough_is_no_result_and_says_so(go, accuracies):
-    outcome = go(BOUNDED.replace("0.02}", "0.001}"))
-    assert outcome.exit_code == 1
-    ranking = (outcome.run.directory / "ranking.md").read_text()
-    assert "no candidate is as accurate as max_error asks" in ranking
 
 
 def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu):

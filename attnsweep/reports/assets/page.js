@@ -155,8 +155,8 @@ function frontier(box, problem) {
   };
   const [x, y] = [axis("us", "µs", PLAIN), axis("error", "error", "format(datum.value, '.2~e')")];
   const tooltip = [{ field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "error", format: ".3~e" }, { field: "config" }];
-  const kind = (range) => ({ field: "kind", type: "nominal", title: null, legend: above(box), scale: { domain: ["kernel", "inaccurate", "baseline"], range } });
-  const [shade, shape] = [kind(["accent", "s0", "baseline"].map(color)), kind(["circle", "cross", "diamond"])];
+  const kind = (range) => ({ field: "kind", type: "nominal", title: null, legend: above(box), scale: { domain: ["kernel", "baseline"], range } });
+  const [shade, shape] = [kind(["accent", "baseline"].map(color)), kind(["circle", "diamond"])];
   return draw(box, {
     height: 260,
     layer: [
