@@ -359,7 +359,6 @@ def winner_lines(section: Section) -> list[str]:
     baseline = faster_baseline(section)
     title = f"* best of ours; {baseline}:" if baseline else "* winner"
     lines = [f"{title} {who(row)}{config}: {', '.join(said)}"]
-    lines += _chained(section) if chained is None else []
     for row in section.best_of_families:
         stages = row["trial"].stages_us
         if stages:
@@ -374,17 +373,6 @@ def winner_lines(section: Section) -> list[str]:
             each = [f"{name}{GLUE}{us:.1f}{GLUE}µs" for name, us in once.items()]
             lines.append(f"  once for all calls, of the best {who(row)}: {' · '.join(each)}")
     return lines
-
-
-def _chained(section: Section) -> list[str]:
-    """The line about the fastest overlapping calls, if not the winner's; it ranks nothing."""
-    rows = [row for row in section.rows if row["trial"].chained_us is not None]
-    if not rows:
-        return []
-    row = min(rows, key=lambda row: row["trial"].chained_us)
-    us = figure(row["trial"].chained_us, 3)
-    config = f" {row['config']}" if row["config"] else ""
-    return [f"  least of calls that may overlap: {who(row)}{config}: chained{GLUE}{us}{GLUE}µs"]
 
 
 def _issued(row: Row) -> list[str]:
