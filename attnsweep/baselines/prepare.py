@@ -16,7 +16,7 @@ from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.callables import Asked
-from attnsweep.core.length import has_shorter, shorter
+from attnsweep.core.long_problems import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import step
 from attnsweep.device import graph_audit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
-from attnsweep.core import drawn
+from attnsweep.core import boolean_masks
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
     Of a padded or packed problem, or a boolean mask, it has four dimensions, as models pass it.
     """
     if problem.mask.as_tensor and problem.layout.kind == "dense":
-        return ~torch.from_numpy(drawn.tensor(problem)).to(device)
+        return ~torch.from_numpy(boolean_masks.tensor(problem)).to(device)
     low, high = problem.diagonals
     rows = torch.arange(problem.seqlen_q, device=device)[:, None]
     keys = torch.arange(problem.seqlen_k, device=device)
@@ -57,7 +57,7 @@ def hidden_keys(torch: Any, problem: Problem, device: str = "cuda") -> Any:
 
 def of_sequences(torch: Any, problem: Problem, device: str) -> tuple[Any, ...]:
     """(seqlen_q, 1) each: what `keys_of_sequences` says of each query of packed sequences."""
-    found = drawn.keys_of_sequences(problem, np.arange(problem.seqlen_q))
+    found = boolean_masks.keys_of_sequences(problem, np.arange(problem.seqlen_q))
     return tuple(torch.from_numpy(each).to(device) for each in found)
 
 
@@ -278,7 +278,7 @@ def flex_cannot(problem: Problem) -> str | None:
 def mask_of(torch: Any, problem: Problem, device: str = "cuda") -> Callable[..., Any]:
     """The problem's mask as FlexAttention asks for it: of batch, head, query and key."""
     if problem.mask.as_tensor and problem.layout.kind == "dense":
-        dense = torch.from_numpy(drawn.tensor(problem)).to(device)[:, 0]
+        dense = torch.from_numpy(boolean_masks.tensor(problem)).to(device)[:, 0]
 
         def element(batch: Any, _head: Any, query: Any, key: Any) -> Any:
             return dense[batch if problem.mask.of_item else 0, query, key]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from attnsweep.bench.effort import FIRST_US, Long, Short
 from attnsweep.bench.problem import OpenProblem
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import ceil_div
 from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda_graph import Replay, lasting

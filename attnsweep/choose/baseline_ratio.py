@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from attnsweep.choose.drift import (
+from attnsweep.choose.pace import (
     last_round,
     pace_of_rounds,
     rounds_at_pace,
@@ -53,7 +53,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The fastest baseline of a problem, in µs at the usual pace of the rounds (drift.at_pace).
+    """The fastest baseline of a problem, in µs at the usual pace of the rounds (pace.at_pace).
 
     noisy: only its fastest round is believed, as it was and at that pace, whichever is less.
     """
@@ -96,7 +96,7 @@ def fastest_baseline(
 ) -> Base | None:
     """The base among the rows of a problem, or None. statuses: by id, as the ranking judges them.
 
-    paced: the times of those that are ok at one pace, by id: see drift.at_pace.
+    paced: the times of those that are ok at one pace, by id: see pace.at_pace.
 
     A baseline over the error limit counts, one that is listed below the ranking never does. A noisy
     baseline counts with its fastest round.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attnsweep.choose.baseline_ratio import Base, below_ranking
-from attnsweep.choose.drift import settings, time_kind
+from attnsweep.choose.pace import settings, time_kind
 from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
 from attnsweep.core.problem import Problem

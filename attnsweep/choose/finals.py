@@ -18,13 +18,13 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose import energy
 from attnsweep.choose.baseline_ratio import below_ranking, may_be_base
-from attnsweep.choose.drift import pace_of
+from attnsweep.choose.pace import pace_of
 from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift, winner_of
 from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured, prepared, together
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.callables import CALLABLE
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
 from attnsweep.device.energy import Stretch
@@ -490,7 +490,7 @@ def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
 
 
 def shared_pace(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The pace of each round (drift.pace_of), of the entries that were in all rounds.
+    """The pace of each round (pace.pace_of), of the entries that were in all rounds.
 
     If only two were, it is what both share: the nearer to 1 of theirs, and 1 where one was faster
     than usual and the other slower. One alone cannot tell its own noise from the card's.

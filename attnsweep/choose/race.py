@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
-from attnsweep.choose.drift import pace_of
+from attnsweep.choose.pace import pace_of
 from attnsweep.choose.rounds import Rounds, measured
 from attnsweep.choose.stats import Race
 from attnsweep.compile.candidate import Build

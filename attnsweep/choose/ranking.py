@@ -23,7 +23,7 @@ from attnsweep.choose.columns import (
     Row,
     named,
 )
-from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
+from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial, unsound
@@ -64,7 +64,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     format is not ranked: it follows the ranked rows, `ok`, with the reason in `detail` and no ratio
     to the base. No rank precedes one whose time is less than 1/1.1 of its own.
     Wherever rows without common rounds are compared, their times are taken at one pace of the card
-    (drift.at_pace). A time below the bound at the clock of its rounds is no time: its row is
+    (pace.at_pace). A time below the bound at the clock of its rounds is no time: its row is
     damaged.
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.layouts import DENSE, Packed, Padded
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.masks import CAUSAL, Boolean, Mask, pattern
 from attnsweep.core.problem import Problem, ceil_div
 

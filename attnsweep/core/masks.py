@@ -168,7 +168,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Pairs of a query and a key that are no interval; core/drawn.py draws them from the seed.
+    """Pairs of a query and a key that are no interval; core/boolean_masks.py draws them.
 
     blocks: 128 x 128 pairs are seen together, `density` percent of all, and some of each row.
     documents: rows see the keys of their part of the sequence, of `density` parts of other lengths.

@@ -427,18 +427,18 @@ _tensor_bytes = lru_cache(maxsize=4096)(_all_bytes)
 def _pairs(p: Problem) -> int:
     """Pairs of a query and a key that it sees, of one head in the whole batch."""
     if p.mask.pattern is not None:
-        from attnsweep.core import drawn  # packages have no NumPy, and no such problem
+        from attnsweep.core import boolean_masks  # packages have no NumPy, and no such problem
 
-        return drawn.counts(p)[0]
+        return boolean_masks.counts(p)[0]
     return p.layout.pairs(p.mask.interval, p.batch, p.seqlen_q, p.seqlen_k)
 
 
 @lru_cache(maxsize=128)
 def _rows_with_keys(p: Problem) -> int:
     if p.mask.pattern is not None:
-        from attnsweep.core import drawn
+        from attnsweep.core import boolean_masks
 
-        return drawn.counts(p)[1]
+        return boolean_masks.counts(p)[1]
     empty = p.layout.empty_rows(p.mask.interval, p.batch, p.seqlen_q, p.seqlen_k)
     return p.batch * p.seqlen_q - empty
 

@@ -20,7 +20,7 @@ from attnsweep.choose.columns import Row as Row
 from attnsweep.choose.columns import bounds_of, frontier, light_text, named
 from attnsweep.choose.ranking import ranked
 from attnsweep.core.errors import errors_of
-from attnsweep.core.length import shorter_of
+from attnsweep.core.long_problems import shorter_of
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Accuracy, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE

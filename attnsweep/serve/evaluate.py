@@ -23,7 +23,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.serve.export import outline
 from attnsweep.serve.export_code import config_of, gpu_of, is_one_call
-from attnsweep.serve.held import asked_of, held_for, is_sdpa, lost_sdpa
+from attnsweep.serve.package_kernels import asked_of, held_for, is_sdpa, lost_sdpa
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.families import family_of, has_rival, kind_of_code, refused_by

@@ -45,7 +45,7 @@ from attnsweep.serve.export_code import (
     time_of,
     why_not_today,
 )
-from attnsweep.serve.held import (
+from attnsweep.serve.package_kernels import (
     Chosen,
     Kind,
     is_sdpa,

@@ -10,7 +10,7 @@ from typing import Any
 
 from attnsweep.core.errors import NoGpuError, SpaceError, SpecError
 from attnsweep.core.hardware import Arch, arch_on
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.space import Space

@@ -15,8 +15,8 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.baseline_ratio import Base, fastest_baseline
-from attnsweep.choose.drift import at_pace
 from attnsweep.choose.finals import Finals
+from attnsweep.choose.pace import at_pace
 from attnsweep.choose.race import Pair, race
 from attnsweep.choose.ranking import judged, ranked, winner_of
 from attnsweep.choose.rounds import prepared
@@ -25,7 +25,7 @@ from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import CompileError, StoreError
-from attnsweep.core.length import has_shorter
+from attnsweep.core.long_problems import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import THIS_BINARY, Environment, Measurement, Status, Trial, cards_of

@@ -17,7 +17,7 @@ from attnsweep.choose.rounds import prepared
 from attnsweep.compile.builds import builds_of
 from attnsweep.compile.candidate import Build, compiled_candidate
 from attnsweep.compile.launches import Candidate
-from attnsweep.core.length import shorter, slower_on
+from attnsweep.core.long_problems import shorter, slower_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.timings import proved, proves
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import POISON, Buffer

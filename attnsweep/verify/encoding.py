@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core import drawn
+from attnsweep.core import boolean_masks
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.formats import FORMATS
 from attnsweep.core.problem import SCALE_BLOCK, Problem
@@ -137,7 +137,9 @@ _E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 def mask_of(problem: Problem) -> dict[str, Bits]:
     """The inputs that say which keys queries see, if there are any."""
-    made: dict[str, Bits] = {"mask": drawn.tensor(problem)} if problem.mask.as_tensor else {}
+    made: dict[str, Bits] = (
+        {"mask": boolean_masks.tensor(problem)} if problem.mask.as_tensor else {}
+    )
     values = problem.layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
     return made | {name: np.array(value, np.int32) for name, value in values.items()}
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core import drawn
-from attnsweep.core.length import is_long
+from attnsweep.core import boolean_masks
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify.encoding import Bits, Tensor, Windows, from_bits, mask_of, stored, to_bits
@@ -263,7 +263,7 @@ def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:
     """(batch, 1, seqlen_k, 1): whether a key is in its item's range, or among those of a mask."""
     ranges = np.array(problem.key_ranges)
     if problem.mask.pattern is not None:
-        seen: Any = drawn.tensor(problem).any(axis=(1, 2))
+        seen: Any = boolean_masks.tensor(problem).any(axis=(1, 2))
         last = seen.shape[1] - seen[:, ::-1].argmax(axis=1)
         ranges = np.stack([seen.argmax(axis=1), last * seen.any(axis=1)], axis=1)
         ranges = np.broadcast_to(ranges, (problem.batch, 2))

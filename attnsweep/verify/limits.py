@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from attnsweep.core.cases import TILE, Case
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import Problem
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.measures import (

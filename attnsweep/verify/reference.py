@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core import drawn
+from attnsweep.core import boolean_masks
 from attnsweep.core.cases import TILE, Case
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.core.threads import one_blas_thread, parallel
@@ -26,9 +26,9 @@ _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> npt.NDArray[np.bool_]:
     """(rows, seqlen_k): the keys that these query rows of an item of the batch do not see."""
     if problem.mask.pattern is not None:
-        return ~drawn.seen(problem, rows, item)
+        return ~boolean_masks.seen(problem, rows, item)
     low, high = problem.diagonals
-    first, end, beside = drawn.keys_of_rows(problem, rows, item)
+    first, end, beside = boolean_masks.keys_of_rows(problem, rows, item)
     keys = np.arange(problem.seqlen_k)
     after = keys - rows[:, None] - beside
     hidden: npt.NDArray[np.bool_] = (after < low) | (after > high) | (keys < first) | (keys >= end)
@@ -43,7 +43,7 @@ def rows_with_keys(problem: Problem) -> npt.NDArray[np.bool_]:
     low, high = problem.diagonals
 
     def of_item(item: int) -> npt.NDArray[np.bool_]:
-        first, end, beside = drawn.keys_of_rows(problem, rows, item)
+        first, end, beside = boolean_masks.keys_of_rows(problem, rows, item)
         own = rows[:, None] + beside
         some: npt.NDArray[np.bool_] = np.maximum(own + low, first) <= np.minimum(
             own + high, end - 1
@@ -196,7 +196,7 @@ def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
     """
     rows = tiles_of_rows(case.problem, seed, most)
     if case.problem.mask.pattern is not None:
-        rows = np.unique(np.concatenate([rows, drawn.fewest(case.problem, TILE)]))
+        rows = np.unique(np.concatenate([rows, boolean_masks.fewest(case.problem, TILE)]))
     if case.inputs == "normal" or case.problem.format.cut_sums:
         return rows
     return np.unique(np.concatenate([rows[:8], rows[seed % 5 :: 5]]))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from attnsweep.compile.launches import Candidate, Plan
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
-from attnsweep.core.length import is_long
+from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import proves, step
 from attnsweep.core.trial import Accuracy

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import dense
 
-from attnsweep.core import drawn
+from attnsweep.core import boolean_masks
 from attnsweep.core.cases import Case, Inputs, short_turns, small_cases
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named
@@ -234,7 +234,7 @@ BOOLEANS = st.builds(
 @settings(max_examples=40)
 def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
     made = Problem(batch, 2, 1, seqlen_q, seqlen_k, 64, "bf16", mask)
-    tensor = drawn.tensor(made)
+    tensor = boolean_masks.tensor(made)
     assert made.shape_of("mask") == tensor.shape
     assert made.bytes_of("mask") == tensor.nbytes
     pairs = np.broadcast_to(tensor[:, 0], (batch, seqlen_q, seqlen_k))
@@ -248,7 +248,7 @@ def test_boolean_masks_are_their_tensor(mask, batch, seqlen_q, seqlen_k):
 
 def test_patterns_of_boolean_masks():
     def of(name, density, seed=0, sizes=(700, 900)):
-        return drawn.tensor(Problem(2, 1, 1, *sizes, 64, mask=pattern(name, density, seed)))
+        return boolean_masks.tensor(Problem(2, 1, 1, *sizes, 64, mask=pattern(name, density, seed)))
 
     blocks = of("blocks", 30, sizes=(1280, 1280))[0, 0]
     assert (blocks.reshape(10, 128, 10, 128) == blocks[::128, ::128][:, None, :, None]).all()
@@ -260,7 +260,7 @@ def test_patterns_of_boolean_masks():
     assert (documents.sum(axis=0) > 0).all()
     assert (np.abs(np.diff(documents.astype(int), axis=1)).sum(axis=1) <= 2).all()
     causal = np.tri(700, 900, 200, bool)
-    as_boolean = drawn.tensor(Problem(3, 2, 1, 700, 900, 64, mask=CAUSAL.as_boolean(["head"])))
+    as_boolean = boolean_masks.tensor(Problem(3, 2, 1, 700, 900, 64, mask=CAUSAL.as_boolean(["head"])))
     assert as_boolean.shape == (1, 2, 700, 900)
     assert (as_boolean == causal).all()
     holes = of("holes", 60)[0, 0]
@@ -307,7 +307,7 @@ def test_what_is_no_boolean_mask(values, says):
 
 def test_limits_know_the_rows_of_a_drawn_mask_that_see_the_fewest_keys():
     problem = Problem.parse("(1,1,1024,64) bf16 boolean(blocks,25)")
-    seen_keys = drawn.tensor(problem)[0, 0].sum(axis=1)
+    seen_keys = boolean_masks.tensor(problem)[0, 0].sum(axis=1)
     rows = some_rows(Case(problem), 0, 64)
     assert seen_keys[rows].min() == seen_keys.min() < np.median(seen_keys)
 

@@ -19,7 +19,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.layouts import Padded
 from attnsweep.core.trial import Status
 from attnsweep.serve import evaluate, shipped
-from attnsweep.serve.held import held_for, is_sdpa
+from attnsweep.serve.package_kernels import held_for, is_sdpa
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
 

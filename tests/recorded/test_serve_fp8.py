@@ -17,7 +17,7 @@ from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
-from attnsweep.serve.held import spares
+from attnsweep.serve.package_kernels import spares
 from attnsweep.serve.runtime import families
 from attnsweep.serve.runtime.fp8_dispatch import choose_fp8
 from attnsweep.serve.runtime.table import read_table

@@ -81,7 +81,7 @@ def test_what_a_comment_refers_to_exists(path):
 
 
 @pytest.mark.parametrize(
-    "text", ["see numerics.limits", "aligned (pace.at_pace).", "see choose.base.below_ranking", "see NoSuchClass"]
+    "text", ["see numerics.limits", "aligned (drift.at_pace).", "see choose.base.below_ranking", "see NoSuchClass"]
 )
 def test_a_stale_reference_is_found(text):
     (found,) = references(text)
@@ -89,7 +89,7 @@ def test_a_stale_reference_is_found(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["see core/ops.py", "see Trial.key", "see row_of_today", "(drift.at_pace)", "see CHANGELOG.md"]
+    "text", ["see core/ops.py", "see Trial.key", "see row_of_today", "(pace.at_pace)", "see CHANGELOG.md"]
 )
 def test_a_reference_resolves(text):
     assert references(text)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from attnsweep.core import drawn
+from attnsweep.core import boolean_masks
 from attnsweep.core.problem import Problem
 from attnsweep.verify.encoding import from_bits
 
@@ -12,7 +12,7 @@ from attnsweep.verify.encoding import from_bits
 def dense(problem: Problem, item: int = 0) -> Any:
     """(seqlen_q, seqlen_k): which keys the queries of an item of the batch see."""
     if problem.mask.pattern is not None:
-        tensor = drawn.tensor(problem)
+        tensor = boolean_masks.tensor(problem)
         return tensor[item % len(tensor), 0]
     (low, high), (first, end) = problem.diagonals, problem.key_ranges[item]
     keys = np.arange(problem.seqlen_k)

@@ -23,7 +23,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export import export
 from attnsweep.serve.export_code import compile_for_models, gpu_row
-from attnsweep.serve.held import spares
+from attnsweep.serve.package_kernels import spares
 from attnsweep.serve.runtime.families import FP8, kind_of_code
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Table, read_table
 from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes

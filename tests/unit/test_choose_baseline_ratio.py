@@ -10,7 +10,7 @@ from rich.console import Console
 from samples import candidate, full_run, once, timed
 
 from attnsweep.choose.baseline_ratio import common_rounds
-from attnsweep.choose.drift import at_pace
+from attnsweep.choose.pace import at_pace
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.core.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
 from attnsweep.reports import tables

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samples import H200, baseline, candidate, once, timed
 
 from attnsweep.choose.columns import COLUMNS, frontier
-from attnsweep.choose.drift import at_pace
+from attnsweep.choose.pace import at_pace
 from attnsweep.choose.ranking import judged, rank, winners
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.hardware import ARCHS, binding, bounds

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from samples import H200, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
-from attnsweep.core.length import slower_on
+from attnsweep.core.long_problems import slower_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.family.discover import discover

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.length import has_shorter, is_long, shorter
+from attnsweep.core.long_problems import has_shorter, is_long, shorter
 from attnsweep.core.problem import Problem
 from attnsweep.verify.encoding import Windows, to_bits, values_of
 from attnsweep.verify.inputs import make_inputs
