@@ -98,7 +98,7 @@ def effects(
     us = [t.screened_us or math.nan for t in rows]
     times = [(each, math.log(each / us[0])) for each in us]  # small: their squares lose no digits
     columns = {
-        name: _Column([t.config.get(name) for t in rows])
+        name: _Setting([t.config.get(name) for t in rows])
         for name in dict.fromkeys(chain.from_iterable(t.config for t in rows))
     }
     varied = {name: column for name, column in columns.items() if column.varies}
@@ -118,7 +118,7 @@ def effects(
             others = whole
             for name in names:
                 others = [*map(sub, others, varied[name].digits)] if name in varied else others
-            column = _Column([t.variant.get(axis) for t in rows])
+            column = _Setting([t.variant.get(axis) for t in rows])
             of_axis = _effect(column, others, times, axis, reference.variant[axis], names)
             # What changes with its axis only has no pairs of its own: the axis speaks for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
@@ -126,7 +126,7 @@ def effects(
     return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))
 
 
-class _Column:
+class _Setting:
     """One setting of all rows: each value as a digit from 1 on, and 0 where a row has none.
 
     varies: whether rows differ in it.
@@ -164,7 +164,7 @@ def axes_of(variants: object) -> dict[str, list[str]]:
 
 
 def _effect(
-    column: _Column,
+    column: _Setting,
     others: Sequence[int],
     times: Sequence[tuple[float, float]],
     name: str,

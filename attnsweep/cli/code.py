@@ -13,7 +13,7 @@ from attnsweep.cli.app import CODE, command, load, print_result, refuse_idle, wa
 from attnsweep.cli.options import option
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named, arch_on
-from attnsweep.reports.terminal import Form, aligned, console, errors
+from attnsweep.reports.terminal import ProgressForm, aligned, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
@@ -29,7 +29,7 @@ def compile_(
         list[str] | None, options.arch("One of {} (default: the spec's); may be repeated.")
     ] = None,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     limit: options.Limit = None,
     kernels: options.Kernels = None,
     every: Annotated[bool, option("List every candidate.", "--all")] = False,

@@ -19,7 +19,7 @@ from attnsweep.cli import completion, options
 from attnsweep.cli.app import FIND, GUARD, command, print_result, refuse_idle
 from attnsweep.cli.options import option
 from attnsweep.core.errors import KernelError, SpecError, ToolchainError
-from attnsweep.reports.terminal import Form, counted, errors
+from attnsweep.reports.terminal import ProgressForm, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.cases import Case
@@ -51,7 +51,7 @@ def judge(
     rounds: Annotated[int, typer.Option(min=3)] = 15,
     timeout_s: Annotated[float, typer.Option(min=1)] = 30.0,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     wait: options.Wait = False,
 ) -> None:
     """Judge CALLABLE on each SHAPE: a verdict, its reason, and its time beside the baselines.

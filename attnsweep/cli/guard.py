@@ -17,7 +17,7 @@ from attnsweep.cli import completion, options
 from attnsweep.cli.app import GUARD, command, load, print_result, refuse_idle, warn
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.reports import terminal
-from attnsweep.reports.terminal import Form, console, counted, errors
+from attnsweep.reports.terminal import ProgressForm, console, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.observer import Observer
@@ -39,7 +39,7 @@ def check(
     junit: Path | None = None,
     markdown: Path | None = None,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     kernels: options.Kernels = None,
     gpus: options.Gpus = None,
     wait: options.Wait = False,
@@ -191,7 +191,7 @@ def export_(
     out: Path,
     name: str | None = None,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     kernels: options.Kernels = None,
 ) -> None:
     """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.

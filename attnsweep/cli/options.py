@@ -10,7 +10,7 @@ import typer
 from attnsweep.cli import completion
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.share import ShareError, share_of_text
-from attnsweep.reports.terminal import Form
+from attnsweep.reports.terminal import ProgressForm
 
 
 def option(text: str, *names: str, **how: Any) -> Any:
@@ -94,7 +94,7 @@ Wait = Annotated[
     bool, option("Wait until no other run times on the card, instead of failing.", "--wait")
 ]
 Progress = Annotated[
-    Form,
+    ProgressForm,
     option(
         "Bars on a terminal and lines elsewhere, always lines, or JSON lines on stderr.",
         "--progress",

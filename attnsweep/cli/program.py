@@ -27,7 +27,7 @@ import typer
 from attnsweep.cli import options
 from attnsweep.cli.app import FIND, GUARD, command, print_end, without_arch
 from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError, reason
-from attnsweep.reports.terminal import Form, console, errors
+from attnsweep.reports.terminal import ProgressForm, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.serve.recorded_calls import Recorded
@@ -182,7 +182,7 @@ def speedup(
     out: Annotated[Path, typer.Argument()],
     command: options.Command,
     budget_s: Annotated[int, typer.Option(min=_LEAST_S)] = 600,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     wait: options.Wait = False,
 ) -> None:
     """Make a PyTorch program faster, and say by how much.
@@ -342,7 +342,7 @@ def costliest(spec: SweepSpec, budget_s: int) -> SweepSpec:
     return replace(spec, problems=tuple(chosen), search=search, baselines=pytorchs)
 
 
-def _export(out: Path, spec: SweepSpec, form: Form, wait: bool) -> None:
+def _export(out: Path, spec: SweepSpec, form: ProgressForm, wait: bool) -> None:
     """Sweep what is not swept, and write the package of the winners."""
     import compileall
 

@@ -30,7 +30,7 @@ from attnsweep.cli.app import (
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.files import shipped
 from attnsweep.core.ops import ORDERS
-from attnsweep.reports.terminal import Form, console, errors
+from attnsweep.reports.terminal import ProgressForm, console, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.observer import Observer
@@ -63,7 +63,7 @@ def tune(
     top: options.Top = None,
     full: options.Full = False,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     wait: options.Wait = False,
 ) -> None:
     """Find the fastest kernel for SHAPE on this GPU; needs no spec.
@@ -287,7 +287,7 @@ def run(
     problem: options.Problems = None,
     set_: options.Set = None,
     json_: options.Json = False,
-    form: options.Progress = Form.AUTO,
+    form: options.Progress = ProgressForm.AUTO,
     dry_run: bool = False,
     exhaustive: bool = False,
     limit: options.Limit = None,
@@ -416,7 +416,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _cards(
-    gpus: str | None, scheduler: str | None, form: Form
+    gpus: str | None, scheduler: str | None, form: ProgressForm
 ) -> Iterator[tuple[Cards | None, Observer]]:
     """The cards that are asked for, and what shows their progress."""
     from attnsweep.device.cards import chosen, installed

@@ -22,7 +22,7 @@ _LEFT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedStage:
     """One compiled stage. used_s: seconds since the epoch when it was last written or read.
 
     A file system that keeps no time of reading tells only when it was written.
@@ -38,7 +38,7 @@ class Entry:
         return self.path.parents[1].name
 
 
-def entries(directory: Path) -> list[Entry]:
+def entries(directory: Path) -> list[CachedStage]:
     """Every whole entry of a cache, sorted by path; empty if there is no such directory."""
     found = []
     for path in sorted(directory.glob("*/??/*")):
@@ -49,11 +49,11 @@ def entries(directory: Path) -> list[Entry]:
         with contextlib.suppress(OSError):
             facts = [(path / name).stat() for name in ("stage.cubin", "meta.json")]
             used = max(max(fact.st_mtime, fact.st_atime) for fact in facts)
-            found.append(Entry(path, sum(fact.st_size for fact in facts), used))
+            found.append(CachedStage(path, sum(fact.st_size for fact in facts), used))
     return found
 
 
-def prune(directory: Path, older_than_s: float) -> list[Entry]:
+def prune(directory: Path, older_than_s: float) -> list[CachedStage]:
     """Remove entries that were not used for so long, and what killed processes left.
 
     Returns the entries that are gone. A process that compiles meanwhile makes its entries again.

@@ -16,8 +16,8 @@ from attnsweep.regress.sequential_test import (
     FEWEST,
     MOST,
     Decision,
-    Interval,
     PairedRounds,
+    RatioInterval,
     enough,
     together,
 )
@@ -37,7 +37,7 @@ class PairResult:
     enough: whether more rounds in this process would tell little; otherwise its time was up.
     """
 
-    interval: Interval | None
+    interval: RatioInterval | None
     old_us: float
     new_us: float
     spent_s: float
@@ -84,7 +84,7 @@ class Series:
         return self.decision is not Decision.OPEN or len(self.each) >= MOST
 
     @property
-    def _known(self) -> list[Interval]:
+    def _known(self) -> list[RatioInterval]:
         return [one.interval for one in self.each if one.interval is not None]
 
     def take(self, gpu: Gpu, limit_s: float, watch: Callable[[float], None] | None = None) -> None:
@@ -174,7 +174,7 @@ def _turns(
     budget_s: float,
     seed: str,
     watch: Callable[[float], None] | None,
-    before: Sequence[Interval],
+    before: Sequence[RatioInterval],
 ) -> PairResult:
     """Time `old` and `new` in turns, in random order, until it is enough or the time is up.
 

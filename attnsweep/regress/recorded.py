@@ -167,7 +167,7 @@ def _damage(which: str, section: Section) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class BaselineChange:
     """What one baseline says of the best candidates: logarithms of (ours / it), new over old.
 
     down, up: from the median to its 95 % limits. drift: its own time, new over old.
@@ -179,7 +179,7 @@ class Compared:
     drift: float
 
 
-def combined(baselines: Sequence[Compared]) -> tuple[float, float, float]:
+def combined(baselines: Sequence[BaselineChange]) -> tuple[float, float, float]:
     """Ratio new to old by all baselines, and its limits.
 
     The ratio is the median of what the baselines say. Their scatter about it estimates how far the
@@ -195,7 +195,7 @@ def combined(baselines: Sequence[Compared]) -> tuple[float, float, float]:
     return math.exp(middle), math.exp(middle - down), math.exp(middle + up)
 
 
-def _compared(old: Section, new: Section) -> Iterator[Compared]:
+def _compared(old: Section, new: Section) -> Iterator[BaselineChange]:
     """Every baseline that shares rounds with the best candidate in both runs."""
     before, after = _beside_winner(old), _beside_winner(new)
     for name in before:
@@ -205,7 +205,7 @@ def _compared(old: Section, new: Section) -> Iterator[Compared]:
         # Zou and Donner, Statist. Med. 27, 2008).
         (was, was_low, was_high), (now, low, high) = map(_log_ratio, (before[name], after[name]))
         drift = median(after[name][1]) / median(before[name][1])
-        yield Compared(
+        yield BaselineChange(
             now - was, math.hypot(now - low, was_high - was), math.hypot(high - now, was - was_low),
             drift,
         )  # fmt: skip

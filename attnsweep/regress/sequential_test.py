@@ -49,7 +49,7 @@ class Decision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class RatioInterval:
     """Ratio of new to old, and its limits. rounds: the number of rounds it rests on."""
 
     median: float
@@ -74,7 +74,7 @@ class PairedRounds:
         self._ratios: list[float] = []
         self._looks = 0
         self._next_look = _FIRST_LOOK
-        self.interval: Interval | None = None
+        self.interval: RatioInterval | None = None
         """The interval of the last look that could give one."""
 
     def add(self, old_us: float, new_us: float) -> bool:
@@ -99,10 +99,10 @@ class PairedRounds:
         if left_out >= 0:
             ratios = sorted(self._ratios)
             middle = median(ratios)
-            self.interval = Interval(middle, ratios[left_out], ratios[-1 - left_out], rounds)
+            self.interval = RatioInterval(middle, ratios[left_out], ratios[-1 - left_out], rounds)
 
 
-def together(processes: Sequence[Interval]) -> Interval:
+def together(processes: Sequence[RatioInterval]) -> RatioInterval:
     """The ratio that all processes show, each with the interval of its own; at least one."""
     middles = [math.log(process.median) for process in processes]
     differ = max(PROCESS_SD, stdev(middles) if len(middles) > 1 else 0.0)
@@ -110,10 +110,10 @@ def together(processes: Sequence[Interval]) -> Interval:
     low = fmean(math.log(process.low) for process in processes) - error
     high = fmean(math.log(process.high) for process in processes) + error
     rounds = sum(process.rounds for process in processes)
-    return Interval(math.exp(fmean(middles)), math.exp(low), math.exp(high), rounds)
+    return RatioInterval(math.exp(fmean(middles)), math.exp(low), math.exp(high), rounds)
 
 
-def enough(before: Sequence[Interval], this: Interval, slower: float) -> bool:
+def enough(before: Sequence[RatioInterval], this: RatioInterval, slower: float) -> bool:
     """Whether a process needs no more rounds: it decides with those before, or it is precise.
 
     The first decides nothing alone; it is looked at as if the second were to be like it.

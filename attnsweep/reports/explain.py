@@ -58,7 +58,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class ConfigExplanation:
     """One candidate of one problem, next to others.
 
     row: its ranked row, None if no row of the run has it. config: its config. rule: name and
@@ -150,7 +150,7 @@ def explain(
     given: Sequence[str],
     problem: str | None,
     kernels: Mapping[str, Family],
-) -> list[Explanation]:
+) -> list[ConfigExplanation]:
     """One explanation for each problem of the run, or only for `problem`.
 
     given: words that name a candidate: `NAME=value` (a parameter, an axis of variants, or
@@ -285,7 +285,7 @@ def _explain(
     kernels: Mapping[str, Family],
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
-) -> Explanation:
+) -> ConfigExplanation:
     fitting = [
         row for row in section.candidates if wanted.items() <= chosen_by(row["trial"]).items()
     ]
@@ -311,7 +311,7 @@ def _explain(
     axes = axes_of((spec.get(family) or {}).get("variants"))
     facts = next((facts for facts in section.spaces if facts.get("kernel") == family), {})
     removed = facts.get("removed")
-    return Explanation(
+    return ConfigExplanation(
         section,
         family,
         dict(config),
@@ -464,7 +464,7 @@ HOW = (
 _NAMED = 6
 
 
-def lines(found: Explanation, width: int) -> list[Text]:
+def lines(found: ConfigExplanation, width: int) -> list[Text]:
     """The explanation, no line wider than `width` unless names need it."""
     row = found.row
     out = said(" · ".join(heading(found.section)), width, "bold")
@@ -497,7 +497,7 @@ def lines(found: Explanation, width: int) -> list[Text]:
     return out
 
 
-def verdict(found: Explanation) -> list[str]:
+def verdict(found: ConfigExplanation) -> list[str]:
     """Sentences that say how it ended: won, lost by so much, failed, or no candidate at all."""
     row, won = found.row, found.winner
     if row is None:
@@ -548,7 +548,7 @@ def _cost(row: Row) -> str:
     return f"{figure(row['time_us'], 4)}{GLUE}µs"
 
 
-def differences(found: Explanation) -> list[str]:
+def differences(found: ConfigExplanation) -> list[str]:
     """For a loser of the winner's family: each differing parameter, and what its pairs say."""
     row, won = found.row, found.winner
     if won is None or found.won or won["kernel"] != found.kernel:
@@ -591,7 +591,7 @@ def _paired(effect: Effect | None, value: str) -> str:
     )
 
 
-def _table(found: Explanation, row: Row, width: int) -> list[Text]:
+def _table(found: ConfigExplanation, row: Row, width: int) -> list[Text]:
     """The explained row and those beside it, fastest first."""
     parts = [("this one", row), *found.beside]
     parts.sort(key=lambda item: item[1]["time_us"] or float("inf"))
@@ -625,7 +625,7 @@ def _differs(each: Row, row: Row) -> str:
     return named({n: v for n, v in each["trial"].config.items() if v != own.get(n)})
 
 
-def _stages(found: Explanation) -> list[str]:
+def _stages(found: ConfigExplanation) -> list[str]:
     """The stages of the explained candidate next to the winner's, if both have them."""
     row, won = found.row, found.winner
     if row is None or not row["trial"].stages_us:
@@ -641,7 +641,7 @@ def _stages(found: Explanation) -> list[str]:
 # -- neighbours and parameters ----------------------------------------------------------------
 
 
-def _neighbour_lines(found: Explanation, width: int) -> list[Text]:
+def _neighbour_lines(found: ConfigExplanation, width: int) -> list[Text]:
     """Configs one parameter away: their first times, why they failed, which rule removed them."""
     out: list[Text] = []
     if found.unknown:
@@ -683,7 +683,7 @@ def _listed(neighbours: Sequence[Neighbour]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _effect_lines(found: Explanation, width: int) -> list[Text]:
+def _effect_lines(found: ConfigExplanation, width: int) -> list[Text]:
     """Which parameters mattered, the most important first."""
     if not found.effects:
         few = f"{found.kernel}: {found.timed} candidates have a time, too few to compare parameters"

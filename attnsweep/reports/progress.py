@@ -32,7 +32,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.reports import terminal
 from attnsweep.reports.eta import Eta
-from attnsweep.reports.terminal import Form, counted
+from attnsweep.reports.terminal import ProgressForm, counted
 
 PLAIN_INTERVAL_S = 10.0
 """Without a terminal, print a line at most this often: a CI log shows progress but stays short."""
@@ -43,7 +43,9 @@ _SHORT_S = 0.05
 
 
 @contextmanager
-def watch(console: Console, form: Form = Form.AUTO, cards: int = 1) -> Iterator[Observer]:
+def watch(
+    console: Console, form: ProgressForm = ProgressForm.AUTO, cards: int = 1
+) -> Iterator[Observer]:
     """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
 
     With --quiet it draws nothing, with --verbose also a line for each candidate. cards: of several,
@@ -51,7 +53,7 @@ def watch(console: Console, form: Form = Form.AUTO, cards: int = 1) -> Iterator[
     """
     eta = Eta(cards)
     match form:
-        case Form.JSON:
+        case ProgressForm.JSON:
             events = _JsonLines(console, eta)
             try:
                 yield events
@@ -59,7 +61,7 @@ def watch(console: Console, form: Form = Form.AUTO, cards: int = 1) -> Iterator[
                 events.write("end")
         case _ if terminal.talk is terminal.Talk.QUIET:
             yield Observer()
-        case Form.AUTO if console.is_terminal:
+        case ProgressForm.AUTO if console.is_terminal:
             columns = (
                 *(TextColumn("{task.description}"), BarColumn(bar_width=24)),
                 *(MofNCompleteColumn(), TimeElapsedColumn(), _Said(eta)),

@@ -376,7 +376,7 @@ def _error(text: str) -> None:
     errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=not errors.is_terminal)
 
 
-class Form(StrEnum):
+class ProgressForm(StrEnum):
     """Bars on a terminal and lines elsewhere, always lines, or JSON."""
 
     AUTO = "auto"

@@ -27,7 +27,7 @@ _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineCheck:
     """One line of `attnsweep doctor`. `needed`: a run on a GPU cannot do without it."""
 
     name: str
@@ -37,13 +37,13 @@ class Finding:
     needed: bool = True
 
 
-def examine() -> list[Finding]:
+def examine() -> list[MachineCheck]:
     """Every check in turn; none of them raises."""
     cuda = driver_cuda()
     extra = "compile" if cuda is None else "cuda12" if cuda < (13, 0) else "cuda13"
     install = install_command(extra)
     base = [
-        Finding(
+        MachineCheck(
             "attnsweep", True, f"{__version__}, Python {platform.python_version()}", needed=False
         ),
         _pip(),
@@ -52,7 +52,7 @@ def examine() -> list[Finding]:
     ]
     on_gpu = [
         _package("CuPy", Package(("cupy-cuda13x", "cupy-cuda12x", "cupy"), install), needed=True),
-        Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
+        MachineCheck("GPU", False, "none without a driver") if cuda is None else _gpu(),
         _package("NVML", Package(("nvidia-ml-py",), install)),
         _package("PyTorch", TORCH),
         *(_package(name, BACKENDS[name].package) for name in _BASELINES),
@@ -76,7 +76,7 @@ def why_no_compiling() -> str | None:
     return None if cache.fault(default_cache_dir()) is None else _CACHE_FIX
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[MachineCheck]) -> str:
     """One line: the things that this machine can do as it is."""
     if all(finding.ok for finding in findings if finding.needed):
         return "ready to measure"
@@ -86,7 +86,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     return f"cannot measure here; report and replay work; for compile: {fix}"
 
 
-def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
+def lines_of(rows: Sequence[MachineCheck], width: int) -> list[Text]:
     """The lines of `doctor`; a command that fixes something stays on one line."""
     marks = ["ok" if row.ok else "missing" if row.needed else "-" for row in rows]
     lines = aligned([*zip(marks, (row.name for row in rows), strict=True)], "ll", width)
@@ -120,17 +120,17 @@ def without_gpu(error: NoGpuError, rows: Sequence[tuple[str, str]], width: int) 
     return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 
-def _pip() -> Finding:
+def _pip() -> MachineCheck:
     """Whether the commands that fix something install into the Python that runs attnsweep."""
     missing = why_pip_misses()
     if missing is None:
-        return Finding("pip", True, f"installs into {sys.prefix}", needed=False)
-    return Finding("pip", False, *missing, needed=False)
+        return MachineCheck("pip", True, f"installs into {sys.prefix}", needed=False)
+    return MachineCheck("pip", False, *missing, needed=False)
 
 
-def _driver(cuda: tuple[int, int] | None) -> Finding:
+def _driver(cuda: tuple[int, int] | None) -> MachineCheck:
     if cuda is None:
-        return Finding(
+        return MachineCheck(
             "driver",
             False,
             "no NVIDIA driver (libcuda.so.1 cannot be loaded)",
@@ -138,55 +138,57 @@ def _driver(cuda: tuple[int, int] | None) -> Finding:
         )
     detail = f"{driver_version() or 'present'}, supports CUDA {cuda[0]}.{cuda[1]}"
     if cuda < (12, 0):
-        return Finding("driver", False, detail, "update it: attnsweep needs CUDA 12 (driver 525)")
-    return Finding("driver", True, detail)
+        return MachineCheck(
+            "driver", False, detail, "update it: attnsweep needs CUDA 12 (driver 525)"
+        )
+    return MachineCheck("driver", True, detail)
 
 
-def _nvrtc(install: str, cuda: tuple[int, int] | None) -> Finding:
+def _nvrtc(install: str, cuda: tuple[int, int] | None) -> MachineCheck:
     try:
         version = nvrtc_version()
     except AttnsweepError as error:
-        return Finding("NVRTC", False, error.what, install)
+        return MachineCheck("NVRTC", False, error.what, install)
     detail = f"{version[0]}.{version[1]}"
     if cuda is not None and version[0] > cuda[0]:
-        return Finding(
+        return MachineCheck(
             "NVRTC", False, f"{detail}, but the driver loads only CUDA {cuda[0]} code", install
         )
-    return Finding("NVRTC", True, detail)
+    return MachineCheck("NVRTC", True, detail)
 
 
-def _gpu() -> Finding:
+def _gpu() -> MachineCheck:
     try:
         found = described()
     except AttnsweepError as error:
-        return Finding("GPU", False, error.what, error.hint)
+        return MachineCheck("GPU", False, error.what, error.hint)
     memory = found.memory_bytes / 2**30
     detail = f"{found.gpu}, {found.arch}, {found.sm_count} SMs, {memory:.0f} GiB"
-    return Finding("GPU", True, detail)
+    return MachineCheck("GPU", True, detail)
 
 
 # Baselines that packages of their own bring; the others come with PyTorch.
 _BASELINES = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
 
 
-def _package(label: str, package: Package, *, needed: bool = False) -> Finding:
+def _package(label: str, package: Package, *, needed: bool = False) -> MachineCheck:
     installed, fix = package.installed(), package.fix
     if not installed:
-        return Finding(label, False, "not installed", fix, needed)
+        return MachineCheck(label, False, "not installed", fix, needed)
     if label == "CuPy" and len(installed) > 1:
         both = " and ".join(installed)
         remedy = f"pip uninstall -y {' '.join(package.names)}; {fix}"
-        return Finding(label, False, f"{both} overwrite each other", remedy, needed)
-    return Finding(label, True, ", ".join(installed), needed=needed)
+        return MachineCheck(label, False, f"{both} overwrite each other", remedy, needed)
+    return MachineCheck(label, True, ", ".join(installed), needed=needed)
 
 
-def _cache() -> Finding:
+def _cache() -> MachineCheck:
     path = default_cache_dir()
     why = cache.fault(path)
     if why is not None:
-        return Finding("cache", False, f"{path} cannot be written ({why})", _CACHE_FIX)
+        return MachineCheck("cache", False, f"{path} cannot be written ({why})", _CACHE_FIX)
     found = cache.entries(path)
     size = sum(entry.size_bytes for entry in found) / 2**20
-    return Finding(
+    return MachineCheck(
         "cache", True, f"{path}: {counted(len(found), 'cubin')}, {size:.0f} MiB", needed=False
     )

@@ -104,7 +104,7 @@ def least_lengths(inputs: Mapping[str, Tensor], problem: Problem) -> dict[str, f
 
 
 @dataclass(frozen=True, slots=True)
-class Maths:
+class BackwardMaths:
     """How gradients are computed: in float64, or rounded as a kernel rounds.
 
     rounding: scores, P and dP in fp32; P, dS and outputs rounded to the problem's dtype. from_p: dS
@@ -115,8 +115,8 @@ class Maths:
     from_p: bool = False
 
 
-EXACT = Maths()
-ROUNDED = (Maths(rounding=True), Maths(rounding=True, from_p=True))
+EXACT = BackwardMaths()
+ROUNDED = (BackwardMaths(rounding=True), BackwardMaths(rounding=True, from_p=True))
 
 
 def gradients(
@@ -124,7 +124,7 @@ def gradients(
     problem: Problem,
     rows: Rows,
     keys: Rows,
-    maths: Sequence[Maths] = (EXACT,),
+    maths: Sequence[BackwardMaths] = (EXACT,),
 ) -> list[Gradients]:
     """dQ of these queries, dK and dV of these keys, of every head, by each of the maths."""
     group, dim, dtype = problem.heads // problem.heads_kv, problem.head_dim, problem.dtype
@@ -143,7 +143,7 @@ def gradients(
         q, o, do = (values_of(inputs, problem, name, batch, head) for name in ("q", "o", "do"))
         lse = given["lse"][batch, head]
 
-        def parts(of: Rows, seen: Rows, how: Maths) -> tuple[npt.NDArray[Any], ...]:
+        def parts(of: Rows, seen: Rows, how: BackwardMaths) -> tuple[npt.NDArray[Any], ...]:
             hidden = hidden_keys(problem, of, batch)[:, seen]
             own = q[of], k[seen], v[seen], o[of], do[of], lse[of]
             return _p_and_ds(own, hidden, problem, how)
@@ -172,7 +172,10 @@ def gradients(
 
 
 def _p_and_ds(
-    own: tuple[npt.NDArray[Any], ...], hidden: npt.NDArray[np.bool_], problem: Problem, how: Maths
+    own: tuple[npt.NDArray[Any], ...],
+    hidden: npt.NDArray[np.bool_],
+    problem: Problem,
+    how: BackwardMaths,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """P and dS = P * (dO V^T - sum(dO * O)) of some queries and keys of a head."""
     kind: Any = np.float32 if how.rounding else np.float64

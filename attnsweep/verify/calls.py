@@ -22,7 +22,7 @@ from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.cuda import CudaSession
 from attnsweep.verify import limits
-from attnsweep.verify.compare import Comparer, Table
+from attnsweep.verify.compare import Comparer, LaunchRecords
 from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult, regions_to_redraw
 from attnsweep.verify.expected import PLAIN, contents_of
 from attnsweep.verify.measures import Same
@@ -91,7 +91,7 @@ class Calls:
         self._preparation: tuple[Any, Any] | None = None
         self._kept = 0, 0
         """The kept output that is judged in the replay that was looked at, and how many it kept."""
-        self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
+        self._tables: dict[tuple[tuple[int, int], ...], LaunchRecords] = {}
 
     @property
     def outputs(self) -> dict[str, Buffer]:
@@ -314,7 +314,7 @@ class Calls:
         proven: Proven,
         first: int,
         outputs: Sequence[Mapping[str, Buffer]],
-        given: Table,
+        given: LaunchRecords,
         *,
         whole: bool,
     ) -> None:

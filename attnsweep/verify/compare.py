@@ -83,7 +83,7 @@ _OUTPUT = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedOutput:
     """An output at a pointer, and what it is compared with.
 
     expected: float64 outputs for the inputs as they were made, and, if `mix` says which of the
@@ -113,7 +113,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LaunchRecords:
     """Records on the device for one launch, in which each has blocks of its own."""
 
     records: Buffer
@@ -281,12 +281,12 @@ class Comparer:
         """The judge of another dtype on the same GPU."""
         return Comparer(self._session, dtype, self._cache_dir)
 
-    def _pointers(self, one: Compared) -> tuple[int, ...]:
+    def _pointers(self, one: ComparedOutput) -> tuple[int, ...]:
         first, last = one.expected[0].pointer, one.expected[-1].pointer
         mix, tilted = one.mix or self._plain, one.tilted.pointer if one.tilted else 0
         return one.output, first, last, mix.pointer, tilted
 
-    def compare(self, one: Compared, slot: int, *, exact: bool = False) -> None:
+    def compare(self, one: ComparedOutput, slot: int, *, exact: bool = False) -> None:
         """Compare every element of an output; findings go to a slot. exact: it is in float64."""
         tiles, record = one.tiles, 8 * len(_FOUND)
         pointers = (*self._pointers(one), self._tiles_for(tiles))
@@ -307,7 +307,7 @@ class Comparer:
         all_of = [np.uint64(self._tiles_for(tiles) + first * record), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
 
-    def outputs(self, every: Sequence[Compared]) -> Table:
+    def outputs(self, every: Sequence[ComparedOutput]) -> LaunchRecords:
         """A table for compare_each."""
         record, tiles = 8 * len(_FOUND), [one.tiles for one in every]
         findings = Buffer(sum(tiles) * record)
@@ -324,7 +324,7 @@ class Comparer:
         )
         return _table(records, max(tiles, default=0), findings)
 
-    def compare_each(self, outputs: Table) -> None:
+    def compare_each(self, outputs: LaunchRecords) -> None:
         """`compare` of all outputs of a table; findings go to the first slots."""
         args = [np.uint64(outputs.records.pointer)]
         smem_bytes = 8 * len(_FOUND) * _THREADS
@@ -375,7 +375,7 @@ class Comparer:
         blocks = self._blocks(count * most, count * heads)
         self._launch("negate", blocks, args, 0, min(heads, _PARTS), count)
 
-    def redraw(self, regions: Table, old: int, new: int) -> None:
+    def redraw(self, regions: LaunchRecords, old: int, new: int) -> None:
         """Take inputs from one content to another; content 0 is as they were made.
 
         regions: of q, k and v, each with a slot of its own, which gives it another content, and 1
@@ -385,7 +385,7 @@ class Comparer:
         args = [np.uint64(regions.records.pointer), np.uint64(old), np.uint64(new)]
         self._launch("redraw", blocks, args, 0, regions.count)
 
-    def chain(self, regions: Table, contents: Buffer, digests: Buffer, call: int) -> None:
+    def chain(self, regions: LaunchRecords, contents: Buffer, digests: Buffer, call: int) -> None:
         """Take inputs to the content of a call of a chain, as contents_of says.
 
         regions: as for redraw, as they were made before the first call. contents: of the calls so
@@ -403,12 +403,12 @@ class Comparer:
         to = np.uint64(self._counts.pointer + 8 * slot)
         self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to], _SUMS)
 
-    def blocks_of(self, memory: Sequence[tuple[int, int]]) -> Table:
+    def blocks_of(self, memory: Sequence[tuple[int, int]]) -> LaunchRecords:
         """A table for `look` of memory without guards: pairs of a pointer and its bytes."""
         records = [(at, nbytes, 0, 1, slot) for slot, (at, nbytes) in enumerate(memory)]
         return _table(np.array(records, _REGION), max(nbytes for _, nbytes in memory))
 
-    def regions(self, every: Sequence[tuple[Buffer, int, int]]) -> Table:
+    def regions(self, every: Sequence[tuple[Buffer, int, int]]) -> LaunchRecords:
         """A table for look and renew: buffers, numbers for their digests, and slots.
 
         A number is 0 if no digest is wanted. Buffers of a slot have others, from 1 on.
@@ -420,7 +420,7 @@ class Comparer:
         most = max((buffer.nbytes for buffer, _, _ in every), default=0)
         return _table(np.array(records, _REGION), max(most, GUARD_BYTES))
 
-    def look(self, regions: Table, first: int, guard_bytes: int = GUARD_BYTES) -> None:
+    def look(self, regions: LaunchRecords, first: int, guard_bytes: int = GUARD_BYTES) -> None:
         """Add to each region's slot, from `first` on, count_outside and the wanted digest.
 
         guard_bytes: 0 if they have none.
@@ -430,7 +430,7 @@ class Comparer:
         args = [np.uint64(regions.records.pointer), np.int32(guard_bytes), to]
         self._launch("look", blocks, args, _SUMS, regions.count)
 
-    def renew(self, regions: Table) -> None:
+    def renew(self, regions: LaunchRecords) -> None:
         """Fill each region with NaN, and renew its guards, as Buffer.poison does."""
         blocks = self._blocks(regions.most * regions.count, regions.count)
         args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES)]
@@ -501,8 +501,8 @@ def _gradients(at: Mapping[str, Buffer], problem: Problem) -> list[Any]:
     return [*how, *map(np.int32, problem.diagonals), np.uint64(ranges), np.int32(problem.heads)]
 
 
-def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> Table:
+def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> LaunchRecords:
     """The records on the device. The caller waits before it launches what reads them."""
     buffer = Buffer(records.nbytes)
     buffer.upload(records)
-    return Table(buffer, len(records), most, tiles)
+    return LaunchRecords(buffer, len(records), most, tiles)

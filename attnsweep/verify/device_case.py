@@ -22,7 +22,7 @@ from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.verify import limits as verify_limits
 from attnsweep.verify import measures
-from attnsweep.verify.compare import Compared, Comparer, Table
+from attnsweep.verify.compare import ComparedOutput, Comparer, LaunchRecords
 from attnsweep.verify.encoding import Float, Tensor, Windows, check_scales
 from attnsweep.verify.expected import OPPOSITE, PLAIN, ExpectedCase, negated_heads
 from attnsweep.verify.measures import TILT, Measures, Same
@@ -38,7 +38,7 @@ _PROOF = 1e-11
 
 def regions_to_redraw(
     judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
-) -> Table:
+) -> LaunchRecords:
     """The inputs of copies for Comparer.redraw, which gives each a content of its own.
 
     For a backward, o and dO are drawn too; its log-sum-exps stay.
@@ -129,7 +129,7 @@ class DeviceCase:
             self.buffers[name] = Buffer(problem.bytes_of(name))
         self._inputs = self.regions_to_look_at(self.buffers)
         self.redraws = two_sided and self._oracle.can_redraw(problem)
-        self._to_redraw: Table | None = None
+        self._to_redraw: LaunchRecords | None = None
         self._session = session
         self.rows = problem.batch * problem.heads * problem.seqlen_q
         self.sample = sample
@@ -205,7 +205,7 @@ class DeviceCase:
             judge = self.judge.of_dtype("fp32")
             judge.reference(inputs, problem, exact, lse, 0.0, self.sample)
             plain, floor = self.sides[PLAIN][name].pointer, self.floor[name]
-            one = Compared(plain, problem, [exact], None, None, floor, name, self.sample)
+            one = ComparedOutput(plain, problem, [exact], None, None, floor, name, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
         self._prove(made, known, known.exact)
@@ -220,7 +220,7 @@ class DeviceCase:
             return False
         (name,) = self.outputs
         how = (None, None, self.floor[name], name, self.sample)
-        drawn = Compared(self.buffers[name].pointer, self.case.problem, [self._drawn], *how)
+        drawn = ComparedOutput(self.buffers[name].pointer, self.case.problem, [self._drawn], *how)
         self.judge.compare(drawn, slot)
         return True
 
@@ -266,7 +266,7 @@ class DeviceCase:
             self.judge.redraw(self._to_redraw, self.content, content)
             self.content = content
 
-    def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> Table:
+    def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> LaunchRecords:
         """The inputs and their guards for Comparer.look."""
         inputs = enumerate(self.case.problem.inputs)
         return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
@@ -279,7 +279,7 @@ class DeviceCase:
         side, problem = self._side(), self.case.problem
         for number, name in enumerate(self.outputs):
             how = (None, None, self.floor[name], name, self.sample)
-            one = Compared(outputs[name].pointer, problem, [side[name]], *how)
+            one = ComparedOutput(outputs[name].pointer, problem, [side[name]], *how)
             self.judge.compare(one, slot + number)
         return side
 
@@ -368,14 +368,14 @@ class DeviceCase:
         self._session.settle()
         return True
 
-    def compared(self, buffers: Mapping[str, Buffer] | None = None) -> list[Compared]:
+    def compared(self, buffers: Mapping[str, Buffer] | None = None) -> list[ComparedOutput]:
         """The outputs on the present inputs, its own or of a copy, to be compared."""
         at, mix = buffers or self.buffers, self._mix if len(self.sides) > 1 else None
         made = []
         for name in self.outputs:
             expected = [side[name] for side in self.sides]
             how = (mix, self.tilted, self.floor[name], name, self.sample)
-            made.append(Compared(at[name].pointer, self.case.problem, expected, *how))
+            made.append(ComparedOutput(at[name].pointer, self.case.problem, expected, *how))
         return made
 
     def compare(self, slot: int, buffers: Mapping[str, Buffer] | None = None) -> None:

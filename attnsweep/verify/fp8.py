@@ -19,7 +19,7 @@ from attnsweep.verify.encoding import E4M3_MAX, round_to
 from attnsweep.verify.reference import divisors, exponentials
 
 if TYPE_CHECKING:
-    from attnsweep.verify.rounded import Maths
+    from attnsweep.verify.rounded import ForwardMaths
 
 _K = 32  # products that are added at once
 _FRACTION = 13
@@ -78,7 +78,7 @@ _P_SCALE_FROM_FIRST = 8.0
 
 
 def attend(
-    scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: Maths
+    scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: ForwardMaths
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
     p, largest, sums = exponentials(scores.copy())

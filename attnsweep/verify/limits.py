@@ -28,7 +28,7 @@ from attnsweep.verify.measures import (
     more_near_zero,
 )
 from attnsweep.verify.reference import some_rows, tiles_of_rows
-from attnsweep.verify.rounded import EXACT, Maths, log_sum_exp, references
+from attnsweep.verify.rounded import EXACT, ForwardMaths, log_sum_exp, references
 
 # No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
@@ -139,9 +139,9 @@ def lse_limit(case: Case) -> float:
     return _LSE_LIMIT + 3 * most
 
 
-def _in_fp8(case: Case) -> Maths:
+def _in_fp8(case: Case) -> ForwardMaths:
     """How a case in FP8 is computed: scores of hard inputs are far from 0."""
-    return Maths(True, by_term=case.inputs != "normal")
+    return ForwardMaths(True, by_term=case.inputs != "normal")
 
 
 def _few_heads(case: Case) -> Case:
@@ -182,7 +182,7 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
     hard = case.inputs != "normal"
-    rounded = _in_fp8(case) if cut_sums else Maths(True, rounds_scores)
+    rounded = _in_fp8(case) if cut_sums else ForwardMaths(True, rounds_scores)
     ways = [EXACT, rounded, replace(rounded, from_first=True)]
     if hard and rounds_scores:
         ways.append(replace(rounded, in_log2=True))
@@ -218,7 +218,7 @@ def scale_of_rounding(case: Case, seed: int, rounds_scores: int) -> float:
     rounds_scores = rounded_scores(case.problem, rounds_scores)
     if case.problem.format.cut_sums or not rounds_scores:
         return 0.0
-    ways = [EXACT, replace(EXACT, tilted=True), Maths(True, rounds_scores)]
+    ways = [EXACT, replace(EXACT, tilted=True), ForwardMaths(True, rounds_scores)]
     rows = np.arange(case.problem.seqlen_q)
     exact, tilted, out = references(make_inputs(case, seed), case.problem, rows, ways)
     return fitted_scale(out - exact, tilted - exact)

@@ -33,7 +33,7 @@ _MOST = 9.0
 
 
 @dataclass(frozen=True, slots=True)
-class Maths:
+class ForwardMaths:
     """How attention rows are computed: in float64, or rounded as a kernel rounds."""
 
     rounding: bool = False
@@ -55,14 +55,14 @@ class Maths:
     """Scores are rounded as exponents of 2, not of e: 10 is exact in fp16, 10 log2(e) is not."""
 
 
-EXACT = Maths()
+EXACT = ForwardMaths()
 
 
 def reference(
     inputs: Mapping[str, Tensor],
     problem: Problem,
     rows: npt.NDArray[np.int64],
-    maths: Maths = EXACT,
+    maths: ForwardMaths = EXACT,
 ) -> Float:
     """The attention rows (batch, heads, len(rows), columns of o) in float64."""
     return references(inputs, problem, rows, [maths])[0]
@@ -72,7 +72,7 @@ def references(
     inputs: Mapping[str, Tensor],
     problem: Problem,
     rows: npt.NDArray[np.int64],
-    maths: Sequence[Maths],
+    maths: Sequence[ForwardMaths],
 ) -> list[Float]:
     """The rows by each of several maths, which share their scores and exponentials."""
     group = problem.heads // problem.heads_kv
@@ -106,7 +106,7 @@ def _attend(
     v: npt.NDArray[Any],
     hidden: npt.NDArray[np.bool_] | None,
     problem: Problem,
-    maths: Sequence[Maths],
+    maths: Sequence[ForwardMaths],
     finish: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
     sink: float,
 ) -> Iterator[npt.NDArray[Any]]:
@@ -176,7 +176,7 @@ def log_sum_exp(
     problem: Problem,
     rows: npt.NDArray[np.int64],
     *,
-    in_fp8: Maths | None = None,
+    in_fp8: ForwardMaths | None = None,
 ) -> npt.NDArray[np.float64]:
     """ln(sum(exp(score))) of the rows over the keys that each sees, (batch, heads, len(rows)).
 

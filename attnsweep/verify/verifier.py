@@ -37,7 +37,7 @@ _Bound = tuple[DeviceCase, Plan, Judgeable]
 
 
 @dataclass(slots=True)
-class _Called:
+class _CheckedCall:
     """A call that is being checked, and the slots of what it shows."""
 
     fixture: DeviceCase
@@ -331,7 +331,7 @@ class Verifier(Calls):
         workspaces: Mapping[tuple[str, int], Buffer],
         of_output: int,
         slots: Iterator[int],
-    ) -> _Called:
+    ) -> _CheckedCall:
         """Make a call, whose output is poisoned, and look at what it did to its workspaces.
 
         of_output: the slot in which bytes outside the output are counted, by the caller.
@@ -341,7 +341,7 @@ class Verifier(Calls):
         for buffer in own.values():
             buffer.poison()
         pipeline.enqueue()
-        called = _Called(fixture, {", ".join(fixture.outputs): of_output})
+        called = _CheckedCall(fixture, {", ".join(fixture.outputs): of_output})
         for name, buffer in own.items():
             called.outside[name] = next(slots)
             self._judge.count_outside(buffer, called.outside[name])

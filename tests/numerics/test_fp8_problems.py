@@ -18,7 +18,7 @@ from attnsweep.specs.shapes import read_shapes
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
 from attnsweep.verify import measures, rounded
-from attnsweep.verify.rounded import Maths
+from attnsweep.verify.rounded import ForwardMaths
 
 DTYPES = ("e4m3", "e4m3_tensor", "e4m3_block")
 SPEC = """
@@ -120,10 +120,10 @@ def test_p_in_two_bits_of_mantissa_is_refused():
     case = Case(Problem(1, 4, 4, 512, 512, 64, "e4m3"))
     inputs, rows = verify_inputs.make_inputs(case, 1), np.arange(512)
     exact = rounded.reference(inputs, case.problem, rows)
-    right = measures.measures(rounded.reference(inputs, case.problem, rows, Maths(True)), exact, "bf16")
+    right = measures.measures(rounded.reference(inputs, case.problem, rows, ForwardMaths(True)), exact, "bf16")
     limits = verify_limits.limits(case, 0)
     assert max(right.shares(limits).values()) <= 1
-    wrong = exact + 2 * (rounded.reference(inputs, case.problem, rows, Maths(True)) - exact)
+    wrong = exact + 2 * (rounded.reference(inputs, case.problem, rows, ForwardMaths(True)) - exact)
     assert max(measures.measures(wrong, exact, "bf16").shares(limits).values()) > 1
 
 
@@ -132,7 +132,9 @@ def test_a_log_sum_exp_may_err_by_what_scores_of_few_bits_cost(kind):
     case = Case(Problem(1, 2, 2, 70, 200, 128, "e4m3"), kind)
     inputs, rows = verify_inputs.make_inputs(case, 5), np.arange(70)
     exact = rounded.log_sum_exp(inputs, case.problem, rows)
-    off = np.abs(rounded.log_sum_exp(inputs, case.problem, rows, in_fp8=Maths(True, by_term=kind != "normal")) - exact)
+    off = np.abs(
+        rounded.log_sum_exp(inputs, case.problem, rows, in_fp8=ForwardMaths(True, by_term=kind != "normal")) - exact
+    )
     limit = verify_limits.lse_limit(case)
     assert (off / np.maximum(1, np.abs(exact))).max() <= limit < 0.02
     assert verify_limits.lse_limit(replace(case, problem=replace(case.problem, dtype="bf16"))) == 1e-4
@@ -146,7 +148,7 @@ def test_log_sum_exp_limits_admit_other_draws(shape, kind):
     heads, seqlen_q, seqlen_k = shape
     case = Case(Problem(1, heads, heads, seqlen_q, seqlen_k, 64, "e4m3_block"), kind)
     limit, rows = verify_limits.lse_limit(case), np.arange(seqlen_q)
-    maths = rounded.Maths(True, by_term=kind != "normal")
+    maths = rounded.ForwardMaths(True, by_term=kind != "normal")
     for seed in range(60):
         inputs = verify_inputs.make_inputs(case, seed)
         exact = rounded.log_sum_exp(inputs, case.problem, rows)

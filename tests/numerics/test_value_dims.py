@@ -18,7 +18,7 @@ from attnsweep.store.run import open_run
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
 from attnsweep.verify.measures import measures
-from attnsweep.verify.rounded import Maths, reference
+from attnsweep.verify.rounded import ForwardMaths, reference
 
 ARCH, FAMILIES = arch_named("sm_90a"), discover()
 FAMILY = FAMILIES["flash_fwd_wgmma"]
@@ -108,7 +108,7 @@ def test_each_baseline_takes_it_or_says_why_not():
 def test_limits_admit_rounding_and_refuse_columns_in_the_place_of_others(dims, mask):
     problem = Problem.parse(f"(2,4/2,40x70,{dims}) fp16 {mask}")
     inputs, rows = make_inputs(Case(problem), 1), np.arange(40)
-    expected, rounded = reference(inputs, problem, rows), reference(inputs, problem, rows, Maths(True))
+    expected, rounded = reference(inputs, problem, rows), reference(inputs, problem, rows, ForwardMaths(True))
     for case in (Case(problem), *small_cases(problem)[2:4]):
         assert limits(case, 0).row > 0
     shares = measures(rounded, expected, "fp16").shares(limits(Case(problem), 0))

@@ -76,7 +76,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     made = verify_inputs.make_inputs(case, 5)
     exact = verify_rounded.reference(made, case.problem, rows)
     backwards = made | {name: made[name][..., ::-1].copy() for name in "qk"}
-    reordered = verify_rounded.reference(backwards, case.problem, rows, verify_rounded.Maths(True))
+    reordered = verify_rounded.reference(backwards, case.problem, rows, verify_rounded.ForwardMaths(True))
     assert measures.row_error(reordered, exact) <= limit
     tf32 = {name: bits & np.uint32(0xFFFFE000) for name, bits in made.items()}
     assert not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
@@ -98,7 +98,9 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
         for seed in range(3):
             inputs = verify_inputs.make_inputs(case, seed)
             exact = verify_rounded.reference(inputs, case.problem, rows)
-            honest = verify_rounded.reference(inputs, case.problem, rows, verify_rounded.Maths(True, rounds_scores))
+            honest = verify_rounded.reference(
+                inputs, case.problem, rows, verify_rounded.ForwardMaths(True, rounds_scores)
+            )
             assert measures.row_error(honest, exact) <= limit, case.label
     if dtype == "e4m3_block":
         return  # one key fewer changes the blocks
@@ -203,7 +205,7 @@ def test_maths_that_share_their_scores_are_each_as_alone():
     inputs = verify_inputs.make_inputs(Case(problem), 3)
     rows = np.arange(200)
     ways = [verify_rounded.EXACT]
-    ways += [verify_rounded.Maths(True, times, first) for times in (0, 1, 2) for first in (False, True)]
+    ways += [verify_rounded.ForwardMaths(True, times, first) for times in (0, 1, 2) for first in (False, True)]
     together = verify_rounded.references(inputs, problem, rows, ways)
     for way, found in zip(ways, together, strict=True):
         assert (found == verify_rounded.reference(inputs, problem, rows, way)).all()
@@ -264,7 +266,7 @@ def test_limits_of_hard_inputs_admit_other_draws_of_few_keys(dtype, inputs):
         limits, rows = verify_limits.limits(case, 0), np.arange(130)
         for seed in range(40):
             drawn = verify_inputs.make_inputs(case, seed)
-            ways = [verify_rounded.Maths(True, from_first=first) for first in (False, True)]
+            ways = [verify_rounded.ForwardMaths(True, from_first=first) for first in (False, True)]
             exact, *outs = verify_rounded.references(drawn, case.problem, rows, [verify_rounded.EXACT, *ways])
             for out in outs:
                 shares = measures.measures(out, exact, dtype).shares(limits)
@@ -321,8 +323,8 @@ def test_gains_and_scales_of_a_small_case_are_within_what_chance_makes_of_them(d
     # once, so that all right candidates were refused in up to 10 % of runs in FP8, 3 % in bf16.
     case = cases.small_cases(Problem(1, 2, 2, 200, keys, 32, dtype))[2]
     limits, rows = verify_limits.limits(case, rounds_scores), np.arange(97)
-    exact_too = [verify_rounded.EXACT, verify_rounded.Maths(tilted=True)]
-    ways = [verify_rounded.Maths(True, rounds_scores, from_first=first) for first in (False, True)]
+    exact_too = [verify_rounded.EXACT, verify_rounded.ForwardMaths(tilted=True)]
+    ways = [verify_rounded.ForwardMaths(True, rounds_scores, from_first=first) for first in (False, True)]
     for seed in range(50):
         drawn = verify_inputs.make_inputs(case, seed)
         exact, tilted, *outs = verify_rounded.references(drawn, case.problem, rows, [*exact_too, *ways])
@@ -348,7 +350,7 @@ def test_what_rounding_scores_makes_of_a_scale_is_nothing_where_none_are_rounded
 def test_a_tilted_output_is_that_of_another_scale(dtype):
     problem = Problem(1, 2, 1, 20, 30, 16, dtype)
     drawn, rows = verify_inputs.make_inputs(Case(problem), 1), np.arange(20)
-    tilted = verify_rounded.reference(drawn, problem, rows, verify_rounded.Maths(tilted=True))
+    tilted = verify_rounded.reference(drawn, problem, rows, verify_rounded.ForwardMaths(tilted=True))
     k, v = (values_of(drawn, problem, name, 0, 0).astype(float) for name in "kv")
     for head in (0, 1):
         scores = values_of(drawn, problem, "q", 0, head) @ k.T * problem.scale

@@ -10,7 +10,7 @@ from rich.console import Console
 from samples import PROBLEM, candidate
 
 from attnsweep.reports import progress
-from attnsweep.reports.terminal import Form
+from attnsweep.reports.terminal import ProgressForm
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_what_cannot_be_is_refused_with_its_reason(attnsweep, cards, words, why)
     assert why in done.stderr
 
 
-@pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
+@pytest.mark.parametrize("form", [ProgressForm.AUTO, ProgressForm.PLAIN])
 def test_each_card_has_a_line(form):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
+    console = Console(file=out, force_terminal=form is ProgressForm.AUTO, color_system=None, width=120)
     with progress.watch(console, form, 2) as observer:
         observer.planned([3, 3])
         on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
@@ -93,7 +93,7 @@ def test_each_card_has_a_line(form):
             each.preparing("torch_flash", 0, 2)
             each.prepared("torch_flash", 1.0, {"first calls": 1.0})
             each.timing(1, 4)
-        if form is Form.AUTO:
+        if form is ProgressForm.AUTO:
             observer.progress.refresh()
         on[0].resting(done=True)
         on[1].resting(done=False)
@@ -101,13 +101,13 @@ def test_each_card_has_a_line(form):
         late = observer.on(2, "uuid2")
         late.opening(PROBLEM, 3, 0)
         late.tried(candidate("flash", 6.5, BLOCK_M=64))
-        if form is Form.AUTO:
+        if form is ProgressForm.AUTO:
             observer.progress.refresh()
     shown = out.getvalue()
     assert "card 0" in shown
     assert "card 1" in shown
     assert "card 1 [is] lost" in shown
     assert "card 2" in shown
-    if form is Form.AUTO:
+    if form is ProgressForm.AUTO:
         assert "best 7.50 µs flash" in shown
         assert "sweep of 2 problems" in shown

@@ -12,7 +12,7 @@ from sweeping import FAMILIES, Notes, by_config, use
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.trial import Status
 from attnsweep.reports import progress
-from attnsweep.reports.terminal import Form
+from attnsweep.reports.terminal import ProgressForm
 
 SPEC = f"""
 kernel_dir: {FAMILIES}
@@ -301,7 +301,7 @@ def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_afforda
 @pytest.mark.usefixtures("every_step")
 def test_progress_counts_no_candidate_twice(go):
     out = io.StringIO()
-    with progress.watch(Console(file=out), Form.JSON) as observer:
+    with progress.watch(Console(file=out), ProgressForm.JSON) as observer:
         go(SPEC, observer=observer)
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [e["event"] for e in events].count("problem") == 1

@@ -171,9 +171,9 @@ def test_traces_hold_pytorchs_operator(operator, driver):
 
 def test_more_than_2_31_elements():
     sizes, strides = (2, 4, 256, 64), (2**31, 64, 256, 1)
-    assert driver_module.unmapped(driver_module.Tensor(sizes, strides))[0] == "too_large"
-    assert driver_module.unmapped(driver_module.Tensor(sizes, (2**30, 64, 256, 1))) is None
-    overlapping = driver_module.Tensor(sizes, (0, 64, 256, 1))
+    assert driver_module.unmapped(driver_module.StridedTensor(sizes, strides))[0] == "too_large"
+    assert driver_module.unmapped(driver_module.StridedTensor(sizes, (2**30, 64, 256, 1))) is None
+    overlapping = driver_module.StridedTensor(sizes, (0, 64, 256, 1))
     assert driver_module.unmapped(overlapping)[0] == "layout"
 
 

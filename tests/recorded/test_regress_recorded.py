@@ -114,7 +114,7 @@ def test_a_baseline_that_was_timed_again_is_paired_in_its_own_rounds():
 
 
 def compared(*changes):
-    return [regress.Compared(math.log(c), 0.0, 0.0, 1.0) for c in changes]
+    return [regress.BaselineChange(math.log(c), 0.0, 0.0, 1.0) for c in changes]
 
 
 def test_baselines_that_disagree_widen_the_interval_and_one_stranger_does_not():

@@ -16,8 +16,8 @@ from attnsweep.regress.sequential_test import (
     MOST,
     PROCESS_SD,
     Decision,
-    Interval,
     PairedRounds,
+    RatioInterval,
     enough,
     together,
 )
@@ -73,7 +73,7 @@ def test_a_time_that_is_none_is_left_out_with_its_round(bad):
 
 
 def process(ratio, within=0.0):
-    return Interval(ratio, ratio * (1 - within), ratio * (1 + within), 20)
+    return RatioInterval(ratio, ratio * (1 - within), ratio * (1 + within), 20)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from attnsweep.cli import app
 from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
-from attnsweep.reports.explain import Explanation, explain, lines, verdict
+from attnsweep.reports.explain import ConfigExplanation, explain, lines, verdict
 from attnsweep.store.run import Run, open_run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -28,11 +28,11 @@ def families():
     return discover()
 
 
-def text(found: Explanation, width: int = 120) -> str:
+def text(found: ConfigExplanation, width: int = 120) -> str:
     return "\n".join(line.plain for line in lines(found, width))
 
 
-def flat(found: Explanation, width: int = 120) -> str:
+def flat(found: ConfigExplanation, width: int = 120) -> str:
     return " ".join(text(found, width).split())
 
 

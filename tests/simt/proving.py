@@ -52,14 +52,14 @@ def inputs_in(problem, buffers):
 def attend(problem, buffers, number=0):
     """A right call: the rounded maths."""
     rows = np.arange(problem.seqlen_q)
-    out = rounded.reference(inputs_in(problem, buffers), problem, rows, rounded.Maths(True))
+    out = rounded.reference(inputs_in(problem, buffers), problem, rows, rounded.ForwardMaths(True))
     buffers["o"].upload(encoding.to_bits(out.astype(np.float32), problem.out_dtype))
 
 
 def differentiate(problem, buffers, number=0):
     """A right call of a backward."""
     every = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
-    maths = (backward.Maths(rounding=True),)
+    maths = (backward.BackwardMaths(rounding=True),)
     (made,) = backward.gradients(inputs_in(problem, buffers), problem, *every, maths)
     for name, values in made.items():
         buffers[name].upload(encoding.to_bits(values.astype(np.float32), problem.dtype))

@@ -17,7 +17,7 @@ from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures, rounded
 from attnsweep.verify import inputs as verify_inputs
-from attnsweep.verify.compare import PART_OF, PARTS, Compared, judge_source
+from attnsweep.verify.compare import PART_OF, PARTS, ComparedOutput, judge_source
 from attnsweep.verify.device_case import DeviceCase, Errors, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 from attnsweep.verify.measures import TILT, Measures
@@ -262,7 +262,7 @@ def found_in(device, out, expected, dtype, tilted=None, opposite=None, mix=PLAIN
     both = [uploaded(expected), *([] if opposite is None else [uploaded(opposite)])]
     mixes = None if opposite is None else uploaded(np.array([mix], np.uint64))
     slope = None if tilted is None else uploaded(tilted)
-    judge.compare(Compared(written.pointer, problem, both, mixes, slope, floor, "o"), 7)
+    judge.compare(ComparedOutput(written.pointer, problem, both, mixes, slope, floor, "o"), 7)
     found = judge.found(8)[7]
     count = batch * heads * rows
     measured = Measures(

@@ -128,7 +128,7 @@ def test_no_right_output_is_over_a_limit(number):
         out = right_output(inputs, problem, rounds_scores, rng)
         tilted = None
         if case.inputs == "normal" and case is not cases[0]:
-            tilted = verify_rounded.reference(inputs, problem, rows, verify_rounded.Maths(tilted=True))
+            tilted = verify_rounded.reference(inputs, problem, rows, verify_rounded.ForwardMaths(tilted=True))
         taken = measures.measures(out, exact, dtype, tilted)
         if tilted is not None:  # as verify/compare.py takes it
             usual = limits.scale_of_rounding(case, seed, rounds_scores)

@@ -11,7 +11,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.device.buffers import GUARD_BYTES
 from attnsweep.verify import compare as judge_module
 from attnsweep.verify import encoding
-from attnsweep.verify.compare import Compared
+from attnsweep.verify.compare import ComparedOutput
 from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 
 from .device import DTYPES, HostBuffer, few_examples, sign_of, small, uploaded
@@ -135,7 +135,7 @@ def test_outputs_are_compared_as_each_apart(device):
         plain, opposite, tilted = rng.standard_normal((3, *shape))
         written.append(uploaded(encoding.to_bits((plain * 1.01).astype(np.float32), "bf16")))
         every.append(
-            Compared(
+            ComparedOutput(
                 written[-1].pointer,
                 Problem(batch, heads, heads, rows, rows, head_dim, "bf16"),
                 [uploaded(plain), *([uploaded(opposite)] if number % 2 else [])],

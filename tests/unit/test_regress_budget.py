@@ -12,7 +12,7 @@ from fake_compiler import FakeCompiler
 
 from attnsweep.regress import live as gate
 from attnsweep.regress.budget import Budget
-from attnsweep.regress.sequential_test import Decision, Interval
+from attnsweep.regress.sequential_test import Decision, RatioInterval
 
 LENGTHS = [64 * count for count in range(1, 10)]
 LABELS = [f"(1,2,{length},64) fp16 full" for length in LENGTHS]
@@ -121,7 +121,7 @@ def test_a_verdict_is_what_the_interval_shows_whenever_time_is_up(check, card, b
             assert (each["verdict"], each["rounds"]) == ("inconclusive", None)
             continue
         low, high = each["interval"]
-        shown = SHOWN[Interval(each["ratio"], low, high, each["rounds"]).shows(0.02)]
+        shown = SHOWN[RatioInterval(each["ratio"], low, high, each["rounds"]).shows(0.02)]
         alone = "rounds of 1 process when" in each["why"]
         assert each["verdict"] == ("inconclusive" if alone else shown)
         assert each["verdict"] == "inconclusive" or not each["budget_ended"]

@@ -10,7 +10,7 @@ from samples import PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
 from attnsweep.reports import eta, progress, terminal
-from attnsweep.reports.terminal import Form, Talk
+from attnsweep.reports.terminal import ProgressForm, Talk
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def half_a_problem(clock, observer) -> None:
         observer.tried(candidate("flash", 30.0 - number, N=number))
 
 
-def watched(clock, form: Form) -> str:
+def watched(clock, form: ProgressForm) -> str:
     out = io.StringIO()
     with progress.watch(Console(file=out, width=100), form) as observer:
         observer.planned([40])
@@ -61,7 +61,7 @@ def three_problems(clock, observer) -> None:
 
 
 def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> None:
-    lines = watched(clock, Form.PLAIN).splitlines()
+    lines = watched(clock, ProgressForm.PLAIN).splitlines()
     assert lines[0].endswith("40 candidates")
     said = [line for line in lines if "compiled" in line]
     assert said == [
@@ -73,7 +73,7 @@ def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> Non
 
 
 def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
-    events = [json.loads(line) for line in watched(clock, Form.JSON).splitlines()]
+    events = [json.loads(line) for line in watched(clock, ProgressForm.JSON).splitlines()]
     names = [event["event"] for event in events]
     assert names[:2] == ["planned", "problem"]
     assert names[-1] == "end"
@@ -96,7 +96,7 @@ def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
 
 def test_json_tells_the_last_candidate_within_a_second_of_another(clock) -> None:
     out = io.StringIO()
-    with progress.watch(Console(file=out), Form.JSON) as observer:
+    with progress.watch(Console(file=out), ProgressForm.JSON) as observer:
         observer.opening(PROBLEM, 3, 0)
         for number in range(3):
             observer.tried(candidate("flash", 30.0, N=number))
@@ -109,7 +109,7 @@ def test_json_ends_with_its_end_although_the_run_fails(clock) -> None:
     out = io.StringIO()
 
     def fails() -> None:
-        with progress.watch(Console(file=out), Form.JSON) as observer:
+        with progress.watch(Console(file=out), ProgressForm.JSON) as observer:
             observer.planned([1])
             raise RuntimeError
 
@@ -131,7 +131,7 @@ def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
     assert not [line for line in bars if "left" in line]
 
 
-@pytest.mark.parametrize("form", [Form.PLAIN, Form.JSON])
+@pytest.mark.parametrize("form", [ProgressForm.PLAIN, ProgressForm.JSON])
 def test_a_problem_that_is_over_shows_its_best_at_once(form):
     run = full_run()
     problem = run.trials[0].problem
@@ -140,7 +140,7 @@ def test_a_problem_that_is_over_shows_its_best_at_once(form):
     with progress.watch(console, form) as observer:
         observer.ranked(rows, run.environment)
     text = console.file.getvalue()
-    if form is Form.JSON:
+    if form is ProgressForm.JSON:
         told = json.loads(text.splitlines()[0])
         assert (told["event"], told["problem"]) == ("ranked", problem.label)
         assert told["rows"][0]["rank"] == 1
@@ -153,7 +153,7 @@ def test_a_problem_that_is_over_shows_its_best_at_once(form):
 STEPS = {"first calls": 1.234, "judge": 0.004}
 
 
-def preparing(form: Form, console: Console) -> None:
+def preparing(form: ProgressForm, console: Console) -> None:
     with progress.watch(console, form) as observer:
         observer.planned([40])
         observer.opening(PROBLEM, 40, 0)
@@ -166,7 +166,7 @@ def preparing(form: Form, console: Console) -> None:
 
 def test_json_tells_each_baseline_that_is_prepared_and_how_long_it_took(clock):
     out = io.StringIO()
-    preparing(Form.JSON, Console(file=out))
+    preparing(ProgressForm.JSON, Console(file=out))
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     told = [e for e in events if e["event"] == "progress"]
     assert [(e["phase"], e.get("baseline"), e["done"], e["total"]) for e in told] == [
@@ -184,14 +184,14 @@ def test_json_tells_each_baseline_that_is_prepared_and_how_long_it_took(clock):
 
 def test_with_verbose_a_line_says_what_took_so_long(clock, talk):
     out = io.StringIO()
-    preparing(Form.PLAIN, Console(file=out, width=100))
+    preparing(ProgressForm.PLAIN, Console(file=out, width=100))
     assert "prepared" not in out.getvalue()
     talk(Talk.VERBOSE)
-    preparing(Form.PLAIN, Console(file=out, width=100))
+    preparing(ProgressForm.PLAIN, Console(file=out, width=100))
     assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
 
 
-def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
+def counted(form: ProgressForm, clock, *, on_terminal: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
     with progress.watch(console, form) as observer:
@@ -202,11 +202,11 @@ def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
 
 
 def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, talk):
-    bar = counted(Form.AUTO, clock, on_terminal=True)
+    bar = counted(ProgressForm.AUTO, clock, on_terminal=True)
     assert "compile" in bar
     assert "3/3" in bar
     lines = "compile 3 kernels\ncompile 2 of 3 kernels\n"
-    assert counted(Form.AUTO, clock) == lines
-    assert counted(Form.PLAIN, clock, on_terminal=True) == lines
+    assert counted(ProgressForm.AUTO, clock) == lines
+    assert counted(ProgressForm.PLAIN, clock, on_terminal=True) == lines
     talk(Talk.QUIET)
-    assert counted(Form.AUTO, clock) == counted(Form.AUTO, clock, on_terminal=True) == ""
+    assert counted(ProgressForm.AUTO, clock) == counted(ProgressForm.AUTO, clock, on_terminal=True) == ""

@@ -9,11 +9,11 @@ from fake_driver import FakeDriver
 from packages import H100, SPLIT, shape, table, winner
 
 from attnsweep.serve.runtime import driver as driver_module
-from attnsweep.serve.runtime.driver import Device, DriverError, Tensor
+from attnsweep.serve.runtime.driver import Device, DriverError, StridedTensor
 from attnsweep.serve.runtime.families import WGMMA
 from attnsweep.serve.runtime.families import launches as launches_of
 
-TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
+TENSORS = dict.fromkeys("qkvo", StridedTensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
 POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}
 POINTERS |= {"partial": 6 << 20, "partial_lse": 7 << 20}
 NAMES, ADDRESSES = tuple(POINTERS), tuple(POINTERS.values())
@@ -170,7 +170,7 @@ def test_the_l2_fetches_less_at_once_where_rows_begin_within_its_lines(row, prom
     driver = FakeDriver()
     made = table(tmp_path, winner(shape()))
     kernel = made.gpus[H100].winners[0].kernel
-    apart = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536 * row, 256 * row, row, 1))}
+    apart = TENSORS | {"k": StridedTensor((1, 4, 256, 64), (65536 * row, 256 * row, row, 1))}
     todo = calls(kernel, 1.0, strides={"o": (0, 0, 0)})
     launches = Device(made, driver).launches(todo, kernel.stages, apart, NAMES)
     launches.issue(ADDRESSES, 0)

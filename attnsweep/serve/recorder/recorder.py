@@ -49,7 +49,7 @@ class Recording:
             self.count_every_call()
             return
         own = getattr(sys.modules[PLACE], NAME)
-        ours = InPlace(self, own)
+        ours = RecordingAttention(self, own)
         # To TorchScript, which knows functions by their ids, it is PyTorch's own.
         torch.jit._builtins._register_builtin(ours, f"aten::{NAME}")
         _replace(own, ours)
@@ -124,7 +124,7 @@ class Recording:
             log.fail()
 
 
-class InPlace:
+class RecordingAttention:
     """What stands in the place of PyTorch's function: for a program it is that function.
 
     No function of Python's, which a class would make a method. It equals PyTorch's, so that tables
@@ -158,7 +158,10 @@ class InPlace:
         return self.own(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, InPlace) or other is torch._C._nn.scaled_dot_product_attention
+        return (
+            isinstance(other, RecordingAttention)
+            or other is torch._C._nn.scaled_dot_product_attention
+        )
 
     def __hash__(self) -> int:
         return hash(torch._C._nn.scaled_dot_product_attention)

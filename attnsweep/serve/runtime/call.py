@@ -14,7 +14,7 @@ from attnsweep.core.scores import PLAIN as PLAIN_SCORES
 from attnsweep.core.scores import Scores
 
 from .dispatch import Choice
-from .driver import Tensor
+from .driver import StridedTensor
 from .sdpa_patch import is_traced
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -150,7 +150,7 @@ def taken_for(
     return FULL, DENSE, replace(scores, bias=own)
 
 
-def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tensor:
+def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> StridedTensor:
     """A float mask for a tensor map: of one element in a dimension where it has one for all.
 
     A row of keys that is no row in memory has a stride that `unmapped` refuses.
@@ -158,7 +158,7 @@ def bias_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Tenso
     whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     found = mask.expand(whole).stride()
     sizes = [n if step else 1 for n, step in zip(whole[:3], found[:3], strict=True)]
-    return Tensor((*sizes, whole[3]), (*found[:3], found[3] if whole[3] > 1 else 1))
+    return StridedTensor((*sizes, whole[3]), (*found[:3], found[3] if whole[3] > 1 else 1))
 
 
 def bias_copied(mask: torch.Tensor) -> torch.Tensor:
@@ -232,9 +232,9 @@ def output_of(query: torch.Tensor, value: torch.Tensor, device: Any = None) -> t
     return torch.empty_strided((*query.shape[:-1], columns), (*strides, 1), **how)
 
 
-def laid_out(tensor: torch.Tensor) -> Tensor:
+def laid_out(tensor: torch.Tensor) -> StridedTensor:
     """What a tensor map is told of a tensor."""
-    return Tensor(tuple(tensor.shape), strides(tensor))
+    return StridedTensor(tuple(tensor.shape), strides(tensor))
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from attnsweep.family.family import Config
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
 from .families import WGMMA, WGMMA_BACKWARD
-from .table import CardFacts, CompiledKernel
+from .table import CardCapacity, CompiledKernel
 
 FEW_QUERIES = 64
 """Fewer queries than this fill no tile. Their times say nothing of more, nor the reverse."""
@@ -317,7 +317,9 @@ class Learned:
     tiling: Tiling
     units: tuple[tuple[int, float, float], ...]
 
-    def predict(self, problem: Problem, near: Sequence[Near], card: CardFacts) -> Prediction | None:
+    def predict(
+        self, problem: Problem, near: Sequence[Near], card: CardCapacity
+    ) -> Prediction | None:
         """The time; None if none is known. near: of each timed problem, by its number."""
         if not self.units:
             return None
@@ -336,7 +338,9 @@ class Learned:
         return Prediction(time_us, nearest, far, len(self.units))
 
 
-def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: CardFacts) -> Learned:
+def learn(
+    tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: CardCapacity
+) -> Learned:
     """From times in microseconds on problems of one head_dim and mask, each with its number."""
     units = []
     for number, problem, time_us in timed:
@@ -352,7 +356,7 @@ def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: Car
     return Learned(tiling, tuple(units))
 
 
-def nearness(problem: Problem, others: Iterable[Problem], card: CardFacts) -> tuple[Near, ...]:
+def nearness(problem: Problem, others: Iterable[Problem], card: CardCapacity) -> tuple[Near, ...]:
     """How near each of other problems is, in their order."""
     return tuple(
         Near(
@@ -370,7 +374,7 @@ def _launches_us(tiling: Tiling, problem: Problem) -> float:
     return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
 
 
-def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
+def memory_us(tiling: Tiling, problem: Problem, card: CardCapacity) -> float:
     """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element.
 
     Of a backward also those of their gradients.

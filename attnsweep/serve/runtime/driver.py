@@ -33,7 +33,7 @@ class Unaligned(Exception):
     """A tensor does not begin where a tensor map can."""
 
 
-class Tensor(NamedTuple):
+class StridedTensor(NamedTuple):
     """A tensor of 16 bits: (batch, heads, seqlen, head_dim), or pairs of bytes of another shape.
 
     strides: elements; the last one is 1.
@@ -79,7 +79,7 @@ class Ready:
     memory: list[Any]
 
 
-def unmapped(tensor: Tensor) -> tuple[str, str] | None:
+def unmapped(tensor: StridedTensor) -> tuple[str, str] | None:
     """Code and reason if no tensor map can describe a tensor of four dimensions, or None."""
     sizes, strides = tensor
     if 0 in sizes:
@@ -96,13 +96,13 @@ def unmapped(tensor: Tensor) -> tuple[str, str] | None:
     return None
 
 
-def rows_of_group(tensor: Tensor, group: int) -> Tensor | None:
+def rows_of_group(tensor: StridedTensor, group: int) -> StridedTensor | None:
     """The queries of all heads of a group as those of one head, if they are equally far apart."""
     (batch, heads, rows, head_dim), (of_item, of_head, of_row, one) = tensor
     if rows > 1 and of_head != rows * of_row:
         return None
     sizes = (batch, heads // group, group * rows, head_dim)
-    return Tensor(sizes, (of_item, group * of_head, of_head // rows, one))
+    return StridedTensor(sizes, (of_item, group * of_head, of_head // rows, one))
 
 
 def cuda_driver() -> Any:
@@ -183,7 +183,7 @@ class Device:
         self,
         calls: Mapping[str, Launch],
         stages: Mapping[str, Code],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, StridedTensor],
         names: Sequence[str],
     ) -> BoundLaunches:
         """Launches on tensors of these sizes and strides, which `issue` enqueues anywhere.
@@ -200,7 +200,11 @@ class Device:
         return made
 
     def _form(
-        self, launch: Launch, code: Code, tensors: Mapping[str, Tensor], places: Mapping[str, int]
+        self,
+        launch: Launch,
+        code: Code,
+        tensors: Mapping[str, StridedTensor],
+        places: Mapping[str, int],
     ) -> Form:
         offsets: list[int] = []
         maps: list[_Map] = []
@@ -329,7 +333,9 @@ class Device:
             alike = True
         return alike
 
-    def _described(self, box: TensorMap, tensor: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _described(
+        self, box: TensorMap, tensor: StridedTensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arguments of cuTensorMapEncodeTiled before and after the address."""
         cuda, rank = self._cuda, len(tensor.sizes)
         columns, *outer = tensor.sizes[::-1]

@@ -16,7 +16,7 @@ from attnsweep.core.problem import SCALE_BLOCK, Problem
 from . import families
 from .call import NAMES, Call, Scales
 from .dispatch import Explanation
-from .driver import DriverError, Tensor
+from .driver import DriverError, StridedTensor
 from .fp8_dispatch import choose_fp8
 from .launcher import Launcher
 from .planner import Planner
@@ -266,14 +266,14 @@ class Fp8Operator:
         return *sizes, kind
 
 
-def tensors_of(problem: Problem) -> dict[str, Tensor]:
+def tensors_of(problem: Problem) -> dict[str, StridedTensor]:
     """q, k, v and o, contiguous, as tensor maps see them: bytes in pairs, batches of heads as one.
 
     q, k and v are (batch · heads, seqlen, head_dim / 2), o (batch · heads, seqlen_q, head_dim).
     """
 
-    def of(heads: int, rows: int, columns: int) -> Tensor:
-        return Tensor((problem.batch * heads, rows, columns), (rows * columns, columns, 1))
+    def of(heads: int, rows: int, columns: int) -> StridedTensor:
+        return StridedTensor((problem.batch * heads, rows, columns), (rows * columns, columns, 1))
 
     queries = (problem.heads, problem.seqlen_q)
     keys = of(problem.heads_kv, problem.seqlen_k, problem.head_dim // 2)

@@ -79,7 +79,7 @@ def _takes_cudnn(
     return _becomes(given, is_causal=causal, **how) == "_scaled_dot_product_cudnn_attention"
 
 
-class _Called(TorchDispatchMode):  # type: ignore[misc]
+class _OperatorNames(TorchDispatchMode):  # type: ignore[misc]
     """Keeps the names of operators that are called."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def _becomes(given: tuple[torch.Tensor, ...], **how: Any) -> str:
                 torch.empty_strided(size, stride, dtype=dtype, device=device, requires_grad=True)
                 for size, stride, dtype, device in kinds
             ]
-            with _Called() as called:
+            with _OperatorNames() as called:
                 sdpa(*made, **how)
         return next((name for name in called.names if name.startswith("_scaled_dot")), "")
 

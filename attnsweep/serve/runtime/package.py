@@ -20,7 +20,7 @@ from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
 from .pytorch_calls import attend
-from .sdpa_patch import InPlace, Routing, Switched, exports, flash_allowed, sdpa
+from .sdpa_patch import PatchedAttention, Routing, Switched, exports, flash_allowed, sdpa
 from .table import PackageError, read_table
 
 # In attnsweep itself this file is a module of the package.
@@ -253,7 +253,7 @@ def counters() -> dict[str, int]:
     return _operator.counters() | _fp8.counters()
 
 
-class _Routed(InPlace):
+class _Routed(PatchedAttention):
     """`attention` while the package is enabled, and otherwise PyTorch's own.
 
     PyTorch's also where torch.nn.attention.sdpa_kernel asks for other backends than flash.

@@ -38,7 +38,7 @@ from .call import (
 )
 from .call_cache import MetCalls, transformed
 from .dispatch import Choice, choose
-from .driver import Tensor, rows_of_group, unmapped
+from .driver import StridedTensor, rows_of_group, unmapped
 from .families import WGMMA
 from .intervals import forms
 from .launcher import Launcher
@@ -349,7 +349,7 @@ def _apart(words: int) -> int:
     return -(-words // 64) * 64
 
 
-def unmappable(tensors: Mapping[str, Tensor]) -> Choice | None:
+def unmappable(tensors: Mapping[str, StridedTensor]) -> Choice | None:
     """Why no tensor map can describe one of these, or None."""
     faults = ((name, unmapped(tensor)) for name, tensor in tensors.items())
     return next((Choice(None, of[0], f"{name} {of[1]}") for name, of in faults if of), None)

@@ -32,7 +32,7 @@ def is_traced(tensor: Any) -> bool:
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
-class InPlace:
+class PatchedAttention:
     """What stands in the place of PyTorch's function: for a program it is that function.
 
     It is no function of Python's, which a class would make a method. It equals PyTorch's own, so
@@ -52,10 +52,10 @@ class InPlace:
     def __reduce__(self) -> Any:
         return resolve_name, (f"{_PLACE}:{NAME}",)
 
-    def __copy__(self) -> InPlace:
+    def __copy__(self) -> PatchedAttention:
         return self
 
-    def __deepcopy__(self, _: object) -> InPlace:
+    def __deepcopy__(self, _: object) -> PatchedAttention:
         return self
 
 

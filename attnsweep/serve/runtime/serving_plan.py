@@ -12,7 +12,7 @@ from attnsweep.family.launch import Launch
 
 from .call import Call, CuSeqlens, bias_copied, tensors_of
 from .dispatch import Choice
-from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned
+from .driver import BoundLaunches, Device, DriverError, StridedTensor, Unaligned
 from .gradients import like
 from .intervals import Diagonals, scanned
 from .launcher import Launcher
@@ -37,7 +37,7 @@ class ServingPlan:
     launcher: Any = None
     calls: Mapping[str, Launch] = field(default_factory=dict)
     stages: Mapping[str, Code] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, StridedTensor] = field(default_factory=dict)
     index: int = -1
     names: tuple[str, ...] = ()
     floats: tuple[int, ...] = ()

@@ -69,7 +69,7 @@ class GpuKey(NamedTuple):
         return f"sm_{major}{minor}, {self.sm_count} SMs, {self.l2_bytes / 2**20:.0f} MiB of L2"
 
 
-class CardFacts(NamedTuple):
+class CardCapacity(NamedTuple):
     """What a GPU has, as far as times of kernels depend on it. memory_bytes_per_us: its peak."""
 
     sm_count: int
@@ -184,9 +184,9 @@ class TunedGpu:
     )
 
     @property
-    def card(self) -> CardFacts:
+    def card(self) -> CardCapacity:
         """What its times depend on."""
-        return CardFacts(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
+        return CardCapacity(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
 
 
 def known(gpus: Mapping[GpuKey, TunedGpu], key: GpuKey) -> TunedGpu | None:
@@ -217,7 +217,7 @@ class TunedFp8Gpu:
     spare: tuple[CompiledKernel, ...] = ()
 
 
-class Packed(NamedTuple):
+class PackedCubin(NamedTuple):
     """Where a cubin is: the archive below CUBINS, and its first byte and size in it, unpacked."""
 
     archive: str
@@ -237,7 +237,7 @@ class Table:
     attnsweep: str
     digest: str
     gpus: Mapping[GpuKey, TunedGpu]
-    archives: Mapping[str, Packed] = field(default_factory=dict)
+    archives: Mapping[str, PackedCubin] = field(default_factory=dict)
     fp8: Mapping[GpuKey, TunedFp8Gpu] = field(default_factory=dict)
 
     def code(self, code: Code) -> bytes:
@@ -315,9 +315,9 @@ def read_table(directory: Path) -> Table:
     return Table(directory, by, digest, own, archives, of_fp8)
 
 
-def _archives(raw: Mapping[str, Any]) -> dict[str, Packed]:
+def _archives(raw: Mapping[str, Any]) -> dict[str, PackedCubin]:
     """Where each cubin is, from names and sizes of the cubins of each archive."""
-    archives: dict[str, Packed] = {}
+    archives: dict[str, PackedCubin] = {}
     for archive, files in raw.items():
         if not _is_name(archive):
             raise ValueError(f"{archive!r} is no file name")
@@ -325,7 +325,7 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, Packed]:
         for file, nbytes in files:
             if type(file) is not str or type(nbytes) is not int or not 0 < nbytes <= WINDOW:
                 raise TypeError(f"{archive} has {file!r} of {nbytes!r} bytes")
-            archives[file] = Packed(archive, first, nbytes)
+            archives[file] = PackedCubin(archive, first, nbytes)
             first += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return archives
 
