@@ -319,7 +319,7 @@ class Chains:
         written = (*self._problem.outputs, *(("lse",) if entry.gives_lse else ()))
         outs = [{one: sealed[one] for one in written} for sealed in self.sealed[: entry.calls]]
         assert entry.proven is not None
-        proven = replace(entry.proven, fixture=of)
+        proven = replace(entry.proven, device_case=of)
         try:
             self._proof.of_chain(proven, first, outs, self._given, whole=entry.strange)
         except WrongResult as error:

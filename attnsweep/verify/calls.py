@@ -57,7 +57,7 @@ class Judgeable(Protocol):
 class Proven:
     """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
 
-    fixture: DeviceCase
+    device_case: DeviceCase
     call: Judgeable
     deterministic: bool
     rounds_scores: int
@@ -81,10 +81,10 @@ class Calls:
     """Calls on the timed problem, and whether what they wrote is right."""
 
     def __init__(
-        self, timed: DeviceCase, session: CudaSession, judge: Comparer, maths: Maths
+        self, timed: DeviceCase, session: CudaSession, comparer: Comparer, maths: Maths
     ) -> None:
         """maths: what limits come from, of the cases that are judged."""
-        self.timed, self._session, self._judge, self._maths = timed, session, judge, maths
+        self.timed, self._session, self._comparer, self._maths = timed, session, comparer, maths
         self._poisons = False
         self._cold: tuple[int, Any] | None = None
         """The content of the cold copies' inputs, and their regions."""
@@ -141,14 +141,14 @@ class Calls:
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
-                proven.fixture.draw()
-                self._judge.clear()
+                proven.device_case.draw()
+                self._comparer.clear()
                 self._poison(proven)
                 spent_us += self._session.time_us(replay)
                 self._compare(proven, slots, lse=True)
             done += slots
-        if proven.collect is not None and self._mend(proven.fixture):
-            label = proven.fixture.case.label
+        if proven.collect is not None and self._mend(proven.device_case):
+            label = proven.device_case.case.label
             raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
         return done
 
@@ -196,7 +196,7 @@ class Calls:
             self._preparation = None
 
     def _poison(self, proven: Proven) -> None:
-        proven.fixture.poison()
+        proven.device_case.poison()
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
@@ -209,12 +209,12 @@ class Calls:
             if self.timed.redraws and copies:
                 self.timed.redraw()
                 if self._cold is None:
-                    own = (self._judge, self.timed.case.problem, copies)
+                    own = (self._comparer, self.timed.case.problem, copies)
                     self._cold = 0, regions_to_redraw(*own)
                     self._session.settle()
                 before, regions = self._cold
                 self._cold = secrets.randbits(64) or 1, regions
-                self._judge.redraw(regions, before, self._cold[0])
+                self._comparer.redraw(regions, before, self._cold[0])
             else:
                 self.timed.go_to(PLAIN)
             if untimed:
@@ -278,14 +278,14 @@ class Calls:
 
     def _counts(self, slots: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """What _look_anew counted of as many copies, and digests of kept outputs."""
-        counts = self._judge.counts(2 * slots + self._kept[1])
+        counts = self._comparer.counts(2 * slots + self._kept[1])
         return counts[: 2 * slots].reshape(2, -1), counts[2 * slots :]
 
     def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
         """slots: calls of which rows were compared. whole: those behind them, in every element."""
-        often, timed = proven.rounds_scores, proven.fixture
+        often, timed = proven.rounds_scores, proven.device_case
         same, outputs = self._same(timed, often), timed.outputs
-        for slot, values in enumerate(self._judge.found((slots + whole) * len(outputs))):
+        for slot, values in enumerate(self._comparer.found((slots + whole) * len(outputs))):
             name = outputs[slot % len(outputs)]
             timed.refuse_rows(values, often, same, proven.slack, name, lse=slot < slots)
 
@@ -300,7 +300,7 @@ class Calls:
         others = [*{*digests.tolist()} - {int(digests[self._kept[0]])}]
         others = secrets.SystemRandom().sample(others, min(_KEPT_JUDGED, len(others)))
         with self._session.stream:
-            self._judge.clear()
+            self._comparer.clear()
             for slot, digest in enumerate(others):
                 proven.collect(0, at, which=int(np.flatnonzero(digests == np.uint64(digest))[0]))
                 self.timed.judge_rows(slot, at, proven.lse)
@@ -325,15 +325,15 @@ class Calls:
         compares a call at random in every element, or several of a backward; all have rows at
         random compared. Raises WrongResult.
         """
-        count, timed = len(outputs), proven.fixture
+        count, timed = len(outputs), proven.device_case
         with self._session.stream:
             timed.go_to(PLAIN)
-            self._judge.clear()
+            self._comparer.clear()
             for slot, sealed in enumerate(outputs):
                 for one in sealed.values():
-                    self._judge.digest(one, slot)
-            contents = contents_of(first, self._judge.counts(count).tolist())
-            self._judge.clear()
+                    self._comparer.digest(one, slot)
+            contents = contents_of(first, self._comparer.counts(count).tolist())
+            self._comparer.clear()
             chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
             held = list[object]()
             for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
@@ -343,8 +343,8 @@ class Calls:
                     at = (count + len(held)) * len(timed.outputs)
                     held.append(timed.compare_anew(at, sealed))
             timed.look_at_inputs(0)
-            self._judge.look(given, 1)
-            own, theirs = self._judge.counts(2)
+            self._comparer.look(given, 1)
+            own, theirs = self._comparer.counts(2)
             self._refuse_rows(proven, count, len(held))
         if own != theirs:
             label = f"{timed.case.label}, drawn anew"
@@ -363,7 +363,7 @@ class Calls:
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
     ) -> None:
         """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
-        self._judge.clear()
+        self._comparer.clear()
         self._kept = 0, 0
         for slot, (number, at) in enumerate(copies):
             lse = None
@@ -375,10 +375,10 @@ class Calls:
             self.timed.judge_rows(slot, at, lse)
             if proven.deterministic:
                 for name in self.timed.outputs:
-                    self._judge.digest(at[name], slot, poison=True)
+                    self._comparer.digest(at[name], slot, poison=True)
                 proven.call.enqueue(number)
                 for name in self.timed.outputs:
-                    self._judge.digest(at[name], len(copies) + slot)
+                    self._comparer.digest(at[name], len(copies) + slot)
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
@@ -388,9 +388,9 @@ class Calls:
         if memory not in self._tables:
             if len(self._tables) > _TABLES:
                 self._tables.clear()
-            self._tables[memory] = self._judge.blocks_of(memory)
+            self._tables[memory] = self._comparer.blocks_of(memory)
             self._session.settle()
-        self._judge.look(self._tables[memory], first, 0)
+        self._comparer.look(self._tables[memory], first, 0)
         self._kept = which, len(memory)
 
     @proves("replays")
@@ -412,53 +412,53 @@ class Calls:
         self, copies: Sequence[Mapping[str, Buffer]], proven: Proven, first: int = 0
     ) -> None:
         """first: the number of the first of these copies."""
-        self._judge.clear()
+        self._comparer.clear()
         for number, copy in enumerate(copies):
             if proven.collect is not None:
                 proven.collect(first + number, copy)
             else:
                 cast(BoundCall, proven.call).turn(first + number, back=True, every=False)
             if proven.deterministic:
-                for name in proven.fixture.outputs:
-                    self._judge.digest(copy[name], number)
+                for name in proven.device_case.outputs:
+                    self._comparer.digest(copy[name], number)
             else:
-                proven.fixture.compare(number, copy)
+                proven.device_case.compare(number, copy)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
         if proven.collect is not None:
-            proven.collect(0, proven.fixture.buffers)
+            proven.collect(0, proven.device_case.buffers)
         if proven.deterministic:
-            for name in proven.fixture.outputs:
-                self._judge.digest(proven.fixture.buffers[name], slot, poison=True)
+            for name in proven.device_case.outputs:
+                self._comparer.digest(proven.device_case.buffers[name], slot, poison=True)
             if proven.lse is not None:
-                self._judge.digest(proven.lse, slot, poison=True)
+                self._comparer.digest(proven.lse, slot, poison=True)
         else:
-            proven.fixture.compare(slot)
-            proven.fixture.poison()
+            proven.device_case.compare(slot)
+            proven.device_case.poison()
 
     def _compare(self, proven: Proven, slots: int, *, lse: bool = False) -> None:
-        fixture = proven.fixture
+        device_case = proven.device_case
         if not proven.deterministic:
             try:
-                for found in self._judge.found_of(slots, len(fixture.outputs)):
-                    same = self._same(fixture, proven.rounds_scores)
+                for found in self._comparer.found_of(slots, len(device_case.outputs)):
+                    same = self._same(device_case, proven.rounds_scores)
                     how: dict[str, Any] = {"same": same, "slack": proven.slack}
-                    fixture.accuracy(Errors(found, {}), proven.rounds_scores, **how)
+                    device_case.accuracy(Errors(found, {}), proven.rounds_scores, **how)
             except WrongResult:
-                self._mend(fixture)
+                self._mend(device_case)
                 raise
             return
-        expected = fixture.digest(proven.digests)
+        expected = device_case.digest(proven.digests)
         if lse and proven.lse is not None and proven.lse_digests is not None:
-            expected += fixture.digest(proven.lse_digests)
-        counts = self._judge.counts(slots)
+            expected += device_case.digest(proven.lse_digests)
+        counts = self._comparer.counts(slots)
         differing = int(np.count_nonzero(counts != np.uint64(expected % 2**64)))
         if differing:
-            self._mend(fixture)
+            self._mend(device_case)
             raise WrongResult(
                 f"a race, or an answer kept from an earlier call: {differing} of {slots} repeated "
-                f"calls gave another output than the checked call ({fixture.case.label})"
+                f"calls gave another output than the checked call ({device_case.case.label})"
             )
 
     def mend(self, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
@@ -472,11 +472,11 @@ class Calls:
             self._session.settle()
             self._cold = None
 
-    def _mend(self, fixture: DeviceCase) -> bool:
+    def _mend(self, device_case: DeviceCase) -> bool:
         """Renew the inputs if calls wrote to them, for the next; returns whether they did."""
         with self._session.stream:
-            fixture.go_to(PLAIN)
-            self._judge.clear()
-            fixture.look_at_inputs(0)
-            (count,) = self._judge.counts(1)
-        return fixture.renew_inputs(count)
+            device_case.go_to(PLAIN)
+            self._comparer.clear()
+            device_case.look_at_inputs(0)
+            (count,) = self._comparer.counts(1)
+        return device_case.renew_inputs(count)

@@ -37,7 +37,7 @@ _PROOF = 1e-11
 
 
 def regions_to_redraw(
-    judge: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
+    comparer: Comparer, problem: Problem, copies: Sequence[Mapping[str, Buffer]]
 ) -> LaunchRecords:
     """The inputs of copies for Comparer.redraw, which gives each a content of its own.
 
@@ -46,7 +46,7 @@ def regions_to_redraw(
     drawn = [name for name in problem.inputs if name in of_heads(problem)]
     signs = {name: 2 if name in problem.format.signs_kept else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]
-    return judge.regions([(*one, number) for number, one in enumerate(every)])
+    return comparer.regions([(*one, number) for number, one in enumerate(every)])
 
 
 class WrongResult(Exception):
@@ -96,7 +96,7 @@ class DeviceCase:
         case: Case,
         seed: int,
         session: CudaSession,
-        judge: Comparer,
+        comparer: Comparer,
         *,
         two_sided: bool = False,
         known: ExpectedCase | None = None,
@@ -106,7 +106,7 @@ class DeviceCase:
 
         sample: the tiles of queries whose outputs are judged.
         """
-        self.case, self.judge = case, judge
+        self.case, self.comparer = case, comparer
         problem = case.problem
         how: dict[str, Any] = {"two_sided": two_sided, "sample": sample}
         known = known or self._oracle.expected(case, seed, **how)
@@ -141,7 +141,7 @@ class DeviceCase:
         self.floor = dict.fromkeys(self.outputs, 0.0)
         with session.stream:
             self._mix.fill(0)
-            judge.clear()
+            comparer.clear()
             if not two_sided and case.inputs == "normal" and self._oracle.tilts:
                 self.tilted = self._side(TILT)[self.outputs[0]]
             for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
@@ -150,8 +150,8 @@ class DeviceCase:
             self.go_to(PLAIN)
             self.compare(0)
             self.look_at_inputs(0)
-            norms = [one["norm"] for one in judge.found(len(self.outputs))]
-            self._intact = judge.counts(1)[0]
+            norms = [one["norm"] for one in comparer.found(len(self.outputs))]
+            self._intact = comparer.counts(1)[0]
         for name, norm in zip(self.outputs, norms, strict=True):
             least = known.least.get(name, 0.0)
             self.floor[name] = measures.floor(norm, self.rows_of(name), least)
@@ -202,12 +202,12 @@ class DeviceCase:
         exact, lse = made.values()
         self._session.settle()
         with self._session.stream:
-            judge = self.judge.of_dtype("fp32")
-            judge.reference(inputs, problem, exact, lse, 0.0, self.sample)
+            comparer = self.comparer.of_dtype("fp32")
+            comparer.reference(inputs, problem, exact, lse, 0.0, self.sample)
             plain, floor = self.sides[PLAIN][name].pointer, self.floor[name]
             one = ComparedOutput(plain, problem, [exact], None, None, floor, name, self.sample)
-            judge.compare(one, 0, exact=True)
-            self.format_err = judge.found(1)[0]["row"]
+            comparer.compare(one, 0, exact=True)
+            self.format_err = comparer.found(1)[0]["row"]
         self._prove(made, known, known.exact)
         return exact
 
@@ -221,7 +221,7 @@ class DeviceCase:
         (name,) = self.outputs
         how = (None, None, self.floor[name], name, self.sample)
         drawn = ComparedOutput(self.buffers[name].pointer, self.case.problem, [self._drawn], *how)
-        self.judge.compare(drawn, slot)
+        self.comparer.compare(drawn, slot)
         return True
 
     def _prove(
@@ -230,7 +230,7 @@ class DeviceCase:
         """Raise BrokenComparison unless the device's reference is NumPy's on the known rows."""
         for name, exact in right.items():
             shape = self.case.problem.shape_of(name)
-            found = self.judge.rows(side[name], (*shape, 1)[:4], known.rows[name])
+            found = self.comparer.rows(side[name], (*shape, 1)[:4], known.rows[name])
             if len(shape) == 4:
                 error = measures.row_error(found, exact, known.least.get(name, 0.0))
             else:  # of scores up to a thousand
@@ -246,7 +246,7 @@ class DeviceCase:
         self.to_content(0)
         if self.mix != mix:
             tensors = [self.buffers[name] for name in self._oracle.negated]
-            self.judge.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
+            self.comparer.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 
     def redraw(self) -> None:
@@ -260,16 +260,16 @@ class DeviceCase:
         """Give q, k and v the content of a number of 64 bits; 0 is as they were made."""
         if content != self.content:
             if self._to_redraw is None:
-                own = (self.judge, self.case.problem, [self.buffers])
+                own = (self.comparer, self.case.problem, [self.buffers])
                 self._to_redraw = regions_to_redraw(*own)
                 self._session.settle()
-            self.judge.redraw(self._to_redraw, self.content, content)
+            self.comparer.redraw(self._to_redraw, self.content, content)
             self.content = content
 
     def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> LaunchRecords:
         """The inputs and their guards for Comparer.look."""
         inputs = enumerate(self.case.problem.inputs)
-        return self.judge.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
+        return self.comparer.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 
     def compare_anew(self, slot: int, outputs: Mapping[str, Buffer]) -> object:
         """Compare every element of outputs with float64 of the inputs as they are now.
@@ -280,7 +280,7 @@ class DeviceCase:
         for number, name in enumerate(self.outputs):
             how = (None, None, self.floor[name], name, self.sample)
             one = ComparedOutput(outputs[name].pointer, problem, [side[name]], *how)
-            self.judge.compare(one, slot + number)
+            self.comparer.compare(one, slot + number)
         return side
 
     def judge_rows(
@@ -351,7 +351,7 @@ class DeviceCase:
 
     def look_at_inputs(self, slot: int) -> None:
         """Add to a slot a digest of the inputs, and how many bytes of their guards are others."""
-        self.judge.look(self._inputs, slot)
+        self.comparer.look(self._inputs, slot)
 
     def renew_inputs(self, count: int) -> bool:
         """Whether look_at_inputs found others than were made, which are then made again.
@@ -384,7 +384,7 @@ class DeviceCase:
         Findings go to as many slots as there are outputs, the slot-th of such groups.
         """
         for number, one in enumerate(self.compared(buffers)):
-            self.judge.compare(one, slot * len(self.outputs) + number)
+            self.comparer.compare(one, slot * len(self.outputs) + number)
 
     def poison(self) -> None:
         """Fill the outputs with NaN."""
@@ -399,7 +399,7 @@ class DeviceCase:
                 f"need {4 * self.rows} ({self.case.label})"
             )
         expected = self.sides[self.mix]["lse"]
-        self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
+        self.comparer.compare_lse(written, expected, self.case.problem, self.sample, slot)
 
     def accuracy(
         self,
@@ -530,34 +530,34 @@ class Small:
     issue one than the device to run it.
     """
 
-    def __init__(self, fixtures: Sequence[DeviceCase], judge: Comparer) -> None:
-        self.fixtures, self._judge = fixtures, judge
-        count = len(fixtures)
+    def __init__(self, device_cases: Sequence[DeviceCase], comparer: Comparer) -> None:
+        self.device_cases, self._comparer = device_cases, comparer
+        count = len(device_cases)
         outputs = [
             (each.buffers[name], 0, count + i)
-            for i, each in enumerate(fixtures)
+            for i, each in enumerate(device_cases)
             for name in each.outputs
         ]
         inputs = [
             (each.buffers[name], 1 + place, i)
-            for i, each in enumerate(fixtures)
+            for i, each in enumerate(device_cases)
             for place, name in enumerate(each.case.problem.inputs)
         ]
-        self._outputs = judge.regions(outputs)
-        self._regions = judge.regions([*inputs, *outputs])
-        self._compared = judge.outputs([one for each in fixtures for one in each.compared()])
+        self._outputs = comparer.regions(outputs)
+        self._regions = comparer.regions([*inputs, *outputs])
+        self._compared = comparer.outputs([one for each in device_cases for one in each.compared()])
 
     def renew(self) -> None:
         """Poison each output, and renew its guards."""
-        self._judge.renew(self._outputs)
+        self._comparer.renew(self._outputs)
 
     def compare(self) -> None:
         """Compare each case's outputs into the slots of its number, as DeviceCase.compare does."""
-        self._judge.compare_each(self._compared)
+        self._comparer.compare_each(self._compared)
 
     def look(self, first: int) -> None:
         """Look at the inputs of each into slots from `first` on, then count bytes outside outputs.
 
         The slots of inputs are those of DeviceCase.look_at_inputs; there are two for each case.
         """
-        self._judge.look(self._regions, first)
+        self._comparer.look(self._regions, first)

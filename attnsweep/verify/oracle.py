@@ -128,14 +128,14 @@ def _row_fits(problem: Problem) -> bool:
 
 def _write(of: DeviceCase, to: dict[str, Buffer], tilt: float) -> None:
     o, lse = to.values()
-    of.judge.reference(of.buffers, of.case.problem, o, lse, tilt, of.sample)
+    of.comparer.reference(of.buffers, of.case.problem, o, lse, tilt, of.sample)
 
 
 def _judge_rows(
     of: DeviceCase, at: Mapping[str, Buffer], seed: int, slot: int, lse: Buffer | None
 ) -> None:
     (floor,) = of.floor.values()
-    of.judge.judge_rows(at, of.case.problem, floor, seed, slot, lse)
+    of.comparer.judge_rows(at, of.case.problem, floor, seed, slot, lse)
 
 
 # -- backward ---------------------------------------------------------------------------------
@@ -169,13 +169,13 @@ def _limits_of_gradients(case: Case, _rounds: int, same: Same | None) -> dict[st
 
 
 def _write_gradients(of: DeviceCase, to: dict[str, Buffer], _tilt: float) -> None:
-    of.judge.gradients(of.buffers, of.case.problem, to)
+    of.comparer.gradients(of.buffers, of.case.problem, to)
 
 
 def _judge_gradients(
     of: DeviceCase, at: Mapping[str, Buffer], seed: int, slot: int, _lse: Buffer | None
 ) -> None:
-    of.judge.judge_gradient_rows(at, of.case.problem, of.floor, seed, slot)
+    of.comparer.judge_gradient_rows(at, of.case.problem, of.floor, seed, slot)
 
 
 _ORACLES = {

@@ -40,7 +40,7 @@ _Bound = tuple[DeviceCase, Plan, Judgeable]
 class _CheckedCall:
     """A call that is being checked, and the slots of what it shows."""
 
-    fixture: DeviceCase
+    device_case: DeviceCase
     outside: dict[str, int]
     lse: int | None = None
 
@@ -73,17 +73,17 @@ class Verifier(Calls):
         self._pool = pool = pool or ReferencePool()
         pool.begin(problem, seed)
         with step("compile the judge"):
-            judge = Comparer(session, problem.dtype, cache_dir)
+            comparer = Comparer(session, problem.dtype, cache_dir)
         with step("wait for NumPy's results"):
             known = pool.take(problem, seed)
         self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
             how: dict[str, Any] = {"known": known.timed, "sample": Sample.of(problem, seed)}
-            timed = DeviceCase(Case(problem), seed, session, judge, two_sided=True, **how)
-            super().__init__(timed, session, judge, dict(known.maths))
+            timed = DeviceCase(Case(problem), seed, session, comparer, two_sided=True, **how)
+            super().__init__(timed, session, comparer, dict(known.maths))
             cases = zip(verify_cases.small_cases(problem), known.small, strict=True)
-            small = [DeviceCase(c, seed, session, judge, known=k) for c, k in cases]
-            self._small = Small(small, judge)
+            small = [DeviceCase(c, seed, session, comparer, known=k) for c, k in cases]
+            self._small = Small(small, comparer)
             session.settle()
         if then is not None:
             pool.begin(then, seed)
@@ -140,8 +140,8 @@ class Verifier(Calls):
         """
         bound, cases = [], self._small_of(candidate)
         if small:
-            for fixture, launches in zip(cases.fixtures, candidate.checks, strict=True):
-                bound.append((fixture, launches, bind(launches, [fixture.buffers])))
+            for device_case, launches in zip(cases.device_cases, candidate.checks, strict=True):
+                bound.append((device_case, launches, bind(launches, [device_case.buffers])))
         timed = self.timed, candidate.timed, call
         accuracies, found, proven = self._checked(candidate, bound, timed, workspaces, cases)
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
@@ -150,16 +150,16 @@ class Verifier(Calls):
     @property
     def small(self) -> Sequence[DeviceCase]:
         """Small, odd and hard cases of the problem's kind."""
-        return self._small.fixtures
+        return self._small.device_cases
 
-    def of_small(self, fixture: DeviceCase, rounds_scores: int) -> None:
+    def of_small(self, device_case: DeviceCase, rounds_scores: int) -> None:
         """Judge the output of a small case. Raises WrongResult."""
         with self._session.stream:
-            self._judge.clear()
-            fixture.compare(0)
-            (found,) = self._judge.found_of(1, len(fixture.outputs))
-        same = self._same(fixture, rounds_scores)
-        fixture.accuracy(Errors(found, {}), rounds_scores, same=same)
+            self._comparer.clear()
+            device_case.compare(0)
+            (found,) = self._comparer.found_of(1, len(device_case.outputs))
+        same = self._same(device_case, rounds_scores)
+        device_case.accuracy(Errors(found, {}), rounds_scores, same=same)
 
     def hard(self, rounds_scores: int) -> DeviceCase | None:
         """The timed problem on hard inputs, and its limits; None of gradients and long calls.
@@ -173,7 +173,7 @@ class Verifier(Calls):
             with step("inputs and float64 outputs"):
                 own, sample = (case, self._seed), self.timed.sample
                 how: dict[str, Any] = {"known": self._known_hard, "sample": sample}
-                self._hard = DeviceCase(*own, self._session, self._judge, **how)
+                self._hard = DeviceCase(*own, self._session, self._comparer, **how)
                 self._known_hard = None  # as large as the timed inputs
         self._know_limits(rounds_scores, case)
         return self._hard
@@ -222,7 +222,7 @@ class Verifier(Calls):
 
         Returns how many: of ours none, unless prepare_hard has made them. Raises WrongResult.
         """
-        ours, timed, stream = proven.collect is None, proven.fixture, self._session.stream
+        ours, timed, stream = proven.collect is None, proven.device_case, self._session.stream
         hard = self._hard if ours else self.hard(proven.rounds_scores)
         if ours and len(verify_cases.whole_cases(timed.case.problem)) < 2:
             hard = None  # a callable's, of a problem on which ours are not judged so
@@ -242,11 +242,11 @@ class Verifier(Calls):
             if proven.collect is not None:
                 proven.collect(0, self.outputs)
                 lse = proven.lse
-            self._judge.clear()
+            self._comparer.clear()
             hard.judge_rows(0, {**hard.buffers, **self.outputs}, lse)
             for name in names:
                 timed.buffers[name].copy_from(kept[name], stream)
-            self._refuse_rows(replace(proven, fixture=hard), 1)
+            self._refuse_rows(replace(proven, device_case=hard), 1)
         return 1
 
     def _small_of(self, candidate: Candidate) -> Small:
@@ -255,9 +255,9 @@ class Verifier(Calls):
             return self._small
         if candidate.cases not in self._served:
             with step("inputs and float64 outputs"):
-                how = self._seed, self._session, self._judge
+                how = self._seed, self._session, self._comparer
                 made = [DeviceCase(case, *how) for case in candidate.cases]
-                self._served[candidate.cases] = Small(made, self._judge)
+                self._served[candidate.cases] = Small(made, self._comparer)
         return self._served[candidate.cases]
 
     def _checked(
@@ -273,12 +273,12 @@ class Verifier(Calls):
         cases: of `small`. Returns the accuracies, the findings behind them and those of
         DeviceCase.compare_format, and its outputs on the last case. Raises WrongResult.
         """
-        judge, (last, launches, pipeline) = self._judge, two_sided
+        comparer, (last, launches, pipeline) = self._comparer, two_sided
         parts, lse = last.parts, None
         # The first slots are those of Small.look.
         slots = itertools.count(2 * len(small))
         with self._session.stream:
-            judge.clear()
+            comparer.clear()
             self._digests.fill(0)
             last.go_to(PLAIN)
             called = []
@@ -298,20 +298,24 @@ class Verifier(Calls):
                 if side == PLAIN:
                     last.compare_format(len(small) + 2)
                 for output in outputs:
-                    judge.count_outside(output, slot)
-                    judge.digest_parts(output, self._digests, side * parts, parts)
+                    comparer.count_outside(output, slot)
+                    comparer.digest_parts(output, self._digests, side * parts, parts)
                 lse = workspaces.get(("lse", 4 * last.rows)) if launches.lse else None
                 if lse is not None:
-                    judge.digest_parts(lse, self._digests, (2 + side) * parts, parts)
+                    comparer.digest_parts(lse, self._digests, (2 + side) * parts, parts)
             last.go_to(PLAIN)
             last.look_at_inputs(looked := next(slots))
-            counts = judge.counts(next(slots))
-            found = judge.found_of(len(small) + 3, len(last.outputs))
+            counts = comparer.counts(next(slots))
+            found = comparer.found_of(len(small) + 3, len(last.outputs))
             digests = np.empty((2, 2, parts), np.uint64)
             self._digests.download(digests)
-        looks = [*((fixture, counts[i]) for i, (fixture, *_) in enumerate(small))]
+        looks = [*((device_case, counts[i]) for i, (device_case, *_) in enumerate(small))]
         looks.append((last, counts[looked]))
-        damaged = [fixture.case.label for fixture, count in looks if fixture.renew_inputs(count)]
+        damaged = [
+            device_case.case.label
+            for device_case, count in looks
+            if device_case.renew_inputs(count)
+        ]
         if damaged:
             raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
         self._know_limits(candidate.rounds_scores)
@@ -320,8 +324,8 @@ class Verifier(Calls):
             outside = {name: int(counts[slot]) for name, slot in one.outside.items()}
             off = 0.0 if one.lse is None else float(counts[one.lse : one.lse + 1].view(float)[0])
             shown = Errors(values, outside, off)
-            same = self._same(one.fixture, candidate.rounds_scores)
-            accuracies.append(one.fixture.accuracy(shown, candidate.rounds_scores, same=same))
+            same = self._same(one.device_case, candidate.rounds_scores)
+            accuracies.append(one.device_case.accuracy(shown, candidate.rounds_scores, same=same))
         how = pipeline, candidate.deterministic, candidate.rounds_scores
         return accuracies, found, Proven(last, *how, digests[0], lse, digests[1])
 
@@ -336,18 +340,18 @@ class Verifier(Calls):
 
         of_output: the slot in which bytes outside the output are counted, by the caller.
         """
-        fixture, launches, pipeline = bound
+        device_case, launches, pipeline = bound
         own = {item[0]: workspaces[item] for item in launches.workspaces.items()}
         for buffer in own.values():
             buffer.poison()
         pipeline.enqueue()
-        called = _CheckedCall(fixture, {", ".join(fixture.outputs): of_output})
+        called = _CheckedCall(device_case, {", ".join(device_case.outputs): of_output})
         for name, buffer in own.items():
             called.outside[name] = next(slots)
-            self._judge.count_outside(buffer, called.outside[name])
+            self._comparer.count_outside(buffer, called.outside[name])
         if launches.lse:
             called.lse = next(slots)
-            fixture.compare_lse(own["lse"], called.lse)
+            device_case.compare_lse(own["lse"], called.lse)
         return called
 
     @proves("short turns")
@@ -367,7 +371,7 @@ class Verifier(Calls):
                 known, maths = self._pool.turns(case, self._seed)
             self._maths.update(maths)
             with step("inputs and float64 outputs"):
-                how = (self._seed, self._session, self._judge)
+                how = (self._seed, self._session, self._comparer)
                 self._turns = DeviceCase(case, *how, two_sided=True, known=known)
             parts = max(self.timed.parts, self._turns.parts)
             self._digests = Buffer(2 * 2 * 8 * parts)
@@ -431,14 +435,14 @@ class Verifier(Calls):
                 output.poison()
             call.enqueue()
             collect(0, self.outputs)
-            self._judge.clear()
+            self._comparer.clear()
             if lse is not None:
                 self.timed.compare_lse(lse, 1)
             self.timed.compare(0)
             self.timed.compare_format(1)
-            found, (of_format, *_) = self._judge.found_of(2, len(self.timed.outputs))
+            found, (of_format, *_) = self._comparer.found_of(2, len(self.timed.outputs))
             self.timed.look_at_inputs(0)
-            count, off = self._judge.counts(2)
+            count, off = self._comparer.counts(2)
         if self.timed.renew_inputs(count) and held:
             raise WrongResult(f"wrote to its inputs, or next to them ({self.timed.case.label})")
         same = self._same(self.timed, rounds_scores)

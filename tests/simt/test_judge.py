@@ -229,9 +229,9 @@ def test_what_a_sample_finds(device):
         output = right.copy()
         output[1, 1, row, 5] = encoding.to_bits(np.float32([value]), "bf16")[0]
         fixture.buffers["o"].upload(output)
-        fixture.judge.clear()
+        fixture.comparer.clear()
         fixture.compare(0)
-        found = Errors(fixture.judge.found(1), {})
+        found = Errors(fixture.comparer.found(1), {})
         with pytest.raises(WrongResult) if refused else nullcontext():
             fixture.accuracy(found, 0)
 

@@ -78,17 +78,17 @@ def test_a_padded_case_on_the_device_is_proved_and_timed_in_two_sides(dtype, dev
     problem = Problem(3, 2, 1, 70, 200, 64, dtype, CAUSAL, Padded("left", 0))
     case = DeviceCase(Case(problem), 1, device, device.judge(dtype), two_sided=True)
     assert case.judged_rows == 2 * problem.rows_with_keys < case.rows
-    case.judge.clear()
+    case.comparer.clear()
     case.look_at_inputs(0)
-    before = case.judge.counts(1)[0]
+    before = case.comparer.counts(1)[0]
     case.buffers["key_range"].main[0] ^= 1  # a kernel that writes to it is found
-    case.judge.clear()
+    case.comparer.clear()
     case.look_at_inputs(0)
-    assert case.judge.counts(1)[0] != before
+    assert case.comparer.counts(1)[0] != before
     assert case.renew_inputs(0)
-    case.judge.clear()
+    case.comparer.clear()
     case.look_at_inputs(0)
-    assert case.judge.counts(1)[0] == before
+    assert case.comparer.counts(1)[0] == before
 
 
 def test_log_sum_exps_of_rows_without_keys(device):
@@ -98,7 +98,7 @@ def test_log_sum_exps_of_rows_without_keys(device):
     for row, value, worst in ((0, -np.inf, 0), (0, 1.0, 1e300), (199, -np.inf, np.inf)):
         written = right.copy()
         written[row] = value
-        case.judge.clear()
+        case.comparer.clear()
         case.compare_lse(uploaded(written), 3)
-        found = case.judge.counts(4).view(np.float64)[3]
+        found = case.comparer.counts(4).view(np.float64)[3]
         assert found == pytest.approx(worst, abs=1e-6)

@@ -288,9 +288,9 @@ def wrong_from(first, change):
 
 def test_calls_that_are_right_in_short_turns_pass(bench):
     assert bench.repeat_turns(attend, SHORT) >= 12
-    made = bench.turns.fixture
+    made = bench.turns.device_case
     assert bench.repeat_turns(attend, SHORT, deterministic=False) >= 12
-    assert bench.turns.fixture is made  # made once
+    assert bench.turns.device_case is made  # made once
     assert bench.repeat(attend) >= 12  # the timed problem is as it was
     without = Candidate("k", {}, None, (), 0)
     assert bench.proof.of_turns(without, None, {}) is None
@@ -464,7 +464,7 @@ def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatc
 
 
 def test_no_two_looks_share_a_slot(bench, monkeypatch):
-    judge, slots = bench.proof.timed.judge, []
+    judge, slots = bench.proof.timed.comparer, []
     looks = [(judge, "count_outside"), (judge, "compare_lse"), (bench.proof.timed, "look_at_inputs")]
     for owner, name in looks:
 

@@ -223,7 +223,7 @@ class FakeProof(Verifier):
         if candidate.turns is None:
             return None
         call = bind(candidate.turns, [self.short.buffers])
-        return replace(self.proven(call), fixture=self.short)
+        return replace(self.proven(call), device_case=self.short)
 
 
 def candidate(nbytes, turns=None):

@@ -36,7 +36,7 @@ class Fixture(DeviceCase):
     """A case whose buffers are their names."""
 
     def __init__(self, heads_kv=4, parts=8):
-        self.case, self.judge, self.mix, self.rows = Case(PROBLEM), Judge(), PLAIN, ROWS
+        self.case, self.comparer, self.mix, self.rows = Case(PROBLEM), Judge(), PLAIN, ROWS
         self._seed, self._rng, self._mix = 0, np.random.default_rng(0), None
         self._heads_kv, self.parts = heads_kv, parts
         self.buffers = {name: name for name in "qkvo"}
@@ -174,11 +174,11 @@ def test_a_limit_of_rows_is_finite(error):
 
 def test_only_keys_and_values_turn_and_only_if_they_must(fixture):
     fixture.go_to(PLAIN)
-    assert fixture.judge.turns == []
+    assert fixture.comparer.turns == []
     fixture.go_to(OPPOSITE)
     fixture.go_to(OPPOSITE)
     fixture.go_to(77)
-    assert fixture.judge.turns == [("kv", 4, PLAIN, OPPOSITE), ("kv", 4, OPPOSITE, 77)]
+    assert fixture.comparer.turns == [("kv", 4, PLAIN, OPPOSITE), ("kv", 4, OPPOSITE, 77)]
     assert fixture.mix == 77
 
 
