@@ -1,1 +1,1 @@
-"""What candidates are compared with."""
+"""Baselines: the libraries that candidates are compared with."""

@@ -1,4 +1,4 @@
-"""What a baseline is: ways to call it, the packages that bring it, and why there is none."""
+"""A baseline: ways to call it, its packages, and why it cannot run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _OFFSETS = dict(zip("qkvo", range(20, 24), strict=True))
 
 
 def cannot(problem: Problem) -> str | None:
-    """What its graphs lack for a problem."""
+    """Why cuDNN's graphs cannot compute a problem; None if they can."""
     if not isinstance(problem.layout, Padded):
         return None
     if problem.layout.side == "left":

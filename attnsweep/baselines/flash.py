@@ -41,7 +41,7 @@ def flash_attention(name: str, *modules: str) -> Builder:
 
 
 def installed(name: str, modules: Sequence[str]) -> list[str]:
-    """Those of the modules of a baseline that are there. Raises NotInstalled."""
+    """The modules of a baseline that are installed. Raises NotInstalled."""
     there = [module for module in modules if importable(module)]
     if not there:
         raise NotInstalled(f"{name} is not installed")

@@ -125,7 +125,7 @@ class BoundBaseline:
             alone()
 
     def _taken(self, like: tuple[Any, ...]) -> list[Any]:
-        """Memory that PyTorch had in reserve for such outputs, so that it asks for more."""
+        """Exhaust what PyTorch has in reserve for such outputs, so that it asks for more."""
         taken: list[Any] = []
         for one in like:
             if type(one) is not self._torch.Tensor:  # which `kept` refuses

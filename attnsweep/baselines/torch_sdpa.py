@@ -269,7 +269,7 @@ def _unfused(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
 
 def flex_cannot(problem: Problem) -> str | None:
-    """What it is not timed for, or does not do."""
+    """Why FlexAttention is not timed on a problem, or cannot do it."""
     if problem.kind == "full" and not problem.scores.kinds:
         return "is for masks and other scores, and this problem has none"
     return "needs a head_dim of 16 or more" if min(problem.head_dims) < 16 else None

@@ -36,7 +36,7 @@ _UNKNOWN: dict[str, Any] = dict.fromkeys(COLUMNS)
 
 
 class Ground:
-    """What a problem's rows are set against: the card, its bounds and the fastest baseline.
+    """The references of a problem's rows: the card, its bounds and the fastest baseline.
 
     base: the fastest baseline, which is set once the rows are judged.
     """
@@ -49,7 +49,7 @@ class Ground:
         self._bounds: dict[tuple[object, ...], tuple[str, float] | None] = {}
 
     def _bounds_of(self, trial: Trial) -> dict[str, float]:
-        """As `bounds_of`, which needs to be asked once for all rows of one recording."""
+        """`bounds_of` the row, cached: all rows of one recording have the same."""
         key = (trial.recorded, trial.recorded_on)
         if key not in self._limits:
             self._limits[key] = bounds_of(trial, self.environment)

@@ -344,7 +344,7 @@ class Finals:
         return more
 
     def _still(self, names: Sequence[str], taken: int) -> list[str]:
-        """Those not known well enough, and the fastest baseline, which × base pairs with."""
+        """The entries that need more rounds, and the fastest baseline, which × base pairs with."""
         entries, times = self._entries, self._times(names)
         if taken >= self._measure.rounds:
             ours = {name: own for name, own in times.items() if entries[name].ours}

@@ -170,7 +170,7 @@ class Rounds:
         return {}
 
     def summary(self, rounds: Sequence[Round]) -> dict[str, Any]:
-        """The conditions of the rounds for a row, as far as NVML reported them.
+        """The conditions of a row's rounds that NVML reported.
 
         sm_mhz, memory_mhz, power_w: medians; temperature_c, other_processes: the largest; throttle:
         every reason seen. rounds: the same values of each round. strays: rounds (counted from 0)
@@ -245,7 +245,7 @@ def together(rows: Sequence[Trial]) -> list[Trial]:
 
 @contextmanager
 def prepared(what: str, gpu: Gpu, observer: Observer) -> Iterator[None]:
-    """Tell what was prepared inside: its seconds, and those of the GPU process's steps."""
+    """Report what is prepared inside: its seconds, and those of the GPU process's steps."""
     began = time.monotonic()
     try:
         yield

@@ -241,7 +241,7 @@ def _configs(
 def _coverage(
     family: Family, runs: Sequence[tuple[Config, Sequence[Case]]], others: int
 ) -> dict[str, Any]:
-    """What ran of a family, and what its declaration has besides."""
+    """The parts of a declaration that ran, and those that did not."""
     from attnsweep.tools.coverage import facts, left_out
 
     ran = facts(case for _, cases in runs for case in cases)
@@ -266,7 +266,7 @@ def _covered_lines(covered: dict[str, Any]) -> Iterator[str]:
 def _finding(
     machine: Any, family: Family, config: Config, how: dict[str, Any], case: Case
 ) -> str | None:
-    """What is wrong with a case, or None. Raises KernelError if it cannot be built."""
+    """The fault of a case, or None. Raises KernelError if it cannot be built."""
     from attnsweep.tools.simulator import BuildError, SimtError
 
     try:

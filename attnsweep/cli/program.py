@@ -209,7 +209,7 @@ def speedup(
 
 
 def _wrong_kernels(package: str) -> list[str]:
-    """What the kernels of a package are wrong for: of a directory's, or an installed one's."""
+    """The known faults of a package's kernels; the package is a directory or installed."""
     from attnsweep.serve.export_code import wrong_kernels
 
     found = [*Path(package).glob("*/table.json")]

@@ -96,7 +96,7 @@ def keys_of_rows(problem: Problem, rows: npt.NDArray[np.int64], item: int) -> tu
 def keys_of_sequences(
     problem: Problem, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], ...]:
-    """The same of packed sequences."""
+    """`keys_of_rows` of packed sequences."""
     of_q, of_k = (np.array(ranges) for ranges in zip(*problem.sequence_ranges, strict=True))
     own = np.searchsorted(of_q[:, 1], rows, side="right")
     beside = of_k[own, 1] - of_q[own, 1]

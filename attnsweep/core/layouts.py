@@ -75,7 +75,7 @@ class Dense(_OfItems):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it: nothing."""
+        """The layout's facts in rows and specs: none."""
         return {}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
@@ -99,7 +99,7 @@ class Dense(_OfItems):
         return batch * interval.empty_rows(seqlen_q, seqlen_k)
 
     def unseen(self, batch: int, seqlen_k: int) -> int:  # noqa: ARG002
-        """As of every layout: none."""
+        """The keys that no query sees: none."""
         return 0
 
 
@@ -202,7 +202,7 @@ class Packed:
         return {"packed": [self.sequences, self.least, self.seed]}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
-        """Those of items: all keys."""
+        """The range of keys of each item: all keys."""
         return DENSE.ranges(batch, seqlen_k)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002

@@ -153,13 +153,13 @@ class Interval:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it: `causal`, and the others only where they are."""
+        """The mask's facts in rows and specs: `causal`, and the others only where set."""
         causal = self.sides == CAUSAL.sides
         window = {} if causal or self.sides == FULL.sides else {"window": [self.left, self.right]}
         return {"causal": causal} | window | ({"top_left": True} if self.top_left else {})
 
     def as_boolean(self, own: Iterable[str] = ()) -> Boolean:
-        """The same as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
+        """This mask as a boolean tensor. own: `item`, `head`; else it raises ProblemError."""
         own = [own] if isinstance(own, str) else [*own]
         if not {*own} <= {*_OWN}:
             raise ProblemError(f"a boolean mask is of {', '.join(_OWN)}, not of {own!r}")
@@ -217,12 +217,12 @@ class Boolean:
 
     @property
     def interval(self) -> Interval:
-        """What it shows, if that is an interval; otherwise all keys."""
+        """The interval that the tensor shows, if it is one; otherwise all keys."""
         return self.shows if isinstance(self.shows, Interval) else FULL
 
     @property
     def pattern(self) -> Pattern | None:
-        """What it shows, if that is drawn."""
+        """The drawn pattern that the tensor shows, if it is one."""
         return self.shows if isinstance(self.shows, Pattern) else None
 
     @property

@@ -1,4 +1,4 @@
-"""The events of a sweep, for whoever shows them: progress bars, a log, nothing."""
+"""The events of a sweep; an observer shows them as progress bars, a log or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Observer:
         """A baseline is being prepared for the rounds, after `done` of `total` others."""
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
-        """The problem is open, or all finalists or a baseline are prepared, as far as they can be.
+        """The problem is open, or all finalists or a baseline are prepared or failed.
 
         steps_s: seconds of what the GPU process did since the last time, by step; some of it in a
         thread beside.
@@ -60,7 +60,7 @@ class Observer:
         """A problem is over, and others follow; these are all its rows."""
 
     def resting(self, *, done: bool) -> None:
-        """One of several cards has no problem any more. done: it is over, and not lost."""
+        """One of several cards has no problem left. done: it is over, and not lost."""
 
     def counting(self, what: str, noun: str, done: int, total: int) -> None:
         """`done` of `total` are done, where there are neither problems nor times."""

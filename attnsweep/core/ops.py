@@ -103,12 +103,12 @@ def _scales(p: Problem) -> tuple[Tensor, ...]:
 
 
 def _ranges(p: Problem) -> tuple[Tensor, ...]:
-    """What tells the keys of each item, or the sequences of one: see Problem."""
+    """Inputs that give the keys of each item, or the sequences of one: see Problem."""
     return tuple(Tensor(name, shape, "int32") for name, shape in p.layout.shapes(p.batch).items())
 
 
 def _of_scores(p: Problem) -> tuple[Tensor, ...]:
-    """What changes scores: see Scores. Rows of a bias begin at multiples of 8 elements."""
+    """Inputs that change scores: see Scores. Rows of a bias begin at multiples of 8 elements."""
     made: list[Tensor] = []
     if (own := p.scores.bias) is not None:
         items, heads = p.batch if "item" in own else 1, p.heads if "head" in own else 1

@@ -194,7 +194,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What hides keys: `full`, `causal`, `window`, `padded`, `packed` or `boolean`."""
+        """Kind of mask or layout: `full`, `causal`, `window`, `padded`, `packed` or `boolean`."""
         if self.mask.as_tensor or self.layout == DENSE:
             return self.mask.kind
         return self.layout.kind

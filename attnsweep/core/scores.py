@@ -21,7 +21,7 @@ KINDS = ("softcap", "sinks", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a softmax takes of scaled scores s.
+    """The scores that a softmax takes, computed from scaled scores s.
 
     softcap: softcap * tanh(s / softcap); 0: s itself. bias: a tensor that is added then, an input
     `bias` of q's dtype, (batch, heads, seqlen_q, seqlen_k); it has one for all items of the batch
@@ -68,14 +68,14 @@ class Scores:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it: those that there are."""
+        """The facts in rows and specs, only those that are set."""
         given = {"softcap": self.softcap} if self.softcap else {}
         given |= {"sinks": True} if self.sinks else {}
         return given if self.bias is None else given | {"bias": [*self.bias]}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Scores:
-        """Those of a problem's facts. Raises ProblemError."""
+        """Scores from a problem's facts. Raises ProblemError."""
         bias = facts.get("bias")
         return cls(
             facts.get("softcap") or 0,
@@ -85,7 +85,7 @@ class Scores:
 
     @classmethod
     def parse(cls, text: str) -> Scores:
-        """Those of a label. Raises ProblemError."""
+        """Scores from a label. Raises ProblemError."""
         cap, bias = _SOFTCAP.search(text), _BIAS.search(text)
         try:
             softcap = float(cap[1]) if cap else 0

@@ -313,7 +313,7 @@ def odd_time(trial: Trial) -> str | None:
 
 
 def cards_of(trials: Iterable[Trial]) -> list[str]:
-    """The UUIDs, hashed, of the cards that measured these rows, as far as the rows say them."""
+    """The hashed UUIDs of the cards that measured these rows; older rows name none."""
     return list(dict.fromkeys(t.machine["uuid"] for t in trials if t.machine.get("uuid")))
 
 
@@ -349,7 +349,7 @@ class Environment(_Row):
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What a row says of the card and the host that measured it."""
+        """The card and the host that measured a row, as rows keep them."""
         names = ("gpu", "uuid", "sku", "sm_count", "l2_bytes", "power_limit_w", "driver", "host")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -102,7 +102,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def beside(module: Any, function: Any, name: str) -> Any:
-    """What a function, or else its module, has of this name, or None."""
+    """The attribute of this name of a function, else of its module, else None."""
     return getattr(function, name, None) or getattr(module, name, None)
 
 

@@ -133,5 +133,5 @@ def _fitting(word: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:
 
 
 def text(value: str | bytes) -> str:
-    """What NVML says, in any of its bindings."""
+    """NVML's text as str; some bindings return bytes."""
     return value if isinstance(value, str) else value.decode()

@@ -350,7 +350,7 @@ class CudaSession:
         return found
 
     def settings(self) -> dict[str, Any]:
-        """What a program may set of this card, by name and unit, as far as NVML tells it."""
+        """The settings of this card that NVML reports, by name and unit."""
         try:
             nvml, card = self.nvml()
         except Exception:  # as above

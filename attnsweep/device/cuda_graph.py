@@ -1,4 +1,4 @@
-"""What must hold while a CUDA graph is captured, and how many calls it must hold."""
+"""Capture of CUDA graphs: its conditions, and how many calls a graph holds."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def stretch(
 
 
 def counter(session: Any) -> Callable[[], int] | None:
-    """What reads the counter of a Session's card; None without NVML, or if the card has none."""
+    """The reader of a card's energy counter; None without NVML, or if the card has none."""
     try:
         nvml, card = session.nvml()
         nvml.nvmlDeviceGetTotalEnergyConsumption(card)

@@ -17,7 +17,7 @@ _KINDS = {3: "a host function", 6: "a wait for an event", 7: "a record of an eve
 
 
 class Driver:
-    """What the CUDA driver says of captured graphs, and of their nodes, which are handles.
+    """The CUDA driver's calls that read a captured graph and its nodes.
 
     Raises OSError or AttributeError without a driver, or with an old one.
     """
@@ -99,7 +99,7 @@ class Audit:
         self._marks.append((self._graphs.count(graph), last))
 
     def why_not(self) -> str:
-        """What the graph must not hold, before its capture ends; empty if there is nothing."""
+        """Why the graph is refused, before its capture ends; empty if it is not."""
         graph, _ = self._graphs.captured(self._stream)
         return self._of_kinds(graph) or self._of_order(graph)
 

@@ -115,7 +115,7 @@ def _sign(owner: Path) -> None:
 
 
 def _holder(owner: Path) -> str:
-    """`by process 12 on host since 10:03: attnsweep run h100`, as far as it is known."""
+    """`by process 12 on host since 10:03: attnsweep run h100`, without what is unknown."""
     try:
         facts: dict[str, Any] = json.loads(owner.read_text(encoding="utf-8"))
         return (

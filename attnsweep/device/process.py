@@ -133,7 +133,7 @@ class Beside:
         self.process: subprocess.Popen[bytes] | None = None
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Where to ask, and where to read the answer. Raises OSError if it cannot start."""
+        """Pipes for requests and for answers. Raises OSError if the process cannot start."""
         if self.process is None or self.process.poll() is not None:
             self.close()
             self.process = subprocess.Popen(
@@ -147,7 +147,7 @@ class Beside:
         return self.process.stdin, self.process.stdout
 
     def kill(self) -> None:
-        """Kill it, so that whoever reads its answer reads the end."""
+        """Kill the process; a reader of its answers then reads the end."""
         if self.process is not None:
             self.process.kill()
 

@@ -85,7 +85,7 @@ def _pair(one: Section, other: Section) -> dict[str, Any]:
 
 
 def _side(section: Section, others: Row | None) -> dict[str, Any]:
-    """One run's part of a problem: its best of ours, and the baselines of the problem's format.
+    """One run's rows of a problem: our best, and the baselines of the problem's format.
 
     others_winner_ratio: how many times as long as the winner the other run's winner takes here;
     None if it has no ranked row.

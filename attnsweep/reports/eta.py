@@ -1,4 +1,4 @@
-"""The time that a run still takes, once enough of it is seen: from how long a problem takes a card.
+"""Estimates how long a run still takes, from the time that problems took so far.
 
 A card's first problem also imports, and calls everything for the first time, so it tells little of
 the others: it is left out, and nothing is said before another one is over. On several cards the
@@ -49,7 +49,7 @@ def _said(seconds: float) -> str:
 
 
 class Eta:
-    """What the cards of a run have done and have to do. `clock` returns seconds."""
+    """Problems that the cards of a run have done and have left. `clock` returns seconds."""
 
     def __init__(self, cards: int = 1, clock: Callable[[], float] | None = None) -> None:
         self._cards, self._clock = cards, clock or time.monotonic

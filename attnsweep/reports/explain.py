@@ -439,7 +439,7 @@ def _frozen(config: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
 def _counters(
     recorded: Sequence[Mapping[str, Any]], rows: Collection[Row | None]
 ) -> list[Mapping[str, Any]]:
-    """What `profile` recorded of these rows."""
+    """The hardware counters that `profile` recorded of these rows."""
     found: dict[int, Mapping[str, Any]] = {}
     for row in rows:
         for facts in recorded:
@@ -579,7 +579,7 @@ def differences(found: ConfigExplanation) -> list[str]:
 
 
 def _paired(effect: Effect | None, value: str) -> str:
-    """What the pairs of a parameter say of a value, next to the winner's."""
+    """Time of a value over the winner's value, by pairs of configs that differ in it alone."""
     each = (
         next((v for v in effect.values if value_text(v.value) == value), None) if effect else None
     )

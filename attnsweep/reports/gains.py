@@ -1,4 +1,4 @@
-"""What a program gains from the winners: the calls of each problem × (fastest baseline − winner).
+"""A program's gain from the winners: calls of each problem × (fastest baseline − winner).
 
 A run has this if its spec says how often a program makes its calls. Times are microseconds.
 """

@@ -195,7 +195,7 @@ class _Watched(Observer):
 
     @property
     def summary(self) -> str:
-        """`best 7.50 µs flash  1 failed`, or what of it is known."""
+        """`best 7.50 µs flash  1 failed`, without what is unknown."""
         best = f"best {_median(self.best):.2f} µs {self.best.kernel}" if self.best else ""
         failed = f"{self.failed} failed" if self.failed else ""
         return "  ".join(filter(None, (best, failed)))

@@ -86,7 +86,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
 
 
 def _of_cards(run: Run, sections: Sequence[Section], width: int) -> list[Line]:
-    """What each of several cards measured."""
+    """A line for each card of a run of several."""
     several = cards.by_card(run.trials, sections)
     lines = _columns(cards.table(several), cards.ALIGN, width, (4, 2))
     return [*lines, *_wrapped(cards.UNKNOWN, width)] if several else []
@@ -142,7 +142,7 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def json_parts(run: Run) -> dict[str, Any]:
-    """The same with an iterator of problems: those of a large run need not be there all at once."""
+    """As `to_json`, with an iterator of problems, so that a large run's are not all in memory."""
     sections = sections_of(run)
     found = gains.gains(sections, run.spec_text)
     several = cards.by_card(run.trials, sections)

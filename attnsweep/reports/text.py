@@ -281,7 +281,7 @@ def _timed_alone(row: Row) -> list[str]:
 
 
 def apart(row: Row) -> bool:
-    """Whether its time comes from other rounds than the finals', so that tables mark it."""
+    """Whether its time comes from other rounds than the finals'; tables mark it."""
     return not row["rounds"]
 
 
@@ -307,7 +307,7 @@ def faster_baseline(section: Section) -> str | None:
 
 
 def served_lines(section: Section) -> list[str]:
-    """What each family that ran serves only, if it does not serve all problems of its kind."""
+    """The limits of each family that ran and does not serve all problems of its kind."""
     ran = {row["kernel"] for row in section.candidates}
     found = {f["kernel"]: f["serves"] for f in section.spaces if f.get("serves")}
     return [f"{name} serves only {'; '.join(s)}" for name, s in found.items() if name in ran]
@@ -577,7 +577,7 @@ _MOST = 8
 
 
 def frontier_lines(section: Section) -> list[str]:
-    """Of a problem in FP8: the error of the format, and the candidates that none surpasses."""
+    """The error of FP8 itself, and the candidates that none surpasses in time and error."""
     return [*_of_format(section), *_best(section)] if section.problem.format.lossy else []
 
 
@@ -730,7 +730,7 @@ def searched_lines(section: Section) -> list[str]:
 
 
 def judged_line(rows: Sequence[Row]) -> str | None:
-    """How much of the outputs of these rows float64 judged, if that is not all."""
+    """The share of these rows' outputs that was compared with float64, if not all."""
     found = [row["trial"].accuracy for row in rows if row["time_us"] and not row["baseline"]]
     shares = sorted(a.judged for a in found if a is not None and a.judged is not None)
     if not shares:

@@ -1,4 +1,4 @@
-"""How good the dispatch of an exported package is on shapes that were not tuned.
+"""Measures an exported package's dispatch on shapes that were not tuned.
 
 The table is the one that an export of the tuned runs writes, and the rule is the package's own. A
 held-out run swept other shapes on the same kind of GPU, or any on one that the tuned runs' GPU
@@ -42,7 +42,7 @@ SLOWER = 1 / 1.03
 
 @dataclass(frozen=True)
 class Swept:
-    """What a run says of one shape: microseconds of each config, and of PyTorch's backends."""
+    """A shape as a run timed it: microseconds of each config and of PyTorch's backends."""
 
     run: str
     problem: Problem
@@ -105,7 +105,7 @@ def swept(run: Path) -> list[Swept]:
 
 
 def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
-    """What would be known if neither the shape nor its twin in the other dtype had been tuned.
+    """The table without the shape, and without its twin in the other dtype.
 
     Neither on this GPU nor on the one that stands in for it.
     """
@@ -137,7 +137,7 @@ def _key(kernel: CompiledKernel) -> tuple[int, str, str]:
 
 
 def judge(gpu: TunedGpu, one: Swept) -> Judged:
-    """What the package would call on a shape, and what the shape's own sweep says of it."""
+    """Compare the package's choice on a shape with the shape's own sweep."""
     choice = choose(gpu, one.problem)
     sdpa_us = min(one.sdpa_us.values())
     config = choice.kernel.config if choice.kernel is not None else None

@@ -183,7 +183,7 @@ def outline(
 
 @dataclass(frozen=True)
 class _Selected:
-    """What a package takes of runs.
+    """The winners and spares that a package takes from runs.
 
     winners: those in 16 bits. served: configs of a GPU by kind and label. names: of the GPUs.
     codes: config and a problem of each machine code, by what tells it from others, in the table's
@@ -360,7 +360,7 @@ def chosen_of(
 def _rivals(
     winner: Chosen, timed: Iterable[Trial], baseline: Trial, slower: float, family: Family
 ) -> list[Chosen]:
-    """Those that ran in the winner's rounds and took at most `slower` longer.
+    """The candidates of the winner's rounds that took at most `slower` longer.
 
     Where the winner is known to be faster than PyTorch's attention, they are too.
     """

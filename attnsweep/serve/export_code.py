@@ -36,7 +36,7 @@ Strides = Mapping[str, tuple[int, int, int]]
 
 
 def wrong_kernels(table: Mapping[str, Any]) -> list[str]:
-    """What the kernels of a package are wrong for, since they were compiled: mostly nothing."""
+    """The faults of a package's kernels that later kernels correct; mostly none."""
     masks = {word for kernel in table.get("kernels", ()) for word in kernel["mask"].split()}
     later = ((code, of) for code, of in _WRONG_BEFORE.items() if code > table.get("code", 0))
     return [f"{what} give NaN in its kernels" for _, (wrong, what) in later if wrong & masks]
@@ -158,7 +158,7 @@ def gpu_of(run: Run) -> tuple[GpuKey, Environment]:
 
 
 def gpu_row(key: GpuKey, names: Iterable[str]) -> dict[str, Any]:
-    """What a table says of a GPU, before its winners."""
+    """A GPU's facts in a table, without its winners."""
     return key._asdict() | {"names": sorted(names)}
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a package holds of recorded runs: winners and runners-up."""
+"""Chooses the kernels of a package from recorded runs: winners and runners-up."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ Kind = tuple[int, str]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
+    """The kernel that a package takes for one recorded problem.
 
-    config: of `trial`. sdpa_us and gains are 0 in FP8, which PyTorch's attention cannot do.
-    times_us: of each config of the family that was timed there, by its label. memory_bytes_per_us:
-    peak rate of the GPU's memory. slower: share by which the winner took less time than `trial`, by
-    the rounds of both. rivals: what may stand in the winner's place.
+    gain: of `trial` over PyTorch's attention. config: of `trial`. sdpa_us and gains are 0 in FP8,
+    which PyTorch's attention cannot do. times_us: of each config of the family that was timed
+    there, by its label. memory_bytes_per_us: peak rate of the GPU's memory. slower: share by which
+    the winner took less time than `trial`, by the rounds of both. rivals: what may stand in the
+    winner's place.
     """
 
     trial: Trial

@@ -53,7 +53,7 @@ _FLOPS_PER_US, _BYTES_PER_US, _LAUNCH_US = 5e8, 3e6, 5.0
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a program's processes called. calls: each kind, with how often it ran."""
+    """The recorded calls of a program's processes. calls: each kind, with how often it ran."""
 
     calls: Sequence[tuple[Mapping[str, Any], int]]
     processes: int = 0
@@ -67,7 +67,7 @@ class Recorded:
 
     @property
     def way(self) -> str:
-        """Which calls were counted, and which were not."""
+        """A sentence: which calls were counted, and which were not."""
         if self.every_call:
             return "every call of PyTorch's attention operators was counted, also from C++"
         missed = "those of C++ and torch._C._nn are not"

@@ -96,7 +96,7 @@ def read_code(of_run: Path, winner: Trial) -> Plan:
 
 
 def _unchained(launches: LaunchPlan) -> LaunchPlan:
-    """The same call with ordinary dependencies on the call before it.
+    """The call with ordinary dependencies on the call before it.
 
     Before protocol 4 the first launch of a call could be programmatic, and overlap that call.
     """

@@ -29,7 +29,7 @@ def refuse_recorded(path: Path) -> None:
 
 
 def others_in(run: Path) -> list[str]:
-    """Names in a run's directory of what is no part of it: what would be lost with the run."""
+    """Names in a run's directory that are no part of the run and would be lost with it."""
     own = {*_PARTS, *DERIVED, CUBINS, LOCK}
     ours = ("trials.*.jsonl", "*.ncu-rep", ".*.tmp")
     here = [path for path in run.iterdir() if path.name not in own]

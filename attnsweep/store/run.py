@@ -104,7 +104,7 @@ def parse_trials(
 
 
 def _odd(trial: Trial) -> str | None:
-    """What a row says of itself that cannot be, so that nothing is compared with it; or None."""
+    """The impossible fact of a row, for which nothing is compared with it; or None."""
     found = unsound(trial)
     why = None if found is None else found[1]
     if trial.status is Status.NOISY and (said := odd_time(trial)) is not None:
@@ -254,7 +254,7 @@ T = TypeVar("T")
 
 
 def _read(path: Path, parse: Callable[[bytes], T], missing: T) -> tuple[T, str | None]:
-    """What a file next to the trials holds, and a warning if it is damaged."""
+    """The content of a file next to the trials, and a warning if it is damaged."""
     try:
         return parse(_printable(path.read_bytes())), None
     except FileNotFoundError:

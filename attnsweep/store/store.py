@@ -179,7 +179,7 @@ class Store:
         return list(self._trials.values())
 
     def rows_of(self, problem: Problem) -> list[Trial]:
-        """Those of one problem, in the same order, without a look at the others."""
+        """The rows of one problem, in order; other rows are not parsed."""
         return list(self._of.get(problem, {}).values())
 
     def append(self, trial: Trial) -> None:

@@ -53,7 +53,7 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> dict[s
 
 
 def of_keys(problem: Problem) -> Problem:
-    """A problem whose queries are as many as this one's keys: to choose keys as queries are."""
+    """The problem with as many queries as keys, by which keys are sampled as queries are."""
     rows, keys = problem.seqlen_k, problem.seqlen_q
     return replace(problem, seqlen_q=rows, seqlen_k=keys, mask=FULL, layout=DENSE)
 
@@ -81,7 +81,7 @@ _LEAST = 4e-3
 
 
 def least_lengths(inputs: Mapping[str, Tensor], problem: Problem) -> dict[str, float]:
-    """How long a row of each output counts at least, whatever is expected of it."""
+    """The least norm by which a row's error of each output is divided."""
 
     def typical(name: str) -> float:
         heads = product(range(problem.batch), range(problem.shape_of(name)[1]))

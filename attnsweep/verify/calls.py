@@ -99,7 +99,7 @@ class Calls:
         return {name: self.timed.buffers[name] for name in self.timed.outputs}
 
     def _same(self, of: DeviceCase, rounds_scores: int) -> Same | None:
-        """What the limits of a case come from, if it was computed beside."""
+        """The same maths of a case, which limits come from, if another process computed it."""
         problem = of.case.problem
         return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
 
@@ -201,7 +201,7 @@ class Calls:
             proven.lse.fill(POISON)
 
     def begin_cold(self, copies: Sequence[Mapping[str, Buffer]], *, untimed: bool = False) -> None:
-        """The same before calls that rotate over copies, each of which gets inputs of its own.
+        """`begin` before calls that rotate over copies: each gets inputs of its own.
 
         Where nothing is drawn anew, all have the inputs as they were made.
         """
@@ -351,7 +351,7 @@ class Calls:
             raise WrongResult(f"wrote to its inputs, or next to them, in some call ({label})")
 
     def _whole(self, calls: int) -> int:
-        """How many calls of a chain are compared in every element."""
+        """The number of a chain's calls that are compared in every element."""
         problem = self.timed.case.problem
         if self.timed.redraws:
             return 1

@@ -61,7 +61,7 @@ def judge_source(dtype: str, part: int) -> tuple[Path, dict[str, str]]:
 
 @cache
 def judge_cubin(arch: str, dtype: str, part: int, cache_dir: Path | None) -> str:
-    """Where a part of the judge of a format is compiled for an architecture."""
+    """The path of a compiled part of compare.cu, of one format and architecture."""
     compiler = Compiler(arch_named(arch), cache_dir, threads=1)
     try:
         return str(compiler.compile(*judge_source(dtype, part)).path)
@@ -296,7 +296,7 @@ class Comparer:
         self._summarise(tiles, slot)
 
     def _tiles_for(self, count: int) -> int:
-        """Where findings of as many tiles go."""
+        """Device memory for the findings of this many tiles."""
         if self._tiles is None or self._tiles.nbytes < count * 8 * len(_FOUND):
             self._tiles = Buffer(count * 8 * len(_FOUND))
         return self._tiles.pointer

@@ -63,7 +63,7 @@ class BrokenComparison(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What one checked call showed: findings of each output, bytes written outside.
+    """Findings of one checked call: of each output, and bytes written outside.
 
     lse: 0 if none is there.
     """
@@ -175,7 +175,7 @@ class DeviceCase:
         return {tensor.name: Buffer(8 * math.prod(tensor.shape)) for tensor in written}
 
     def _side(self, tilt: float = 0.0) -> dict[str, Buffer]:
-        """What is right on the present inputs."""
+        """The expected outputs on the present inputs."""
         made = self._float64()
         self._oracle.write(self, made, tilt)
         return made

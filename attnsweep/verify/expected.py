@@ -1,4 +1,4 @@
-"""What the host knows of a case: its inputs, which heads of them are negated, and some rows."""
+"""A case on the host: its inputs, which heads are negated, and expected rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN, OPPOSITE = 0, 1
 
 
 def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
-    """Which of all heads of keys are negated in a mix; the same function as compare.cu's."""
+    """The heads of keys that are negated in a mix; the same function as compare.cu's."""
     if mix in (PLAIN, OPPOSITE):
         return np.full(heads_kv, bool(mix))
     x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -42,7 +42,7 @@ def contents_of(first: int, digests: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCase:
-    """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
+    """A case computed by NumPy: its inputs, and expected rows of every head."""
 
     inputs: Mapping[str, Tensor]
     rows: Mapping[str, npt.NDArray[np.int64]]

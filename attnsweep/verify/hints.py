@@ -1,4 +1,4 @@
-"""What a wrong output is right for, or which of its rows are wrong: where to look for the mistake.
+"""Hints at a mistake: the variant that an output is right for, or which rows are wrong.
 
 A hint is no verdict. It is taken of the first item of a batch, by NumPy, once something is wrong.
 """

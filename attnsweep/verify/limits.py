@@ -113,7 +113,7 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
 
 
 def rounded_scores(problem: Problem, rounds_scores: int) -> int:
-    """How often scores are rounded that are stored so often: storing fp32 does not round them."""
+    """How often storing rounds scores: never in fp32."""
     return 0 if problem.dtype == "fp32" else rounds_scores
 
 

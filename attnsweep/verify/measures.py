@@ -1,4 +1,4 @@
-"""How far an output is from float64: what verify/device/compare.cu measures too. NumPy only."""
+"""Measures of an output's distance from float64, as in verify/device/compare.cu. NumPy only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEAR_ZERO, _LEAST_COLUMNS = 1e6, 8
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """How far an output is from float64, or how far it may be; each compared by `<=`.
+    """An output's distance from float64, or its limits; each compared by `<=`.
 
     A row's length is its expected norm, or a thousandth of the typical norm if that is more.
     """

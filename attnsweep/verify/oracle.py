@@ -1,4 +1,4 @@
-"""What each op is judged by: its inputs, what is right of them, and how far off outputs may be."""
+"""The oracle of each op: its inputs, expected outputs and limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_ROW_BYTES = 96 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Oracle:
-    """What an op is judged by; outputs and their measures go by their names."""
+    """Inputs, expected outputs and limits of an op; outputs and measures go by their names."""
 
     make_inputs: Callable[..., Inputs]
     """The inputs of a case by a seed, in storage form: see inputs.make_inputs."""
@@ -60,7 +60,7 @@ class Oracle:
 
 
 def oracle_of(problem: Problem) -> Oracle:
-    """What calls of a problem are judged by."""
+    """The oracle of a problem's op."""
     return _ORACLES[problem.op.name]
 
 

@@ -46,7 +46,7 @@ _COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What NumPy knows of all cases of a problem with one seed."""
+    """NumPy's results for all cases of a problem with one seed."""
 
     timed: ExpectedCase
     small: list[ExpectedCase]
@@ -95,7 +95,7 @@ def rounding(problem: Problem, rounds_scores: int, *, hard: bool = False) -> Mat
 
 
 def turns(case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
-    """What NumPy knows of short turns, and their maths for scores that are not rounded."""
+    """NumPy's results for short turns, and their maths with scores not rounded."""
     oracle = oracle_of(case.problem)
     known = oracle.expected(case, seed, two_sided=True, few=True)
     return known, {(case, 0): oracle.same_maths(case, 0)}
@@ -117,7 +117,7 @@ class _Process:
         *args: P.args,
         **options: P.kwargs,
     ) -> Future[T]:
-        """What a function of this module will have returned; cancelled if it is not `wanted`."""
+        """The future result of a function of this module; cancelled if it is not `wanted`."""
         return self._pool.submit(self._answer, problem, wanted, partial(function, *args, **options))
 
     def _answer(self, problem: Problem, wanted: Callable[[], bool], function: partial[T]) -> T:
@@ -139,7 +139,7 @@ class _Process:
         self.beside.close()
 
     def waited(self, asked: Future[T]) -> T:
-        """What was asked, computed in this process if the other one takes too long."""
+        """The result, computed in this process if the other one takes too long."""
         with proving("waits for NumPy"):
             try:
                 return asked.result(self._longest_s)

@@ -336,7 +336,7 @@ class Verifier(Calls):
         of_output: int,
         slots: Iterator[int],
     ) -> _CheckedCall:
-        """Make a call, whose output is poisoned, and look at what it did to its workspaces.
+        """Make a call on poisoned outputs, and check its workspaces.
 
         of_output: the slot in which bytes outside the output are counted, by the caller.
         """

@@ -260,7 +260,7 @@ class _Fit:
         return seen
 
     def means(self, configs: Sequence[Config]) -> Floats:
-        """What is expected of each config; 0 without history."""
+        """The expected log time of each config; 0 without history."""
         if not self._rows:
             return np.zeros(len(configs))
         parts = [configs[i : i + POOL] for i in range(0, len(configs), POOL)]

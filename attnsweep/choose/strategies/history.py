@@ -60,7 +60,7 @@ class History:
 
 
 def shipped_history(kernel: str) -> tuple[History, ...]:
-    """What the package knows of a family; empty if it knows nothing."""
+    """The shipped history of a family; empty if it knows nothing."""
     return _shipped().get(kernel, ())
 
 

@@ -125,7 +125,7 @@ class Recording:
 
 
 class RecordingAttention:
-    """What stands in the place of PyTorch's function: for a program it is that function.
+    """Replaces PyTorch's function while it records; a program takes it for that function.
 
     No function of Python's, which a class would make a method. It equals PyTorch's, so that tables
     for `__torch_function__` have both. A copy is what stands in the place.

@@ -122,7 +122,7 @@ class BackwardOperator:
         return self._choice(gpu, call)[0].kernel is not None
 
     def choice(self, call: Call) -> Choice | None:
-        """What serves the gradients of a call; None if the table has no kernel for any."""
+        """The backward of a call, a kernel's or PyTorch's; None if the table has no kernel."""
         gpu = self._planner.gpu(call.query.device.index or 0) if self.serves else None
         return None if gpu is None else self._choice(gpu, call)[0]
 
@@ -334,7 +334,7 @@ class IntervalGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """By a kernel, or else by PyTorch's attention, computed again."""
+        """Gradients by a kernel, otherwise by PyTorch's attention, computed again."""
         *saved, ranges = ctx.saved_tensors
         call = call_of(grads[0], saved, ranges, False, ctx.scale, ctx.limits)
         return *gradients(ctx.own, call), None, None, None, None

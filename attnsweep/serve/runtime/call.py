@@ -51,7 +51,7 @@ class Saved(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What turns the numbers of FP8 tensors into values."""
+    """The scales that turn FP8 numbers into values."""
 
     q: Any
     k: Any
@@ -233,12 +233,12 @@ def output_of(query: torch.Tensor, value: torch.Tensor, device: Any = None) -> t
 
 
 def laid_out(tensor: torch.Tensor) -> StridedTensor:
-    """What a tensor map is told of a tensor."""
+    """A tensor's sizes and strides, as a tensor map needs them."""
     return StridedTensor(tuple(tensor.shape), strides(tensor))
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides in elements, 0 of dimensions of one element: theirs may be any number."""
+    """Strides in elements; 0 for dimensions of size 1, whose strides are arbitrary."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(stride if size > 1 else 0 for size, stride in pairs)
 

@@ -47,7 +47,7 @@ def _alike(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
 
 
 def _told(call: Call) -> tuple[Any, ...]:
-    """What `MetCalls.find` takes of a call behind query, key and value."""
+    """The arguments of `MetCalls.find` after query, key and value."""
     mask, others = call.mask, call.mask_tensors
     if len(others) == 2 and others[0] is others[1]:  # see `find`
         others = others[:1]

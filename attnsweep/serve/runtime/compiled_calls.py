@@ -82,7 +82,7 @@ class CompiledCalls:
     def attention_sdpa(
         self, query: Any, key: Any, value: Any, *asked: Any, fill: bool = False
     ) -> torch.Tensor:
-        """What serves a call of PyTorch's function: one of the other operators, or PyTorch.
+        """Route a call of PyTorch's function to one of the other operators, or to PyTorch.
 
         PyTorch where torch.func transforms it: it has rules for its own operator alone. And where a
         policy says which operators' outputs are kept for the backward, or sizes are known on the
@@ -164,7 +164,7 @@ class CompiledCalls:
     def forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the log-sum-exp."""
+        """`forward` with the log-sum-exp."""
         how = (None, causal, scale, query.shape[1] != key.shape[1])
         done = self._operator.served_soon(query, key, value, *how, lse=True)
         if done is not None:

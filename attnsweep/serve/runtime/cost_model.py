@@ -1,4 +1,4 @@
-"""How long a kernel takes on a shape where it was not timed, from the shapes where it was.
+"""Predicts a kernel's time on a shape from the shapes where it was timed.
 
 A kernel's blocks each visit some tiles of keys. The busiest SM decides how long they compute, and
 the bytes that do not stay in the L2 how long memory takes. Each hides a part of the other:
@@ -66,7 +66,7 @@ _MASKED_COLUMNS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel cuts a call, and what else its time depends on.
+    """A kernel's tiles, and all else that its time depends on.
 
     shares: blocks and warpgroups that share a row's keys. turns: blocks that take turns at all
     tiles; 0 if each has one. ordered: whether the longest blocks of all heads start first.
@@ -114,7 +114,7 @@ Both pack the heads of a group if there is one query: with 4, cuDNN's takes 4 ti
 
 
 def tiling(kernel: CompiledKernel) -> Tiling:
-    """What the time depends on, of all that is known of a kernel."""
+    """The tiling of a kernel."""
     return tiling_of(kernel.declaration, kernel.values)
 
 
@@ -184,7 +184,7 @@ def _work_of_forward(tiling: Tiling, problem: Problem, sm_count: int) -> float:
 
 
 class OpCosts(NamedTuple):
-    """What predictions know of an op. sdpa: how PyTorch's own cuts its calls.
+    """The costs of an op that predictions use. sdpa: how PyTorch's own cuts its calls.
 
     work: see `work`. passes: over the inputs and outputs of a forward, in memory. is_guessed:
     whether so much of it is assumed that a predicted gain must be larger.
@@ -203,7 +203,7 @@ _COSTS: Mapping[Op, OpCosts] = {
 
 
 def costs_of(problem: Problem) -> OpCosts:
-    """What predictions know of a problem's op."""
+    """The costs of a problem's op."""
     return _COSTS[problem.op]
 
 
@@ -307,7 +307,7 @@ class Near(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What the times of one kernel say, of all shapes.
+    """A kernel's fitted times on all its shapes.
 
     units: the number of a timed problem, the logarithm of a unit of work there in microseconds, at
     most _MOST_OFF off their median, and how far it can be trusted: computing's share of the time's

@@ -1,4 +1,4 @@
-"""Which kernel serves a shape, and whether it is known to beat PyTorch's own attention."""
+"""Chooses the kernel for a shape, if it beats PyTorch's own attention."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
+    """Timed calls of one head_dim, dtype and mask, with few queries or with more.
 
     winners: also of the other dtype. sdpa: PyTorch's own, by whether there is one query.
     """
@@ -145,7 +145,7 @@ _SILENT = ("far", "not_tuned")
 
 
 def _by_stand_in(gpu: TunedGpu, other: TunedGpu, problem: Problem, own: Choice) -> Choice:
-    """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
+    """The choice by another GPU's rows, if clear enough; otherwise `own`."""
     why = own.reason if gpu.winners else "this GPU was not tuned"
     runs = f"the runs of {', '.join(other.names) or other.key.label}"
     if problem.seqlen_q < FEW_QUERIES or problem.seqlen_k > _MANY_KEYS * problem.seqlen_q:
@@ -164,7 +164,7 @@ def _by_stand_in(gpu: TunedGpu, other: TunedGpu, problem: Problem, own: Choice) 
 
 
 def _by_rows(gpu: TunedGpu, problem: Problem) -> Choice:
-    """What the rows of a GPU say, whichever GPU is asked about."""
+    """The choice by the rows of one GPU."""
     kind = _kind_of(gpu, problem)
     if not kind.kernels:
         few = f", fewer than {FEW_QUERIES} queries" if problem.seqlen_q < FEW_QUERIES else ""

@@ -1,4 +1,4 @@
-"""What `attention` and `attention_varlen` say of their arguments, in every package and here."""
+"""Docstrings of `attention` and `attention_varlen`, in every package and here."""
 
 from __future__ import annotations
 

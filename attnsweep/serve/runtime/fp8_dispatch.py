@@ -1,4 +1,4 @@
-"""Which kernel serves a shape in FP8, where there is nothing else that could."""
+"""Chooses the kernel for a shape in FP8, where PyTorch has no attention."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Fp8Operator:
         )
 
     def _known(self, index: int) -> TunedFp8Gpu:
-        """What the table has of a device. Raises PackageError."""
+        """The table's FP8 entries for a device. Raises PackageError."""
         index = max(index, 0)
         if index not in self.gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))

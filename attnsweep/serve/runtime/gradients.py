@@ -153,7 +153,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """By a kernel, or else by the backward that PyTorch would have called."""
+        """Gradients by a kernel, otherwise by the backward that PyTorch would have called."""
         _, gradients, causal, scale = ctx.by
         if ctx.own.serves:
             made = ctx.own.gradients(call_of(grads[0], ctx.saved_tensors, None, causal, scale))
@@ -250,7 +250,7 @@ def _cudnn_gradients(
     scale: float,
     seed: torch.Tensor,
 ) -> tuple[Any, ...]:
-    """The same by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
+    """Gradients by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
     *given, out, lse = saved
     if nan_prone(given[1], causal):
         return _flash_gradients(grad, saved, causal, scale, seed)

@@ -25,7 +25,7 @@ Diagonals = tuple[int | None, int | None]
 def forms(
     limits: Diagonals, seqlen_q: int, seqlen_k: int, padded: bool, scores: Scores = PLAIN_SCORES
 ) -> list[tuple[Mask, Dense | Padded, Scores]]:
-    """What a kernel may take a call for, the best first: mask, layout and scores of its problem.
+    """(mask, layout, scores) forms of the call that a kernel may serve, the best first.
 
     The last is a boolean mask: a kernel of these has any diagonals, and queries without a key,
     which the shipped code for causal masks does not expect.
@@ -110,9 +110,10 @@ def understood(
     sinks: Any,
     keep: bool,
 ) -> Call:
-    """What `attention`'s arguments say. Without limits and changed scores, PyTorch has them all.
+    """The Call that `attention`'s arguments describe.
 
-    given: window, causal_offset and key_lengths. Raises TypeError or ValueError.
+    Without limits and changed scores, PyTorch checks them. given: window, causal_offset and
+    key_lengths. Raises TypeError or ValueError.
     """
     mask, limits = attn_mask, None
     if any(each is not None for each in given):  # to compare tuples compares tensors

@@ -1,4 +1,4 @@
-"""Where plans launch their kernels: a package's devices, streams, lists of masks and counters."""
+"""Launches of a package's plans: its devices, streams, lists of masks and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read of masks that are alive, made once and found again."""
+"""Lists of tiles that kernels read of masks, kept while the mask lives."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Operator:
         return self.served(call)
 
     def answer(self, call: Call) -> torch.Tensor:
-        """The output of a call: by a kernel, or else by PyTorch."""
+        """The output of a call, by a kernel or by PyTorch."""
         if choice := dropped(call.dropout_p):
             self.launcher.fell_back(choice)
         elif (done := self.served(call)) is not None:

@@ -32,7 +32,7 @@ def understood(
     causal: bool,
     window: Any,
 ) -> Window:
-    """What queries see of their own sequence. Raises TypeError or ValueError."""
+    """The diagonals of each sequence's own queries. Raises TypeError or ValueError."""
     for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens[:2], strict=True):
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} is {type(each).__name__}, not a tensor on {query.device}")
@@ -67,7 +67,7 @@ class VarlenOperator:
         self._forward = define(*where, "forward_varlen", self._impl_forward)
 
     def attention(self, *given: Any, dropout_p: float, cache: bool, **options: Any) -> torch.Tensor:
-        """As the package's `attention_varlen` has it. options: as of `_call`."""
+        """`attention_varlen` of a package. options: as of `_call`."""
         call = self._call(*given, dropout_p=dropout_p, keep=cache, **options)
         if _is_compiling():
             if dropout_p == 0.0 and self._traces(call):

@@ -97,7 +97,7 @@ class Planner:
         self._met.clear()
 
     def plan(self, call: Call) -> ServingPlan:
-        """The plan of a call: by one question if such a one was met before, or else looked up."""
+        """The plan of a call: one lookup if such a call was met before."""
         found = self._met.of(call)
         if found is not None:
             return found
@@ -197,7 +197,7 @@ class Planner:
         return self.gpu(index) is not None
 
     def gpu(self, index: int) -> TunedGpu | None:
-        """What the table has for a device, by its index."""
+        """The table's entries for a device, by its index."""
         if index not in self.gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))
             self.gpus[index] = known(self._table.gpus, key)
@@ -338,7 +338,7 @@ def _alone(query: Any, key: Any, value: Any) -> bool:
 
 
 def _kind_of(mask: Any) -> Any:
-    """What plans depend on of a mask, of lengths, or of where sequences begin."""
+    """The part of a plan's key that describes a mask, lengths or sequences."""
     if isinstance(mask, CuSeqlens):
         return (mask.sequences, type(mask.q), type(mask.k), mask.q.device)
     return mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device)
@@ -395,7 +395,7 @@ def why_unserved(call: Call, gradients: bool) -> Choice | None:
 
 
 def forms_of(call: Call) -> list[tuple[Any, ...]]:
-    """What a kernel may take a call for that these let pass: masks, layouts and scores.
+    """(mask, layout, scores) forms of a call with these arguments.
 
     The device alone knows how long packed sequences are: they count as equally long.
     """

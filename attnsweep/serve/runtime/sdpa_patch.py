@@ -33,7 +33,7 @@ def is_traced(tensor: Any) -> bool:
 
 
 class PatchedAttention:
-    """What stands in the place of PyTorch's function: for a program it is that function.
+    """Replaces PyTorch's function; a program takes it for that function.
 
     It is no function of Python's, which a class would make a method. It equals PyTorch's own, so
     that tables which programs make for `__torch_function__` have both; and whoever unpickles it
@@ -60,7 +60,7 @@ class PatchedAttention:
 
 
 class Switched:
-    """What `enable` and `disable` return: at the end of a `with` statement the call is undone."""
+    """Returned by `enable` and `disable`: the end of a `with` statement undoes the call."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -99,7 +99,7 @@ class Routing:
         return Switched(lambda: self._undo_enable(since))
 
     def disable(self) -> Switched:
-        """Take the package out, whoever has put it there."""
+        """Undo every `enable` of the package."""
         with self._lock:
             before = self._enabled, self._since
             self._since = since = object()

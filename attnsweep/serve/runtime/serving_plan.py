@@ -174,14 +174,14 @@ class ForwardPlan(ServingPlan):
         return made
 
     def load(self, device: Device, calls: Mapping[str, Launch]) -> BoundLaunches:
-        """Load the kernels, and those of the scan. Raises DriverError or PackageError."""
+        """Load the plan's kernels, and the scan's. Raises DriverError or PackageError."""
         if self.scan:
             names = (*self.scan_names, *self.scan_reads)
             self.scans = device.launches(self.scan, self.stages, self.tensors, names)
         return super(ForwardPlan, self).load(device, calls)  # slots make the class anew
 
     def _listed(self, query: Any, key: Any, mask: Any, keep: bool, stream: int) -> MaskList:
-        """What a call reads of its mask, made in this stream now. Raises DriverError."""
+        """The lists of a call's mask, made in this stream now. Raises DriverError."""
         if self.scans is None:
             raise DriverError("the scan of a mask is not loaded")
         read = masks = tensors_of(mask)
@@ -201,7 +201,7 @@ class ForwardPlan(ServingPlan):
         return made
 
     def refused(self, call: Call) -> Choice | None:
-        """Why a call is PyTorch's though its plan has launches, as far as it is seen beforehand."""
+        """Why a call goes to PyTorch though its plan has launches; None if it may be launched."""
         mapped = call[:4] if self.biased and not self.copied else call[:3]
         if any(each.data_ptr() & 15 for each in mapped):
             return UNALIGNED

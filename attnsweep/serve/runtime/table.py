@@ -50,7 +50,7 @@ class PackageError(Exception):
 
 
 class GpuKey(NamedTuple):
-    """What decides whether times of one GPU hold on another. l2_bytes: of the whole L2."""
+    """Facts of a GPU: times hold on another with the same. l2_bytes: of the whole L2."""
 
     compute_capability: tuple[int, int]
     sm_count: int
@@ -127,7 +127,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Winner(Timed):
-    """The same, and how it compares with PyTorch's own attention there.
+    """A timed kernel, and how it compares with PyTorch's own attention there.
 
     gain: time of scaled_dot_product_attention over the kernel's, medians. gain_low: the lower end
     of its 95 % interval where the run has one, otherwise the gain. others: the package's other
@@ -164,7 +164,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class TunedGpu:
-    """What is known of one kind of GPU. names: of the cards that were measured.
+    """The kernels and times of one kind of GPU. names: of the cards that were measured.
 
     memory_bytes_per_us: the least peak rate of their memories; 0 if none was measured. twins:
     kernels that serve besides the winners': runners-up, and configs for the other dtype. stand_in:
@@ -185,12 +185,12 @@ class TunedGpu:
 
     @property
     def card(self) -> CardCapacity:
-        """What its times depend on."""
+        """The card's facts that times depend on."""
         return CardCapacity(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
 
 
 def known(gpus: Mapping[GpuKey, TunedGpu], key: GpuKey) -> TunedGpu | None:
-    """What a table knows of a GPU: its own rows, if any, and those that stand in for them.
+    """A table's rows for a GPU: its own, if any, and those of a similar GPU.
 
     Those are of a GPU with the same compute capability, which runs the same machine code, and as
     many SMs, on which work divides in the same way; of several, of the one whose L2 is nearest.
@@ -206,7 +206,7 @@ def known(gpus: Mapping[GpuKey, TunedGpu], key: GpuKey) -> TunedGpu | None:
 
 @dataclass(frozen=True, slots=True)
 class TunedFp8Gpu:
-    """What is known in FP8 of one kind of GPU. names: of the cards that were measured.
+    """The FP8 kernels and times of one kind of GPU. names: of the cards that were measured.
 
     spare: kernels for shapes where the rules allow no winner to run. They were not timed.
     """

@@ -53,7 +53,7 @@ class LazyMask(torch.Tensor):  # type: ignore[misc]
 
     @property
     def dense(self) -> torch.Tensor:
-        """The same as an ordinary tensor, made once."""
+        """The mask as an ordinary tensor, made once."""
         made = self._made
         if made is None:
             made = self._made = self._make()
@@ -112,7 +112,7 @@ class Recognised:
         self._is_tracing = masking_utils.is_tracing
 
     def sides(self, function: Any) -> Sides | None:
-        """What a mask function lets a query see; None if that is no interval, or not known."""
+        """The window that a mask function shows; None if that is no interval, or not known."""
         if function is self._causal:
             return None, 0
         if function is self._all:
