@@ -73,7 +73,7 @@ def loaded(module: str) -> Any:
 
 
 def cannot(problem: Problem) -> str | None:
-    """What its functions lack for a problem."""
+    """Why FlashAttention's functions cannot compute a problem; None if they can."""
     if problem.kind == "padded" and (problem.mask != FULL or problem.values != ("q", "k", "v")):
         return "has lengths of a cache alone, beside no other mask"
     if isinstance(problem.layout, Padded) and problem.layout.side == "left":

@@ -19,7 +19,7 @@ from attnsweep.core.timings import step
 _LOOK_S = 0.05
 # An import that takes longer hangs; the first entrant must not be blamed for it.
 _LONGEST_S = 90.0
-# What a baseline imports besides PyTorch: the first that is there.
+# Modules that a baseline imports besides PyTorch: the first that is installed.
 _IMPORTS = {
     "cudnn": ("cudnn",),
     "cudnn_deterministic": ("cudnn",),

@@ -192,7 +192,7 @@ def _gradients(backend: str, torch: Any, problem: Problem, session: CudaSession)
         return aten._scaled_dot_product_flash_attention_backward.default(*given, scale=scale)
 
     def by_flash_in_window(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> Any:
-        """What SDPA calls too, which has no argument for windows."""
+        """The operator below SDPA, called directly since SDPA has no argument for windows."""
         left, right = (-1 if side is None else side for side in problem.mask.interval.sides)
         given = (*(x.transpose(1, 2) for x in (do, q, k, v, o)), lse, None, None, *rest, seed, seed)
         found = aten._flash_attention_backward.default(

@@ -120,7 +120,7 @@ def effects(
                 others = [*map(sub, others, varied[name].digits)] if name in varied else others
             column = _Setting([t.variant.get(axis) for t in rows])
             of_axis = _effect(column, others, times, axis, reference.variant[axis], names)
-            # What changes with its axis only has no pairs of its own: the axis speaks for it.
+            # A parameter that changes with its axis only has no pairs: the axis stands for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
     return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))

@@ -352,7 +352,7 @@ class Finals:
             if taken < _MOST * self._measure.rounds:
                 keep |= set(_within(times, _NEAR))
             return [name for name in names if name in keep]
-        # What is not ranked may be twice as fast, and says nothing of what is.
+        # An entry that is not ranked may be twice as fast, and does not count here.
         ranked = {n: own for n, own in times.items() if below_ranking(entries[n].trial) is None}
         least = min(map(statistics.median, (ranked or times).values()))
         far = _FAR_OF_LONG if self._long else _FAR

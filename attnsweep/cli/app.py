@@ -301,7 +301,7 @@ def json_texts(data: Any) -> Iterator[str]:
 
 
 def _texts(value: Any) -> Any:
-    """The same data in which each text can be written as UTF-8."""
+    """The data with texts that can be written as UTF-8."""
     if isinstance(value, dict):
         return {_texts(name): _texts(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

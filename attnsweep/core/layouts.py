@@ -32,7 +32,7 @@ Fault = tuple[str, str | None]
 
 
 class _OfItems:
-    """What layouts share in which an item of the batch has one range of keys."""
+    """Shared parts of layouts in which an item of the batch has one range of keys."""
 
     __slots__ = ()
     sequences = 0
@@ -87,7 +87,7 @@ class Dense(_OfItems):
         return {}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """What these inputs hold."""
+        """The values of these inputs."""
         return {}
 
     def pairs(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
@@ -125,7 +125,7 @@ class Padded(_OfItems):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two such layouts apart."""
+        """Numbers that distinguish such layouts."""
         return int(self.side == "left"), self.least, self.seed
 
     @property
@@ -147,7 +147,7 @@ class Padded(_OfItems):
         return {"key_range": (batch, 2)}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """What it holds."""
+        """The values of `key_range`."""
         return {"key_range": self.ranges(batch, seqlen_k)}
 
     def faults(self, p: Problem) -> Iterator[Fault]:
@@ -187,7 +187,7 @@ class Packed:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two such layouts apart, and from padding."""
+        """Numbers that distinguish such layouts from each other and from padding."""
         return 2, self.sequences, self.least, self.seed
 
     @property
@@ -210,7 +210,7 @@ class Packed:
         return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (self.sequences + 1,))
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """What they hold."""
+        """The values of `cu_seqlens_q` and `cu_seqlens_k`."""
         return {"cu_seqlens_q": self.begins(seqlen_q), "cu_seqlens_k": self.begins(seqlen_k)}
 
     def of_sequences(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[Range, Range], ...]:

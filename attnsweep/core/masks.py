@@ -26,7 +26,7 @@ class Mask(Protocol):
 
     @property
     def kind(self) -> str:
-        """What a family declares that it can: `full`, `causal`, `window` or `boolean`."""
+        """The kind that families declare: `full`, `causal`, `window` or `boolean`."""
 
     @property
     def interval(self) -> Interval:
@@ -46,7 +46,7 @@ class Mask(Protocol):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two masks of a kind apart."""
+        """Numbers that distinguish masks of a kind."""
 
     @property
     def label(self) -> str:
@@ -92,7 +92,7 @@ class Interval:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two such masks apart, and from boolean ones."""
+        """Numbers that distinguish such masks from each other and from boolean ones."""
         left, right = (-1 if side is None else side for side in self.sides)
         return left, right, int(self.top_left), 0, 0, 0
 
@@ -227,7 +227,7 @@ class Boolean:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What tells two such masks apart."""
+        """Numbers that distinguish such masks."""
         if (drawn := self.pattern) is not None:
             return PATTERNS.index(drawn.name), drawn.density, drawn.seed
         return *self.interval.numbers[:3], 1, int(self.of_item), int(self.of_head)

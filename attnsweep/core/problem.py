@@ -154,7 +154,7 @@ class Problem:
             )
 
     def _faults(self) -> Iterator[tuple[str, str | None]]:
-        """What cannot be together, and what to write in its place."""
+        """Pairs: facts that exclude each other, and what to write instead."""
         mask, layout, format = self.mask, self.layout, self.format
         if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
@@ -201,7 +201,7 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """What code serves it, of a head_dim and a dtype: `causal`, `window sinks`, `full v128`."""
+        """The code that serves a head_dim and dtype: `causal`, `window sinks`, `full v128`."""
         own = [f"v{self.head_dim_v}"] if self.head_dim_v else []
         own += [] if self.op == FORWARD else [self.op.name]
         return " ".join((self.kind, *self.scores.kinds, *own))
@@ -269,7 +269,7 @@ class Problem:
         return cls(*sizes, known, seen, layout, *how)
 
     def __repr__(self) -> str:
-        """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
+        """The repr of a dataclass of the facts: fingerprints of recorded rows hash it."""
         facts = ", ".join(f"{name}={value!r}" for name, value in self.facts.items())
         return f"Problem({facts})"
 

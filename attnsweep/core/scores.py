@@ -47,13 +47,13 @@ class Scores:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What a family must be able to do, of KINDS."""
+        """The KINDS that a family must support."""
         there = (self.softcap, self.sinks, self.bias is not None)
         return tuple(kind for kind, has in zip(KINDS, there, strict=True) if has)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What tells two such values apart."""
+        """Numbers that distinguish such values."""
         if self == PLAIN:
             return ()
         own = 0 if self.bias is None else 1 + sum(2 ** _OWN.index(name) for name in {*self.bias})

@@ -1,4 +1,4 @@
-"""What a run records of the machine beside the card: driver, CPU and packages."""
+"""The machine's facts in a run besides the card's: driver, CPU and packages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from attnsweep.reports.terminal import aligned, counted, wrap
 from attnsweep.reports.text import Row, Section, baselines_of, by_problem, figure
 from attnsweep.store.run import Run
 
-# What of an environment is told if it differs, in this order.
+# Facts of an environment that are reported if they differ, in this order.
 _FACTS = (
     *("gpu", "uuid", "driver", "cuda", "nvrtc", "attnsweep", "protocol", "power_limit_w", "host"),
     "date",

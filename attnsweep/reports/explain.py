@@ -542,7 +542,7 @@ def verdict(found: ConfigExplanation) -> list[str]:
 
 
 def _cost(row: Row) -> str:
-    """What ranks a row: `10.8 µs`, or `12.3 mJ` where energy does."""
+    """The time or energy that ranks a row: `10.8 µs`, `12.3 mJ`."""
     if row["ranked_as"] == "energy":
         return f"{figure(row['energy_uj'] / 1e3, 4)}{GLUE}mJ"
     return f"{figure(row['time_us'], 4)}{GLUE}µs"

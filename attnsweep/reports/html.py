@@ -238,7 +238,7 @@ def _problem(
 
 
 def _gains(sections: Sequence[Section], run: Run) -> dict[str, Any] | None:
-    """What a program gains: the table's header, rows and total, and its sentences."""
+    """The table of a program's gains: header, rows and total, and its sentences."""
     found = gains.gains(sections, run.spec_text)
     if found is None:
         return None

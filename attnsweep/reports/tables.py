@@ -93,7 +93,7 @@ def _of_cards(run: Run, sections: Sequence[Section], width: int) -> list[Line]:
 
 
 def _of_gains(found: dict[str, Any], width: int) -> list[Line]:
-    """What a program gains."""
+    """The lines of a program's gains."""
     *lines, (total, _) = _columns(gains.table(found), gains.ALIGN, width, gains.SHRINK)
     first, *rest = gains.sentences(found)
     said = [line for each in rest for line in _wrapped(each, width)]

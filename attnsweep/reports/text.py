@@ -175,7 +175,7 @@ def is_below(row: Row) -> bool:
 
 
 def marks(row: Row) -> list[str]:
-    """What a reader must know of a row: the base, noisy, in another format or over the limit."""
+    """Marks of a row: base, noisy, in another format, over the limit."""
     said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
     said += ["noisy"] if row["status"] == Status.NOISY else []
     if below_ranking(row["trial"]) is not None:
@@ -436,7 +436,7 @@ def failures(section: Section) -> list[tuple[str, list[str]]]:
 
 
 def baseline_lines(section: Section) -> list[str]:
-    """What a reader must know of the baselines that × base compares with, or does not."""
+    """Warnings about the baselines that × base compares with, or leaves out."""
     best = section.best_baseline
     lines = [] if section.lost is None else [f"{section.lost}: the same sweep again times it"]
     if best is not None and best["status"] == Status.NOISY:

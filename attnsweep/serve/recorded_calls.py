@@ -174,7 +174,7 @@ def spec_text(
 
 
 def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
-    """What was recorded, in sentences: the totals, then each kind of call without a problem."""
+    """The record in sentences: the totals, then each kind of call without a problem."""
     shapes = counted(len(found.problems), "problem")
     rest = sum(each.calls for each in found.unserved)
     of = f" of {recorded.processes} processes" if recorded.processes > 1 else ""

@@ -471,7 +471,7 @@ def row_bytes(problem: Problem) -> int:
 
 
 def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> list[Any]:
-    """What attention depends on beside q, k and v: arguments from `group` on to `sinks`."""
+    """The kernel arguments of attention from `group` to `sinks`."""
     sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
     scales, per, blocks = [at[name].pointer for name in problem.scales] or [0, 0, 0], 2**31 - 1, 1
     if problem.format.scale_block is not None:
@@ -494,7 +494,7 @@ def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> l
 
 
 def _gradients(at: Mapping[str, Buffer], problem: Problem) -> list[Any]:
-    """What gradients depend on beside tensors: arguments from `group` on to `heads`."""
+    """The kernel arguments of gradients from `group` to `heads`."""
     sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
     how = [*map(np.int32, (*sizes, problem.head_dim)), np.float64(problem.scale)]
     ranges = at["key_range"].pointer if "key_range" in at else 0

@@ -504,7 +504,7 @@ def _worst(accuracy: Accuracy) -> float:
     return max((math.inf if share != share else share for share in shares), default=0.0)
 
 
-# What an error over each limit says.
+# The sentence for an error over each limit.
 _SAID = {
     "row": "relative error {value:.2e} over the limit {limit:.2e} in {at}",
     "rms": "rows have a typical relative error of {value:.2e}, over the limit {limit:.2e}",

@@ -51,7 +51,7 @@ def hints(
 def _mistakes(
     made: Values, given: Mapping[str, Values], problem: Problem
 ) -> Iterator[tuple[str, Values, Mapping[str, Values], Problem]]:
-    """What is often done wrong: words, and the output, inputs and problem that it is right for."""
+    """Common mistakes: words, and the output, inputs and problem that each is right for."""
     q, k, v = (given[name] for name in "qkv")
     scales = {"no scale": 1 / problem.scale, "the scale taken twice": problem.scale}
     for words, times in {**scales, "exp2 in the place of exp": math.log(2)}.items():

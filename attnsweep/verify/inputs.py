@@ -28,7 +28,7 @@ _SELECTED = 128.0
 # 640 others, each has a weight of 5e-5. In FP8 a weight of that size may have no bits left, and
 # has 1e-3.
 _SINK, _SINK_IN_FEW_BITS, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
-# What k and v have in padding that no query may see, in one case: products of it are finite.
+# The value of k and v in padding that no query may see, in one case: its products are finite.
 _HUGE = {"fp16": 2.0**15, "bf16": 2.0**40, "fp32": 2.0**40}
 # How many times as large as usual queries are, where scores are: powers of two.
 _TIMES = {"large_scores": 8, "huge_scores": 64}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 Maths = dict[tuple[Case, int], Same]
 """Errors of the rounded maths, which give the limits: see limits.limits."""
 
-# What a smaller problem needs is computed before the process could be asked.
+# A smaller problem is computed here before the process could answer.
 _LEAST_BYTES = 2**22
 # Longer than it takes, and short enough to compute it here before a problem must be open.
 _LONGEST_S = 90.0

@@ -169,7 +169,7 @@ class BackwardOperator:
     def ranges(
         self, plan: ServingPlan, query: Any, key: Any, lengths: Any, keep: bool
     ) -> torch.Tensor:
-        """What a backward reads of lengths: made in this stream, now or before."""
+        """The key ranges that a backward reads, made in this stream, now or before."""
         if not keep:
             return key_ranges(query, key, lengths)
         masks, stream = self._launcher.masks, self._launcher.stream(plan.index)

@@ -43,7 +43,7 @@ class CuSeqlens(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward gets beside query, key and value; lse is float32 and contiguous."""
+    """Tensors of a backward besides query, key and value; lse is float32 and contiguous."""
 
     out: Any
     grad: Any

@@ -155,7 +155,7 @@ class ShortSteps:
     def find(
         self, code: Any, at: int, query: Any, key: Any, value: Any, causal: bool
     ) -> Steps | None:
-        """What is known of such steps: alike in all but addresses."""
+        """The entry for such steps: alike in all but addresses."""
         place = self.number(code, at)
         for alike, is_causal, steps, _ in self._kinds.get(place, ()):
             if is_causal is causal and alike(query, key, value):

@@ -182,7 +182,7 @@ def _by_rows(gpu: TunedGpu, problem: Problem) -> Choice:
 
 
 def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
-    """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
+    """The CallKind of the shape's head_dim, dtype, mask and number of queries, made once."""
     few = problem.seqlen_q < FEW_QUERIES
     asked = (problem.head_dim, problem.dtype, problem.variant, few)
     found: CallKind | None = gpu.kinds.get(asked)

@@ -63,7 +63,7 @@ def dense(
 
 
 def dense_of_packed(call: Call) -> torch.Tensor:
-    """The same of packed sequences: (tokens_q, tokens_k)."""
+    """The boolean mask of packed sequences: (tokens_q, tokens_k)."""
     (of_q, of_k, _), (left, right) = call.mask, call.limits or (None, None)
     tokens = call.query.shape[2], call.key.shape[2]
     rows, keys = (torch.arange(n, device=of_q.device) for n in tokens)
@@ -84,7 +84,7 @@ def scanned(
     key: torch.Tensor,
     lengths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What a scan reads under a name: `mask`, contiguous, or `key_range`, int32 (batch, 2)."""
+    """The scan's input by name: `mask`, contiguous, or `key_range`, int32 (batch, 2)."""
     if name == "mask":
         items = 1 if lengths is None else query.shape[0]
         whole = (items, 1, query.shape[2], key.shape[2])

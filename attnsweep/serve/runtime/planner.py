@@ -56,7 +56,7 @@ NO_CODE = Choice(None, "no_code", "the kernel has no code of a stage")
 _OTHER_DTYPE = Choice(None, "mask", "attn_mask is neither boolean nor of query's dtype")
 # What copies of a few queries and of their output take together, and what must be gained besides.
 COPIES_US, COPIES_MARGIN = 6.0, 0.05
-# What a scan reads of a call, in the order in which the call has it.
+# Inputs of a scan, in the order in which a call has them.
 _SCANNED = ("mask", "key_range", "cu_seqlens_q", "cu_seqlens_k")
 _TENSOR, _modes = torch.Tensor, torch._C._len_torch_dispatch_stack
 _is_deterministic = torch.are_deterministic_algorithms_enabled
@@ -411,7 +411,7 @@ def forms_of(call: Call) -> list[tuple[Any, ...]]:
 
 
 def choice_of(gpu: TunedGpu, call: Call, gradients: bool = False) -> tuple[Choice, Problem | None]:
-    """What serves a call that `Planner.unserved` lets pass, and its problem if it has one.
+    """The choice for a call that `Planner.unserved` lets pass, and its problem if any.
 
     Of all that it may be taken for, the first that a kernel serves is.
     """

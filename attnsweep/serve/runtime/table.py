@@ -32,7 +32,7 @@ WINDOW = 2**23
 """The most bytes of an archive and BASE together, unpacked: so far back may bytes be repeated."""
 # Archives that are kept unpacked, 5 MB each: cubins of one model are mostly next to each other.
 _KEPT = 3
-# What reading a table raises that is none.
+# Exceptions of reading a file that is no table.
 _NONSENSE = (
     ProblemError,
     ValueError,
@@ -70,7 +70,7 @@ class GpuKey(NamedTuple):
 
 
 class CardCapacity(NamedTuple):
-    """What a GPU has, as far as times of kernels depend on it. memory_bytes_per_us: its peak."""
+    """The facts of a GPU on which times of kernels depend. memory_bytes_per_us: its peak."""
 
     sm_count: int
     l2_bytes: int
@@ -112,7 +112,7 @@ class CompiledKernel:
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """What tells it from code of other problems: see `kind_of_code`."""
+        """The kind of problems that the code serves: see `kind_of_code`."""
         return self.head_dim, self.dtype, self.mask
 
 
