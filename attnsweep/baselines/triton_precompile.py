@@ -1,4 +1,4 @@
-"""The baseline `triton_flash`: a process beside compiles its configs while candidates compile.
+"""The baseline `triton_flash`: a helper process compiles its configs while candidates compile.
 
 It imports PyTorch and takes seconds, so those of the first problem are begun before it is opened.
 In a thread of the GPU process they would wait for Python with the checks. Compiled code reaches the
@@ -20,7 +20,7 @@ from attnsweep.baselines.flash import importable
 from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
-from attnsweep.device.process import Beside
+from attnsweep.device.process import HelperProcess
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -37,7 +37,7 @@ class TritonPrecompile:
     """The process; it starts with the first problem that wants it, and ends with this one."""
 
     def __init__(self, command: Sequence[str] = _COMMAND, *, longest_s: float = _LONGEST_S) -> None:
-        self._beside = Beside(lambda: command)
+        self._process = HelperProcess(lambda: command)
         self._longest_s = longest_s
         self._pool = ThreadPoolExecutor(1, "ahead")
         self._answers: dict[Problem, Future[bool]] = {}
@@ -55,12 +55,12 @@ class TritonPrecompile:
         self._begun = problem
         self._answers.clear()
         with contextlib.suppress(OSError):
-            asked, said = self._beside.pipes()
+            requests, answers = self._process.pipes()
             line = f"{json.dumps(problem.facts)}\n".encode()
-            asked.write(line)
-            asked.flush()
+            requests.write(line)
+            requests.flush()
             # The process says a line again when all of the problem's configs are compiled.
-            self._answers[problem] = self._pool.submit(lambda: any(s == line for s in said))
+            self._answers[problem] = self._pool.submit(lambda: any(s == line for s in answers))
 
     def begun(self, problem: Problem) -> bool:
         """Whether a problem's configs were begun last."""
@@ -84,7 +84,7 @@ class TritonPrecompile:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        self._beside.close()
+        self._process.close()
 
 
 def _serve() -> None:

@@ -35,7 +35,7 @@ COLUMNS = {
 _UNKNOWN: dict[str, Any] = dict.fromkeys(COLUMNS)
 
 
-class Ground:
+class ProblemContext:
     """The references of a problem's rows: the card, its bounds and the fastest baseline.
 
     base: the fastest baseline, which is set once the rows are judged.
@@ -99,12 +99,12 @@ class Row(Mapping[str, Any]):
     What follows from its time is found when it is asked for: of most rows of a large run it is not.
     """
 
-    __slots__ = ("_facts", "_ground", "_paced_us")
+    __slots__ = ("_context", "_facts", "_paced_us")
 
     def __init__(
         self,
         trial: Trial,
-        ground: Ground,
+        context: ProblemContext,
         paced_us: float | None,
         verdict: tuple[Status, str | None],
         place: tuple[int | None, bool, bool],
@@ -114,9 +114,9 @@ class Row(Mapping[str, Any]):
         place: its rank, whether others share it, and whether the row is the winner.
         """
         time, (rank, tied, winner), (status, detail) = trial.time_us, place, verdict
-        self._ground, self._paced_us = ground, paced_us
+        self._context, self._paced_us = context, paced_us
         self._facts: dict[str, Any] = {
-            "problem": ground.label,
+            "problem": context.label,
             "rank": rank,
             "tied": tied,
             "winner": winner,
@@ -128,7 +128,7 @@ class Row(Mapping[str, Any]):
             "time_us": time.median if time is not None and time.median > 0 else None,
             "rounds": len(time.rounds) if time is not None else None,
             "timed_as": time_kind(trial),
-            "best_baseline": ground.base.trial.provider if ground.base else None,
+            "best_baseline": context.base.trial.provider if context.base else None,
             "over_limit": over_limit(trial),
             "recorded": trial.recorded,
             "trial": trial,
@@ -176,7 +176,7 @@ class Row(Mapping[str, Any]):
 
     def _figures(self, trial: Trial, median: float, kind: str) -> dict[str, Any]:
         """The times, and what follows from them; NaN or absent if unknown."""
-        ground, problem, time = self._ground, trial.problem, trial.time_us
+        context, problem, time = self._context, trial.problem, trial.time_us
         found: dict[str, Any] = {
             "warm_us": median if kind == "warm" else trial.warm_us,
             "cold_us": trial.cold_us,
@@ -185,7 +185,7 @@ class Row(Mapping[str, Any]):
             "power_w": trial.power_w,
         }
         device_us, l2 = _device_us(trial)
-        if (binds := ground.binding(trial, l2)) is not None:
+        if (binds := context.binding(trial, l2)) is not None:
             found["bound"], found["bound_us"] = binds
             found["bound_share"] = binds[1] / device_us
         if time is not None:
@@ -195,12 +195,12 @@ class Row(Mapping[str, Any]):
                 "cycles": time.cycles,
                 "us_per_head": median / (problem.batch * problem.heads),
                 "us_per_sequence": median / problem.batch,
-                "tflops": ground.flops / device_us / 1e6,
-                "gbytes_per_s": ground.min_bytes / device_us / 1e3,
-                **ground.light(trial),
+                "tflops": context.flops / device_us / 1e6,
+                "gbytes_per_s": context.min_bytes / device_us / 1e3,
+                **context.light(trial),
             }
-            if ground.base is not None and below_ranking(trial) is None:
-                ratio = ground.base.ratio(trial, self._paced_us)
+            if context.base is not None and below_ranking(trial) is None:
+                ratio = context.base.ratio(trial, self._paced_us)
                 found["ratio_to_best_baseline"], found["ratio_of"] = ratio.value, ratio.of
                 found["ratio_low"], found["ratio_high"] = ratio.low, ratio.high
         return found

@@ -19,7 +19,7 @@ from attnsweep.choose.baseline_ratio import (
 )
 from attnsweep.choose.columns import (
     COLUMNS,
-    Ground,
+    ProblemContext,
     Row,
     named,
 )
@@ -258,9 +258,9 @@ def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
-    ground = Ground(problem, environment)
+    context = ProblemContext(problem, environment)
     for trial in trials:
-        if verdicts[id(trial)][0] is Status.OK and (why := ground.faster_than_light(trial)):
+        if verdicts[id(trial)][0] is Status.OK and (why := context.faster_than_light(trial)):
             verdicts[id(trial)] = Status.DAMAGED, why
     right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
     us = at_pace([t for t in right if below_ranking(t) is None])  # those that are ranked
@@ -275,8 +275,8 @@ def _rank_problem(
     rest = _sorted(rest, lambda t: _AFTER.index(verdicts[id(t)][0]))
     places += [(t, (None, False, False)) for t in (*below, *rest)]
     statuses = {number: status for number, (status, _) in verdicts.items()}
-    ground.base = fastest_baseline(trials, statuses, us)
-    return [Row(t, ground, us.get(id(t)), verdicts[id(t)], place) for t, place in places]
+    context.base = fastest_baseline(trials, statuses, us)
+    return [Row(t, context, us.get(id(t)), verdicts[id(t)], place) for t, place in places]
 
 
 def _all_noisy(trials: Sequence[Trial], ranked: Sequence[Trial]) -> bool:

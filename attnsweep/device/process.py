@@ -122,7 +122,7 @@ def end_all(these: Mapping[int, str]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-class Beside:
+class HelperProcess:
     """Runs a command that answers on standard output what standard input asks.
 
     It starts when it is first asked, and anew if it has ended; it ends when its input does.

@@ -1,4 +1,4 @@
-"""Processes beside compute what is right for a problem while another problem is timed.
+"""Helper processes compute the expected outputs of a problem while another problem is timed.
 
 In threads of the GPU process, NumPy's many small steps would take Python from the thread that gives
 the GPU its work. Answers come as pickles through a pipe, up to some hundred megabytes of inputs.
@@ -22,7 +22,7 @@ from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread
 from attnsweep.core.timings import proving
-from attnsweep.device.process import Beside
+from attnsweep.device.process import HelperProcess
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.expected import ExpectedCase
 from attnsweep.verify.measures import Same
@@ -105,7 +105,7 @@ class _Process:
     """A process and what is asked of it, in order; it starts with the first large problem."""
 
     def __init__(self, command: Sequence[str], least_bytes: int, longest_s: float) -> None:
-        self.beside = Beside(lambda: command)
+        self.helper = HelperProcess(lambda: command)
         self._least_bytes, self._longest_s = least_bytes, longest_s
         self._pool = ThreadPoolExecutor(1, "known")
 
@@ -123,12 +123,12 @@ class _Process:
     def _answer(self, problem: Problem, wanted: Callable[[], bool], function: partial[T]) -> T:
         if problem.min_bytes >= self._least_bytes:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                asked, said = self.beside.pipes()
-                pickle.dump(function, asked)
-                asked.flush()
-                answer: T = pickle.load(said)
+                requests, answers = self.helper.pipes()
+                pickle.dump(function, requests)
+                requests.flush()
+                answer: T = pickle.load(answers)
                 return answer
-            self.beside.close()  # it died, as for want of memory: what fails here too is reported
+            self.helper.close()  # it died, as for want of memory: what fails here too is reported
             if not wanted():
                 raise CancelledError
         return function()
@@ -136,7 +136,7 @@ class _Process:
     def close(self) -> None:
         """End the process; what it has not begun is not computed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self.beside.close()
+        self.helper.close()
 
     def waited(self, asked: Future[T]) -> T:
         """The result, computed in this process if the other one takes too long."""
@@ -144,7 +144,7 @@ class _Process:
             try:
                 return asked.result(self._longest_s)
             except TimeoutError:
-                self.beside.kill()
+                self.helper.kill()
                 return asked.result()
 
 
@@ -197,7 +197,7 @@ class ReferencePool:
         for other, answer in self._answers.items():  # another problem came than was expected
             if not (answer.cancel() or answer.done()) and other[0].min_bytes >= self._least_bytes:
                 self._dropped.add(other)
-                self._next.beside.kill()
+                self._next.helper.kill()
         self._answers.clear()
         return self._next.waited(asked)
 
@@ -244,10 +244,10 @@ class ReferencePool:
 
 def main() -> None:
     """Answer what standard input asks, until it ends."""
-    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between
     # Between two uses of BLAS its threads would wake, and spin beside those of `parallel`.
     with contextlib.suppress(EOFError, OSError), one_blas_thread():
         while True:
-            pickle.dump(pickle.load(asked)(), answers, protocol=5)
+            pickle.dump(pickle.load(requests)(), answers, protocol=5)
             answers.flush()
