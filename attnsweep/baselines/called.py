@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import OtherCode, Way
@@ -14,7 +16,7 @@ from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.compile.launches import CallPlan
 from attnsweep.core.callables import Asked
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, imported, split
+from attnsweep.core.user_code import BoundFunction, imported, split, user_modules
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -22,8 +24,21 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _loaded(call: str) -> tuple[Any, Callable[..., Any]]:
-    """The module and the function: imported once a process, as kernels are compiled once."""
+    """The module and the function: imported once a process, as kernels are compiled once.
+
+    Modules beside another callable's file are forgotten first: two versions of a file import
+    helpers of one name, each its own.
+    """
+    place = Path(call.rpartition(":")[0]).resolve().parent
+    for name, file in user_modules().items():
+        if any(Path(file).is_relative_to(other) for other in _places - {place}):
+            del sys.modules[name]
+    _places.add(place)
     return imported(call)
+
+
+_places: set[Path] = set()
+"""Directories of the callables that are imported."""
 
 
 @functools.cache

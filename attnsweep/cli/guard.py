@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 def check(
     context: typer.Context,
     subject: Annotated[
-        Path, typer.Argument(show_default=False, autocompletion=completion.specs_and_runs)
+        list[str], typer.Argument(show_default=False, autocompletion=completion.specs_and_runs)
     ],
-    new: Annotated[Path | None, typer.Argument(autocompletion=completion.runs)] = None,
     against: Annotated[Path | None, typer.Option(autocompletion=completion.runs)] = None,
     recorded: bool = False,
+    old: str | None = None,
+    new: str | None = None,
+    config: str = "",
+    causal: options.Causal = False,
+    dtype: str = "fp16",
     slower: Annotated[float | None, typer.Option(parser=options.share)] = None,
     budget_s: Annotated[float | None, typer.Option(min=0.0)] = None,
     other_driver: bool = False,
@@ -48,15 +52,21 @@ def check(
 
     SPEC --against RUN times the machine code that RUN kept of its winners and the same configs
     compiled from today's kernels, in turns on one GPU; with --gpus, each card has its share of the
-    problems. --recorded OLD NEW compares two recorded runs and needs no GPU.
+    problems. --recorded OLD NEW compares two recorded runs and needs no GPU. --old with --new times
+    two versions of a Python function, which `judge` calls so too, on each SHAPE.
 
     Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
     without a verdict 2, 3 or 70, never 1.
 
-    :subject SPEC|OLD: With --against: a spec. With --recorded: the run to compare with.
-    :new NEW: With --recorded: the run to judge.
+    :subject SPEC: With --against: a spec. With --recorded: the run to compare with, and the one to
+        judge. With --old and --new: shapes, as for `tune`.
     :--against RUN: Time this run's winners against today's kernels, in turns; needs a GPU.
     :--recorded: Compare two runs as recorded; nothing is measured.
+    :--old CALL: FILE.py:FUNCTION, or FILE.py@REV:FUNCTION of a revision of its repository.
+    :--new CALL: FILE.py:FUNCTION that is to take its place.
+    :--config: With --old and --new: keywords of both, or parameters of the autotuner that they
+        launch: 'BLOCK_M=64 num_warps=4'.
+    :--dtype: With --old and --new: dtype of every shape that does not name one.
     :--slower SHARE: Slowdown that counts as a regression: 0.02 or 2% (default: the spec's; with
         --recorded 3%).
     :--budget-s: With --against: seconds of the whole check, after which undecided problems are
@@ -69,20 +79,31 @@ def check(
     $ attnsweep check ci --against baselines/ci --junit check.xml
     $ attnsweep check my.yaml --against results/h200/my --slower 1%
     $ attnsweep check --recorded baselines/ci results/h200/ci
+    $ attnsweep check --old attend.py@main:attention --new attend.py:attention 4,32,4096,128
     """
     from attnsweep.device.cards import chosen, installed
     from attnsweep.regress import live, verdicts
     from attnsweep.regress import recorded as recordings
+    from attnsweep.regress.calls import check_calls, config_of
     from attnsweep.reports import progress
+    from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.store.outputs import check_output, write_output
     from attnsweep.store.run import open_run
     from attnsweep.sweep import check_cards
 
-    if recorded == (against is not None) or recorded == (new is None):
+    calls = old is not None and new is not None
+    if calls:
+        idle = ("recorded", "against", "kernels", "gpus", "other_driver")
+        refuse_idle(context, idle, "with --old and --new, which time two callables")
+        shapes = read_shapes(subject, dtype=read_dtype(dtype, "--dtype"), causal=causal)
+    else:
+        refuse_idle(context, ("old", "new", "config", "causal", "dtype"), "without --old and --new")
+    if not calls and (recorded == (against is not None) or len(subject) != 1 + recorded):
         raise SpecError(
             "check needs either a spec and --against RUN, or --recorded and two runs",
             hint="attnsweep check SPEC --against RUN   measures, on a GPU\n  "
-            "attnsweep check --recorded OLD NEW   compares what was measured",
+            "attnsweep check --recorded OLD NEW   compares what was measured\n  "
+            "attnsweep check --old FILE.py@REV:F --new FILE.py:F SHAPE   two callables, on a GPU",
         )
     if recorded:
         idle = ("budget_s", "kernels", "wait", "gpus", "form")
@@ -97,13 +118,17 @@ def check(
     if junit is not None:
         verdicts.junit_library()
     with _verdict_or_error():
-        if against is None or new is not None:
-            old_run, new_run = open_run(subject), open_run(new or subject)
+        asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
+        if old is not None and new is not None:
+            with progress.watch(errors, form, 1) as observer:
+                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                compared = check_calls(old, new, shapes, config_of(config), **asked)
+        elif against is None:
+            old_run, new_run = map(open_run, map(Path, subject))
             share = 0.03 if slower is None else slower
             compared = recordings.compare(old_run, new_run, slower=share, other_driver=other_driver)
         else:
-            asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
-            baseline, loaded = open_run(against), load(subject, kernels)
+            baseline, loaded = open_run(against), load(Path(*subject), kernels)
             cards = None if gpus is None else chosen(gpus, installed())
             with progress.watch(errors, form, len(cards) if cards else 1) as observer:
                 asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}

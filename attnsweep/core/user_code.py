@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -99,6 +100,21 @@ def _of_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
     spec.loader.exec_module(module)
     return module
+
+
+def user_modules() -> dict[str, str]:
+    """Modules of the user's that are imported, and their files: none of an installed package."""
+    paths = sysconfig.get_paths()
+    places = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places.append(str(Path(__file__).parents[2]))
+    found = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or {"site-packages", "dist-packages"} & {*Path(file).parts}:
+            continue  # of another environment, which this one sees
+        if file.endswith(".py") and not file.startswith(tuple(places)):
+            found[name] = file
+    return found
 
 
 def beside(module: Any, function: Any, name: str) -> Any:

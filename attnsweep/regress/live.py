@@ -19,9 +19,9 @@ from attnsweep.bench.worker import Worker
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
-from attnsweep.compile.launches import CallPlan, Candidate, LaunchPlan
+from attnsweep.compile.launches import CallPlan, Candidate, LaunchPlan, Plan
 from attnsweep.compile.nvrtc import Compiler
-from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError
+from attnsweep.core.errors import CompileError, KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial
@@ -31,7 +31,7 @@ from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.reports.text import Row, sections_of
+from attnsweep.reports.text import sections_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of, input_seed
 from attnsweep.store.code import read_code, same_code
@@ -56,14 +56,30 @@ Tell = Callable[[Finding], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """One problem that can be compared: the winner's row and stored launches, and today's build."""
 
     problem: Problem
     slower: float
-    row: Row
-    old: LaunchPlan
+    row: Mapping[str, Any]
+    old: LaunchPlan | Build
+    """The launches; or a build, which is compiled as today's is."""
     build: Build
+
+    def same(self, new: Candidate) -> bool:
+        """Whether both run the same code in the same way. Raises Ended."""
+        if isinstance(self.old, Build):
+            self.old_plan()
+            return self.old.machine_code() == self.build.machine_code()
+        return same_code(self.old, new.timed)
+
+    def old_plan(self) -> Plan:
+        """The old code. Raises Ended if it does not compile."""
+        try:
+            return self.old.launches_for(self.problem) if isinstance(self.old, Build) else self.old
+        except CompileError as error:
+            what = f"the old code does not compile: {error.what}"
+            raise Ended(Verdict.INCONCLUSIVE, what) from error
 
 
 def check(
@@ -220,7 +236,7 @@ class _Work:
     """
 
     number: int
-    pair: _Pair
+    pair: Pair
     own: float | None
     trial: Trial | None = None
     series: Series | None = None
@@ -242,7 +258,7 @@ class Gate:
     def __init__(
         self,
         spec: SweepSpec,
-        baseline: Run,
+        baseline: Run | None,
         gpu: Gpu,
         here: Environment,
         compiler: Compiler,
@@ -263,14 +279,7 @@ class Gate:
         tell: Tell | None = None,
     ) -> list[Finding]:
         """The finding for each of these problems, in order; the arguments of `check`."""
-        old, here = self._baseline.environment, self._here
-        elsewhere = other_card(old, here)
-        if elsewhere is None and not other_driver and old and old.driver != here.driver:
-            elsewhere = (
-                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
-                "--other-driver to time its code with this one"
-            )
-        pairs = self._pairs(problems, elsewhere, slower)
+        pairs = self.pairs(problems, self._elsewhere(other_driver), slower)
         found: dict[int, Finding] = {}
 
         def decide(number: int, finding: Finding) -> None:
@@ -309,15 +318,28 @@ class Gate:
             decide(work.number, self._unfinished(work))
         return [found[number] for number in range(len(pairs))]
 
-    def _pairs(
+    def _elsewhere(self, other_driver: bool) -> str | None:
+        """Why times of the baseline's code here would be of another card or driver, or None."""
+        assert self._baseline is not None
+        old, here = self._baseline.environment, self._here
+        elsewhere = other_card(old, here)
+        if elsewhere is None and not other_driver and old and old.driver != here.driver:
+            elsewhere = (
+                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+                "--other-driver to time its code with this one"
+            )
+        return elsewhere
+
+    def pairs(
         self, problems: Sequence[Problem], elsewhere: str | None, slower: float | None
-    ) -> list[_Pair | Finding]:
+    ) -> list[Pair | Finding]:
         """For each of these problems, a pair that is already compiling, or why there is none."""
         spec, baseline = self._spec, self._baseline
+        assert baseline is not None
         before = {s.problem: s.winner for s in sections_of(baseline)}
         own = {entry.problem: entry.slower for entry in spec.problems}
         limit = workspace_limit(spec, self._here.memory_bytes)
-        found: list[_Pair | Finding] = []
+        found: list[Pair | Finding] = []
         for problem in problems:
             row = before.get(problem)
             try:
@@ -333,7 +355,7 @@ class Gate:
                 build = _today(row["trial"], spec.families, self._compiler, limit)
                 build.submit()
                 share = slower if slower is not None else own[problem] or spec.check.slower
-                found.append(_Pair(problem, share, row, old, build))
+                found.append(Pair(problem, share, row, old, build))
             except Ended as ended:
                 found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
         return found
@@ -347,7 +369,7 @@ class Gate:
                 candidate = self._compiled(work)
                 opened_s = self._open(work.pair.problem)
                 self._prove(candidate)
-                if same_code(work.pair.old, candidate.timed):
+                if work.pair.same(candidate):
                     why = "same machine code and launches: right, not timed"
                     return Finding(label, Verdict.PASS, why, row, row, slower=work.own)
                 work.series = self._series(work, candidate)
@@ -407,7 +429,7 @@ class Gate:
 
     def _series(self, work: _Work, new: Candidate) -> Series:
         """The pairs of old and new code that will be timed."""
-        old = replace(new, timed=work.pair.old, checks=(), empty=None, turns=None)
+        old = replace(new, timed=work.pair.old_plan(), checks=(), empty=None, turns=None)
         seed = f"{self._spec.search.seed} {work.pair.problem.label}"
         return Series(old, new, slower=work.pair.slower, seed=seed)
 
@@ -432,7 +454,7 @@ def _finding(work: _Work, found: AbTestResult) -> Finding:
     return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
 
 
-def _row(row: Row | None) -> dict[str, Any] | None:
+def _row(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The columns of the baseline's row for the report, without its recorded time."""
     if row is None:
         return None

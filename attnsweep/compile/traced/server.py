@@ -17,7 +17,6 @@ import resource
 import selectors
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +35,7 @@ from attnsweep.core.user_code import (
     imported,
     split,
     takes,
+    user_modules,
     watched,
 )
 
@@ -226,18 +226,10 @@ def _explained(error: Unavailable) -> str:
 
 def closure() -> dict[str, str]:
     """The user's files that were imported, and SHA-256 of each: none of an installed package."""
-    places = [
-        sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    ]
-    places += [str(Path(__file__).parents[2])]
     found = {}
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or {"site-packages", "dist-packages"} & {*Path(file).parts}:
-            continue  # of another environment, which this one sees
-        if file.endswith(".py") and not file.startswith(tuple(places)):
-            with contextlib.suppress(OSError):
-                found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for file in user_modules().values():
+        with contextlib.suppress(OSError):
+            found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return dict(sorted(found.items()))
 
 

@@ -1,0 +1,190 @@
+"""Two versions of a callable of the user's, timed in turns: may this change go in?"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.builds import build_of
+from attnsweep.compile.cubin import compiler_for
+from attnsweep.core.callables import CALLABLE, Asked
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem, Value
+from attnsweep.device.lock import held
+from attnsweep.family.called import CalledFamily
+from attnsweep.family.family import Config, Family
+from attnsweep.regress.budget import Budget
+from attnsweep.regress.live import PROVES, Gate, Pair, Tell, not_compared
+from attnsweep.regress.verdicts import Comparison, Finding
+from attnsweep.specs.load import SweepSpec, spec_of, with_problems
+from attnsweep.specs.plan import arch_of
+from attnsweep.specs.yaml_file import Document
+
+_OLD = "--old FILE.py@REV:FUNCTION"
+
+
+@contextmanager
+def at_revision(old: str) -> Iterator[str]:
+    """`FILE.py@REV:FUNCTION` as a callable whose file lies beside all files of that revision.
+
+    Without @REV it is the callable itself. Raises SpecError.
+    """
+    named, _, options = old.partition("?")
+    place, _, function = named.rpartition(":")
+    file, _, revision = place.partition("@")
+    call = f"{file}:{function}" + (f"?{options}" if options else "")
+    if CALLABLE.fullmatch(call) is None:
+        raise SpecError(f"no callable: {old!r}", where="--old", hint=f"write {_OLD}")
+    if not revision:
+        yield call
+        return
+    if not file.endswith(".py"):
+        raise SpecError("a revision needs a file", where=f"--old {old}", hint=f"write {_OLD}")
+    with TemporaryDirectory(prefix="attnsweep-old-", ignore_cleanup_errors=True) as tree:
+        yield str(Path(tree, _unpacked(Path(file), revision, Path(tree)))) + call[len(file) :]
+
+
+def _unpacked(file: Path, revision: str, tree: Path) -> Path:
+    """Unpack a revision of a file's repository; returns where the file is in it."""
+    top = Path(_git(file, "rev-parse", "--show-toplevel").decode().strip())
+    commit = _git(file, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", said=revision)
+    inside = file.resolve().relative_to(top.resolve())
+    text = _git(file, "archive", "--format=tar", commit.decode().strip(), at=top)
+    with tarfile.open(fileobj=io.BytesIO(text)) as archive:
+        archive.extractall(tree, filter="data")
+    if not (tree / inside).is_file():
+        raise SpecError(f"{revision} has no {inside}", where=f"--old {file}@{revision}")
+    return inside
+
+
+def _git(file: Path, *command: str, said: str = "", at: Path | None = None) -> bytes:
+    place = at or file.resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(place), *command], capture_output=True, check=False, timeout=60
+        )
+    except OSError as error:
+        raise SpecError(f"git cannot be run: {error.strerror}", where=f"--old {file}") from error
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().splitlines()
+        what = f"no revision {said!r}" if said else (why or ["git failed"])[0]
+        raise SpecError(what, where=f"--old {file}", hint="`git log` lists what there is")
+    return done.stdout
+
+
+class _CallGate(Gate):
+    """Compares two callables with one config, problem by problem."""
+
+    def __init__(self, old: Family, config: Config, *of_gate: Any) -> None:
+        super().__init__(*of_gate)
+        self._old, self._config = old, config
+
+    def _elsewhere(self, other_driver: bool) -> str | None:  # noqa: ARG002
+        return None
+
+    def pairs(
+        self,
+        problems: Sequence[Problem],
+        elsewhere: str | None,  # noqa: ARG002
+        slower: float | None,
+    ) -> list[Pair | Finding]:
+        """See Gate: both sides compile at once."""
+        found: list[Pair | Finding] = []
+        for problem in problems:
+            sides = [self._old, self._spec.families[_NEW]]
+            old, new = (build_of(side, self._config, problem, self._compiler) for side in sides)
+            for build in (new, old):
+                build.submit()
+            row = {"kernel": _NEW, "config": self._config, "registers": None, "smem_bytes": None}
+            share = self._spec.check.slower if slower is None else slower
+            found.append(Pair(problem, share, row, old, new))
+        return found
+
+
+def check_calls(
+    old: str,
+    new: str,
+    problems: Sequence[Problem],
+    config: Mapping[str, Value],
+    *,
+    slower: float | None = None,
+    budget_s: float | None = None,
+    wait: bool = False,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+    tell: Tell | None = None,
+) -> Comparison:
+    """The verdict on each problem: may the callable `new` take the place of `old`?
+
+    old: `FILE.py:FUNCTION`, or `FILE.py@REV:FUNCTION` of a revision of its repository. config: for
+    both, keywords or parameters of an autotuner. Others, and errors: see live.check.
+    """
+    observer, (spec, with_old) = observer or Observer(), (_spec_of(new, problems), at_revision(old))
+    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
+    with (
+        with_old as call,
+        ExitStack() as at_end,  # until the worker has stopped
+        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
+    ):
+        try:
+            here = gpu.describe()
+        except NoGpuError as error:
+            raise not_compared(error) from error
+        with budget.paused():
+            at_end.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
+        compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
+        at_end.callback(compiler.close)
+        before = CalledFamily("old", old, (), call=call)
+        gate = _CallGate(before, Config(config), spec, None, gpu, here, compiler, observer, budget)
+        findings = gate.run(problems, slower=slower, other_driver=True, tell=tell)
+    return Comparison(
+        Path(old),
+        Path(new),
+        spec.check.slower if slower is None else slower,
+        tuple(findings),
+        (),
+        interval="99.9 % interval",
+        proves=PROVES,
+        does_not_prove="It covers these shapes and this config with a warm L2, in one process "
+        "that both sides share.",
+        budget_s=budget.total_s,
+        took_s=budget.spent_s,
+    )
+
+
+def config_of(text: str) -> Config:
+    """`BLOCK_M=64 num_warps=4` as a config. Raises SpecError."""
+    values: dict[str, Value] = {}
+    for word in text.split():
+        name, is_one, value = word.partition("=")
+        if not is_one or not name.isidentifier():
+            hint = "write NAME=VALUE, as BLOCK_M=64"
+            raise SpecError(f"no value of a parameter: {word!r}", where="--config", hint=hint)
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return Config(values)
+
+
+_NEW = "new"
+
+
+def _spec_of(new: str, problems: Sequence[Problem]) -> SweepSpec:
+    if CALLABLE.fullmatch(new) is None or Asked.of(new).strict:
+        raise SpecError(f"no callable: {new!r}", where="--new", hint="write FILE.py:FUNCTION")
+    problem = "{batch: 1, heads: 1, seqlen: 64, head_dim: 64}"
+    text = (
+        f"problems: [{problem}]\nkernels: {{{_NEW}: {{call: {json.dumps(new)}}}}}\nbaselines: []\n"
+    )
+    spec = spec_of(Document.parse(Path("check.yaml"), text), {})
+    return with_problems(spec, problems)
