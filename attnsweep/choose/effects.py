@@ -119,6 +119,8 @@ def effects(
             for name in names:
                 others = [*map(sub, others, varied[name].digits)] if name in varied else others
             column = _Setting([t.variant.get(axis) for t in rows])
+            if len(column.values) == len(rows):  # as an autotuner's own configs have
+                continue
             of_axis = _effect(column, others, times, axis, reference.variant[axis], names)
             # A parameter that changes with its axis only has no pairs: the axis stands for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.launches import LaunchPlan, Plan
+from attnsweep.compile.launches import CallPlan, LaunchPlan, Plan
 from attnsweep.core import files
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
@@ -59,6 +59,8 @@ def keep_code(store: Writer, build: Build) -> None:
         # A fifth of the bytes. A higher preset saves none, and clears 700 MB for its dictionary.
         store.keep(f"{name}.{stage}.cubin.xz", lzma.compress(code))
     plan = build.launches_for(build.problem)
+    if isinstance(plan, CallPlan):
+        plan = replace(plan, cache="")  # of this machine
     stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin.xz") for s in plan.stages)
     facts = _Code(config=dict(build.config), digests=digests, plan=replace(plan, stages=stages))
     store.keep(f"{name}.json", facts.model_dump_json().encode() + b"\n")
