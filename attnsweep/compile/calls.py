@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -202,6 +203,17 @@ class CalledBuild(Build):
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
         return {"call": facts | {"covers": traced.why or THIS_BINARY}}
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """See Build: those that were imported, if they are as they were then."""
+        digests = tracers_of(self.compiler).of(self.kernel.call).files
+        texts = {path: Path(path).read_bytes() for path in digests if Path(path).is_file()}
+        whole = {
+            p: text for p, text in texts.items() if hashlib.sha256(text).hexdigest() == digests[p]
+        }
+        top = os.path.commonpath([os.path.dirname(path) for path in whole]) if whole else ""
+        return {os.path.relpath(path, top): text for path, text in whole.items()}
 
     def launches_for(self, problem: Problem) -> CallPlan:
         """The call on a problem, on which it launches what was compiled for the timed one."""

@@ -97,6 +97,11 @@ class Build:
         return {}
 
     @property
+    def files(self) -> Mapping[str, bytes]:
+        """The user's files of a call, from the directory that has all; none of a template."""
+        return {}
+
+    @property
     def ready(self) -> bool:
         """Whether the compilation of every stage has ended, in success or failure."""
         return all(future.done() for future in self.futures.values())

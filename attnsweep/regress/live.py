@@ -7,6 +7,8 @@ first be right on every case. Code that did not change passes untimed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
@@ -19,14 +21,17 @@ from attnsweep.bench.worker import Worker
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
-from attnsweep.compile.launches import CallPlan, Candidate, LaunchPlan, Plan
+from attnsweep.compile.launches import Candidate, LaunchPlan, Plan
 from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.callables import Asked
 from attnsweep.core.errors import CompileError, KernelError, NoGpuError, SpecError, StoreError
+from attnsweep.core.files import write_file
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.device.lock import held
-from attnsweep.family.family import Family
+from attnsweep.family.called import CalledFamily
+from attnsweep.family.family import Config, Family
 from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
@@ -34,7 +39,7 @@ from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences
 from attnsweep.reports.text import sections_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of, input_seed
-from attnsweep.store.code import read_code, same_code
+from attnsweep.store.code import read_code, read_files, same_code
 from attnsweep.store.run import Run
 
 PROVES = (
@@ -182,15 +187,32 @@ def comparison(
 # -- what is compared -----------------------------------------------------------------------
 
 
-def _kept(baseline: Run, winner: Trial) -> LaunchPlan:
+def _kept(baseline: Run, winner: Trial, compiler: Compiler) -> LaunchPlan | Build:
+    """The old code: its launches, or, of a call, its build from the files that the run kept."""
     try:
         plan = read_code(baseline.directory, winner)
+        if isinstance(plan, LaunchPlan):
+            return plan
+        texts = read_files(baseline.directory, winner)
     except StoreError as error:
         hint = f"; {error.hint}" if error.hint else ""
         raise Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
-    if isinstance(plan, CallPlan):
-        raise Ended(Verdict.INCONCLUSIVE, "its winner is a call, whose old code cannot be timed")
-    return plan
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
+    place = compiler.cache_dir / "sources" / digest
+    for file, text in texts.items():
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        write_file(place / file, text.encode())
+    named = Asked.of(plan.call)
+    at, _, function = named.call.rpartition(":")
+    path = Path(at if at.endswith(".py") else f"{at.replace('.', '/')}.py")
+    own = next((file for file in texts if Path(file).name == path.name), None)
+    if own is None:
+        raise Ended(Verdict.INCONCLUSIVE, f"the run's files have no {path.name}; {RECORD}")
+    call = str(replace(named, call=f"{place / own}:{function}"))
+    family = CalledFamily(winner.kernel, call, (), call=call)
+    old = build_of(family, Config(winner.config), winner.problem, compiler)
+    old.submit()
+    return old
 
 
 def _today(
@@ -351,7 +373,7 @@ class Gate:
                     raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
                 if row is None:
                     raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
-                old = _kept(baseline, row["trial"])
+                old = _kept(baseline, row["trial"], self._compiler)
                 build = _today(row["trial"], spec.families, self._compiler, limit)
                 build.submit()
                 share = slower if slower is not None else own[problem] or spec.check.slower

@@ -8,6 +8,7 @@ declarations have changed.
 from __future__ import annotations
 
 import hashlib
+import json
 import lzma
 import re
 from collections.abc import Mapping
@@ -59,6 +60,9 @@ def keep_code(store: Writer, build: Build) -> None:
         # A fifth of the bytes. A higher preset saves none, and clears 700 MB for its dictionary.
         store.keep(f"{name}.{stage}.cubin.xz", lzma.compress(code))
     plan = build.launches_for(build.problem)
+    if build.files:
+        texts = {file: text.decode(errors="replace") for file, text in build.files.items()}
+        store.keep(f"{name}.files.json.xz", lzma.compress(json.dumps(texts).encode()))
     if isinstance(plan, CallPlan):
         plan = replace(plan, cache="")  # of this machine
     stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin.xz") for s in plan.stages)
@@ -95,6 +99,19 @@ def read_code(of_run: Path, winner: Trial) -> Plan:
     stages = tuple(replace(s, cubin=str(directory / s.cubin)) for s in code.plan.stages)
     plan = replace(code.plan, stages=stages)
     return _unchained(plan) if isinstance(plan, LaunchPlan) else plan
+
+
+def read_files(of_run: Path, winner: Trial) -> dict[str, str]:
+    """The user's files of a winner that is a call, as they were. Raises StoreError."""
+    path = of_run / CUBINS / f"{_name(winner.problem, winner.kernel)}.files.json.xz"
+    try:
+        texts: dict[str, str] = json.loads(lzma.decompress(path.read_bytes()))
+    except (OSError, ValueError, lzma.LZMAError) as error:
+        what = "the run lacks the winner's files, or they are damaged"
+        raise StoreError(what, where=str(path), hint=_AGAIN) from error
+    if any(Path(file).is_absolute() or ".." in Path(file).parts for file in texts):
+        raise StoreError("a file outside of the others", where=str(path), hint=_AGAIN)
+    return texts
 
 
 def _unchained(launches: LaunchPlan) -> LaunchPlan:

@@ -107,3 +107,23 @@ def test_options_of_the_other_ways_are_refused(compared):
     assert (done.returncode, "--recorded" in done.stderr) == (2, True)
     done, _ = compared("spec.yaml", "--against", "run", "--causal")
     assert (done.returncode, "--causal" in done.stderr) == (2, True)
+
+
+def test_a_run_of_calls_is_checked_against_the_files_that_it_kept(place, attnsweep, monkeypatch, tmp_path):
+    gpu = FakeGpu({"BLOCK=64": 20.0, "old": 20.0, "new": 23.0}, environment=TEST_GPU)
+    use_gpu(monkeypatch, gpu)
+    (place / "tuned.py").write_text(LAUNCHERS.read_text())
+    problems = "problems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 16, dtype: bf16}]"
+    spec = place / "kept.yaml"
+    spec.write_text(f"{problems}\nkernels: {{plain: {{call: 'tuned.py:plain', BLOCK: [64]}}}}\nbaselines: []\n")
+    assert attnsweep("run", spec, "--results", tmp_path).returncode == 0
+    (run,) = tmp_path.glob("*/kept")
+    same = attnsweep("check", spec, "--against", run)
+    assert (same.returncode, "same machine code" in same.stdout) == (0, True)
+    (place / "tuned.py").write_text(LAUNCHERS.read_text().replace(*SLOWER))
+    slower = attnsweep("check", spec, "--against", run)
+    assert (slower.returncode, "regression" in slower.stdout) == (1, True)
+    for kept in run.rglob("*.files.json.xz"):
+        kept.unlink()
+    lost = attnsweep("check", spec, "--against", run)
+    assert (lost.returncode, "lacks the winner's files" in lost.stdout) == (4, True)
