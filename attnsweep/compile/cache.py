@@ -1,7 +1,7 @@
 """The cache of compiled stages as a directory: its size, whether it can be written, and pruning.
 
-An entry is `<arch>/<two digits>/<sha256>/` with stage.cubin and meta.json, as `nvrtc` writes it;
-nothing else in the directory is ever removed but what a killed process left of an entry.
+An entry is `<arch>/<two digits>/<sha256>/` with stage.cubin and meta.json, as `nvrtc` writes it, or
+such a directory below `traced` with trace.json and Triton's files, as `trace` does; nothing else in the directory is ever removed but what a killed process left of an entry.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ class CachedStage:
 def entries(directory: Path) -> list[CachedStage]:
     """Every whole entry of a cache, sorted by path; empty if there is no such directory."""
     found = []
-    for path in sorted(directory.glob("*/??/*")):
+    for path in sorted([*directory.glob("*/??/*"), *directory.glob("traced/*/??/*")]):
         arch, digits, key = path.parts[-3:]
         whole = re.fullmatch("[0-9a-f]{64}", key) and key[:2] == digits and arch in ARCHS
         if not whole or path.is_symlink():
             continue
         with contextlib.suppress(OSError):
-            facts = [(path / name).stat() for name in ("stage.cubin", "meta.json")]
+            traced = path.parents[2] == directory / "traced"
+            names = ("trace.json",) if traced else ("stage.cubin", "meta.json")
+            facts = [(path / name).stat() for name in names]
             used = max(max(fact.st_mtime, fact.st_atime) for fact in facts)
+            facts = [f.stat() for f in path.rglob("*") if f.is_file()] if traced else facts
             found.append(CachedStage(path, sum(fact.st_size for fact in facts), used))
     return found
 
@@ -65,7 +68,7 @@ def prune(directory: Path, older_than_s: float) -> list[CachedStage]:
             shutil.rmtree(entry.path, ignore_errors=True)
             if not entry.path.exists():
                 gone.append(entry)
-    for left in directory.glob("*/??/.new-*"):
+    for left in [*directory.glob("*/??/.new-*"), *directory.glob("traced/*/??/.new-*")]:
         with contextlib.suppress(OSError):
             if left.is_dir() and now - left.stat().st_mtime >= _LEFT_S:
                 shutil.rmtree(left, ignore_errors=True)

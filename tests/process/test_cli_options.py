@@ -291,6 +291,18 @@ def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
     assert (cache / "sm_80" / "aa" / ("aa" * 32) / "stage.cubin").read_text() == "precious"
 
 
+def test_what_was_traced_is_pruned_too(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    entry = tmp_path / "traced" / "sm_90a" / "ab" / ("ab" * 32)
+    (entry / "triton").mkdir(parents=True)
+    for name in ("trace.json", "triton/kernel.cubin"):
+        (entry / name).write_bytes(bytes(512))
+    os.utime(entry / "trace.json", (0, 0))
+    facts = json.loads(attnsweep("cache", "prune", "--json").stdout)
+    assert (facts["removed"], facts["bytes"], facts["left"]) == (1, 1024, 0)
+    assert not entry.exists()
+
+
 def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(attnsweep, tmp_path, monkeypatch, found):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
