@@ -1,7 +1,8 @@
 """The cache of compiled stages as a directory: its size, whether it can be written, and pruning.
 
 An entry is `<arch>/<two digits>/<sha256>/` with stage.cubin and meta.json, as `nvrtc` writes it, or
-such a directory below `traced` with trace.json and Triton's files, as `trace` does; nothing else in the directory is ever removed but what a killed process left of an entry.
+such a directory below `traced` with trace.json and Triton's files, as `trace` does; nothing else in
+the directory is ever removed but what a killed process left of an entry.
 """
 
 from __future__ import annotations
