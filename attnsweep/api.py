@@ -384,17 +384,29 @@ def export(
     name: str | None = None,
     kernels: Mapping[str, Family] | None = None,
     guard: Guard | None = None,
+    format: str | None = None,
+    axis: str = "seqlen_k",
+    kernel: str | None = None,
+    force: bool = False,
 ) -> Exported:
     """Write the winners of recorded runs as a package that PyTorch calls; needs NVRTC, no GPU.
 
     runs: their directories, of one or several GPUs. out: a directory, made or replaced. name: the
-    package's (default: that of `out`). guard: when a shape that was not tuned is served. Raises
-    StoreError if no winner can be exported, SpecError for a bad name, ToolchainError.
+    package's (default: that of `out`). guard: when a shape that was not tuned is served.
+
+    Of a run of calls, write configs. format: `python` (default where `out` is NAME.py), `triton`
+    (NAME.json) or `vllm` (a directory, with tables by `axis`). kernel: one of the spec's, as if the
+    run had no other. force: replace files. Raises StoreError if no winner can be exported,
+    SpecError for a bad name, ToolchainError.
     """
     from attnsweep.serve.export import export as write
+    from attnsweep.serve.export_configs import PACKAGE, export_configs, format_of
 
+    paths, path = _paths(runs), Path(out)
+    if (form := format_of(path, format)) != PACKAGE:
+        return export_configs(paths, path, form, axis=axis, kernel=kernel, force=force)
     known = families() if kernels is None else kernels
-    return write(_paths(runs), Path(out), known, name=name, guard=guard)
+    return write(paths, path, known, name=name, guard=guard)
 
 
 def exported_table(

@@ -212,9 +212,14 @@ def accept(
 
 @command(GUARD)
 def export_(
+    context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(show_default=False, autocompletion=completion.runs)],
     out: Path,
     name: str | None = None,
+    format_: str | None = None,
+    axis: str = "seqlen_k",
+    kernel: str | None = None,
+    force: bool = False,
     json_: options.Json = False,
     form: options.Progress = ProgressForm.AUTO,
     kernels: options.Kernels = None,
@@ -225,20 +230,37 @@ def export_(
     but no GPU. Except in FP8, a problem is left out if the run has no time of PyTorch's own
     attention, which a winner must beat.
 
-    :runs RUN: Directories of runs, of one or several GPUs.
-    :--out: Directory to write, made anew each time.
+    Of a run of calls, write the winning configs: as a Python module, as configs of Triton, or as
+    tables that vLLM reads.
+
+    :runs RUN: Directories of runs, of one or several GPUs; of a run of calls, one.
+    :--out: Directory to write, made anew each time. Of a run of calls: a file NAME.py or NAME.json,
+        with --format vllm a directory.
     :--name: Import name of the package (default: that of --out).
+    :--format: One of package, python, triton, vllm (default: python if --out is NAME.py, triton if
+        it is NAME.json, else package).
+    :--axis: With --format vllm: what of a problem is the key of a table.
+    :--kernel: Of a run of calls: one of the spec's kernels, as if the run had no other.
+    :--force: Of a run of calls: replace files that are there.
 
     $ attnsweep export results/h100-80gb-hbm3/my_model --out my_attention
     $ attnsweep export results/*/my_model --out dist/kernels --name my_attention
+    $ attnsweep export results/h100-80gb-hbm3/calls --out attend_configs.py
     """
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress
     from attnsweep.serve.export import export
+    from attnsweep.serve.export_configs import PACKAGE, export_configs, format_of
 
-    with progress.watch(errors, form) as observer:
-        compiled = partial(observer.counting, "compile", "kernel")
-        done = export(runs, out, discover(kernels), name=name, compiled=compiled)
+    if (written := format_of(out, format_)) == PACKAGE:
+        refuse_idle(context, ("axis", "kernel", "force"), "for a package")
+        with progress.watch(errors, form) as observer:
+            compiled = partial(observer.counting, "compile", "kernel")
+            done = export(runs, out, discover(kernels), name=name, compiled=compiled)
+    else:
+        idle = ("name", "kernels", "form", *["axis"] * (written != "vllm"))
+        refuse_idle(context, idle, f"with --format {written}")
+        done = export_configs(runs, out, written, axis=axis, kernel=kernel, force=force)
     for note in done.notes:
         errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if not json_:
@@ -252,6 +274,7 @@ def export_(
         "bytes": done.nbytes,
         "gpus": list(done.gpus),
         "left_out": done.left_out,
+        "files": list(done.files),
     }
     found = f"{counted(done.winners, 'problem')}, {counted(done.kernels, 'kernel')}"
     lines = [
@@ -260,4 +283,7 @@ def export_(
         # Without a separator, pip would look for a project of that name in the index.
         f"pip install {os.path.join(os.curdir, done.directory)}, then: import {done.name}",
     ]
+    if done.files:
+        configs = f"{counted(done.kernels, 'config')} for {counted(done.winners, 'problem')}"
+        lines = [f"{configs}, of {done.name} on {done.gpus[0]}", *done.files]
     print_result(lines, data, json_)

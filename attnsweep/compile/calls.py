@@ -32,7 +32,7 @@ from attnsweep.specs.load import SweepSpec
 
 # Options of a launch, with the values that Triton gives a config that does not name them. Those
 # that no config of an autotuner changes are no parameters of its.
-_USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
+USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
 
@@ -130,7 +130,7 @@ def _is_kept(
 def _varies(name: str, configs: Sequence[Mapping[str, Value]]) -> bool:
     """Whether a name is a parameter: all but the options that no config gives another value."""
     usual = name.rpartition(".")[2]
-    return usual not in _USUAL or any(each[name] != _USUAL[usual] for each in configs)
+    return usual not in USUAL or any(each[name] != USUAL[usual] for each in configs)
 
 
 def _kept(

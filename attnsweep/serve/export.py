@@ -28,7 +28,7 @@ from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Environment, Trial
+from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import (
     CODE,
@@ -83,7 +83,10 @@ _CARRIED = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A package that was written. left_out: a problem and why it is not in the package."""
+    """What was written. left_out: a problem and why it is not in it.
+
+    Of a run of calls: the function's name, the number of configs as `kernels`, and the files.
+    """
 
     directory: Path
     name: str
@@ -93,6 +96,7 @@ class Exported:
     gpus: tuple[str, ...]
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: tuple[str, ...] = ()
 
 
 def package_name(out: Path, asked: str | None) -> str:
@@ -211,6 +215,10 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
     found: dict[tuple[object, ...], Chosen] = {}
     for directory in directories:
         run = open_run(directory)
+        if _of_calls(run):
+            how = "--format python, triton or vllm writes its configs, as --out NAME.py"
+            left_out.append(f"{directory}: a run of calls has no machine code; {how}")
+            continue
         key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
         for chosen in chosen_of(run, environment, key, families, left_out, slower):
@@ -244,6 +252,13 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
     codes = spare | codes
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
     return _Selected(winners, in_fp8, held, names, in_order, sorted(spare, key=repr), left_out)
+
+
+def _of_calls(run: Run) -> bool:
+    """Whether the right candidates of a run are calls of the user's, and none is a template."""
+    own = [trial for trial in run.trials if trial.provider == OURS]
+    right = [trial for trial in own if trial.status is Status.OK]
+    return any(trial.call for trial in own) and all(trial.call for trial in right)
 
 
 def _table(

@@ -1,0 +1,163 @@
+"""What `attnsweep export --format` writes of a run of calls, and what it refuses."""
+
+import json
+
+import pytest
+from called_rows import FAST, LONG, ROWS, SHORT, SLOW, called, written
+from samples import baseline, candidate
+
+import attnsweep
+from attnsweep.core.errors import AttnsweepError, SpecError, StoreError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.serve.export_configs import export_configs
+
+TABLE = "H=2,D=16,device_name=NVIDIA_Test_1.json"
+
+
+def tables(place):
+    """All tables of a directory, as vLLM's code reads one."""
+    return {
+        path.name: {int(key): value for key, value in json.loads(path.read_text()).items()}
+        for path in place.glob("*.json")
+        if not path.name.endswith(".evidence.json")
+    }
+
+
+def exported(place, rows=ROWS, form="vllm", out=None, **options):
+    directory = place / f"run{len([*place.iterdir()])}"
+    return export_configs([written(directory, rows)], out or place / "out", form, **options)
+
+
+def test_a_table_is_keyed_by_the_keys_and_named_after_heads_and_card(tmp_path):
+    done = exported(tmp_path, [*ROWS, *(called(Problem.parse("(1,4,64,16) bf16 full"), SLOW, 20.0),)])
+    assert tables(tmp_path / "out") == {
+        TABLE: {256: {"M": 64, "num_warps": 4}, 4096: {"M": 64, "num_warps": 4}},
+        TABLE.replace("H=2", "H=4"): {64: SLOW},
+    }
+    assert (done.winners, done.kernels, len(done.files)) == (3, 2, 4)
+
+
+def test_what_was_measured_lies_beside_a_table(tmp_path):
+    rows = [*ROWS, *(baseline("torch_flash", 50.0).with_(problem=p) for p in (SHORT, LONG))]
+    exported(tmp_path, rows)
+    said = json.loads((tmp_path / "out" / TABLE.replace(".json", ".evidence.json")).read_text())
+    assert (said["function"], said["gpu"]["name"]) == ("attend.py:attention", "NVIDIA Test 1")
+    assert said["driver"]
+    assert said["date"].startswith("2026-01-01")
+    entry = said["entries"][0]
+    assert Problem.of(entry["problem"]) == SHORT
+    assert (entry["baseline"], entry["baseline_over_time"]) == ("torch_flash", 2.5)
+    low, high = entry["interval"]
+    assert 2.49 < low <= 2.5 <= high < 2.51
+    assert (entry["call"]["closure"], entry["call"]["triton"]) == ("c105", "3.9.0")
+    assert [each["time_over_winner"] for each in entry["ties"]] == [[1.0, 1.0]]
+
+
+def test_of_ties_the_config_that_ties_on_most_shapes_is_taken(tmp_path):
+    middle = Problem.parse("(1,2,1024,16) bf16 causal")
+    other = {"M": 32, "num_warps": 4, "maxnreg": None}
+    rows = [called(problem, SLOW, 20.0) for problem in (SHORT, middle)]
+    rows += [called(SHORT, FAST, 20.0), called(middle, other, 30.0), called(LONG, other, 20.0)]
+    exported(tmp_path, rows)
+    made = tables(tmp_path / "out")[TABLE]
+    assert {key: config["M"] for key, config in made.items()} == {256: 128, 1024: 128, 4096: 32}
+    said = json.loads((tmp_path / "out" / TABLE.replace(".json", ".evidence.json")).read_text())
+    assert sorted(each["config"]["M"] for each in said["entries"][0]["ties"]) == [64, 128]
+
+
+def test_where_none_ties_on_more_shapes_the_winner_is_taken(tmp_path):
+    exported(tmp_path, [called(SHORT, SLOW, 20.0), called(SHORT, FAST, 20.0)])
+    assert tables(tmp_path / "out")[TABLE][256]["M"] == 64
+
+
+def test_another_axis(tmp_path):
+    rows = [called(Problem.parse(f"({batch},2,256,16) fp16 full"), FAST, 20.0) for batch in (1, 8)]
+    exported(tmp_path, rows, axis="batch")
+    assert [*tables(tmp_path / "out")[TABLE]] == [1, 8]
+    with pytest.raises(SpecError, match=r"\(1,2,256,16\) fp16 full and \(8,2,256,16\) fp16 full have one seqlen_k"):
+        exported(tmp_path, rows)
+    for axis in ("causal", "dtype", "nothing"):
+        with pytest.raises(SpecError, match=f"{axis} of a problem is no whole number; those are batch, heads"):
+            exported(tmp_path, rows, axis=axis)
+
+
+def test_one_kernel_of_several(tmp_path):
+    rows = [*ROWS, called(LONG, SLOW, 10.0, "other")]
+    with pytest.raises(StoreError, match=r"several functions won: attend\.py:attention, other\.py:attention"):
+        exported(tmp_path, rows)
+    exported(tmp_path, rows, kernel="attend")
+    assert {config["M"] for config in tables(tmp_path / "out")[TABLE].values()} == {64}
+    with pytest.raises(SpecError, match="--kernel: the run calls attend, other, not mine"):
+        exported(tmp_path, rows, kernel="mine")
+
+
+def test_a_problem_that_no_call_wins_is_left_out(tmp_path):
+    template = candidate("flash", 5.0, BLOCK_M=64).with_(problem=LONG)
+    wrong = called(Problem.parse("(1,2,64,16) fp16 full"), FAST, 1.0).with_(status=Status.WRONG, time_us=None)
+    done = exported(tmp_path, [*ROWS, template, wrong])
+    assert [*tables(tmp_path / "out")[TABLE]] == [256]
+    assert done.left_out == [f"{LONG.label}: flash won, a template", "(1,2,64,16) fp16 full: no config of a call won"]
+    with pytest.raises(StoreError, match=r"no winner to export\n.*no config of a call won"):
+        exported(tmp_path, [wrong])
+
+
+@pytest.mark.parametrize("form", ["triton", "vllm"])
+def test_configs_of_two_autotuners_are_no_config_of_one(tmp_path, form):
+    rows = [called(SHORT, {"dq.M": 64, "dkv.M": 32}, 20.0)]
+    with pytest.raises(SpecError, match=r"dq\.M, dkv\.M are of two autotuners"):
+        exported(tmp_path, rows, form, tmp_path / "out.json")
+
+
+def test_refusals_are_a_sentence(tmp_path):
+    templates = [candidate("flash", 5.0, BLOCK_M=64)]
+    with pytest.raises(StoreError, match=r"a run without calls\n.*--format package"):
+        exported(tmp_path, templates)
+    others = [ROWS[0].with_(machine={"gpu": "NVIDIA Other", "sm_count": 8}), *ROWS[1:]]
+    with pytest.raises(StoreError, match="several kinds of GPU: NVIDIA Other of 8 SMs, NVIDIA Test 1 of 132 SMs"):
+        exported(tmp_path, others)
+    run = written(tmp_path / "one")
+    with pytest.raises(SpecError, match="a format is one of package, python, triton, vllm, not pickle"):
+        attnsweep.export(run, tmp_path / "out", format="pickle")
+    with pytest.raises(SpecError, match="--format vllm takes one run, not 2"):
+        attnsweep.export([run, run], tmp_path / "out", format="vllm")
+    said = r"no winner that a package could hold\n.*one: a run of calls has no machine code; --format python"
+    with pytest.raises(StoreError, match=said):
+        attnsweep.export(run, tmp_path / "out")
+    for form, out in (("python", "x.json"), ("python", "a-b.py"), ("triton", "x.py")):
+        with pytest.raises(SpecError, match=f"--format {form} writes"):
+            attnsweep.export(run, tmp_path / out, format=form)
+
+
+def test_files_are_replaced_if_that_is_asked_for(tmp_path):
+    run, out = written(tmp_path / "run"), tmp_path / "mine.json"
+    evidence = tmp_path / "mine.evidence.json"
+    evidence.write_text("mine")
+    with pytest.raises(SpecError, match="is there already"):
+        attnsweep.export(run, out, format="triton")
+    assert not out.exists()
+    attnsweep.export(run, out, force=True)
+    assert json.loads(evidence.read_text())["entries"]
+    with pytest.raises(AttnsweepError, match="is no directory"):
+        attnsweep.export(run, out, format="vllm")
+
+
+def test_the_command_writes_python_of_a_run_of_calls(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "run")
+    done = attnsweep("export", "run", "--out", "configs.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "1 config for 2 problems, of attend.py:attention on NVIDIA Test 1",
+        "configs.py",
+    ]
+    for arguments, said in (
+        (["my_attention"], "run: the runs have no winner that a package could hold"),
+        (["b.py", "--axis", "batch", "--name", "x"], "--name and --axis do nothing with --format python"),
+        (["my_attention", "--force"], "--force does nothing for a package"),
+        (["configs.py"], "configs.py: is there already"),
+    ):
+        done = attnsweep("export", "run", "--out", *arguments)
+        assert (done.returncode, done.stderr.split("\n")[0]) == (2, f"error: {said}")
+    done = attnsweep("export", "run", "--out", "tables", "--format", "vllm", "--json")
+    assert json.loads(done.stdout)["files"][0] == f"tables/{TABLE}"
