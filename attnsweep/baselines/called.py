@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,34 +21,41 @@ if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
 
-@functools.cache
-def _loaded(call: str) -> tuple[Any, Callable[..., Any]]:
-    """The module and the function: imported once a process, as kernels are compiled once.
+class Callables:
+    """The callables that a process has imported, as kernels are compiled: once."""
 
-    Modules beside another callable's file are forgotten first: two versions of a file import
-    helpers of one name, each its own.
-    """
-    place = Path(call.rpartition(":")[0]).resolve().parent
-    for name, file in user_modules().items():
-        if any(Path(file).is_relative_to(other) for other in _places - {place}):
-            del sys.modules[name]
-    _places.add(place)
-    return imported(call)
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self._places: set[Path] = set()
+        self._prepared: set[tuple[str, Problem]] = set()
 
+    def loaded(self, call: str) -> tuple[Any, Callable[..., Any]]:
+        """The module and the function. Raises Unavailable.
 
-_places: set[Path] = set()
-"""Directories of the callables that are imported."""
+        Modules beside another callable's file are forgotten first: two versions of a file import
+        helpers of one name, each its own.
+        """
+        if call not in self._loaded:
+            place = Path(call.rpartition(":")[0]).resolve().parent
+            for name, file in user_modules().items():
+                if any(Path(file).is_relative_to(other) for other in self._places - {place}):
+                    del sys.modules[name]
+            self._places.add(place)
+            self._loaded[call] = imported(call)
+        return self._loaded[call]
 
-
-@functools.cache
-def _prepared(name: str, problem: Problem) -> None:
-    prepare_for(name, *_loaded(Asked.of(name).call), problem)
+    def prepare(self, name: str, problem: Problem) -> None:
+        """See prepare_for: once a problem."""
+        if (name, problem) not in self._prepared:
+            prepare_for(name, *self.loaded(Asked.of(name).call), problem)
+            self._prepared.add((name, problem))
 
 
 def bound_call(
     plan: CallPlan,
     copies: Sequence[Mapping[str, Any]],
     session: CudaSession,
+    callables: Callables,
     *,
     memory: Mapping[str, Any] | None = None,
     timed: bool = True,
@@ -60,8 +66,8 @@ def bound_call(
     writes to. timed: whether it is looked at as `first_call` says. Raises Unavailable.
     """
     torch, problem, asked = import_torch(), plan.problem, Asked.of(plan.call)
-    _, function = _loaded(asked.call)
-    _prepared(plan.call, problem)
+    _, function = callables.loaded(asked.call)
+    callables.prepare(plan.call, problem)
     own, tuned = split(function, plan.config)
     out, nbytes = type_of(torch, problem.out_dtype), sum(map(problem.bytes_of, problem.outputs))
     into = {name: torch.from_dlpack(array).view(out) for name, array in (memory or {}).items()}

@@ -12,12 +12,12 @@ from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Failed, OtherCode, Unavailable
 from attnsweep.baselines.called import bound_call
 from attnsweep.bench.entries import CallableEntry
+from attnsweep.bench.problem import OpenProblem
 from attnsweep.bench.timer import Timer
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.core.problem import DTYPE_BYTES
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.buffers import Buffer
-from attnsweep.device.cuda import CudaSession
 from attnsweep.verify.expected import PLAIN
 
 
@@ -63,7 +63,7 @@ def called_entry(
         plan = candidate.timed
         assert isinstance(plan, CallPlan)
         inputs = [prepare.arrays_of(plan.problem, copy) for copy in copies]
-        call = bound_call(plan, inputs, session)
+        call = bound_call(plan, inputs, session, opened.state.callables)
         if call.issued is not None:
             raise Failed(call.issued)
         call.keep(sum(map(plan.problem.bytes_of, plan.problem.outputs)), session)
@@ -74,7 +74,7 @@ def called_entry(
         }
 
         def bind(check: Any, buffers: Sequence[Mapping[str, Buffer]]) -> Any:
-            return _on(check, buffers[0], workspaces, session)
+            return _on(check, buffers[0], workspaces, opened)
 
         landed = Landed(call, plan, _with(opened.timed, plan, workspaces))
         known = replace(candidate, timed=plan, checks=checks)
@@ -102,7 +102,7 @@ def _on(
     plan: CallPlan,
     buffers: Mapping[str, Buffer],
     workspaces: Mapping[tuple[str, int], Buffer],
-    session: CudaSession,
+    opened: OpenProblem,
 ) -> Landed:
     """A call on a small case, whose output lies between guards if the function takes `out`."""
     problem, every = plan.problem, _with(buffers, plan, workspaces)
@@ -112,4 +112,5 @@ def _on(
         bits = prepare.STORAGE[DTYPE_BYTES[problem.out_dtype]]
         memory["out"] = every[name].view(problem.shape_of(name), bits)
     inputs = [prepare.arrays_of(problem, buffers)]
-    return Landed(bound_call(plan, inputs, session, memory=memory, timed=False), plan, every)
+    own = opened.session, opened.state.callables
+    return Landed(bound_call(plan, inputs, *own, memory=memory, timed=False), plan, every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnsweep.baselines.called import Callables
 from attnsweep.baselines.import_ahead import ImportAhead
 from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.problem import Problem
@@ -17,6 +18,7 @@ class ProcessState:
         self.references = ReferencePool()
         self.triton = TritonPrecompile()
         self.imports = ImportAhead(self.triton)
+        self.callables = Callables()
         self.right_on_short: set[str] = set()
         """Launches that made as many right calls on short sequences as are ever made."""
 
