@@ -160,7 +160,7 @@ def inspect(
     $ attnsweep inspect flash_fwd_wgmma
     $ attnsweep inspect flash_fwd_wgmma BLOCK_N=128 --problem 4,16,4096,128
     $ attnsweep inspect results/h200/flash_short --problem '1,16,1024,64 causal'
-    $ attnsweep inspect attend.py:attention num_warps=4 --problem '4,32,4096,128 bf16 causal'
+    $ attnsweep inspect attend.py:attention --problem '4,32,4096,128 causal'
     """
     from attnsweep.core.callables import CALLABLE
     from attnsweep.family.discover import discover

@@ -79,7 +79,7 @@ def check(
     $ attnsweep check ci --against baselines/ci --junit check.xml
     $ attnsweep check my.yaml --against results/h200/my --slower 1%
     $ attnsweep check --recorded baselines/ci results/h200/ci
-    $ attnsweep check --old attend.py@main:attention --new attend.py:attention 4,32,4096,128
+    $ attnsweep check --old a.py@main:attend --new a.py:attend 1,16,4096,128
     """
     from attnsweep.device.cards import chosen, installed
     from attnsweep.regress import live, verdicts

@@ -206,7 +206,9 @@ def init(
         refuse_idle(context, spared, "with --triton, which writes a kernel")
         file = file if given(context, "file") else Path("attend.py")
         write_spec(
-            file, shipped("baselines").joinpath("triton_kernel.py").read_text("utf-8"), force
+            file,
+            shipped("baselines").joinpath("triton_kernel.py").read_text(encoding="utf-8"),
+            force,
         )
         call = f"{file}:attention"
         said = f"{file}: a Triton kernel; next: attnsweep verify {call}, attnsweep inspect {call}"

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,7 @@ def test_tune_knows_a_call_by_its_name_and_by_the_function(place, monkeypatch, t
     small = {"a block of 32": lambda config, problem, arch: config["BLOCK"] == 32}
     one = attnsweep.tune("tuned.py:attention", "1,2,256,16", rules=small, **how)
     assert {row.config["BLOCK"] for row in one.run.trials if row.provider == OURS} == {32}
+    monkeypatch.delitem(sys.modules, "tuned", raising=False)
     module = importlib.import_module("tuned")
     params = {"BLOCK": [64], "num_warps": [None]}
     gpu.in_turn = {("trial", "BLOCK=64 num_warps=None"): [WorkerError(Status.WRONG, "not today")]}

@@ -14,7 +14,7 @@ from attnsweep.family.family import Config
 from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
 from attnsweep.serve.runtime import families
-from attnsweep.serve.runtime.driver import Tensor, rows_of_group
+from attnsweep.serve.runtime.driver import StridedTensor, rows_of_group
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.measures import apart, row_error
 from attnsweep.verify.oracle import oracle_of
@@ -93,7 +93,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         memory[tensor], views[tensor] = spread(np.zeros(shape, np.uint16), layout)
         if tensor in inputs:
             views[tensor][:] = inputs[tensor]
-        found = Tensor(views[tensor].shape, tuple(n // 2 for n in views[tensor].strides))
+        found = StridedTensor(views[tensor].shape, tuple(n // 2 for n in views[tensor].strides))
         if tensor in "qo" and group > 1:
             found = rows_of_group(found, group)
         strides[tensor] = found.strides[:3]
