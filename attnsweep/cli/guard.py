@@ -234,14 +234,14 @@ def export_(
     tables that vLLM reads.
 
     :runs RUN: Directories of runs, of one or several GPUs; of a run of calls, one.
-    :--out: Directory to write, made anew each time. Of a run of calls: a file NAME.py or NAME.json,
+    :--out: Directory to write, made anew each time. For a run of calls: a file NAME.py or NAME.json,
         with --format vllm a directory.
     :--name: Import name of the package (default: that of --out).
     :--format: One of package, python, triton, vllm (default: python if --out is NAME.py, triton if
         it is NAME.json, else package).
     :--axis: With --format vllm: what of a problem is the key of a table.
-    :--kernel: Of a run of calls: one of the spec's kernels, as if the run had no other.
-    :--force: Of a run of calls: replace files that are there.
+    :--kernel: For a run of calls: export this kernel of the spec alone.
+    :--force: For a run of calls: replace existing files.
 
     $ attnsweep export results/h100-80gb-hbm3/my_model --out my_attention
     $ attnsweep export results/*/my_model --out dist/kernels --name my_attention

@@ -198,7 +198,7 @@ class Trial(_Row):
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     call: dict[str, Any] = Field(default_factory=dict)
-    """Of a candidate that is a call of the user's; empty of one that is launched.
+    """What a row says of a candidate that calls a user's function; empty for other rows.
 
     `function`, digest of the user's files (`closure`), versions, and what its proof `covers`: this
     binary or any length; or why it could not be traced. `other_lengths`: why not any length.
