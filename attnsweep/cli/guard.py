@@ -234,7 +234,7 @@ def export_(
     tables that vLLM reads.
 
     :runs RUN: Directories of runs, of one or several GPUs; of a run of calls, one.
-    :--out: Directory to write, made anew each time. For a run of calls: a file NAME.py or NAME.json,
+    :--out: Directory to write, made anew each time. For a run of calls: NAME.py or NAME.json,
         with --format vllm a directory.
     :--name: Import name of the package (default: that of --out).
     :--format: One of package, python, triton, vllm (default: python if --out is NAME.py, triton if

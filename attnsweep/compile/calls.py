@@ -205,6 +205,11 @@ class CalledBuild(Build):
         return {"call": facts | {"covers": traced.why or THIS_BINARY}}
 
     @property
+    def read_later(self) -> str:
+        """See Build: of what its launcher imports when it is called."""
+        return tracers_of(self.compiler).of(self.kernel.call).read_later(self.keys[0])
+
+    @property
     def files(self) -> Mapping[str, bytes]:
         """See Build: those that were imported, if they are as they were then."""
         digests = tracers_of(self.compiler).of(self.kernel.call).files

@@ -97,6 +97,11 @@ class Build:
         return {}
 
     @property
+    def read_later(self) -> str:
+        """Digest of files that its keys lack; empty for a template."""
+        return ""
+
+    @property
     def files(self) -> Mapping[str, bytes]:
         """The user's files of a call, from the directory that has all; none of a template."""
         return {}

@@ -92,6 +92,7 @@ class Kept:
         """Hash of everything that the row of a candidate depends on."""
         issued = [] if build.schedule.whole else [repr(build.schedule)]
         issued += [build.kernel.order] if build.kernel.turned else []
+        issued += [build.read_later] if build.read_later else []
         if self._spec.require:
             issued.append(repr(sorted(self._spec.require.items())))
         return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)

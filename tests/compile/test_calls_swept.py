@@ -113,6 +113,24 @@ def test_a_changed_file_is_measured_again(swept, place, tmp_path):
     assert left == 4 * ["tuned calls tuned.py:plain now"]
 
 
+def test_a_file_that_is_imported_at_the_call_is_no_stale_row(place, monkeypatch, tmp_path):
+    (place / "late.py").write_text("SIZE = 64\n")
+    lazy = "\n\ndef lazy(q, k, v, *, problem, out, BLOCK=64):\n    import late\n"
+    (place / "lazy.py").write_text(
+        LAUNCHERS.read_text() + lazy + "    plain(q, k, v, problem=problem, out=out, BLOCK=late.SIZE)\n"
+    )
+    spec = SPEC.replace("'tuned.py:attention'", "'lazy.py:lazy', BLOCK: [64]").replace("name: calls", "name: lazy")
+    (place / "lazy.yaml").write_text(spec)
+    calls = []
+    for size in (64, 64, 32):
+        (place / "late.py").write_text(f"SIZE = {size}\n")
+        wrong = {("trial", "BLOCK=64"): [WorkerError(Status.WRONG, "not today")]}
+        use_gpu(monkeypatch, gpu := Gpu(wrong, environment=TEST_GPU))
+        attnsweep.run("lazy.yaml", results=tmp_path, cache_dir=place / "cache")
+        calls.append(len([call for call in gpu.calls if call[0] == "trial"]))
+    assert calls == [1, 0, 1]
+
+
 def test_tune_knows_a_call_by_its_name_and_by_the_function(place, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(place)
     use_gpu(monkeypatch, gpu := Gpu(times={"torch_flash": 50.0}, environment=TEST_GPU))
