@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, Literal
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.layouts import DENSE, Packed, Padded
+from attnsweep.core.layouts import DENSE, Packed, Padded, Paged
 from attnsweep.core.long_problems import is_long
 from attnsweep.core.masks import CAUSAL, Boolean, Mask, pattern
 from attnsweep.core.problem import Problem, ceil_div
@@ -44,6 +44,8 @@ _MASKS: tuple[Mask, ...] = (
     *(pattern("blocks", 1), pattern("documents", 3), pattern("holes", 50), pattern("padding", 0)),
     *(CAUSAL.as_boolean(), pattern("holes", 1, 1)),
 )
+# Requests of a case of many short ones.
+_MOST_REQUESTS = 600
 # Elements of an output at most: 256 MB in float64.
 _MOST_ELEMENTS = 2**25
 # Pairs of a query and a key of a case that was made larger for a family.
@@ -78,13 +80,14 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Any, batch: int = 1
     ) -> Case:
         seqlen_k = min(seqlen_k, problem.seqlen_k)
-        shape = _shaped(problem, seqlen_q, seqlen_k)
+        shape = _shaped(alike, seqlen_q, seqlen_k)
         if _of_one_query(problem):
             heads *= seqlen_q  # as many rows
         if problem.layout.one_item:
             batch = 1
         return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
+    alike = _of_one_length(problem)
     cases: tuple[Case, ...] = tuple(case(*each) for each in problem.op.small_cases)
     if problem.scores.bias is not None:
         cases = (*cases, case(2, 1, 130, 321, "finite_mask", batch=3))
@@ -103,6 +106,8 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         return (*drawn, replace(padding, problem=of_items))
     if isinstance(layout, Packed):
         return tuple(_packed(case, number) for number, case in enumerate((*cases, *cases[2:5])))
+    if isinstance(layout, Paged):
+        return tuple(_paged(case, problem, number) for number, case in enumerate((*cases, *cases)))
     if not isinstance(layout, Padded):
         return cases
     more = (
@@ -183,6 +188,28 @@ def _packed(case: Case, number: int) -> Case:
     return replace(case, problem=replace(case.problem, batch=1, layout=layout))
 
 
+def _paged(case: Case, whole: Problem, number: int) -> Case:
+    """A case with requests of many lengths: none, one key, one past a page, a tile, or a block.
+
+    It has no more queries than the problem, and more requests instead. Kernels learn lengths and
+    tables on the device, so that those of a case may be any; some share their first pages.
+    """
+    problem, layout = case.problem, whole.layout
+    assert isinstance(layout, Paged)
+    page, most = layout.page_size, problem.seqlen_k
+    edges = (most, page + 1, 0, 65, 1, 257, page, 2 * page, 17, 129, 33, 513)
+    lengths = [min(most, edges[(at + number) % len(edges)]) for at in range(1 + 3 * (number % 4))]
+    own = replace(
+        layout,
+        lengths=(most, *lengths[1:]),
+        shared=number % 3 if most > 2 * page else 0,
+        seed=number,
+    )
+    queries = min(problem.seqlen_q, whole.seqlen_q)
+    own_problem = replace(problem, batch=len(lengths), seqlen_q=queries, layout=own)
+    return replace(case, problem=own_problem)
+
+
 def _padded(case: Case, number: int, least: int) -> Case:
     """A case with padding on the right or the left, in turns, whose second item has other keys.
 
@@ -204,6 +231,7 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     successive turns of a block then read different keys, and keys of another turn show. Wide heads
     get fewer turns, and None is returned if one group of heads is too large.
     """
+    problem = _of_one_length(problem)
     seqlen_q, seqlen_k = _SHORT if problem.mask.interval.right is None else _SHORT_CAUSAL
     of_one = _shaped(problem, seqlen_q, min(seqlen_k, problem.seqlen_k))
     seqlen_q = of_one.seqlen_q
@@ -215,11 +243,24 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     layout = problem.layout
     if isinstance(layout, Padded):
         layout = replace(layout, least=0)
+    if isinstance(layout, Paged):
+        batch, most = min(batch, _MOST_REQUESTS), of_one.seqlen_k
+        edges = (most, 1, layout.page_size + 1, 0, 33, 65)
+        lengths = tuple(min(most, edges[at % len(edges)]) for at in range(batch))
+        layout = replace(layout, lengths=lengths, shared=0)
+        of_one = replace(of_one, seqlen_q=min(of_one.seqlen_q, problem.seqlen_q))
     if isinstance(layout, Packed):  # heads in the place of the batch
         heads, heads_kv = group * batch, batch
         packed = replace(of_one, batch=1, heads=heads, heads_kv=heads_kv, layout=Packed(3))
         return Case(packed)
     return Case(replace(of_one, batch=batch, heads=group, heads_kv=1, layout=layout))
+
+
+def _of_one_length(problem: Problem) -> Problem:
+    """The problem, of a paged one that with equal lengths."""
+    if not isinstance(problem.layout, Paged):
+        return problem
+    return replace(problem, layout=replace(problem.layout, lengths=(), shared=0))
 
 
 def _of_one_query(problem: Problem) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.core.errors import ProblemError
@@ -21,17 +21,49 @@ if TYPE_CHECKING:
 
 _PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
 _PACKED = re.compile(r"(?:packed\()?(\d+)(?:, ?(\d+))?(?:, ?(\d+))?\)?")
+_PAGED = re.compile(r"paged\(([^()]*)\)")
+_LENGTHS = re.compile(r"\d+k?|\d+x\d+k?(?:\+\d+x\d+k?)*")
 _HOW_PACKED = (
     "write the number of sequences, and percent of the longest that the shortest has: 8,40"
 )
 _HINT = "write the padded side and percent of the keys that the shortest item has: right,40"
 
 
+_HOW_PAGED = (
+    "write the page size, and, in any order, nhd or hnd, e4m3 for an FP8 cache, and how many "
+    "requests have how many keys: paged(16,hnd,32x128+32x4k)"
+)
+_PAGE_ORDERS = ("nhd", "hnd")
+"""Where a page has its heads: (page_size, heads_kv, head_dim), or heads before slots."""
+_SPARE_PAGES = 2
+"""Pages of a cache that no request has."""
+
 Fault = tuple[str, str | None]
 """What cannot be together, and what to write in its place."""
 
 
-class _OfItems:
+class _Layout:
+    """What all layouts answer alike but for the one that says otherwise."""
+
+    __slots__ = ()
+    cache_dtype: str | None = None
+    """How k and v are stored, if not as q is."""
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Inputs that stored values of k and v are multiplied by, (batch, heads_kv) each."""
+        return ()
+
+    def of_keys(self, p: Problem, columns: int) -> tuple[int, ...]:
+        """The shape of k, or of v with its columns."""
+        return (p.batch, p.heads_kv, p.seqlen_k, columns)
+
+    def slots(self, batch: int, seqlen_k: int) -> int:
+        """Rows of k of a head, in the whole batch."""
+        return batch * seqlen_k
+
+
+class _OfItems(_Layout):
     """Shared parts of layouts in which an item of the batch has one range of keys."""
 
     __slots__ = ()
@@ -82,7 +114,7 @@ class Dense(_OfItems):
         """The keys of each item: all."""
         return ((0, seqlen_k),) * batch
 
-    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         """The inputs of a call, int32, that tell which keys there are: none."""
         return {}
 
@@ -142,7 +174,7 @@ class Padded(_OfItems):
         """The keys of each item: the first, and the one after the last."""
         return _ranges(self, batch, seqlen_k)
 
-    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         """The input that tells the keys of each item: the first, and the one after the last."""
         return {"key_range": (batch, 2)}
 
@@ -163,7 +195,7 @@ class Padded(_OfItems):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(_Layout):
     """Sequences of other lengths, one behind the other in the one item of a batch.
 
     The queries of a sequence see its own keys alone, and the mask's diagonal is that of the
@@ -205,7 +237,7 @@ class Packed:
         """The range of keys of each item: all keys."""
         return DENSE.ranges(batch, seqlen_k)
 
-    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         """The inputs that tell where sequences begin, and where the last ends."""
         return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (self.sequences + 1,))
 
@@ -256,6 +288,243 @@ class Packed:
         return cls(*(int(number) for number in numbers if number is not None))
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered(_OfItems):
+    """A paged cache as tensors (batch, heads_kv, seqlen_k, head_dim): keys of an item end at the
+    last row, so that its own diagonal is that of the tensor. References compute in it.
+    """
+
+    lengths: tuple[int, ...]
+    of_cache: tuple[str, ...] = ()
+    kind = "gathered"
+    of_item = True
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Those of the cache."""
+        return self.of_cache
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers that distinguish such layouts."""
+        return 4, len(self.of_cache), *self.lengths
+
+    @property
+    def label(self) -> str:
+        """` gathered`: no spec has it."""
+        return " gathered"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Rows have none."""
+        raise ProblemError("a gathered cache is no problem of a spec")
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:  # noqa: ARG002
+        """The keys of each item."""
+        return tuple((seqlen_k - length, seqlen_k) for length in self.lengths)
+
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """The input that tells the keys of each item."""
+        return {"key_range": (batch, 2)}
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """The values of `key_range`."""
+        return {"key_range": self.ranges(batch, seqlen_k)}
+
+
+@dataclass(frozen=True, slots=True)
+class Paged(_OfItems):
+    """A cache of pages, as serving engines have it: an item's keys lie in pages of a table.
+
+    k and v are (pages, page_size, heads_kv, head_dim), or (pages, heads_kv, page_size, head_dim)
+    with order hnd. Two more inputs, int32: `seqused_k` (batch,), the keys of each item, and
+    `block_table` (batch, ceil(seqlen_k / page_size)), the pages that it has; entries behind its
+    last page, and slots behind its last key, may hold anything. seqlen_k is the longest length. The
+    mask's diagonal is that of an item's own length: its last query sees its last key. With
+    cache_dtype e4m3, k and v are FP8, a stored value times its scale is the value, and k_scale and
+    v_scale, float32 (batch, heads_kv), are inputs too.
+
+    lengths: of each item; none: all have seqlen_k. shared: pages at the beginning that all long
+    items have in common. seed draws which pages an item has.
+    """
+
+    page_size: int
+    order: str = "nhd"
+    lengths: tuple[int, ...] = ()
+    cache_dtype: str | None = None
+    shared: int = 0
+    seed: int = 0
+    kind = "paged"
+    of_item = True
+
+    def __post_init__(self) -> None:
+        for what, value, least in (
+            ("a page size", self.page_size, 1),
+            ("a number of shared pages", self.shared, 0),
+            ("a seed", self.seed, 0),
+            *(("a length", length, 0) for length in self.lengths),
+        ):
+            if type(value) is not int or not least <= value < 2**31:
+                what = f"{what} is a whole number of at least {least}, not {value!r}"
+                raise ProblemError(what, hint=_HOW_PAGED)
+        if self.order not in _PAGE_ORDERS:
+            raise ProblemError(f"pages are nhd or hnd, not {self.order!r}", hint=_HOW_PAGED)
+        if self.cache_dtype not in (None, "e4m3"):
+            what = f"a cache is e4m3, or as q is, not {self.cache_dtype!r}"
+            raise ProblemError(what, hint=_HOW_PAGED)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """k_scale and v_scale of an FP8 cache."""
+        return ("k_scale", "v_scale") if self.cache_dtype else ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers that distinguish such layouts."""
+        own = (self.page_size, self.order == "hnd", bool(self.cache_dtype), self.shared, self.seed)
+        return 3, *map(int, own), *self.lengths
+
+    @property
+    def label(self) -> str:
+        """` paged(16)`; hnd, e4m3, lengths, shared pages and the seed after it, if it has them."""
+        parts = [str(self.page_size), *[self.order] * (self.order != "nhd")]
+        parts += [self.cache_dtype] if self.cache_dtype else []
+        parts += [_in_groups(self.lengths)] if self.lengths else []
+        parts += [f"shared{self.shared}"] * (self.shared > 0) + [f"seed{self.seed}"] * (
+            self.seed > 0
+        )
+        return f" paged({','.join(parts)})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As rows and specs have it."""
+        size, *others = self.label.removeprefix(" paged(").removesuffix(")").split(",")
+        others = [other for other in others if other != self.cache_dtype]
+        own = {"cache_dtype": self.cache_dtype} if self.cache_dtype else {}
+        return {"paged": [int(size), *others], **own}
+
+    def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
+        """The keys of each item, as `Gathered` has them."""
+        return Gathered(self.of_items(batch, seqlen_k)).ranges(batch, seqlen_k)
+
+    def of_items(self, batch: int, seqlen_k: int) -> tuple[int, ...]:
+        """How many keys each item has; the seed orders groups of lengths."""
+        if not self.lengths:
+            return (seqlen_k,) * batch
+        return tuple(self.lengths[at] for at in drawn_order(batch, self.seed))
+
+    def pages(self, batch: int, seqlen_k: int) -> int:
+        """Pages of the cache."""
+        return _tables(self, batch, seqlen_k)[1]
+
+    def blocks(self, seqlen_k: int) -> int:
+        """Columns of block_table."""
+        return -(-seqlen_k // self.page_size)
+
+    def of_keys(self, p: Problem, columns: int) -> tuple[int, ...]:
+        """The shape of k, or of v with its columns."""
+        inside = (self.page_size, p.heads_kv)
+        pages = self.pages(p.batch, p.seqlen_k)
+        return (pages, *(inside if self.order == "nhd" else inside[::-1]), columns)
+
+    def strides(self, p: Problem) -> tuple[int, int, int]:
+        """Elements of k from page to page, slot to slot, head to head."""
+        page, row = self.page_size * p.heads_kv * p.head_dim, p.head_dim
+        inside = (p.heads_kv * row, row) if self.order == "nhd" else (row, self.page_size * row)
+        return page, *inside
+
+    def gathered(self, p: Problem) -> Problem:
+        """The problem with its pages gathered: see Gathered. Its k and v are of q's dtype."""
+        layout = Gathered(self.of_items(p.batch, p.seqlen_k), self.scales)
+        return replace(p, layout=layout)
+
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:
+        """The inputs that tell the keys of each item."""
+        return {"seqused_k": (batch,), "block_table": (batch, self.blocks(seqlen_k))}
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """The values of these inputs."""
+        return {
+            "seqused_k": self.of_items(batch, seqlen_k),
+            "block_table": _tables(self, batch, seqlen_k)[0],
+        }
+
+    def slots(self, batch: int, seqlen_k: int) -> int:
+        """Rows of k of a head in the whole cache; of shared pages, once for each item."""
+        most = self.shared * self.page_size
+        shared = sorted(min(most, n) for n in self.of_items(batch, seqlen_k))
+        return self.pages(batch, seqlen_k) * self.page_size + sum(shared[:-1])
+
+    def unseen(self, batch: int, seqlen_k: int) -> int:
+        """Slots of a head in the whole cache that no query may see."""
+        return self.slots(batch, seqlen_k) - sum(self.of_items(batch, seqlen_k))
+
+    def faults(self, p: Problem) -> Iterator[Fault]:
+        """What a problem cannot have beside it."""
+        if self.lengths and len(self.lengths) != p.batch:
+            hint = f"write batch {len(self.lengths)}"
+            yield f"a cache of {len(self.lengths)} lengths is of as many items", hint
+        elif self.lengths and max(self.lengths) != p.seqlen_k:
+            yield "seqlen_k is the longest length", f"write seqlen_k {max(self.lengths)}"
+        others = ["boolean mask"] * p.mask.as_tensor + ["head_dim_v"] * bool(p.head_dim_v)
+        others += ["top_left"] * p.mask.interval.top_left
+        others += [f"q of {p.dtype}"] * (p.format.nbytes != 2)
+        yield from ((f"a paged cache has no {other} beside it", None) for other in others)
+
+    @classmethod
+    def parse(cls, text: str) -> Paged:
+        """The layout of a label. Raises ProblemError for any other text."""
+        (inside,) = _read(_PAGED, text, "no paged cache", _HOW_PAGED)
+        size, *others = (part.strip().lower() for part in inside.split(","))
+        return cls.of([int(size) if size.isdecimal() else size, *others])
+
+    @classmethod
+    def of(cls, parts: Any, cache_dtype: Any = None) -> Paged:
+        """The layout of its page size and what else is said of it. Raises ProblemError."""
+        if not isinstance(parts, list | tuple) or not parts:
+            raise ProblemError(f"paged is [PAGE_SIZE], not {parts!r}", hint=_HOW_PAGED)
+        size, *others = parts
+        own: dict[str, Any] = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
+        for other in others:
+            found: dict[str, Any] = {}
+            if other in _PAGE_ORDERS:
+                found = {"order": other}
+            elif other == "e4m3":
+                found = {"cache_dtype": other}
+            elif isinstance(other, str) and _LENGTHS.fullmatch(other):
+                found = {"lengths": _of_groups(other)}
+            elif isinstance(other, str) and (match := re.fullmatch(r"(shared|seed)(\d+)", other)):
+                found = {match[1]: int(match[2])}
+            if not found or own.keys() & found:
+                raise ProblemError(f"{other!r} is no part of a paged cache", hint=_HOW_PAGED)
+            own |= found
+        return cls(size, **own)
+
+
+def _in_groups(lengths: tuple[int, ...]) -> str:
+    """`32x128+32x4k`: how many items in a row have how many keys."""
+    groups = [(len([*own]), length) for length, own in groupby(lengths)]
+    return "+".join(
+        f"{count}x{f'{length // 1024}k' if length and length % 1024 == 0 else length}"
+        for count, length in groups
+    )
+
+
+def _of_groups(text: str) -> tuple[int, ...]:
+    """The lengths of such a text; one number is the length of one item."""
+    found: list[int] = []
+    for group in text.split("+"):
+        count, _, length = group.rpartition("x")
+        number = int(length.removesuffix("k")) * (1024 if length.endswith("k") else 1)
+        if len(found) + int(count or 1) > _MOST_ITEMS:
+            raise ProblemError(f"a cache has at most {_MOST_ITEMS} items", hint=_HOW_PAGED)
+        found += [number] * int(count or 1)
+    return tuple(found)
+
+
+_MOST_ITEMS = 2**16
+
+
 def _read(pattern: re.Pattern[str], text: str, none: str, hint: str) -> tuple[Any, ...]:
     """Parse a label, or the text inside its brackets, into its parts. Raises ProblemError."""
     bare = text.strip()
@@ -266,21 +535,28 @@ def _read(pattern: re.Pattern[str], text: str, none: str, hint: str) -> tuple[An
 
 
 DENSE = Dense()
-Layout = Dense | Padded | Packed
+Layout = Dense | Padded | Packed | Paged | Gathered
 EXAMPLES: Mapping[str, Layout] = {
-    each.kind: each for each in (DENSE, Padded("right", 40), Packed(8))
+    each.kind: each for each in (DENSE, Padded("right", 40), Packed(8), Paged(16))
 }
 """A layout of each kind."""
 
 
 def of_label(text: str) -> Layout:
     """The layout of a label. Raises ProblemError."""
-    return Packed.parse(text) if text.startswith("packed") else Padded.parse(text)
+    kinds: dict[str, type[Packed | Paged]] = {"packed": Packed, "paged": Paged}
+    return kinds.get(text.partition("(")[0], Padded).parse(text)
 
 
 def of_facts(facts: Mapping[str, Any]) -> Layout:
     """The layout of a problem's facts. Raises ProblemError."""
     padding, packed = facts.get("padding"), facts.get("packed")
+    paged, cache_dtype = facts.get("paged"), facts.get("cache_dtype")
+    if paged is not None and padding is None and packed is None:
+        return Paged.of(paged, cache_dtype)
+    if paged is not None or cache_dtype is not None:
+        what = "a paged cache has no padding or packing beside it" if paged else "cache_dtype is "
+        raise ProblemError(what if paged else f"{what}of a paged cache", hint=_HOW_PAGED)
     if packed is not None:
         if padding is not None or not isinstance(packed, list | tuple) or len(packed) > 3:
             what = f"packed is [SEQUENCES, PERCENT], without padding, not {packed!r}"
@@ -312,3 +588,28 @@ def _begins(layout: Packed, seqlen: int) -> tuple[int, ...]:
     shares = [max(least * steps, int(count == 1)), *percents]
     ends = [*accumulate(shares[number] for number in drawn_order(count, layout.seed))]
     return (0, *(seqlen * end // ends[-1] for end in ends))
+
+
+@lru_cache(maxsize=8)
+def _tables(layout: Paged, batch: int, seqlen_k: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The pages of each item, and how many pages a cache has.
+
+    Pages are in an order at random, as a pool's are. Behind an item's last page stand numbers that
+    are no pages.
+    """
+    size, blocks = layout.page_size, layout.blocks(seqlen_k)
+    counts = [-(-length // size) for length in layout.of_items(batch, seqlen_k)]
+    shared = min(layout.shared, max(counts, default=0))
+    pages = shared + sum(max(0, count - shared) for count in counts) + _SPARE_PAGES
+    order = drawn_order(pages, layout.seed, size)
+    in_common, at, rows = order[:shared], shared, []
+    for count in counts:
+        own = max(0, count - shared)
+        row = [*in_common[:count], *order[at : at + own]]
+        at += own
+        row += [_NO_PAGES[place % len(_NO_PAGES)] for place in range(blocks - len(row))]
+        rows.append(tuple(row))
+    return tuple(rows), pages
+
+
+_NO_PAGES = (-1, 2**31 - 1, -(2**31), 2**30)

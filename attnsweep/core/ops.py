@@ -82,8 +82,12 @@ def _keys(p: Problem) -> tuple[int, ...]:
 
 
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
-    shapes = {"q": _queries(p), "k": _keys(p), "v": (*_keys(p)[:3], p.value_dim)}
-    given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
+    stored = p.layout.cache_dtype or p.dtype
+    columns = {"k": p.head_dim, "v": p.value_dim}
+    given = (
+        Tensor("q", _queries(p), p.dtype),
+        *(Tensor(name, p.layout.of_keys(p, own), stored) for name, own in columns.items()),
+    )
     return given + _scales(p) + _mask(p) + _ranges(p) + _of_scores(p)
 
 
@@ -98,13 +102,15 @@ def _mask(p: Problem) -> tuple[Tensor, ...]:
 def _scales(p: Problem) -> tuple[Tensor, ...]:
     keys, each = p.format.scale_block, (p.batch, p.heads_kv)
     shapes = (each, *[(*each, -(-p.seqlen_k // keys)) if keys else each] * 2)
-    scales = zip(p.format.scales, shapes, strict=False)
+    scales = [*zip(p.format.scales, shapes, strict=False)]
+    scales += [(name, each) for name in p.layout.scales]
     return tuple(Tensor(name, shape, "fp32") for name, shape in scales)
 
 
 def _ranges(p: Problem) -> tuple[Tensor, ...]:
     """Inputs that give the keys of each item, or the sequences of one: see Problem."""
-    return tuple(Tensor(name, shape, "int32") for name, shape in p.layout.shapes(p.batch).items())
+    shapes = p.layout.shapes(p.batch, p.seqlen_k)
+    return tuple(Tensor(name, shape, "int32") for name, shape in shapes.items())
 
 
 def _of_scores(p: Problem) -> tuple[Tensor, ...]:
@@ -169,7 +175,9 @@ def _backward_flops(p: Problem) -> int:
 
 
 def _backward_faults(p: Problem) -> Iterator[tuple[str, str]]:
-    others = [p.mask.label] * p.mask.as_tensor + [p.layout.kind] * (p.layout.kind == "packed")
+    others = [p.mask.label] * p.mask.as_tensor + [p.layout.kind] * (
+        p.layout.kind in ("packed", "paged")
+    )
     others += [*p.scores.kinds, *["head_dim_v"] * bool(p.head_dim_v)]
     others += [p.dtype] * (DTYPE_BYTES[p.dtype] != 2)
     hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"

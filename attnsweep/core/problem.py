@@ -19,6 +19,7 @@ from attnsweep.core.formats import Dtype as Dtype
 from attnsweep.core.layouts import DENSE, Layout, of_facts, of_label
 from attnsweep.core.layouts import Packed as Packed
 from attnsweep.core.layouts import Padded as Padded
+from attnsweep.core.layouts import Paged as Paged
 from attnsweep.core.masks import CAUSAL as CAUSAL
 from attnsweep.core.masks import FULL as FULL
 from attnsweep.core.masks import Boolean as Boolean
@@ -42,9 +43,9 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
-    r"(?: +(?!causal_|window|boolean|padded|packed|softcap|sinks|bias|backward)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|paged|packed|softcap|sinks|bias|backward)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
-    r"(?: +(pa(?:dded|cked)\([^)]*\)))?"
+    r"(?: +(pa(?:dded|cked|ged)\([^)]*\)))?"
     rf"({WORDS})"
     r"(?: +(backward))?"
 )
@@ -62,7 +63,8 @@ class Problem:
     to write mask=CAUSAL. A query that sees none has output 0, and a log-sum-exp of minus infinity.
     In a padded `layout`, an item of the batch has keys of its own range alone, which is one more
     input of a call, `key_range`, int32 (batch, 2): the first key and the one after the last. A
-    query sees a key if the mask and the range let it. A Boolean mask is an input too, `mask`.
+    query sees a key if the mask and the range let it. A Boolean mask is an input too, `mask`. In a
+    paged layout, k and v are pages, and a table says which an item has: see Paged.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -194,7 +196,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """Kind of mask or layout: `full`, `causal`, `window`, `padded`, `packed` or `boolean`."""
+        """`full`, `causal`, `window` or `boolean`, or the layout: `padded`, `packed`, `paged`."""
         if self.mask.as_tensor or self.layout == DENSE:
             return self.mask.kind
         return self.layout.kind
@@ -353,8 +355,8 @@ class Problem:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Names of the scales of q, k and v."""
-        return self.format.scales
+        """Names of the scales of q, k and v, or of k and v alone."""
+        return self.format.scales or self.layout.scales
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -398,10 +400,11 @@ class Problem:
         pattern = self.mask.pattern
         padded = pattern is not None and pattern.name == "padding"
         if self.seqlen_q == 1 or padded:
-            unseen = self.batch * self.seqlen_k - _pairs(self) // self.seqlen_q
+            slots = self.layout.slots(self.batch, self.seqlen_k)
+            unseen = slots - _pairs(self) // self.seqlen_q
         else:
             unseen = self.layout.unseen(self.batch, self.seqlen_k)
-        row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
+        row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.tensor("k").dtype]
         return self.tensor_bytes - unseen * row
 
     @property
@@ -447,7 +450,7 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
         *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
-        *("softcap", "sinks", "bias", "op", "head_dim_v"),
+        *("paged", "cache_dtype", "softcap", "sinks", "bias", "op", "head_dim_v"),
     }
 )
 """Keys that `Problem.facts` may have."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import KernelError
+from attnsweep.core.formats import FORMATS
 from attnsweep.core.hardware import Arch
 from attnsweep.core.ops import ORDERS
 from attnsweep.core.problem import Problem, Value
@@ -104,8 +105,10 @@ class Family:
     head_dims: the supported ones, as a tuple or a range. head_dims_v: those that v and o may have
     where they differ from q's and k's; without, they may not. masks: the kinds that it can: full,
     causal, window, and boolean if it reads `mask`. layouts: dense, padded if it reads `key_range`,
-    and packed if it reads `cu_seqlens_q` and `cu_seqlens_k`, with each of its masks. For all of
-    those it must have empty_rows, since the inputs are known on the device alone. scores: what it
+    packed if it reads `cu_seqlens_q` and `cu_seqlens_k`, and paged if it reads `block_table` and
+    `seqused_k`, with each of its masks. For all of those it must have empty_rows, since the inputs
+    are known on the device alone. cache_dtypes: how k and v of a paged layout may be stored, if not
+    as q is. scores: what it
     can make of them, of softcap, sinks and bias, which is minus infinity in places. deterministic:
     equal calls give equal bits, and the bits of a head follow from its own q, k and v alone, which
     is checked; False for a family with atomic sums; or the name of a switch with which they do.
@@ -128,6 +131,7 @@ class Family:
     head_dims: tuple[int, ...] | range = (64, 128, 256)
     masks: tuple[str, ...] = ("full", "causal")
     layouts: tuple[str, ...] = ("dense",)
+    cache_dtypes: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
     empty_rows: bool = False
     rounds_scores: int = 0
@@ -368,6 +372,11 @@ class Family:
             return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         if problem.layout.kind not in self.layouts:
             return f"layout {problem.layout.kind} is not one of {', '.join(self.layouts)}"
+        if (stored := problem.layout.cache_dtype) is not None:
+            if stored not in self.cache_dtypes:
+                return f"cannot read a cache of {stored}"
+            if (major, minor) < (first := FORMATS[stored].first_capability):
+                return f"{arch.name} has no {stored}: it needs sm_{first[0]}{first[1]} or later"
         for kind in problem.scores.kinds:
             if kind not in self.scores:
                 return f"cannot do {kind}"

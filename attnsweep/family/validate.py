@@ -68,6 +68,7 @@ def of_kernel(kernel: Any) -> Fault | None:
     for name, least, known in (
         ("dtypes", 1, DTYPE_BYTES),
         ("layouts", 0, LAYOUTS),
+        ("cache_dtypes", 0, ("e4m3",)),
         ("scores", 0, SCORES),
         ("ops", 1, OPS),
     ):
@@ -90,7 +91,8 @@ def of_kernel(kernel: Any) -> Fault | None:
     if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
         what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
         return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")
-    needy = {"padded": kernel.layouts, "packed": kernel.layouts, "boolean": kernel.masks}
+    needy = dict.fromkeys(("padded", "packed", "paged"), kernel.layouts)
+    needy |= {"boolean": kernel.masks}
     for name, declared in needy.items():
         if name in declared and kernel.empty_rows is not True:
             field = "masks" if declared is kernel.masks else "layouts"

@@ -406,6 +406,12 @@ class ProblemSpec(_Model):
     """Sequences one behind the other, as cu_seqlens say: their number, and percent of the
     longest that the shortest has, [8, 40]; a seed of their order may follow. batch is 1, and
     seqlen counts the tokens of all."""
+    paged: Annotated[list[StrictStr | StrictInt], Field(min_length=1, max_length=5)] | None = None
+    """A cache of pages with a table of them, as serving engines have it: the page size, and, in any
+    order, nhd or hnd (heads before slots), and how many requests have how many keys: [16, hnd,
+    '32x128+32x4k']; batch counts requests, and seqlen_k is the longest."""
+    cache_dtype: Literal["e4m3"] | None = None
+    """With paged: k and v in FP8, with a scale of each request and head; q and o stay in dtype."""
     boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = None
     """Calls get the mask as a boolean tensor: one for all, [], or of each item of the batch and
     each head, [item, head]. Or a mask that is no interval, [blocks, 30]. blocks: percent of 128
@@ -453,7 +459,7 @@ class ProblemSpec(_Model):
         if self.top_left and window is None and False in self.causal:
             raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
         pattern = any(isinstance(value, int) for value in self.boolean or ())
-        if pattern and (window or True in self.causal or self.padding or self.packed):
+        if pattern and (window or True in self.causal or self.padding or self.packed or self.paged):
             raise wrong("a pattern of boolean beside another mask", "give boolean alone")
         axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None], seqlens]
         axes += [self.head_dim, self.dtype, self.causal, self.op, self.head_dim_v or [None]]
@@ -471,7 +477,10 @@ class ProblemSpec(_Model):
 
 
 # Fields of a ProblemSpec that are facts of each of its problems as they are.
-_OF_ALL = ("window", "top_left", "padding", "packed", "boolean", "softcap", "sinks", "bias")
+_OF_ALL = (
+    *("window", "top_left", "padding", "packed", "paged", "cache_dtype", "boolean"),
+    *("softcap", "sinks", "bias"),
+)
 # Facts of which an entry gives several values, in the order in which they vary, the last fastest.
 _OF_EACH = (
     *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),

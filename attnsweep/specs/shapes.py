@@ -7,7 +7,7 @@ The grammar, in words apart from each other:
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S; Dv
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
                                        window_top_left(512,0), boolean(blocks,30) and
-                                       padded(right,40), backward
+                                       padded(right,40), paged(16,e4m3), backward
     S=1024:65536:*2        each length from the first to the last, times 2; 1024:4096:512 in steps
     shapes.csv                         a row for each shape
 """
@@ -51,7 +51,7 @@ _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CA
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
 _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padded": "padding"}
-_CALLS |= {"packed": "padding", "softcap": "softcap", "bias": "bias"}
+_CALLS |= {"packed": "padding", "paged": "padding", "softcap": "softcap", "bias": "bias"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 # Words of a shape that say which field they are of.
 _WORDS = dict.fromkeys(("causal", "causal_top_left", "full"), "mask") | {"sinks": "sinks"}
@@ -60,7 +60,7 @@ _OF_SCORES = ("softcap", "sinks", "bias")
 _OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "op")
 _MASK_WORDS = (
     *("causal", "full", "window(LEFT,RIGHT)", "boolean(PATTERN,NUMBER)", "padded(SIDE,PERCENT)"),
-    "packed(SEQUENCES,PERCENT)",
+    *("packed(SEQUENCES,PERCENT)", "paged(PAGE_SIZE)"),
     *("softcap(NUMBER)", "sinks", "bias(item,head)", "backward"),
 )
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"

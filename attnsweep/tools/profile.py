@@ -345,6 +345,9 @@ def _launch(path: Path) -> None:
 
 def inputs_of(problem: Problem) -> dict[str, npt.NDArray[Any]]:
     """Inputs of one group of heads, repeated for all: each of several passes makes them anew."""
+    if problem.layout.kind == "paged":
+        whole: Mapping[str, Any] = oracle_of(problem).make_inputs(cases.Case(problem), 0)
+        return dict(whole)
     group = problem.heads // problem.heads_kv
     case = cases.Case(replace(problem, batch=1, heads=group, heads_kv=1))
     one: Mapping[str, Any] = oracle_of(problem).make_inputs(case, 0, windows=False)

@@ -20,7 +20,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
 from attnsweep.core.formats import FORMATS
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.core.problem import DTYPE_BYTES, Paged, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
 from attnsweep.verify.sample import ALL, Sample
@@ -142,6 +142,7 @@ class Comparer:
         self._counts = Buffer(self.SLOTS * 8)
         self._host = session.pinned((self.SLOTS,), np.uint64)
         self._functions: dict[tuple[str, int], Any] = {}
+        self._gathered: dict[str, Buffer] = {}
 
     def _cubin(self, part: int) -> str:
         return judge_cubin(self._session.gpu.arch, self.dtype, part, self._cache_dir)
@@ -163,7 +164,7 @@ class Comparer:
 
     def reference(
         self,
-        inputs: dict[str, Buffer],
+        inputs: Mapping[str, Buffer],
         problem: Problem,
         out: Buffer,
         lse: Buffer,
@@ -174,6 +175,7 @@ class Comparer:
 
         Only rows of the sample's tiles are written.
         """
+        inputs, problem = self.gathered(inputs, problem)
         columns = 64 if problem.value_dim <= 64 else 128
         doubles = _TILE * _PITCH + max(2 * _STEP * _PITCH, _STEP * columns)
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.value_dim, columns)
@@ -183,6 +185,26 @@ class Comparer:
         args += [np.int32(sample.every), np.int32(sample.phase)]
         blocks = tiles * problem.batch * problem.heads
         self._launch(f"reference_{columns}", blocks, args, 8 * doubles)
+
+    def gathered(
+        self, at: Mapping[str, Buffer], problem: Problem
+    ) -> tuple[Mapping[str, Buffer], Problem]:
+        """A problem and its buffers, of a paged one with its pages gathered until the next call."""
+        layout = problem.layout
+        if not isinstance(layout, Paged):
+            return at, problem
+        dense, made = layout.gathered(problem), self._gathered
+        for name in ("k", "v", "key_range"):
+            if name not in made or made[name].nbytes < dense.bytes_of(name):
+                made[name] = Buffer(dense.bytes_of(name))
+        given = (at["k"], at["v"], at["block_table"], at["seqused_k"], *made.values())
+        args: list[Any] = [np.uint64(buffer.pointer) for buffer in given]
+        sizes = (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim)
+        args += map(np.int32, (*sizes, layout.page_size, layout.blocks(problem.seqlen_k)))
+        page, *inside = layout.strides(problem)
+        args += [np.int64(page), *map(np.int32, (*inside, layout.cache_dtype is not None))]
+        self._launch("gather_pages", self._blocks(made["k"].nbytes, 1), args)
+        return {**at, **made}, dense
 
     def judge_rows(
         self,
@@ -199,6 +221,7 @@ class Comparer:
         are no more, and computes what is right for each. Findings go to a slot: `row`, `element`
         and `row_gain` count, and `tile_gain` is the error of the log-sum-exp, as compare_lse's.
         """
+        at, problem = self.gathered(at, problem)
         rows = problem.batch * problem.heads * problem.seqlen_q
         blocks = min(self.ROWS, rows)
         tiles = self._tiles_for(blocks)
@@ -359,15 +382,17 @@ class Comparer:
         self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS))
 
     def negate(
-        self, tensors: Sequence[Buffer], heads: int, mix: Buffer, old: int, new: int
+        self, tensors: Sequence[Buffer], dtype: str, heads: int, mix: Buffer, old: int, new: int
     ) -> None:
         """Take k and v, or dO, from one mix to another, and write it to `mix`: see `negated_heads`.
+
+        dtype: theirs.
 
         In one launch: the device waits for it before each replay that is timed.
         """
         one, other = tensors[0], tensors[-1]
         # The sign bits of a word of four bytes.
-        sign = np.uint32({1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[self.dtype]])
+        sign = np.uint32({1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[dtype]])
         sizes = (np.int64(one.nbytes), np.int64(other.nbytes), np.int32(heads))
         mixes = map(np.uint64, (old, new, mix.pointer))
         args = [np.uint64(one.pointer), np.uint64(other.pointer), *sizes, sign, *mixes]
@@ -473,7 +498,9 @@ def row_bytes(problem: Problem) -> int:
 def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> list[Any]:
     """The kernel arguments of attention from `group` to `sinks`."""
     sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    scales, per, blocks = [at[name].pointer for name in problem.scales] or [0, 0, 0], 2**31 - 1, 1
+    of_scales = [f"{name}_scale" for name in "qkv"]
+    scales = [at[name].pointer if name in problem.scales else 0 for name in of_scales]
+    per, blocks = 2**31 - 1, 1
     if problem.format.scale_block is not None:
         per, blocks = problem.format.scale_block, problem.shape_of("k_scale")[2]
     given = {name: at[name].pointer for name in problem.inputs}

@@ -41,9 +41,10 @@ def regions_to_redraw(
 ) -> LaunchRecords:
     """The inputs of copies for Comparer.redraw, which gives each a content of its own.
 
-    For a backward, o and dO are drawn too; its log-sum-exps stay.
+    For a backward, o and dO are drawn too; its log-sum-exps stay, and so does an FP8 cache.
     """
-    drawn = [name for name in problem.inputs if name in of_heads(problem)]
+    own = (name for name in problem.inputs if name in of_heads(problem))
+    drawn = [name for name in own if problem.tensor(name).dtype == problem.dtype]
     signs = {name: 2 if name in problem.format.signs_kept else 1 for name in drawn}
     every = [(copy[name], signs[name]) for copy in copies for name in drawn]
     return comparer.regions([(*one, number) for number, one in enumerate(every)])
@@ -114,7 +115,9 @@ class DeviceCase:
         self._seed, self._rng = seed, np.random.default_rng(seed)
         # A head with half a word cannot be negated without its neighbour.
         item = DTYPE_BYTES[problem.dtype]
+        # Neither can one of a page that several requests share.
         apart = two_sided and not any(dim * item % 4 for dim in problem.head_dims)
+        apart = apart and problem.layout.kind != "paged"
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
         # A part of an output: where one has a head for each of keys, it is that of a key head.
         heads = min(problem.shape_of(name)[1] for name in self.outputs)
@@ -246,7 +249,8 @@ class DeviceCase:
         self.to_content(0)
         if self.mix != mix:
             tensors = [self.buffers[name] for name in self._oracle.negated]
-            self.comparer.negate(tensors, self._heads_kv, self._mix, self.mix, mix)
+            dtype = self.case.problem.tensor(self._oracle.negated[0]).dtype
+            self.comparer.negate(tensors, dtype, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 
     def redraw(self) -> None:

@@ -147,18 +147,24 @@ def mask_of(problem: Problem) -> dict[str, Bits]:
 # -- scales ---------------------------------------------------------------------------------
 
 
-def stored(values: Mapping[str, npt.NDArray[np.float32]], problem: Problem) -> dict[str, Bits]:
-    """q, k, v of a problem in storage form, with their scales if it has any."""
-    if not problem.scales:
-        each = parallel if problem.min_bytes > 2**20 else map
-        return dict(
-            zip("qkv", each(lambda n: to_bits(values[n], problem.dtype), "qkv"), strict=True)
-        )
-    scales = {name: _scale(values[name], name, problem) for name in "qkv"}
-    made = {
-        name: to_bits(values[name] / _spread(scales[name], name, problem), problem.dtype)
-        for name in "qkv"
-    }
+def stored(
+    values: Mapping[str, npt.NDArray[np.float32]], problem: Problem, scaled: str | None = None
+) -> dict[str, Bits]:
+    """q, k, v of a problem in storage form, with their scales if it has any.
+
+    scaled: the dtype of those that have a scale, if not the problem's.
+    """
+    with_scale = [name for name in "qkv" if f"{name}_scale" in problem.scales]
+    scales = {name: _scale(values[name], name, problem) for name in with_scale}
+
+    def bits(name: str) -> Bits:
+        if name not in scales:
+            return to_bits(values[name], problem.dtype)
+        unscaled = values[name] / _spread(scales[name], name, problem)
+        return to_bits(unscaled, scaled or problem.dtype)
+
+    each = parallel if problem.min_bytes > 2**20 else map
+    made = dict(zip("qkv", each(bits, "qkv"), strict=True))
     return made | {f"{name}_scale": scale for name, scale in scales.items()}
 
 
@@ -191,7 +197,7 @@ def check_scales(inputs: Mapping[str, Tensor], problem: Problem) -> None:
     for name in problem.scales:
         if name not in inputs:
             raise ProblemError(
-                f"{name} is missing: {problem.dtype} has a scale of q, of k and of v",
+                f"{name} is missing: {problem.label} has {', '.join(problem.scales)}",
                 hint=f"give {name} as float32, {problem.shape_of(name)}",
             )
         scale: Any = inputs[name]

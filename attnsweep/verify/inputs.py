@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy.typing as npt
 
 from attnsweep.core import boolean_masks
 from attnsweep.core.long_problems import is_long
-from attnsweep.core.problem import SCALE_BLOCK, Padded, Problem, ceil_div
+from attnsweep.core.problem import SCALE_BLOCK, Padded, Paged, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify.encoding import Bits, Tensor, Windows, from_bits, mask_of, stored, to_bits
+from attnsweep.verify.paging import in_pages
 from attnsweep.verify.reference import hidden_keys
 
 if TYPE_CHECKING:
@@ -63,28 +65,35 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """
+    if isinstance(layout := case.problem.layout, Paged):
+        dense = replace(case, problem=layout.gathered(case.problem))
+        made = stored(draw(dense, seed), dense.problem, layout.cache_dtype)
+        return {**in_pages(made, case.problem), **beside(dense, seed, hidden=False)}
     return {**_qkv(case, seed, windows), **beside(case, seed)}
 
 
-def beside(case: Case, seed: int) -> Mapping[str, Bits]:
+def beside(case: Case, seed: int, *, hidden: bool = True) -> Mapping[str, Bits]:
     """The inputs beside q, k, v and their scales: what hides keys, and what changes scores.
+
+    hidden: without, what changes scores alone.
 
     A bias hides some keys of each query, and not all; of items that have their own, the last keys
     of all but one as padding does. The weight of a sink is about that of all keys together.
     """
     problem = case.problem
-    made, how, rng = mask_of(problem), problem.scores, np.random.default_rng((seed, 9))
+    made = mask_of(problem) if hidden else {}
+    how, rng = problem.scores, np.random.default_rng((seed, 9))
     if how.bias is not None and case.inputs == "finite_mask":
         made["bias"] = to_bits(_finite_masks(problem), problem.dtype)
     elif how.bias is not None:
         bias = rng.standard_normal(shape := problem.shape_of("bias"), dtype=np.float32)
         bias *= np.float32(_BIAS)
         rows, keys = np.arange(problem.seqlen_q)[:, None], np.arange(shape[3])
-        hidden = rng.random(shape, dtype=np.float32) < _HIDDEN_BY_BIAS
+        without = rng.random(shape, dtype=np.float32) < _HIDDEN_BY_BIAS
         if "item" in how.bias:
             ends = Padded("right", 40).ranges(problem.batch, problem.seqlen_k)
-            hidden |= keys >= np.array(ends)[:, 1, None, None, None]
-        bias[hidden & (keys != rows % max(1, problem.seqlen_k // 3))] = -np.inf
+            without |= keys >= np.array(ends)[:, 1, None, None, None]
+        bias[without & (keys != rows % max(1, problem.seqlen_k // 3))] = -np.inf
         bias[..., problem.seqlen_k :] = np.nan
         made["bias"] = to_bits(bias, problem.dtype)
     if how.sinks:

@@ -15,8 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from attnsweep.core.cases import TILE, Case
+from attnsweep.core.layouts import DENSE
 from attnsweep.core.long_problems import is_long
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import FULL, Paged, Problem
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.measures import (
     Measures,
@@ -53,6 +54,9 @@ _LIMIT_ROWS = (256, 1024)
 _DRAWS = 16
 # Errors of gains and scales that limits admit, in halves of a limit and standard errors: 5 of them.
 _BY_CHANCE = 2.5
+# Keys of a request that stands for those of a paged cache: what rounding costs a row, of its
+# length, does not depend on how many it has.
+_MOST_KEYS = 4096
 # Over fewer rows, rounding does not average out, and gains have no limit.
 _AVERAGES = 512
 
@@ -149,8 +153,14 @@ def _few_heads(case: Case) -> Case:
 
     Items that have keys of their own are not: there are up to four of these. Few queries leave each
     head of keys its group: keys are most of the work then, and were drawn 64 times for one query.
+    Of a paged cache, there is one request of many queries: it was drawn 64 times for one.
     """
     problem, group = case.problem, 1
+    if isinstance(problem.layout, Paged):
+        mask = problem.mask if problem.mask.kind == "window" else FULL
+        keys = min(problem.seqlen_k, _MOST_KEYS)
+        problem = replace(problem, batch=1, seqlen_q=2 * TILE, seqlen_k=keys, layout=DENSE)
+        problem = replace(problem, mask=mask)
     batch = min(problem.batch, 4) if problem.items_differ else 1
     if problem.seqlen_q < TILE and not (problem.items_differ or problem.format.cut_sums):
         group = problem.heads // problem.heads_kv

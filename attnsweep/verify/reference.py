@@ -14,6 +14,7 @@ from attnsweep.core.cases import TILE, Case
 from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import Float, Tensor, from_bits, values_of
+from attnsweep.verify.paging import gathered
 
 # FLOPs of NumPy's reference of one case. On the device every row is judged; these rows prove the
 # device's reference: all of (1,8,512,64), 15 of (4,16,4096,128), others in each run.
@@ -140,6 +141,7 @@ def exact_rows(
 
     Few rows cost less than to convert k and v, which happens once here.
     """
+    inputs, problem = gathered(inputs, problem)
     group = problem.heads // problem.heads_kv
     shape = (problem.batch, problem.heads, len(rows))
     sides = [(np.empty((*shape, problem.value_dim)), np.empty(shape)) for _ in signs]

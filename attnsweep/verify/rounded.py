@@ -17,6 +17,7 @@ from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify import fp8
 from attnsweep.verify.encoding import Float, Tensor, round_to, values_of
 from attnsweep.verify.measures import TILT
+from attnsweep.verify.paging import gathered
 from attnsweep.verify.reference import (
     _BLOCK_ROWS,
     _BLOCK_ROWS_OF_LONG,
@@ -75,6 +76,7 @@ def references(
     maths: Sequence[ForwardMaths],
 ) -> list[Float]:
     """The rows by each of several maths, which share their scores and exponentials."""
+    inputs, problem = gathered(inputs, problem)
     group = problem.heads // problem.heads_kv
     shape = (problem.batch, problem.heads, len(rows), problem.value_dim)
     outs = [np.empty(shape) for _ in maths]
@@ -183,6 +185,7 @@ def log_sum_exp(
     In float64; scores are scaled. What a kernel that writes the log-sum-exp must have written.
     in_fp8: of scores as Hopper's FP8 products add them, by this maths.
     """
+    inputs, problem = gathered(inputs, problem)
     group = problem.heads // problem.heads_kv
     out = np.empty((problem.batch, problem.heads, len(rows)))
 

@@ -179,7 +179,7 @@ def test_heads_are_negated_each_for_itself(dtype, heads, each, of_v, device):
     for to in (OPPOSITE, 12345, 2**64 - 1, PLAIN):
         if heads == 1 and to not in (PLAIN, OPPOSITE):
             continue
-        judge.negate(buffers, heads, mix, now, to)
+        judge.negate(buffers, dtype, heads, mix, now, to)
         now = to
         assert mix.of(np.uint64)[0] == to
         turned = negated_heads(to, heads)[:, None]
@@ -198,7 +198,7 @@ def test_heads_of_fp8_are_negated_by_their_sign_bits(heads, device):
     buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
     other, judge = uploaded(bits), device.judge("e4m3")
     for now, to in ((PLAIN, 12345), (12345, OPPOSITE)):
-        judge.negate([buffer, other], heads, mix, now, to)
+        judge.negate([buffer, other], "e4m3", heads, mix, now, to)
         turned = negated_heads(to, heads)[:, None]
         expected = np.where(turned, bits ^ np.uint8(0x80), bits)
         assert (buffer.main.reshape(bits.shape) == expected).all()

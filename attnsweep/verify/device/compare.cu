@@ -132,7 +132,6 @@ __device__ void compare(const void* o, const double* plain, const double* opposi
 #if DTYPE_E4M3
 using In = E4m3;
 using Out = Bf16;
-using Scales = Scaled;
 #else
 #if DTYPE_FP16
 using In = Fp16;
@@ -142,7 +141,6 @@ using In = Bf16;
 using In = Fp32;
 #endif
 using Out = In;
-using Scales = Unscaled;
 #endif
 #if !PART || PART == 2
 extern "C" __global__ void __launch_bounds__(256)
@@ -202,6 +200,41 @@ extern "C" __global__ void __launch_bounds__(256)
         some[i] = all[(head * seqlen + rows[row % count]) * head_dim + i % head_dim];
     }
 }
+
+#if !DTYPE_E4M3
+// Pages of a cache as tensors (batch * heads_kv, seqlen_k, head_dim) whose last row is an item's
+// last key, and the range of each item. e4m3: that is how the cache is stored. Strides in elements.
+extern "C" __global__ void __launch_bounds__(256)
+    gather_pages(const void* k, const void* v, const int* table, const int* lengths, void* k_to,
+                 void* v_to, int* ranges, int batch, int heads_kv, int seqlen_k, int head_dim,
+                 int page_size, int blocks, long long page_stride, int slot_stride, int head_stride,
+                 int e4m3) {
+    long long elements = static_cast<long long>(batch) * heads_kv * seqlen_k * head_dim;
+    long long first = blockIdx.x * 256 + threadIdx.x;
+    for (long long i = first; i < elements; i += gridDim.x * 256) {
+        int column = i % head_dim, row = i / head_dim % seqlen_k;
+        long long head = i / head_dim / seqlen_k, item = head / heads_kv;
+        int key = row - (seqlen_k - lengths[item]);
+        long long at = 0;
+        if (key >= 0)
+            at = table[item * blocks + key / page_size] * page_stride +
+                 key % page_size * static_cast<long long>(slot_stride) +
+                 head % heads_kv * head_stride + column;
+        for (int which = 0; which < 2; ++which) {
+            const void* from = which ? v : k;
+            In::Bits bits = 0;
+            if (key >= 0)
+                bits = e4m3 ? In::exactly(E4m3::value(static_cast<const unsigned char*>(from)[at]))
+                            : static_cast<const In::Bits*>(from)[at];
+            static_cast<In::Bits*>(which ? v_to : k_to)[i] = bits;
+        }
+    }
+    if (first < batch) {
+        ranges[2 * first] = seqlen_k - lengths[first];
+        ranges[2 * first + 1] = seqlen_k;
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,

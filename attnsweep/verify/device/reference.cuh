@@ -5,6 +5,12 @@
 struct Fp16 {
     using Bits = unsigned short;
     static constexpr double HALF_ULP = 1. / 2048;
+    // Of 0, NaN, or a number that this type has and that is not below 2^-14.
+    static __device__ Bits exactly(float x) {
+        unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+        if (size > 0x7F800000) return 0x7E00;
+        return sign | (size ? (size >> 13) - (112 << 10) : 0);
+    }
     static __device__ double value(Bits bits) {
         int exponent = bits >> 10 & 31, mantissa = bits & 1023;
         double magnitude = exponent == 0
@@ -17,6 +23,7 @@ struct Fp16 {
 struct Bf16 {
     using Bits = unsigned short;
     static constexpr double HALF_ULP = 1. / 256;
+    static __device__ Bits exactly(float x) { return __float_as_uint(x) >> 16; }
     static __device__ double value(Bits bits) {
         return __uint_as_float(static_cast<unsigned>(bits) << 16);
     }
@@ -24,6 +31,7 @@ struct Bf16 {
 struct Fp32 {
     using Bits = unsigned;
     static constexpr double HALF_ULP = 1. / (1 << 24);
+    static __device__ Bits exactly(float x) { return __float_as_uint(x); }
     static __device__ double value(Bits bits) { return __uint_as_float(bits); }
 };
 struct E4m3 {
@@ -49,23 +57,16 @@ struct Fp64 {
 __device__ double unless_nan(double x) { return x == x ? x : 0.; }
 
 // ---- the scales of a head's rows ----
-struct Unscaled {
-    const float *q, *k, *v;
-    int block, blocks;
-    __device__ double of_q(int) const { return 1.; }
-    __device__ double of_k(int) const { return 1.; }
-    __device__ double of_v(int) const { return 1.; }
-    __device__ Unscaled at(long long) const { return *this; }
-};
-// One of each head of keys and its queries, or, of k and v, one of each block of its keys.
-struct Scaled {
+// One of each head of keys and its queries, or, of k and v, one of each block of its keys. Null is 1.
+struct Scales {
     const float *q, *k, *v;
     int block, blocks;  // keys of a block; blocks of a head
-    __device__ double of_q(int) const { return *q; }
-    __device__ double of_k(int row) const { return k[row / block]; }
-    __device__ double of_v(int row) const { return v[row / block]; }
-    __device__ Scaled at(long long head_kv) const {
-        return {q + head_kv, k + head_kv * blocks, v + head_kv * blocks, block, blocks};
+    __device__ double of_q(int) const { return q ? *q : 1.; }
+    __device__ double of_k(int row) const { return k ? k[row / block] : 1.; }
+    __device__ double of_v(int row) const { return v ? v[row / block] : 1.; }
+    __device__ Scales at(long long head_kv) const {
+        return {q ? q + head_kv : q, k ? k + head_kv * blocks : k, v ? v + head_kv * blocks : v,
+                block, blocks};
     }
 };
 
@@ -140,10 +141,10 @@ struct Scores {
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials. Rows of q and k have head_dim
 // elements, those of v and the output value_dim.
-template <class T, int COLUMNS, class S>
+template <class T, int COLUMNS>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       int value_dim, double scale, int low, int high, S all_scales, Seen keys,
+                       int value_dim, double scale, int low, int high, Scales all_scales, Seen keys,
                        Scores how, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
@@ -156,7 +157,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
     const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
     const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
-    S scales = all_scales.at(head / group);
+    Scales scales = all_scales.at(head / group);
     int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
     double sum[4], largest[4], acc[4][COLUMNS / LANES];
 #pragma unroll
@@ -318,7 +319,7 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
     const Bits* q = static_cast<const Bits*>(q_all) + (head * seqlen_q + row) * head_dim;
     const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
     const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
-    S scales = all_scales.at(head / group);
+    Scales scales = all_scales.at(head / group);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first, end;
     double* own = parts + warp * value_dim;
     for (int d = threadIdx.x; d < head_dim; d += 256) q_row[d] = T::value(q[d]) * scales.of_q(row);

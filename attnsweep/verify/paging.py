@@ -1,0 +1,81 @@
+"""A cache of pages, from tensors (batch, heads_kv, seqlen_k, head_dim) and back. NumPy only.
+
+References compute on gathered tensors: see core.layouts.Gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.layouts import Paged
+from attnsweep.core.problem import Problem
+from attnsweep.verify.encoding import Bits, Tensor, from_bits, mask_of, to_bits
+
+_NAN_BITS = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F}
+
+
+def stored_dtype(problem: Problem) -> str:
+    """How k and v of a paged problem are stored."""
+    return problem.layout.cache_dtype or problem.dtype
+
+
+def in_pages(gathered: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+    """The inputs of a paged problem, from those of the gathered one.
+
+    k and v of `gathered` are in storage form of the cache. Slots that no item has hold NaN; of
+    items that share a page, the first one's keys are there.
+    """
+    layout = problem.layout
+    assert isinstance(layout, Paged)
+    table = mask_of(problem)
+    made = {name: bits for name, bits in gathered.items() if name not in ("k", "v", "key_range")}
+    lengths = layout.of_items(problem.batch, problem.seqlen_k)
+    for name in ("k", "v"):
+        shape, dense = problem.shape_of(name), gathered[name]
+        of_dense: Any = dense
+        pages = np.full(shape, _NAN_BITS[stored_dtype(problem)], of_dense[0, 0].dtype)
+        slots = pages if layout.order == "nhd" else pages.swapaxes(1, 2)  # page, slot, head
+        for item in range(problem.batch - 1, -1, -1):
+            length, rows = lengths[item], np.arange(lengths[item])
+            own = table["block_table"][item, rows // layout.page_size]
+            for head in range(problem.heads_kv):
+                keys = of_dense[item, head][problem.seqlen_k - length :]
+                slots[own, rows % layout.page_size, head] = keys
+        made[name] = pages
+    return made | table
+
+
+def gathered(
+    inputs: Mapping[str, Tensor], problem: Problem
+) -> tuple[Mapping[str, Tensor], Problem]:
+    """A problem and its inputs, of a paged one with its pages gathered."""
+    layout = problem.layout
+    if not isinstance(layout, Paged):
+        return inputs, problem
+    dense = layout.gathered(problem)
+    made = {name: bits for name, bits in inputs.items() if name in dense.inputs}
+    for name in ("k", "v"):
+        made[name] = _gather(np.asarray(inputs[name]), inputs, problem, dense.shape_of(name))
+    return made | mask_of(dense), dense
+
+
+def _gather(
+    pages: Bits, inputs: Mapping[str, Tensor], problem: Problem, shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """k or v with an item's keys at its end, in q's dtype, which has every value of e4m3."""
+    layout = problem.layout
+    assert isinstance(layout, Paged)
+    slots = pages if layout.order == "nhd" else pages.swapaxes(1, 2)
+    table, lengths = np.asarray(inputs["block_table"]), np.asarray(inputs["seqused_k"])
+    made: npt.NDArray[Any] = np.zeros(shape, pages.dtype)
+    for item, length in enumerate(lengths):
+        rows = np.arange(length)
+        keys = slots[table[item, rows // layout.page_size], rows % layout.page_size]
+        made[item, :, problem.seqlen_k - length :] = keys.swapaxes(0, 1)
+    if layout.cache_dtype is None:
+        return made
+    return to_bits(from_bits(made, layout.cache_dtype), problem.dtype)
