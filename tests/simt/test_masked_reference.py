@@ -37,6 +37,8 @@ PROBLEMS = (
     Problem(1, 4, 2, 300, 300, 64, "bf16", CAUSAL, Packed(4, 0)),
     Problem(1, 2, 1, 200, 330, 24, "fp32", Interval(30, 7), Packed(5, 10, 1)),
     Problem(1, 2, 2, 330, 100, 64, "fp16", CAUSAL, Packed(6, 0, 2)),  # queries without keys
+    Problem.parse("(3,4/2,3x70,24) bf16 causal paged(16,1x70+1x2+1x33)"),
+    Problem.parse("(4,2,2x90,64) fp16 window(9,0) paged(1,hnd,e4m3,2x90+1x0+1x20,shared5) softcap(5) sinks"),
 )
 
 
@@ -71,6 +73,20 @@ def test_hard_padding(inputs, dtype, device):
     assert measures.row_error(out, expected) <= 1e-11
     size = np.maximum(1, np.abs(np.where(np.isfinite(log_sums), log_sums, 1)))
     assert (measures.apart(lse, log_sums) / size).max() <= 1e-12
+
+
+@pytest.mark.parametrize("cache", ["", ",e4m3"])
+def test_a_paged_case_on_the_device_is_proved_and_drawn_anew(cache, device):
+    problem = Problem.parse(f"(3,4/2,2x70,64) bf16 causal paged(16{cache},1x70+1x0+1x33)")
+    case = DeviceCase(Case(problem), 1, device, device.judge("bf16"), two_sided=True)
+    before = {name: buffer.main.copy() for name, buffer in case.buffers.items()}
+    case.go_to(1)
+    assert (case.buffers["k"].main != before["k"]).any()
+    case.redraw()
+    changed = {name for name, buffer in case.buffers.items() if (buffer.main != before[name]).any()}
+    assert {"q"} <= changed <= {"q", "k", "v", "o"}
+    case.go_to(0)
+    assert all((case.buffers[name].main == before[name]).all() for name in problem.inputs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])

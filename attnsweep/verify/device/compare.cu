@@ -201,7 +201,6 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-#if !DTYPE_E4M3
 // Pages of a cache as tensors (batch * heads_kv, seqlen_k, head_dim) whose last row is an item's
 // last key, and the range of each item. e4m3: that is how the cache is stored. Strides in elements.
 extern "C" __global__ void __launch_bounds__(256)
@@ -234,7 +233,6 @@ extern "C" __global__ void __launch_bounds__(256)
         ranges[2 * first + 1] = seqlen_k;
     }
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,

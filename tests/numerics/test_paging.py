@@ -1,0 +1,108 @@
+"""Inputs of a paged cache, and references on them, against a loop over pages."""
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.oracle import oracle_of
+from attnsweep.verify.paging import gathered
+from attnsweep.verify.rounded import log_sum_exp
+
+PROBLEMS = [
+    Problem.parse(label)
+    for label in (
+        "(3,4/2,1x40,32) bf16 causal paged(16,1x40+1x0+1x17)",
+        "(3,4/2,3x40,32) fp16 causal paged(16,hnd,e4m3,1x40+1x2+1x33,seed3)",
+        "(4,2,2x50,16) bf16 window(9,0) paged(1,2x50+1x1+1x20,shared5)",
+        "(2,6/2,4x70,16) bf16 full paged(32,e4m3) softcap(5) sinks",
+    )
+]
+
+
+def by_loops(inputs, p):
+    """Attention of each query over the slots of its pages, and its log-sum-exp."""
+    layout, stored = p.layout, p.layout.cache_dtype or p.dtype
+    q = encoding.from_bits(inputs["q"], p.dtype).astype(np.float64)
+    k, v = (encoding.from_bits(inputs[name], stored).astype(np.float64) for name in "kv")
+    out, lse = np.zeros((p.batch, p.heads, p.seqlen_q, p.head_dim)), np.full((p.batch, p.heads, p.seqlen_q), -np.inf)
+    left, right = p.mask.interval.sides
+    for b, h, i in np.ndindex(p.batch, p.heads, p.seqlen_q):
+        length, kv = int(inputs["seqused_k"][b]), h // (p.heads // p.heads_kv)
+        scores, values = [], []
+        for j in range(length):
+            beside = j - (length - p.seqlen_q + i)
+            if (right is not None and beside > right) or (left is not None and -beside > left):
+                continue
+            page, slot = inputs["block_table"][b, j // layout.page_size], j % layout.page_size
+            at = (page, slot, kv) if layout.order == "nhd" else (page, kv, slot)
+            k_scale, v_scale = (inputs[f"{n}_scale"][b, kv] if p.scales else 1.0 for n in "kv")
+            score = q[b, h, i] @ (k[at] * np.float64(k_scale)) * p.scale
+            cap = p.scores.softcap
+            scores.append(cap * np.tanh(score / cap) if cap else score)
+            values.append(v[at] * np.float64(v_scale))
+        sink = float(inputs["sinks"][h]) if p.scores.sinks else -np.inf
+        most = max([*scores, sink])
+        if most == -np.inf:
+            continue
+        weights = np.exp(np.array(scores) - most)
+        total = weights.sum() + np.exp(sink - most)
+        out[b, h, i] = weights @ np.array(values) / total if scores else 0
+        lse[b, h, i] = most + np.log(total)
+    return out, lse
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_references_of_a_paged_cache_are_those_of_a_loop_over_its_pages(problem):
+    inputs = make_inputs(Case(problem), 1)
+    out, lse = by_loops(inputs, problem)
+    exact, _ = oracle_of(problem).exact(inputs, problem)
+    np.testing.assert_allclose(exact["o"], out, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(log_sum_exp(inputs, problem, np.arange(problem.seqlen_q)), lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_what_no_request_has_is_nan_or_no_page(problem):
+    inputs, layout = make_inputs(Case(problem), 1), problem.layout
+    pages = problem.shape_of("k")[0]
+    used = np.zeros((pages, layout.page_size), bool)
+    for b, length in enumerate(inputs["seqused_k"]):
+        blocks = -(-length // layout.page_size)
+        row = inputs["block_table"][b]
+        assert ((row[:blocks] >= 0) & (row[:blocks] < pages)).all()
+        assert ((row[blocks:] < 0) | (row[blocks:] >= pages)).all()
+        keys = np.arange(length)
+        used[row[keys // layout.page_size], keys % layout.page_size] = True
+    for name in ("k", "v"):
+        values = encoding.from_bits(inputs[name], layout.cache_dtype or problem.dtype)
+        slots = values if layout.order == "nhd" else values.swapaxes(1, 2)
+        assert np.isnan(slots[~used]).all()
+        assert np.isfinite(slots[used]).all()
+
+
+def test_requests_that_share_pages_see_the_same_keys():
+    problem = PROBLEMS[2]
+    inputs = make_inputs(Case(problem), 1)
+    made, _ = gathered(inputs, problem)
+    keys = [made["k"][b, :, problem.seqlen_k - n :] for b, n in enumerate(inputs["seqused_k"])]
+    one, *others = sorted(keys, key=lambda own: -own.shape[1])
+    for other in others:
+        both = min(5, other.shape[1])
+        assert (one[:, :both] == other[:, :both]).all()
+    assert not (one[:, 5:] == others[0][:, 5:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("problem", [*PROBLEMS, Problem.parse("(64,32/8,1x4096,128) bf16 causal paged(16,63x9+1x4k)")])
+def test_small_cases_of_a_paged_problem_are_compiled_as_it_is(problem):
+    cases = small_cases(problem)
+    assert {len(c.problem.layout.lengths) for c in cases} >= {1, 4, 7}
+    assert any(0 in c.problem.layout.lengths for c in cases)
+    assert any(c.problem.layout.shared for c in cases)
+    for case in cases:
+        own, whole = case.problem.layout, problem.layout
+        assert (own.page_size, own.order, own.cache_dtype) == (whole.page_size, whole.order, whole.cache_dtype)
+        assert case.problem.seqlen_q <= problem.seqlen_q
+        assert case.problem.seqlen_k <= problem.seqlen_k
+        assert Problem.parse(case.problem.label) == Problem.of(case.problem.facts) == case.problem
