@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["fp16", "bf16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"]
+CacheDtype = Literal["e4m3"]
+"""How k and v of a paged cache may be stored, if not as q is."""
 SCALE_BLOCK = 128
 """Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 
@@ -87,3 +89,4 @@ FORMATS: dict[str, Format] = {
     )
 }
 DTYPE_BYTES = {name: each.nbytes for name, each in FORMATS.items()}
+CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)

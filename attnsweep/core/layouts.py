@@ -14,6 +14,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.formats import CACHE_DTYPES
 from attnsweep.core.masks import Interval, Range, check_drawn, drawn_order
 
 if TYPE_CHECKING:
@@ -369,8 +370,9 @@ class Paged(_OfItems):
                 raise ProblemError(what, hint=_HOW_PAGED)
         if self.order not in _PAGE_ORDERS:
             raise ProblemError(f"pages are nhd or hnd, not {self.order!r}", hint=_HOW_PAGED)
-        if self.cache_dtype not in (None, "e4m3"):
-            what = f"a cache is e4m3, or as q is, not {self.cache_dtype!r}"
+        if self.cache_dtype not in (None, *CACHE_DTYPES):
+            known = ", ".join(CACHE_DTYPES)
+            what = f"a cache is {known}, or as q is, not {self.cache_dtype!r}"
             raise ProblemError(what, hint=_HOW_PAGED)
 
     @property
@@ -489,7 +491,7 @@ class Paged(_OfItems):
             found: dict[str, Any] = {}
             if other in _PAGE_ORDERS:
                 found = {"order": other}
-            elif other == "e4m3":
+            elif other in CACHE_DTYPES:
                 found = {"cache_dtype": other}
             elif isinstance(other, str) and _LENGTHS.fullmatch(other):
                 found = {"lengths": _of_groups(other)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnsweep.core.formats import CACHE_DTYPES
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.layouts import EXAMPLES as LAYOUTS
 from attnsweep.core.ops import DTYPE_BYTES, OPS, ORDERS
@@ -68,7 +69,7 @@ def of_kernel(kernel: Any) -> Fault | None:
     for name, least, known in (
         ("dtypes", 1, DTYPE_BYTES),
         ("layouts", 0, LAYOUTS),
-        ("cache_dtypes", 0, ("e4m3",)),
+        ("cache_dtypes", 0, CACHE_DTYPES),
         ("scores", 0, SCORES),
         ("ops", 1, OPS),
     ):

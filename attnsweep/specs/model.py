@@ -31,6 +31,7 @@ from pydantic import (
 from attnsweep.core import share
 from attnsweep.core.callables import CALL, CALLABLE, LABEL, Asked
 from attnsweep.core.errors import ProblemError, SpecError
+from attnsweep.core.formats import CacheDtype
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.specs.require import RequireSpec
@@ -410,7 +411,7 @@ class ProblemSpec(_Model):
     """A cache of pages with a table of them, as serving engines have it: the page size, and, in any
     order, nhd or hnd (heads before slots), and how many requests have how many keys: [16, hnd,
     '32x128+32x4k']; batch counts requests, and seqlen_k is the longest."""
-    cache_dtype: Literal["e4m3"] | None = None
+    cache_dtype: CacheDtype | None = None
     """With paged: k and v in FP8, with a scale of each request and head; q and o stay in dtype."""
     boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = None
     """Calls get the mask as a boolean tensor: one for all, [], or of each item of the batch and

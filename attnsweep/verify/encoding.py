@@ -148,11 +148,11 @@ def mask_of(problem: Problem) -> dict[str, Bits]:
 
 
 def stored(
-    values: Mapping[str, npt.NDArray[np.float32]], problem: Problem, scaled: str | None = None
+    values: Mapping[str, npt.NDArray[np.float32]], problem: Problem, cache_dtype: str | None = None
 ) -> dict[str, Bits]:
     """q, k, v of a problem in storage form, with their scales if it has any.
 
-    scaled: the dtype of those that have a scale, if not the problem's.
+    cache_dtype: that of k and v, if not the problem's.
     """
     with_scale = [name for name in "qkv" if f"{name}_scale" in problem.scales]
     scales = {name: _scale(values[name], name, problem) for name in with_scale}
@@ -161,7 +161,7 @@ def stored(
         if name not in scales:
             return to_bits(values[name], problem.dtype)
         unscaled = values[name] / _spread(scales[name], name, problem)
-        return to_bits(unscaled, scaled or problem.dtype)
+        return to_bits(unscaled, cache_dtype or problem.dtype)
 
     each = parallel if problem.min_bytes > 2**20 else map
     made = dict(zip("qkv", each(bits, "qkv"), strict=True))
@@ -192,12 +192,18 @@ def _spread(scale: npt.NDArray[Any], name: str, problem: Problem) -> npt.NDArray
     return scale[:, :, None, None]
 
 
+def _of_each(scales: tuple[str, ...]) -> str:
+    """`of q, of k and of v`."""
+    *first, last = (f"of {name[0]}" for name in scales)
+    return f"{', '.join(first)} and {last}"
+
+
 def check_scales(inputs: Mapping[str, Tensor], problem: Problem) -> None:
     """Raise ProblemError if scales are missing, of another shape, or not finite and above 0."""
     for name in problem.scales:
         if name not in inputs:
             raise ProblemError(
-                f"{name} is missing: {problem.label} has {', '.join(problem.scales)}",
+                f"{name} is missing: {problem.dtype} has a scale {_of_each(problem.scales)}",
                 hint=f"give {name} as float32, {problem.shape_of(name)}",
             )
         scale: Any = inputs[name]

@@ -15,8 +15,6 @@ from attnsweep.core.layouts import Paged
 from attnsweep.core.problem import Problem
 from attnsweep.verify.encoding import Bits, Tensor, from_bits, mask_of, to_bits
 
-_NAN_BITS = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F}
-
 
 def stored_dtype(problem: Problem) -> str:
     """How k and v of a paged problem are stored."""
@@ -33,11 +31,12 @@ def in_pages(gathered: Mapping[str, Tensor], problem: Problem) -> dict[str, Tens
     assert isinstance(layout, Paged)
     table = mask_of(problem)
     made = {name: bits for name, bits in gathered.items() if name not in ("k", "v", "key_range")}
+    nothing = to_bits(np.full(1, np.nan), stored_dtype(problem))
     lengths = layout.of_items(problem.batch, problem.seqlen_k)
     for name in ("k", "v"):
         shape, dense = problem.shape_of(name), gathered[name]
         of_dense: Any = dense
-        pages = np.full(shape, _NAN_BITS[stored_dtype(problem)], of_dense[0, 0].dtype)
+        pages = np.full(shape, nothing)
         slots = pages if layout.order == "nhd" else pages.swapaxes(1, 2)  # page, slot, head
         for item in range(problem.batch - 1, -1, -1):
             length, rows = lengths[item], np.arange(lengths[item])

@@ -28,7 +28,7 @@ class Judge:
     def __init__(self):
         self.turns = []
 
-    def negate(self, tensors, heads, mix, old, new):
+    def negate(self, tensors, dtype, heads, mix, old, new):
         self.turns.append(("".join(tensors), heads, old, new))
 
 

@@ -58,7 +58,7 @@ struct Fp64 {
 __device__ double unless_nan(double x) { return x == x ? x : 0.; }
 
 // ---- the scales of a head's rows ----
-// One of each head of keys and its queries, or, of k and v, one of each block of its keys. Null is 1.
+// One of each head of keys and its queries, or of each block of a head of k and v. Null is 1.
 struct Scales {
     const float *q, *k, *v;
     int block, blocks;  // keys of a block; blocks of a head
