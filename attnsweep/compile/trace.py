@@ -38,7 +38,7 @@ from attnsweep.family.params import Config
 
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
-_FORMAT = 3
+_FORMAT = 4
 """Format of an entry; others are made again."""
 
 

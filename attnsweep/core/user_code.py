@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,15 +107,26 @@ def user_modules() -> dict[str, str]:
     """Modules of the user's that are imported, and their files: none of an installed package."""
     paths = sysconfig.get_paths()
     places = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    places.append(str(Path(__file__).parents[2]))
+    places.append(str(Path(__file__).parents[1]))
+    installed = tuple(place + os.sep for place in places)
     found = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or {"site-packages", "dist-packages"} & {*Path(file).parts}:
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
+            continue
+        folders = [*Path(file).parents]
+        if {"site-packages", "dist-packages"} & {*folders[0].parts}:
             continue  # of another environment, which this one sees
-        if file.endswith(".py") and not file.startswith(tuple(places)):
+        depth = name.count(".") + file.endswith("__init__.py")
+        if not any(map(_filled_by_pip, folders[depth : depth + 1])):
             found[name] = file
     return found
+
+
+@cache
+def _filled_by_pip(folder: Path) -> bool:
+    """Whether packages are installed in a folder, as by `pip install --target`."""
+    return any(folder.glob("*.dist-info"))
 
 
 def beside(module: Any, function: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from fake_gpu import FakeGpu
 from samples import TEST_GPU
 from sweeping import use_gpu
 
+import attnsweep as package
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.trial import Status
 
@@ -112,6 +113,7 @@ def test_options_of_the_other_ways_are_refused(compared):
 def test_a_run_of_calls_is_checked_against_the_files_that_it_kept(place, attnsweep, monkeypatch, tmp_path):
     gpu = FakeGpu({"BLOCK=64": 20.0, "old": 20.0, "new": 23.0}, environment=TEST_GPU)
     use_gpu(monkeypatch, gpu)
+    (place / "attnsweep").symlink_to(Path(package.__file__).parent)  # as in a checkout of attnsweep's
     (place / "tuned.py").write_text(LAUNCHERS.read_text())
     problems = "problems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 16, dtype: bf16}]"
     spec = place / "kept.yaml"

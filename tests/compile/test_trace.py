@@ -107,6 +107,20 @@ def test_what_a_file_depends_on_changes_the_address(place, tracers):
     assert tracer.key(SHORT, {}) == as_shipped.key(SHORT, {}), "wherever the files lie"
 
 
+def test_the_functions_own_file_counts_wherever_it_is_installed(place):
+    tracer = Tracer("attnsweep.baselines.triton_kernel:attention", ARCH, place / "cache")
+    assert [Path(file).name for file in tracer.files] == ["triton_kernel.py"]
+    tracer.close()
+
+
+def test_the_functions_own_file_is_the_first_of_its_closure(place):
+    (place / "a_helper.py").write_text("")
+    (place / "uses.py").write_text("import a_helper\n\ndef f(q, k, v):\n    return q\n")
+    tracer = Tracer("uses.py:f", ARCH, place / "cache")
+    assert [Path(file).name for file in tracer.files] == ["uses.py", "a_helper.py"]
+    tracer.close()
+
+
 FAULTS = {
     "aborts": "its process died (SIGABRT)",
     "hangs": "no answer within 3 s",

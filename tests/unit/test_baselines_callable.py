@@ -2,16 +2,19 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import attnsweep
 from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.registry import backend_of
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem, Scores
-from attnsweep.core.user_code import source_digest
+from attnsweep.core.user_code import source_digest, user_modules
 from attnsweep.specs.load import load_spec
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 64, "bf16")
@@ -76,6 +79,23 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
     mine.write_text(SOURCE + "# changed")
     assert before != source_digest("mine_attn:plain") is not None
     assert source_digest("no_such_module:f") is None
+
+
+def test_all_that_is_imported_and_not_installed_is_the_users(tmp_path, monkeypatch):
+    for folder in ("beside", "installed/filled", "installed/filled-1.0.dist-info"):
+        (tmp_path / folder).mkdir(parents=True)
+    files = {
+        "in_checkout": Path(attnsweep.__file__).parents[1] / "ours.py",
+        "beside.inner": tmp_path / "beside/inner.py",
+        "filled": tmp_path / "installed/filled/__init__.py",
+        "filled.inner": tmp_path / "installed/filled/inner.py",
+        "attnsweep.own": Path(attnsweep.__file__).parent / "own.py",
+    }
+    for name, file in files.items():
+        module = ModuleType(name)
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert {*files} & {*user_modules()} == {"in_checkout", "beside.inner"}
 
 
 def test_a_digest_runs_no_code_not_even_of_a_package(mine, tmp_path):

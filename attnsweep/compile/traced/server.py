@@ -64,6 +64,17 @@ class Traced:
         self.asked, self.arch = Asked.of(call), arch
         self.module, self.function = imported(self.asked.call)
 
+    def closure(self) -> dict[str, str]:
+        """The user's files that were imported, and SHA-256 of each: the callable's own is first.
+
+        None is of an installed package, but its own may be.
+        """
+        found = {}
+        for file in (str(self.module.__file__), *sorted(user_modules().values())):
+            with contextlib.suppress(OSError):
+                found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return found
+
     def space(self, problem: str, widen: bool) -> list[dict[str, Any]]:
         """The autotuners that a call launches: every config, and those kept on this problem."""
         tuned, error = self._call(Problem.parse(problem), {}, None, widen=widen)
@@ -116,7 +127,7 @@ class Traced:
             "host": operations.digest,
             "cases": [(case.problem.label, case.inputs) for case in cases],
             "why": error or ("" if launches else "a call launches no kernel of Triton's"),
-            "files": closure(),
+            "files": self.closure(),
         }
 
     def serves(self, problem: str) -> str | None:
@@ -209,7 +220,8 @@ class Traced:
 def _explained(error: Unavailable) -> str:
     """Why a call failed: what its error follows from and where, and the whole on further lines."""
     first = last = error.__cause__
-    said, place, files = str(error), "", closure()
+    said, place = str(error), ""
+    files = {os.path.abspath(file) for file in user_modules().values()}
     while last is not None:
         for frame in traceback.extract_tb(last.__traceback__):
             if os.path.abspath(frame.filename) in files:  # the user's line, not a library's
@@ -222,15 +234,6 @@ def _explained(error: Unavailable) -> str:
     if place:
         said = said.rpartition(" (")[0] + place
     return said if last is first else f"{said}\n{first}"
-
-
-def closure() -> dict[str, str]:
-    """The user's files that were imported, and SHA-256 of each: none of an installed package."""
-    found = {}
-    for file in user_modules().values():
-        with contextlib.suppress(OSError):
-            found[os.path.abspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return dict(sorted(found.items()))
 
 
 class Server:
@@ -347,7 +350,7 @@ def main() -> None:
         )
         traced = Traced(call, card)
         fake.warm_up(card)
-        ready = closure()
+        ready = traced.closure()
     except BaseException as error:  # a module may raise anything while it is imported
         why = str(error) if isinstance(error, Unavailable) else in_short(error)
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "triton"):
