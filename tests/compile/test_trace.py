@@ -126,9 +126,15 @@ FAULTS = {
     "hangs": "no answer within 3 s",
     "forks": "no answer within 3 s",
     "raises": "raised RuntimeError: no such tile",
-    "reads": "raised DataDependentOutput",
+    "mistypes": "has no attribute 'shap'",
     "does not compile": "power of 2",
-    "prints": None,
+    "prints": "no trace: a call launches no kernel",
+    "reads": "no trace: tuned.py:faulty raised DataDependentOutput",
+    "differentiates": "no trace: tuned.py:faulty raised RuntimeError",
+    "makes a stream": "no trace: tuned.py:faulty raised RuntimeError",
+    "waits": "no trace: tuned.py:faulty raised NoCard: synchronize",
+    "asks for the cache": "no trace: tuned.py:faulty raised NoCard: L2_cache_size",
+    "slices": "traced: copied",
 }
 
 
@@ -141,11 +147,46 @@ def test_a_launcher_that_fails_costs_its_config_alone(tracers, monkeypatch):
     for how, future in asked.items():
         try:
             made = future.result()
-            said[how] = f"no trace: {made.why}" if how == "reads" else str(made.stages)
+            said[how] = f"no trace: {made.why}" if made.why else f"traced: {' '.join(name for name, *_ in made.stages)}"
         except CompileError as error:
             said[how] = f"{error.what}\n{error.log}"
     for how, why in FAULTS.items():
-        assert said[how] == "()" if why is None else why in said[how], how
+        assert why in said[how], how
+
+
+ASKS = """
+import torch, triton
+import tuned
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+HOPPER = torch.cuda.get_device_capability()[0] == 9
+
+@torch.compile
+def compiled(x):
+    return x * 2
+
+@torch.library.custom_op("asks::hidden", mutates_args=())
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return tuned.attention(x, x, x, False)
+
+hidden.register_fake(torch.empty_like)
+
+def f(q, k, v, HOW="shown"):
+    assert (DEVICE.type, HOPPER) == ("cuda", True)
+    tuned.copied.fn[(1, 1)](q, torch.empty_like(q), 8, D=16, BLOCK=32)
+    return {"shown": torch.empty_like, "compiled": compiled, "hidden": hidden}[HOW](q)
+"""
+
+
+def test_a_file_may_ask_for_the_card_while_it_is_imported_and_hide_kernels(place):
+    (place / "asks.py").write_text(ASKS)
+    tracer = Tracer("asks.py:f", ARCH, place / "cache")
+    asked = [tracer.submit(SHORT, {"HOW": how}) for how in ("shown", "compiled", "hidden")]
+    shown, *others = [future.result().why for future in asked]
+    tracer.close()
+    assert shown == ""
+    assert "what torch.compile makes" in others[0]
+    assert "asks::hidden may launch" in others[1]
 
 
 def test_a_parameter_that_nobody_takes(tracers):

@@ -10,11 +10,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton
 from triton.runtime.autotuner import Autotuner
 
 from attnsweep.compile.traced.fake import DTYPES, no_card
-from attnsweep.compile.traced.triton import AskedTooMuch, Recorder, driver_of
+from attnsweep.compile.traced.triton import AskedTooMuch, Recorder, on_card
 from attnsweep.core.errors import Unavailable
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
@@ -53,15 +52,13 @@ class _Interpreted(Recorder):
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
         """See Recorder."""
-        tune, before = Autotuner.run, triton.runtime.driver._active
+        tune = Autotuner.run
 
         def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
             return self._autotune(tune, tuner, args, how)
 
-        triton.runtime.driver.set_active(driver_of(arch, "cpu"))
-        with mock.patch.object(Autotuner, "run", autotune):
+        with on_card(arch, "cpu"), mock.patch.object(Autotuner, "run", autotune):
             yield
-        triton.runtime.driver.set_active(before)
 
 
 def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], arch: Arch) -> Any:

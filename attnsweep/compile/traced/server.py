@@ -61,8 +61,12 @@ class Traced:
     """The user's callable, imported."""
 
     def __init__(self, call: str, arch: Arch) -> None:
+        from attnsweep.compile.traced import fake
+        from attnsweep.compile.traced.triton import on_card
+
         self.asked, self.arch = Asked.of(call), arch
-        self.module, self.function = imported(self.asked.call)
+        with fake.no_card(arch, real=True), on_card(arch):  # which a file may ask for its configs
+            self.module, self.function = imported(self.asked.call)
 
     def closure(self) -> dict[str, str]:
         """The user's files that were imported, and SHA-256 of each: the callable's own is first.
@@ -117,7 +121,9 @@ class Traced:
             met, other = self._call(case, own, left, hashes)
             return not other and hashes.issuperset(launch.hash for launch in met.launches)
 
-        cases = served_cases(small_cases(shape), shape, serves) if hashes and not error else ()
+        unseen = operations.unseen and f"{operations.unseen} may launch kernels of its own"
+        why = error or unseen or ("" if hashes else "a call launches no kernel of Triton's")
+        cases = () if why else served_cases(small_cases(shape), shape, serves)
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
@@ -126,7 +132,7 @@ class Traced:
             "launches": launches,
             "host": operations.digest,
             "cases": [(case.problem.label, case.inputs) for case in cases],
-            "why": error or ("" if launches else "a call launches no kernel of Triton's"),
+            "why": why,
             "files": self.closure(),
         }
 

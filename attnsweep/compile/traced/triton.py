@@ -144,10 +144,7 @@ class Recorder:
         def pointer(tensor: FakeTensor) -> int:
             return 4096 + int(tensor.storage_offset()) * int(tensor.element_size()) % 16
 
-        before = triton.runtime.driver._active
-        triton.runtime.driver.set_active(driver_of(arch))
-        with ExitStack() as stack:
-            stack.callback(triton.runtime.driver.set_active, before)
+        with on_card(arch), ExitStack() as stack:
             stack.enter_context(mock.patch.object(JITFunction, "run", launch))
             stack.enter_context(mock.patch.object(GridExecutor, "__call__", return_value=None))
             stack.enter_context(mock.patch.object(Autotuner, "run", autotune))
@@ -298,8 +295,16 @@ def _argument(value: Any) -> str:
     return repr(value)[:200]
 
 
-def driver_of(arch: Arch, device: str = "cuda") -> Any:
-    """Triton's driver of such a card, as far as compiling asks it. device: where tensors lie."""
+@contextmanager
+def on_card(arch: Arch, device: str = "cuda") -> Iterator[None]:
+    """Triton as it is on such a card, as far as compiling asks. device: where tensors lie."""
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_driver_of(arch, device))
+    yield
+    triton.runtime.driver.set_active(before)
+
+
+def _driver_of(arch: Arch, device: str) -> Any:
     major, minor = arch.compute_capability
     facts = {
         "max_shared_mem": arch.smem_per_block,

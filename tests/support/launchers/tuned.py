@@ -56,6 +56,21 @@ def faulty(q, k, v, *, how):
     if how == "prints":
         print("x" * 100_000, flush=True)
         os.write(1, b"y" * 100_000)
+    if how == "differentiates":
+        with torch.enable_grad():
+            leaf = q.detach().requires_grad_()
+            return torch.autograd.grad((leaf * leaf).sum(), leaf)[0]
+    if how == "makes a stream":
+        torch.cuda.Stream()
+    if how == "waits":
+        torch.cuda.current_stream().synchronize()
+    if how == "asks for the cache":
+        return q[:, : torch.cuda.get_device_properties(q.device).L2_cache_size]
+    if how == "slices":
+        with torch.cuda.device(q.device):
+            copied.fn[(1, 1)](q[:, :1], q[:, 1:], 8, D=16, BLOCK=32)
+    if how == "mistypes":
+        return q.shap
     if how == "does not compile":
         copied.fn[(1, 1)](q, torch.empty_like(q), 8, D=16, BLOCK=33)
     return torch.empty_like(q)
