@@ -76,10 +76,12 @@ def known_space(
 
     Raises CompileError if the call launches no autotuner, and no parameter is selected.
     """
-    if not selection.names:
-        tunings = {problem: tracer.space(problem, widen=family.widen) for problem in problems}
+    family = family.with_(refused=tracer.refusals(problems), closure=tracer.closure)
+    able = [problem for problem in problems if problem not in family.refused]
+    if able and not selection.names:
+        tunings = {problem: tracer.space(problem, widen=family.widen) for problem in able}
         family, selection = _tuned(family, selection, tunings)
-    return _kept(family, selection, tracer, problems), selection
+    return _kept(family, selection, tracer, able), selection
 
 
 def configs_of(tuning: Tuning) -> tuple[list[Config], list[Config]]:
@@ -96,8 +98,7 @@ def _tuned(
     family: CalledFamily, selection: Selection, tunings: Mapping[Problem, Sequence[Tuning]]
 ) -> tuple[CalledFamily, Selection]:
     """The family and the selection of the autotuners' configs."""
-    made, variants = replace(family, params=()), dict[str, dict[str, Values]]()
-    made.rules |= family.rules
+    made, variants = family.with_(params=()), dict[str, dict[str, Values]]()
     for number, tuning in enumerate(first := next(iter(tunings.values()))):
         every, _ = configs_of(tuning)
         own = {name: tuple(dict.fromkeys(each[name] for each in every)) for name in every[0]}
@@ -143,15 +144,12 @@ def _kept(
         for combination in itertools.product(*values.values())
     ]
     answers = tracer.keep(problems, configs)
-    made = replace(family, closure=tracer.closure)
-    made.rules |= family.rules
-    if answers is None:
-        return made
-    made.rules["keep"] = (
-        f"keep of {family.call}",
-        lambda config, problem, arch: not answers.get((problem.label, Config(dict(config)))),  # noqa: ARG005
-    )
-    return made
+    if answers is not None:
+        family.rules["keep"] = (
+            f"keep of {family.call}",
+            lambda config, problem, arch: not answers.get((problem.label, Config(dict(config)))),  # noqa: ARG005
+        )
+    return family
 
 
 @dataclass

@@ -166,14 +166,28 @@ class Tracer:
     ) -> dict[tuple[str, Config], str | None] | None:
         """Why the user's `keep` rules a config out on a problem, or None; None if there is none."""
         labels = [problem.label for problem in problems]
-        try:
-            answers = self._answer("keep", problems=labels, configs=[dict(c) for c in configs])
-        except CompileError as error:
-            raise KernelError(error.what, where=self.call) from error
+        answers = self._told("keep", problems=labels, configs=[dict(c) for c in configs])
         if answers is None:
             return None
         pairs = itertools.product(labels, map(Config, configs))
         return dict(zip(pairs, answers, strict=True))
+
+    def refusals(self, problems: Sequence[Problem]) -> dict[Problem, str]:
+        """The problems that the callable takes no call of, and why."""
+        answers = self._told("refusals", problems=[problem.label for problem in problems])
+        return {p: why for p, why in zip(problems, answers, strict=True) if why}
+
+    def serves(self, problem: Problem) -> str | None:
+        """Why the callable cannot be called on a problem, as far as it says, or None."""
+        found: str | None = self._told("serves", problem=problem.label)
+        return found
+
+    def _told(self, do: str, **asked: Any) -> Any:
+        """What functions of the user's answer. Raises KernelError if they fail."""
+        try:
+            return self._answer(do, **asked)
+        except CompileError as error:
+            raise KernelError(error.what, where=self.call) from error
 
     def _answer(self, do: str, **asked: Any) -> Any:
         """What the process answers, or answered before to the same files."""
@@ -183,14 +197,6 @@ class Tracer:
         value = self._ask(do, **asked).result()
         self._keep(place, {"value": value})
         return value
-
-    def serves(self, problem: Problem) -> str | None:
-        """Why the callable cannot be called on a problem, as far as it says, or None."""
-        try:
-            found: str | None = self._answer("serves", problem=problem.label)
-        except CompileError as error:
-            raise KernelError(error.what, where=self.call) from error
-        return found
 
     def interpret(
         self, problem: Problem, values: Mapping[str, Value], inputs: Path, folder: Path

@@ -10,9 +10,10 @@ from typing import Any
 
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.errors import KernelError
+from attnsweep.core.hardware import Arch
 from attnsweep.core.layouts import EXAMPLES as LAYOUTS
 from attnsweep.core.ops import DTYPE_BYTES, OPS
-from attnsweep.core.problem import Value
+from attnsweep.core.problem import Problem, Value
 from attnsweep.core.scores import KINDS as SCORES
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
@@ -66,10 +67,18 @@ class CalledFamily(Family):
     closure: str = field(default="", kw_only=True)
     """Digest of the user's files, once they are traced."""
     widen: bool = field(default=False, kw_only=True)
+    refused: Mapping[Problem, str] = field(default_factory=dict, kw_only=True)
+    """Problems that the function takes no call of, and why."""
 
     def __post_init__(self) -> None:
         place, _, _ = self.call.partition("?")[0].rpartition(":")
         self.source, self.declared_at = Path(place), place
+
+    def with_(self, **facts: Any) -> CalledFamily:
+        """The family with other facts, and its rules."""
+        made = replace(self, **facts)
+        made.rules |= self.rules
+        return made
 
     @property
     def modes(self) -> tuple[Param, ...]:
@@ -83,6 +92,10 @@ class CalledFamily(Family):
 
     def finish(self) -> None:
         """Nothing is missing: the declaration is a call."""
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        """See Family: what the function itself says, too."""
+        return super().refusal(problem, arch) or self.refused.get(problem)
 
     def excess(self, *_: object) -> None:
         """None: what a launch takes is known once it is compiled."""

@@ -160,6 +160,8 @@ def inspect_call(
             family, selection = known_space(family, Selection(), tracer, [problem])
         except CompileError:  # without an autotuner the values given are all
             selection = Selection({name: (value,) for name, value in values.items()})
+        if why := family.refusal(problem, arch):
+            raise SpaceError(f"{call} cannot run {problem.label}: {why}", hint="see --problem")
         space = Space.build(family, problem, arch, selection)
         asked = [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
         made = [(config, tracer.submit(problem, config)) for config in asked]

@@ -219,6 +219,17 @@ def test_a_spec_of_calls_is_planned(place, tracers):
     assert (plain.total, plain.removed["keep"]) == (4, 2)
 
 
+def test_problems_that_a_call_does_not_take_are_refused(place, tracers):
+    problem = "  - {batch: 1, heads: 2, seqlen: 64, head_dim: 16, dtype: bf16, op: backward}\n"
+    more = f"{problem}kernels:\n  gradients: {{call: 'tuned.py:gradients', BLOCK: [32]}}"
+    (place / "refused.yaml").write_text(SPEC.replace("kernels:", more))
+    forward, _, gradient = plan(with_calls(load_spec(place / "refused.yaml", discover), tracers), ARCH)
+    assert {space.kernel.name for space in forward.spaces} == {"tuned", "plain"}
+    assert forward.refused == {"gradients": "it takes the tensors of a backward"}
+    assert [space.kernel.name for space in gradient.spaces] == ["gradients"]
+    assert {why.partition(":")[0] for why in gradient.refused.values()} == {"it takes no tensors of a backward"}
+
+
 def test_a_spec_of_calls_is_compiled(place):
     (place / "plain.yaml").write_text(SPEC.replace("  tuned: {call: 'tuned.py:attention'}\n", ""))
     rows = compile_all(load_spec(place / "plain.yaml", discover), ARCH, cache_dir=place / "cache")

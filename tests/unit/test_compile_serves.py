@@ -34,7 +34,9 @@ def of(function, **beside):
         (lambda q, k, v, problem: 0, {"supports": lambda problem: False}, FULL, "supports returned False"),
         (lambda q, k, v, o, lse, do, causal: 0, {}, f"{CAUSAL} backward", None),
         (lambda q, k, v, o, lse, do, causal: 0, {}, CAUSAL, "it takes the tensors of a backward"),
-        (lambda q, k, v, causal: 0, {}, f"{CAUSAL} backward", "it takes 3 tensors, and a call has 6"),
+        (lambda q, k, v, causal: 0, {}, f"{CAUSAL} backward", "it takes no tensors of a backward: q, k, v, o, lse, do"),
+        (lambda q, k, v, do: 0, {}, f"{FULL} backward", "it takes 4 tensors, and a call has 6"),
+        (max, {}, FULL, None),
     ],
 )
 def test_what_a_callable_can_be_called_on(function, beside, problem, why):

@@ -87,21 +87,22 @@ class Traced:
         return [asdict(met) for met in tuned.tunings()]
 
     def keep(self, problems: list[str], configs: list[dict[str, Any]]) -> list[str | None] | None:
-        """Why `keep` or `supports`, beside the function, rules each config out on each problem.
+        """Why `keep`, beside the function, rules each config out on each problem; None without one.
 
-        Each answer is None where they do not; in place of all if there is neither.
+        Each answer is None where it does not.
         """
-        keep, supports = (beside(self.module, self.function, name) for name in ("keep", "supports"))
-        if keep is supports is None:
+        keep = beside(self.module, self.function, "keep")
+        if keep is None:
             return None
-        answers: list[str | None] = []
-        for problem, config in itertools.product(map(Problem.parse, problems), configs):
-            with watched("keep or supports"):
-                answer = supports(problem) if supports else True
-                if answer is True and keep:
-                    answer = keep(dict(config), problem)
-            answers.append(None if answer is True else str(answer or "returned False")[:300])
-        return answers
+        with watched("keep"):
+            return [
+                _reason("keep", keep(dict(config), problem))
+                for problem, config in itertools.product(map(Problem.parse, problems), configs)
+            ]
+
+    def refusals(self, problems: list[str]) -> list[str | None]:
+        """Why the callable takes no call of each problem, or None: its parameters or `supports`."""
+        return [self._refusal(Problem.parse(problem)) for problem in problems]
 
     def trace(self, problem: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
         """The launches of a call with a config's values, whose cubins are written to a folder."""
@@ -136,33 +137,47 @@ class Traced:
             "files": self.closure(),
         }
 
-    def serves(self, problem: str) -> str | None:
-        """Why the callable cannot be called on a problem, as far as it says, or None."""
-        shape = Problem.parse(problem)
-        facts = {*facts_asked_for(self.function, shape)}
-        facts |= {"problem"} if takes(self.function, "problem") else set()
-        parameters = inspect.signature(self.function).parameters.values()
+    def _refusal(self, shape: Problem) -> str | None:
+        if why := self._other_tensors(shape):
+            return why
+        if (supports := beside(self.module, self.function, "supports")) is None:
+            return None
+        with watched("supports"):
+            return _reason("supports", supports(shape))
+
+    def _other_tensors(self, shape: Problem) -> str | None:
+        """Why its parameters are not the tensors of a call, or None."""
+        try:
+            parameters = [*inspect.signature(self.function).parameters.values()]
+        except (TypeError, ValueError):  # a function of C has no signature
+            return None
+        facts, forward = {*facts_asked_for(self.function, shape)}, shape.op.name == "forward"
+        facts |= {"problem", *(("out", "lse") if forward else ())}
         own = {
             p.name
             for p in parameters
             if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name not in facts
         }
-        if shape.op.name == "forward":
-            if "do" in own:
-                return "it takes the tensors of a backward"
-            own -= {"out", "lse"}
-        if len(own) != len(shape.values) and not any(
-            p.kind is p.VAR_POSITIONAL for p in parameters
-        ):
-            return f"it takes {len(own)} tensors, and a call has {len(shape.values)}"
-        supports = beside(self.module, self.function, "supports")
-        if supports is not None:
-            with watched("supports"):
-                answer = supports(shape)
-            return None if answer is True else str(answer or "supports returned False")[:300]
+        if forward and "do" in own:
+            return "it takes the tensors of a backward"
+        if len(own) == len(shape.values) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return None
+        if not forward and "do" not in own:
+            return f"it takes no tensors of a backward: {', '.join(shape.values)}"
+        return f"it takes {len(own)} tensors, and a call has {len(shape.values)}"
+
+    def serves(self, problem: str) -> str | None:
+        """Why the callable cannot be called on a problem, as far as it says, or None.
+
+        Without `supports` it is asked for no more than what most functions do.
+        """
+        shape = Problem.parse(problem)
+        refusal = self._refusal(shape)
+        if refusal or beside(self.module, self.function, "supports"):
+            return refusal
         if shape.kind not in ("full", "causal") or shape.head_dim_v or shape.scores.kinds:
             return "no supports(problem) beside it says that it can"
-        told = facts & {"problem", "causal", "is_causal"}
+        told = any(takes(self.function, n) for n in ("problem", "causal", "is_causal"))
         return "it has no parameter causal" if shape.causal and not told else None
 
     def interpret(self, problem: str, values: dict[str, Any], inputs: str, folder: str) -> None:
@@ -221,6 +236,11 @@ class Traced:
                 recorder.cannot = fake.cannot_be_traced(cause)
                 return recorder, _explained(error)
         return recorder, ""
+
+
+def _reason(name: str, answer: Any) -> str | None:
+    """What a function of the user's that returns True or a reason has said against it."""
+    return None if answer is True else str(answer or f"{name} returned False")[:300]
 
 
 def _explained(error: Unavailable) -> str:

@@ -39,6 +39,11 @@ def plain(q, k, v, *, problem, out, BLOCK=32, **launch):
     copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)
 
 
+def gradients(q, k, v, o, lse, do, *, problem, BLOCK=32):
+    plain(q, k, v, problem=problem, out=(dq := torch.empty_like(q)), BLOCK=BLOCK)
+    return dq, torch.empty_like(k), torch.empty_like(v)
+
+
 def faulty(q, k, v, *, how):
     """Everything that a launcher may do wrong."""
     if how == "aborts":
