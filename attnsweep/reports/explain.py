@@ -302,7 +302,9 @@ def _explain(
     else:
         family, config = row["kernel"], row["trial"].config
     own, values = kernels.get(family), _spec_values(spec, family, section)
-    unknown, removes = _rules(own, section, config)
+    calls = (r["trial"].call for r in section.candidates if r["kernel"] == family)
+    call = next((each["function"] for each in calls if each), None)
+    unknown, removes = _rules(own, section, config, call)
     modes = [mode.name for mode in own.modes] if own is not None else []
     rule = removes(config) if row is None else None
     mine = [r for r in section.candidates if r["kernel"] == family]
@@ -348,11 +350,16 @@ Asks = Callable[[Mapping[str, Value]], tuple[str, str] | None]
 
 
 def _rules(
-    kernel: Family | None, section: Section, config: Mapping[str, Value]
+    kernel: Family | None, section: Section, config: Mapping[str, Value], call: str | None
 ) -> tuple[str | None, Asks]:
-    """Why today's rules of a family cannot be asked, or None; and what asks them."""
+    """Why today's rules of a family cannot be asked, or None; and what asks them.
+
+    call: the function that its candidates call, if it is no template.
+    """
     unknown, where = None, section.environment
-    if kernel is None:
+    if call is not None:
+        unknown = f"the rules of {call} are its own file's, which explain does not run"
+    elif kernel is None:
         unknown = "the family is not here today, so its rules cannot be asked"
     elif where is None:
         unknown = "the run has no usable environment.json, so its rules cannot be asked"

@@ -61,6 +61,13 @@ def test_how_to_record_counters_is_said_where_a_run_has_none(families) -> None:
     assert "no hardware counters are recorded of it; on its GPU" in flat(found)
 
 
+def test_rules_of_a_call_are_in_its_own_file(families) -> None:
+    found, *_ = explain(open_run(RESULTS / "h200" / "triton_kernels"), [], None, families)
+    assert found.won
+    assert ".py:attention are its own file's, which explain does not run" in flat(found)
+    assert "not here" not in flat(found)
+
+
 def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> None:
     assert len(explain(short, [], None, families)) == 5
     with pytest.raises(SpecError, match="has no problem") as caught:
