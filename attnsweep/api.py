@@ -78,6 +78,7 @@ def tune(
     causal: bool = False,
     dtype: str = "fp16",
     params: Mapping[str, Sequence[Value]] | None = None,
+    widen: bool = False,
     args: Sequence[Given] | None = None,
     grid: Sequence[Given] | Callable[[Config, Problem], Any] = (),
     threads: Given = 128,
@@ -100,16 +101,17 @@ def tune(
     launches Triton kernels, or its name as `FILE.py:FUNCTION`; without `problem` the shape itself,
     as `attnsweep tune` takes it. causal, dtype: of shapes that do not say their own. params: the
     values of each macro; of each keyword, or parameter of its autotuner, of a function, whose file
-    has them where there are none. args: names of tensors (`q`), of sizes of the problem
-    (`seqlen_k`, `scale`) or of params, numbers, or functions of config and problem; default: the
-    names of the kernel's parameters. grid, threads, smem_bytes: the same, for the launch. rules: a
-    sentence to a function of config, problem and arch, which is False for configs to leave out.
-    declared: what else Family takes, such as `supports` or `compile_options`. kernels: shipped
-    families. replay: a recorded run, which needs no GPU. Others: see `run`. The run is stored in
-    `results`, and the same call continues there.
+    has them where there are none; widen adds combinations of these and of their neighbours. args:
+    names of tensors (`q`), of sizes of the problem (`seqlen_k`, `scale`) or of params, numbers, or
+    functions of config and problem; default: the names of the kernel's parameters. grid, threads,
+    smem_bytes: the same, for the launch. rules: a sentence to a function of config, problem and
+    arch, which is False for configs to leave out. declared: what else Family takes, such as
+    `supports` or `compile_options`. kernels: shipped families. replay: a recorded run, which needs
+    no GPU. Others: see `run`. The run is stored in `results`, and the same call continues there.
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.core.callables import CALLABLE
+    from attnsweep.core.errors import SpecError
     from attnsweep.core.problem import Problem
     from attnsweep.family.called import called
     from attnsweep.specs.load import spec_of
@@ -127,9 +129,11 @@ def tune(
     kernels = (kernels,) if isinstance(kernels, str) else kernels
     own: Family
     if callable(source) or (not shipped and CALLABLE.fullmatch(str(source))):
-        own = called(source if callable(source) else str(source), params)
+        own = called(source if callable(source) else str(source), params, widen=widen)
         own.keep_if(*((f"rule_{n}", *rule) for n, rule in enumerate((rules or {}).items())))
         known, kernels = {**known, own.name: own}, (own.name, *kernels)
+    elif widen:
+        raise SpecError("widen goes with a function that launches Triton kernels")
     elif not shipped:
         own = inline.family_of(
             source,

@@ -49,6 +49,7 @@ def tune(
     padding: str | None = None,
     dtype: str = "fp16",
     kernel: Annotated[list[str] | None, typer.Option(autocompletion=completion.families)] = None,
+    widen: bool = False,
     exhaustive: bool = False,
     budget_s: Annotated[int | None, typer.Option(min=1)] = None,
     limit: options.Limit = None,
@@ -81,6 +82,8 @@ def tune(
         e4m3_block.
     :--kernel: Sweep this family in place of the shipped choice, or the configs of a Python function
         that launches Triton kernels, FILE.py:FUNCTION; may be repeated.
+    :--widen: With --kernel FILE.py:FUNCTION: also combinations of its configs' values and of their
+        neighbours.
     :--exhaustive: Try every candidate of the space.
     :--budget-s: Seconds for a shape's candidates; the finals follow.
     :--save-spec FILE: Write the spec that this runs to FILE.
@@ -123,9 +126,11 @@ def tune(
     families, names = discover(kernels), list[str]()
     for name in kernel or ():
         if CALLABLE.fullmatch(name):
-            own = called(name)
+            own = called(name, widen=widen)
             families, name = {**families, own.name: own}, own.name
         names.append(name)
+    if widen and not any(families[name].call for name in names if name in families):
+        raise SpecError("--widen goes with --kernel FILE.py:FUNCTION, whose configs it is about")
     try:
         target = cards.target_of(families, arch, problems, replay)
     except NoGpuError as error:

@@ -23,7 +23,10 @@ _HEAD_DIMS = range(8, 1025, 8)
 
 
 def called(
-    function: str | Callable[..., Any], values: Mapping[str, Sequence[Value]] | None = None
+    function: str | Callable[..., Any],
+    values: Mapping[str, Sequence[Value]] | None = None,
+    *,
+    widen: bool = False,
 ) -> CalledFamily:
     """The family of a callable: `FILE.py:FUNCTION`, or the function itself, with these values.
 
@@ -43,7 +46,8 @@ def called(
     name = asked.label or f"{Path(place.removesuffix('.py')).name}_{attribute}"
     params = tuple(Param(param, tuple(own), "") for param, own in (values or {}).items())
     call = str(replace(asked, label=""))
-    return CalledFamily(name.rpartition(".")[2].lower(), call, params, call=call)
+    name = name.rpartition(".")[2].lower()
+    return CalledFamily(name, call, params, call=call, widen=widen)
 
 
 @dataclass

@@ -137,7 +137,9 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
     lines.append("kernels:")
     for (family, source), name in spaces.items():
         own = families[family]
-        call = {"call": own.call, **{param.name: [*param.values] for param in own.params}}
+        call: dict[str, Any] = {"call": own.call}
+        call |= {param.name: [*param.values] for param in own.params}
+        call |= {"widen": True} if getattr(own, "widen", False) else {}
         lines += [f"  {name}: {_flow(call)}"] if own.call else _block(family, name, source)
     variants = {problem.variant for problem in request.problems if problem.op == FORWARD}
     asked = [*_OF_MASKS] if variants - {"full", "causal"} else []

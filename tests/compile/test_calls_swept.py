@@ -14,6 +14,7 @@ from sweeping import use_gpu
 
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import OURS, Status
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
@@ -148,8 +149,17 @@ def test_tune_knows_a_call_by_its_name_and_by_the_function(place, monkeypatch, t
     assert gpu.calls
 
 
+def test_only_a_call_is_widened():
+    with pytest.raises(SpecError, match="widen goes with a function"):
+        attnsweep.tune("1,2,256,64", widen=True)
+
+
 def test_the_command_counts_the_configs_of_a_call(place, attnsweep):
     shape = ["1,2,64,16", "--dtype", "bf16", "--dry-run", "--arch", "sm_90a"]
     done = attnsweep("tune", "--kernel", "tuned.py:attention", *shape)
     assert done.returncode == 0
     assert "tuned_attention 4 2 prune_configs_by 2" in " ".join(done.stdout.split())
+    wide = attnsweep("tune", "--kernel", "tuned.py:attention", "--widen", *shape)
+    assert "tuned_attention 20 12 prune_configs_by 8" in " ".join(wide.stdout.split())
+    none = attnsweep("tune", "--widen", *shape)
+    assert (none.returncode, "--kernel FILE.py:FUNCTION" in none.stderr) == (2, True)
