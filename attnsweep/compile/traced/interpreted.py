@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
 from attnsweep.compile.traced.fake import DTYPES, no_card
@@ -57,8 +58,21 @@ class _Interpreted(Recorder):
         def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
             return self._autotune(tune, tuner, args, how)
 
-        with on_card(arch, "cpu"), mock.patch.object(Autotuner, "run", autotune):
+        with (
+            on_card(arch, "cpu"),
+            mock.patch.object(Autotuner, "run", autotune),
+            mock.patch.object(interpreter, "_patch_lang_tensor", _with_index),
+        ):
             yield
+
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _with_index(tensor: Any, scope: Any) -> None:
+    """Tensors of one number as bounds of loops: Triton 3.6 fails on them from NumPy 2.4 on."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], arch: Arch) -> Any:
