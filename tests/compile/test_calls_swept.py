@@ -2,8 +2,6 @@
 
 import importlib
 import importlib.util
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -28,16 +26,6 @@ kernels: {tuned: {call: 'tuned.py:attention'}}
 baselines: []
 measure: {rounds: 4}
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place, before = tmp_path_factory.mktemp("calls"), Path.cwd()
-    shutil.copy(LAUNCHERS, place)
-    (place / "calls.yaml").write_text(SPEC)
-    os.chdir(place)
-    yield place
-    os.chdir(before)
 
 
 class Gpu(FakeGpu):

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -42,17 +41,6 @@ kernels:
   plain: {call: 'tuned.py:plain', BLOCK: [64, 96], num_warps: [null, 2]}
 baselines: []
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with the launchers and a spec, in which everything happens."""
-    place, before = tmp_path_factory.mktemp("calls"), Path.cwd()
-    shutil.copy(LAUNCHERS, place)
-    (place / "calls.yaml").write_text(SPEC)
-    os.chdir(place)
-    yield place
-    os.chdir(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Autotuners of a call: two of them, and configs beside those of the file."""
 
 import importlib.util
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -31,16 +29,6 @@ kernels:
   wide: {call: 'twice.py:hooked', widen: true}
 baselines: []
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place, before = tmp_path_factory.mktemp("twice"), Path.cwd()
-    shutil.copy(LAUNCHERS, place)
-    (place / "calls.yaml").write_text(SPEC)
-    os.chdir(place)
-    yield place
-    os.chdir(before)
 
 
 @pytest.fixture(scope="module")
