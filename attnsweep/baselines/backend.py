@@ -104,8 +104,8 @@ class Package:
 class Backend:
     """A baseline: which problems it does, and the ways to call it on one of them.
 
-    builders: who makes these, by the op's name; by `forward FP8` where that is called in another
-    way. rounds_scores: how often it rounds its scores: 2
+    builders: who makes these, by the op's name; by `forward FP8` or `forward paged` where that is
+    called in another way. rounds_scores: how often it rounds its scores: 2
     where it stores them, before and after scaling.
     """
 
@@ -124,13 +124,14 @@ class Backend:
 
     def ways(self, torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         """The ways to call it on a problem: see Builder."""
-        op, kind = problem.op.name, problem.format.kind
-        build = self.builders.get(f"{op} {kind}") or self.builders[op]
+        op, kinds = problem.op.name, (problem.format.kind, problem.layout.kind)
+        own = (self.builders.get(f"{op} {kind}") for kind in kinds)
+        build = next(filter(None, own), None) or self.builders[op]
         return build(torch, problem, session)
 
     def supports(self, problem: Problem) -> str | None:
         """Why it cannot do a problem at all; None if it can, as far as that is known before."""
-        if problem.op.name not in self.builders:
+        if problem.op.name not in (*self.builders, *(name.split()[0] for name in self.builders)):
             return f"{self.name} is timed in no {problem.op.name}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} does not do {problem.dtype}"
@@ -139,7 +140,7 @@ class Backend:
         if problem.mask.kind not in self.masks:
             return f"{self.name} has no mask {problem.mask.label}"
         if problem.layout.kind not in self.layouts:
-            return f"{self.name} has no padding"
+            return f"{self.name} does no {problem.layout.kind} layout"
         for kind in problem.scores.kinds:
             if kind not in self.scores:
                 return f"{self.name} has no {kind}"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from attnsweep.baselines import flash, triton_precompile
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
+from attnsweep.specs.model import KNOWN_BASELINES
 
 _LOOK_S = 0.05
 # An import that takes longer hangs; the first entrant must not be blamed for it.
@@ -25,8 +26,9 @@ _IMPORTS = {
     "cudnn_deterministic": ("cudnn",),
     "triton_flash": ("triton",),
     "flash_attn_2": ("flash_attn",),
-    "flash_attn_3": flash.FLASH_3,
-    "flash_attn_3_fp8": flash.FLASH_3,
+    **dict.fromkeys(
+        (name for name in KNOWN_BASELINES if name.startswith("flash_attn_3")), flash.FLASH_3
+    ),
     "flash_attn_4": ("flash_attn.cute",),
 }
 # What the first call of FlashAttention-3 imports if baselines.loaded has not found a function in

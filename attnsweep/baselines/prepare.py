@@ -331,11 +331,17 @@ STORAGE: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 def arrays_of(problem: Problem, buffers: Any) -> dict[str, Any]:
     """The inputs that a baseline is called with, by name, as CuPy arrays of their storage."""
-    own, made = STORAGE[DTYPE_BYTES[problem.dtype]], {}
+    made = {}
     for name in problem.values:
-        kind = own if problem.tensor(name).dtype == problem.dtype else np.float32
+        dtype = problem.tensor(name).dtype
+        kind = np.float32 if _beside(problem, name) else STORAGE[DTYPE_BYTES[dtype]]
         made[name] = buffers[name].view(problem.shape_of(name), kind)
     return made
+
+
+def _beside(problem: Problem, name: str) -> bool:
+    """Whether an input is float32 beside q, k and v: a scale or a sink."""
+    return name not in ("q", "k", "v") and problem.tensor(name).dtype != problem.dtype
 
 
 def type_of(torch: Any, dtype: str) -> Any:
@@ -349,16 +355,15 @@ def tensors_of(
 ) -> list[tuple[Any, ...]]:
     """Copies of a problem's inputs, as `arrays_of` gives them, as tensors."""
     torch.set_float32_matmul_precision("highest")  # fp32 calls must not use TF32
-    own, bits = type_of(torch, problem.dtype), STORAGE[DTYPE_BYTES[problem.dtype]].__name__
-    return [
-        tuple(
-            torch.from_dlpack(array)
-            if problem.tensor(name).dtype != problem.dtype
-            else torch.from_dlpack(array.view(bits)).view(own)
-            for name, array in copy.items()
-        )
-        for copy in copies
-    ]
+
+    def tensor(name: str, array: Any) -> Any:
+        if _beside(problem, name):
+            return torch.from_dlpack(array)
+        dtype = problem.tensor(name).dtype
+        bits = STORAGE[DTYPE_BYTES[dtype]].__name__
+        return torch.from_dlpack(array.view(bits)).view(type_of(torch, dtype))
+
+    return [tuple(tensor(*each) for each in copy.items()) for copy in copies]
 
 
 def prepare(

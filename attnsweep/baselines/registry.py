@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import cudnn, flash, fp8
+from attnsweep.baselines import cudnn, flash, fp8, paged
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.flash import FLASH_3, flash_attention
 from attnsweep.baselines.torch_sdpa import (
@@ -55,10 +55,13 @@ def _sdpa(name: str, backend: str, *more: Any, **facts: Any) -> Backend:
     return Backend(name, builders, TORCH, *more, **facts)
 
 
-def _flash(name: str, *modules: str, gradients: bool = False, **facts: Any) -> Backend:
-    """A version of FlashAttention: see flash_attention."""
+def _flash(
+    name: str, *modules: str, gradients: bool = False, paged: Any = None, **facts: Any
+) -> Backend:
+    """A version of FlashAttention: see flash_attention. paged: its builder for such a cache."""
     builders = {"forward": flash_attention(name, *modules)}
     builders |= {"backward": flash.gradients(name)} if gradients else {}
+    builders |= {"forward paged": paged} if paged else {}
     return Backend(name, builders, cannot=flash.cannot, **facts)
 
 
@@ -116,14 +119,29 @@ BACKENDS = {
         _flash(
             *("flash_attn_3", *FLASH_3),
             gradients=True,
+            paged=paged.flash_3(),
             package=_FLASH_3,
-            layouts=("dense", "padded", "packed"),
+            layouts=("dense", "padded", "packed", "paged"),
             scores=("softcap",),
         ),
         Backend(
-            *("flash_attn_3_fp8", {"forward": fp8.flash_3_fp8}, _FLASH_3, (*_HALF, *_FP8)),
+            *("flash_attn_3_ready", {"forward": paged.flash_3(ready=True)}, _FLASH_3),
+            layouts=("paged",),
+            scores=("softcap",),
+        ),
+        Backend(
+            "flash_attn_3_fp8",
+            {"forward": fp8.flash_3_fp8, "forward paged": paged.flash_3(fp8=True)},
+            *(_FLASH_3, (*_HALF, *_FP8)),
+            layouts=("dense", "paged"),
             cannot=flash.cannot,
         ),
+        Backend(
+            *("flash_attn_3_fp8_ready", {"forward": paged.flash_3(ready=True, fp8=True)}, _FLASH_3),
+            layouts=("paged",),
+        ),
+        Backend("torch_dense", {"forward": paged.dense}, TORCH, layouts=("paged",)),
+        Backend("torch_gathered", {"forward": paged.gathered}, TORCH, layouts=("paged",)),
         _flash(
             *("flash_attn_4", "flash_attn.cute"),
             gradients=True,

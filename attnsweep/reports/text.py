@@ -494,6 +494,10 @@ _TITLES = {
     "flash_attn_3_fp8": "FlashAttention-3 in FP8",
     "flash_attn_4": "FlashAttention-4",
     "attnsweep_bf16": "attnsweep's own attention in bf16",
+    "flash_attn_3_ready": "FlashAttention-3 with its metadata made before",
+    "flash_attn_3_fp8_ready": "FlashAttention-3 in FP8 with its metadata made before",
+    "torch_dense": "PyTorch's attention on a dense cache",
+    "torch_gathered": "PyTorch's attention behind a gather",
 }
 """The name that a reader has for each baseline."""
 

@@ -31,7 +31,7 @@ from pydantic import (
 from attnsweep.core import share
 from attnsweep.core.callables import CALL, CALLABLE, LABEL, Asked
 from attnsweep.core.errors import ProblemError, SpecError
-from attnsweep.core.formats import CacheDtype
+from attnsweep.core.formats import FORMATS, CacheDtype
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.specs.require import RequireSpec
@@ -57,6 +57,10 @@ BaselineName = Literal[
     "flash_attn_3_fp8",
     "flash_attn_4",
     "attnsweep_bf16",
+    "flash_attn_3_ready",
+    "flash_attn_3_fp8_ready",
+    "torch_dense",
+    "torch_gathered",
 ]
 KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 OWN_BF16: BaselineName = "attnsweep_bf16"
@@ -67,9 +71,18 @@ VARLEN: BaselineName = "torch_varlen"
 """It does packed sequences alone, and must be asked for; `tune` asks for it where they are."""
 CUDNN_DETERMINISTIC: BaselineName = "cudnn_deterministic"
 """It does backwards alone, and is slower than `cudnn`: it must be asked for."""
-_COMPUTED_IN: dict[str, str] = {OWN_BF16: "BF16", "flash_attn_3_fp8": "FP8"}
+OF_PAGED: tuple[BaselineName, ...] = (
+    *("flash_attn_3", "flash_attn_3_ready", "flash_attn_3_fp8", "flash_attn_3_fp8_ready"),
+    *("torch_dense", "torch_gathered"),
+)
+"""Those of a paged cache: all but FlashAttention-3 do nothing else, and must be asked for; `tune`
+asks for them where caches are paged."""
+_COMPUTED_IN: dict[str, str] = {
+    OWN_BF16: "BF16",
+    **dict.fromkeys(("flash_attn_3_fp8", "flash_attn_3_fp8_ready"), "FP8"),
+}
 """Kinds of formats of baselines that convert their inputs."""
-_ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC)
+_ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC, *OF_PAGED[1:2], *OF_PAGED[3:])
 BASELINES = tuple(name for name in KNOWN_BASELINES if name not in _ASKED)
 """All other baselines: the default."""
 
@@ -107,7 +120,10 @@ def in_other_format(provider: str, problem: Problem) -> bool:
 
     flash_attn_3_fp8 does so of a problem that is not in FP8, whose inputs it converts.
     """
-    return _COMPUTED_IN.get(provider, problem.format.kind) != problem.format.kind
+    own = {problem.format.kind}
+    if (cache := problem.layout.cache_dtype) is not None:
+        own.add(FORMATS[cache].kind)
+    return _COMPUTED_IN.get(provider, problem.format.kind) not in own
 
 
 def _parameter_value(value: object) -> object:

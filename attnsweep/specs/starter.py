@@ -21,7 +21,7 @@ from attnsweep.core.problem import SIZES, Problem
 from attnsweep.family.family import Family
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec, load_spec
-from attnsweep.specs.model import FLEX, VARLEN, UnservedCalls
+from attnsweep.specs.model import FLEX, OF_PAGED, VARLEN, UnservedCalls
 from attnsweep.specs.shipped import shipped_specs
 from attnsweep.specs.yaml_file import Flow, dump, nearest
 
@@ -144,6 +144,7 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
     variants = {problem.variant for problem in request.problems if problem.op == FORWARD}
     asked = [*_OF_MASKS] if variants - {"full", "causal"} else []
     asked += [VARLEN] if any(problem.kind == "packed" for problem in request.problems) else []
+    asked += OF_PAGED if any(problem.kind == "paged" for problem in request.problems) else []
     baselines = dict.fromkeys((*base.baselines, *asked))
     lines.append(f"baselines: [{', '.join(baselines)}]")
     if request.search:
