@@ -21,7 +21,7 @@ _LOOK_S = 0.05
 # An import that takes longer hangs; the first entrant must not be blamed for it.
 _LONGEST_S = 90.0
 # Modules that a baseline imports besides PyTorch: the first that is installed.
-_IMPORTS = {
+_IMPORTS: dict[str, tuple[str, ...]] = {
     "cudnn": ("cudnn",),
     "cudnn_deterministic": ("cudnn",),
     "triton_flash": ("triton",),

@@ -7,6 +7,7 @@ is seen under an interval (`diagonals`, `pairs`, `empty_rows`), what cannot be b
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -417,7 +418,13 @@ class Paged(_OfItems):
 
     def pages(self, batch: int, seqlen_k: int) -> int:
         """Pages of the cache."""
-        return _tables(self, batch, seqlen_k)[1]
+        counts = Counter(self.of_items(batch, seqlen_k) if self.lengths else {seqlen_k: batch})
+        shared = min(self.shared, -(-max(counts) // self.page_size))
+        own = sum(
+            items * max(0, -(-length // self.page_size) - shared)
+            for length, items in counts.items()
+        )
+        return shared + own + _SPARE_PAGES
 
     def blocks(self, seqlen_k: int) -> int:
         """Columns of block_table."""
@@ -448,7 +455,7 @@ class Paged(_OfItems):
         """The values of these inputs."""
         return {
             "seqused_k": self.of_items(batch, seqlen_k),
-            "block_table": _tables(self, batch, seqlen_k)[0],
+            "block_table": _tables(self, batch, seqlen_k),
         }
 
     def slots(self, batch: int, seqlen_k: int) -> int:
@@ -593,17 +600,16 @@ def _begins(layout: Packed, seqlen: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _tables(layout: Paged, batch: int, seqlen_k: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The pages of each item, and how many pages a cache has.
+def _tables(layout: Paged, batch: int, seqlen_k: int) -> tuple[tuple[int, ...], ...]:
+    """The pages of each item.
 
     Pages are in an order at random, as a pool's are. Behind an item's last page stand numbers that
     are no pages.
     """
     size, blocks = layout.page_size, layout.blocks(seqlen_k)
     counts = [-(-length // size) for length in layout.of_items(batch, seqlen_k)]
-    shared = min(layout.shared, max(counts, default=0))
-    pages = shared + sum(max(0, count - shared) for count in counts) + _SPARE_PAGES
-    order = drawn_order(pages, layout.seed, size)
+    shared = min(layout.shared, max(counts))
+    order = drawn_order(layout.pages(batch, seqlen_k), layout.seed, size)
     in_common, at, rows = order[:shared], shared, []
     for count in counts:
         own = max(0, count - shared)
@@ -611,7 +617,7 @@ def _tables(layout: Paged, batch: int, seqlen_k: int) -> tuple[tuple[tuple[int, 
         at += own
         row += [_NO_PAGES[place % len(_NO_PAGES)] for place in range(blocks - len(row))]
         rows.append(tuple(row))
-    return tuple(rows), pages
+    return tuple(rows)
 
 
 _NO_PAGES = (-1, 2**31 - 1, -(2**31), 2**30)

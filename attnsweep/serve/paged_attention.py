@@ -1,0 +1,799 @@
+"""Decoding from a cache: FlashAttention-3's `flash_attn_with_kvcache`, by a swept kernel.
+
+The kernel `decode_paged_mma` serves paged caches in fp16, bf16 and FP8, and dense ones of whole
+pages. It is compiled when a kind of call is first met, and lies in the cache of cubins then. Which
+config serves follows from what the host knows, by the recorded winners of `paged_winners.json`:
+lengths and tables stay on the device, so that a call waits for nothing and may be in a CUDA graph
+whose lengths change. What no kernel of ours serves is answered by FlashAttention-3 if it is
+installed and can, and else by PyTorch behind a gather.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import AttnsweepError, ProblemError
+from attnsweep.core.hardware import Arch, arch_named
+from attnsweep.core.layouts import Paged
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import LOG2E, Problem
+from attnsweep.core.scores import Scores
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family, Launch
+from attnsweep.serve.runtime.dispatch import Explanation
+from attnsweep.serve.runtime.driver import BoundLaunches, Device, DriverError, cuda_driver
+
+FAMILY = "decode_paged_mma"
+WINNERS = Path(__file__).with_name("paged_winners.json")
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FP8 = torch.float8_e4m3fn
+_PAGE_OF_DENSE = 16  # slots that a dense cache is cut into
+_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+_UNMASKED = (-1, -1)
+# Graphs whose workspaces are kept: one is in use until its capture ends.
+_MOST_CAPTURES = 8
+
+counters: Counter[str] = Counter()
+"""Calls by what served them: `kernel`, or why another did."""
+
+
+class Arguments(NamedTuple):
+    """A call whose arguments fit together; the cache is paged.
+
+    k, v: (pages, page_size, heads_kv, head_dim). table: int32 (batch, blocks). sides: keys before
+    and after a query's own, -1 for all of them.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    sinks: torch.Tensor | None
+    scale: float
+    softcap: float
+    sides: tuple[int, int]
+    lse: bool
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a plan depends on: all but addresses."""
+        q, k, table = self.q, self.k, self.table
+        numbers = (self.scale, self.softcap, self.sides, self.sinks is None, self.lse)
+        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0))
+        of_scales = None if self.k_scale is None else self.k_scale.stride()
+        return (*sizes, q.dtype, k.dtype, of_scales, *numbers, q.device.index)
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How calls of one kind are served: by launches, or None and why not."""
+
+    why: Explanation
+    config: Config | None = None
+    launches: BoundLaunches | None = None
+    workspaces: Mapping[str, int] = field(default_factory=dict)
+
+
+class ScheduleMetadata(NamedTuple):
+    """The runs of blocks over the lengths of a step, made once for calls that are alike in them."""
+
+    runs: torch.Tensor
+    config: str
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNMASKED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: ScheduleMetadata | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    validate: bool = False,
+) -> Any:
+    """Attention of a few queries with a cache of keys, with the arguments of FlashAttention-3.
+
+    q: (batch, seqlen_q, heads, head_dim), fp16 or bf16. k_cache, v_cache: (pages, page_size,
+    heads_kv, head_dim) with page_table int32 (batch, blocks), or (batch, seqlen_k, heads_kv,
+    head_dim) without; of q's dtype or float8_e4m3fn, whose k_descale and v_descale are float32
+    (batch, heads_kv). Strides may be any with contiguous head_dim, so that a page may have heads
+    before slots. cache_seqlens: int32 (batch,), the keys of each request, the new ones counted;
+    they stay on the device. block_table: another name of page_table. sinks: (heads,), one more
+    score of each head. validate: wait for the device, and raise ValueError for lengths, tables and
+    scales that cannot be; without, such a call has some output and reads nothing outside the cache.
+
+    Query i of a request with n keys sees key j if j <= n - seqlen_q + i, where it is causal. A
+    query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, head_dim), or
+    (output, lse) with lse (batch, heads, seqlen_q). Raises NotImplementedError for what
+    FlashAttention-3 does beside: appending k and v, rotary embeddings, qv, FP8 queries, packed
+    queries, chunks.
+    """
+    _refuse(
+        {
+            "k and v: append them to the cache before the call": k is not None or v is not None,
+            "rotary_cos: rotate q and k before the call": rotary_cos is not None
+            or rotary_sin is not None
+            or rotary_seqlens is not None,
+            "qv": qv is not None,
+            "cache_batch_idx: index the table or the cache": cache_batch_idx is not None,
+            "cache_leftpad": cache_leftpad is not None,
+            "cu_seqlens_q": cu_seqlens_q is not None or cu_seqlens_k_new is not None,
+            "q_descale: queries are fp16 or bf16": q_descale is not None,
+            "attention_chunk": bool(attention_chunk),
+            "sm_margin": bool(sm_margin),
+        }
+    )
+    if max_seqlen_q is not None and q.dim() == 4 and max_seqlen_q < q.shape[1]:
+        raise ValueError(f"max_seqlen_q is {max_seqlen_q}, and q has {q.shape[1]} rows")
+    if block_table is not None and page_table is not None:
+        raise TypeError("page_table and block_table are two names of one table: give one")
+    table = page_table if block_table is None else block_table
+    how = (k_descale, v_descale, sinks, softmax_scale, softcap, causal, window_size)
+    call = understood(q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
+    if validate:
+        check_values(call)
+    if torch.compiler.is_compiling():
+        out, lse = _compiled(*call[:11], call.lse)
+    else:
+        out, lse = _answer(call, scheduler_metadata)
+    return (out, lse) if return_softmax_lse else out
+
+
+def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
+    """Which kernel would serve `flash_attn_with_kvcache` with these arguments; launches nothing."""
+    given = inspect.signature(flash_attn_with_kvcache).bind(*args, **options)
+    given.apply_defaults()
+    a = given.arguments
+    table = a["page_table"] if a["block_table"] is None else a["block_table"]
+    how = (a["k_descale"], a["v_descale"], a["sinks"], a["softmax_scale"], a["softcap"])
+    own = (a["q"], a["k_cache"], a["v_cache"], a["cache_seqlens"], table, *how)
+    call = understood(*own, a["causal"], a["window_size"], a["return_softmax_lse"])
+    return _plan(call).why
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    page_size: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNMASKED,
+    has_softcap: bool = False,
+    *,
+    cache_dtype: torch.dtype | None = None,
+) -> ScheduleMetadata | None:
+    """What the blocks of a step's calls do, for `scheduler_metadata` of each of its layers.
+
+    The calls are alike but for their tensors. Launches one small kernel; in a CUDA graph, too. None
+    where no kernel of ours serves, and each call decides.
+    """
+    stored = cache_dtype or qkv_dtype
+    size, blocks = page_size or _PAGE_OF_DENSE, -(-max_seqlen_k // (page_size or _PAGE_OF_DENSE))
+    problem = _problem(
+        *(batch_size, num_heads_q, num_heads_kv, max_seqlen_q, blocks, headdim),
+        *(_DTYPES[qkv_dtype], size, "e4m3" if stored == _FP8 else None),
+        *(_interval(causal, window_size), Scores(softcap=float(has_softcap))),
+    )
+    index = cache_seqlens.device.index or 0
+    config, _ = _chosen(problem, index)
+    if config is None:
+        return None
+    config = Config({**config, "SCHEDULE": 1, "PDL": 0})
+    launches = _load(problem, config, index, ("schedule",))
+    space = _family().workspace_of(config, problem)
+    runs = torch.empty(space["runs"], dtype=torch.uint8, device=cache_seqlens.device)
+    addresses = {"seqused_k": cache_seqlens.data_ptr(), "runs": runs.data_ptr()}
+    stream = torch.cuda.current_stream(cache_seqlens.device).cuda_stream
+    launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), stream)
+    return ScheduleMetadata(runs, config.label)
+
+
+def _refuse(what: Mapping[str, bool]) -> None:
+    """Raise NotImplementedError for the first argument that is not served."""
+    for said, given in what.items():
+        if given:
+            raise NotImplementedError(f"flash_attn_with_kvcache has no {said}")
+
+
+# -- what a call means ------------------------------------------------------------------------
+
+
+def understood(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    lengths: Any,
+    table: Any,
+    k_scale: Any,
+    v_scale: Any,
+    sinks: Any,
+    scale: float | None,
+    softcap: float,
+    causal: bool,
+    window: Sequence[int],
+    lse: bool,
+) -> Arguments:
+    """The call that these arguments mean. Raises TypeError or ValueError."""
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}: it has four dimensions")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: head_dim is not contiguous")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q is {q.dtype}: it is float16 or bfloat16")
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, _FP8):
+        raise TypeError(
+            f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: both are as q, {q.dtype}, or "
+            "float8_e4m3fn"
+        )
+    if k_cache.shape != v_cache.shape:
+        sizes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise ValueError(f"k_cache and v_cache have the shapes {sizes}, not the same")
+    batch, _, heads, head_dim = q.shape
+    pages, page_size, heads_kv, columns = k_cache.shape
+    if columns != head_dim:
+        raise ValueError(f"k_cache has rows of {columns} elements, and q of {head_dim}")
+    if not heads_kv or heads % heads_kv:
+        raise ValueError(f"{heads} heads of q are no multiple of {heads_kv} of k_cache")
+    if not page_size or not pages:
+        raise ValueError(f"k_cache is {tuple(k_cache.shape)}: it has no slots")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        own = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+        own = [(stride, size) for stride, size in own if size > 1]
+        overlaps = any(a[0] * a[1] > b[0] for a, b in zip(own, own[1:], strict=False))
+        if overlaps or any(stride <= 0 for stride, _ in own):
+            raise ValueError(f"{name} has strides {tensor.stride()}: its slots overlap")
+    if table is None:
+        if pages != batch:
+            raise ValueError(f"a cache without a table has {batch} requests as q, not {pages}")
+        k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
+    elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
+        raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
+    if table.shape[0] != batch or table.device != q.device or table.stride(1) != 1:
+        what = f"{tuple(table.shape)} on {table.device} with strides {table.stride()}"
+        raise ValueError(f"page_table is {what}: it has a contiguous row of each of {batch}")
+    if lengths is None:
+        lengths = torch.full((batch,), table.shape[1] * k_cache.shape[1], device=q.device)
+        lengths = lengths.int()
+    elif isinstance(lengths, int):
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
+        raise TypeError("cache_seqlens is an int32 tensor, or one number")
+    if lengths.shape != (batch,) or lengths.device != q.device or not lengths.is_contiguous():
+        raise ValueError(
+            f"cache_seqlens is {tuple(lengths.shape)} on {lengths.device}: it has {batch} numbers "
+            f"on {q.device}"
+        )
+    k_scale, v_scale = _scales(q, k_cache, (k_scale, v_scale))
+    if sinks is not None:
+        if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,):
+            raise ValueError(f"sinks are a tensor of {heads} numbers, one of each head of q")
+        sinks = sinks.float().contiguous()
+    if not softcap >= 0 or math.isinf(softcap):
+        raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
+    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
+    by = head_dim**-0.5 if scale is None else float(scale)
+    sides = (left, 0 if causal else right)
+    rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse)
+    return Arguments(q, k_cache, v_cache, lengths, table, *rest)
+
+
+def _scales(q: torch.Tensor, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
+    """The scales of an FP8 cache, float32 (batch, heads_kv); without, 1."""
+    if k.dtype != _FP8:
+        if any(scale is not None for scale in given):
+            raise ValueError(f"k_descale and v_descale are of an FP8 cache, not of {k.dtype}")
+        return [None, None]
+    shape, made = (q.shape[0], k.shape[2]), []
+    for name, scale in zip(("k_descale", "v_descale"), given, strict=True):
+        if scale is None:
+            scale = torch.ones((), dtype=torch.float32, device=q.device)
+        if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+            raise TypeError(f"{name} is a float32 tensor {shape}, (batch, heads_kv)")
+        if scale.numel() != 1 and scale.shape != shape:
+            raise ValueError(f"{name} is {tuple(scale.shape)}, not {shape}, (batch, heads_kv)")
+        if scale.device != q.device:
+            raise ValueError(f"{name} is on {scale.device}, and q on {q.device}")
+        made.append(scale if scale.shape == shape else scale.reshape(1, 1).expand(shape))
+    return made
+
+
+def _in_pages(cache: torch.Tensor) -> torch.Tensor:
+    """A dense cache (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
+    where its requests are a whole number of them apart.
+    """
+    batch, seqlen, heads, columns = cache.shape
+    of_item, of_slot, of_head, one = cache.stride()
+    page = _PAGE_OF_DENSE
+    if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
+        return cache
+    shape = (batch * seqlen // page, page, heads, columns)
+    return cache.as_strided(shape, (page * of_slot, of_slot, of_head, one))
+
+
+@functools.lru_cache(maxsize=64)
+def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """The table of a dense cache."""
+    cut = _in_pages(cache)
+    return _table_of(cache.shape[0], cut.shape[0] // cache.shape[0], cache.device)
+
+
+def check_values(call: Arguments) -> None:
+    """Raise ValueError for what lies on the device and cannot be. Waits for it."""
+    capacity = call.table.shape[1] * call.k.shape[1]
+    lengths, table = call.lengths.cpu(), call.table.cpu()
+    if bool((lengths < 0).any()) or bool((lengths > capacity).any()):
+        at = int(((lengths < 0) | (lengths > capacity)).nonzero()[0])
+        what = f"cache_seqlens[{at}] is {int(lengths[at])}"
+        raise ValueError(f"{what}: page_table has room for 0 to {capacity}")
+    blocks = (lengths + call.k.shape[1] - 1) // call.k.shape[1]
+    inside = torch.arange(table.shape[1]) < blocks[:, None]
+    wrong = (inside & ((table < 0) | (table >= call.k.shape[0]))).nonzero()
+    if len(wrong):
+        row, column = map(int, wrong[0])
+        what = f"page_table[{row}, {column}] is {int(table[row, column])}"
+        raise ValueError(f"{what}: the cache has pages 0 to {call.k.shape[0] - 1}")
+    for name, scale in (("k_descale", call.k_scale), ("v_descale", call.v_scale)):
+        if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise ValueError(f"{name} has numbers that are not finite or not above 0")
+
+
+# -- which kernel serves --------------------------------------------------------------------
+
+
+def _interval(causal: bool, window: Sequence[int]) -> Interval:
+    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    right = 0 if causal else right
+    if left is None and right in (None, 0):
+        return FULL if right is None else CAUSAL
+    return Interval(left, right)
+
+
+def _problem(
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    blocks: int,
+    head_dim: int,
+    dtype: Any,
+    page_size: int,
+    cache_dtype: str | None,
+    mask: Interval,
+    scores: Scores,
+) -> Problem:
+    """The problem of a call, whose lengths are not known: one request has all keys."""
+    seqlen_k = blocks * page_size
+    lengths = (seqlen_k, *[0] * (batch - 1))
+    layout = Paged(page_size, lengths=lengths, cache_dtype=cache_dtype)
+    sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
+    return Problem(*sizes, dtype, mask, layout, scores)
+
+
+def problem_of(call: Arguments) -> Problem:
+    """The problem of a call. Raises ProblemError."""
+    batch, rows, heads, head_dim = call.q.shape
+    _, page_size, heads_kv, _ = call.k.shape
+    mask = _interval(False, call.sides)
+    scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
+    sizes = (batch, heads, heads_kv, rows, call.table.shape[1], head_dim)
+    cache_dtype = "e4m3" if call.k.dtype == _FP8 else None
+    return _problem(*sizes, _DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
+
+
+@functools.cache
+def _family() -> Family:
+    return discover()[FAMILY]
+
+
+@functools.cache
+def _compiler(arch: str) -> Compiler:
+    return Compiler(arch_named(arch))
+
+
+@functools.cache
+def _arch(index: int) -> Arch:
+    """The architecture of a device. Raises an AttnsweepError for one that nothing is known of."""
+    facts = torch.cuda.get_device_properties(index)
+    name = f"sm_{facts.major}{facts.minor}"
+    known = arch_named(f"{name}a" if facts.major >= 9 else name)
+    return replace(known, sm_count=facts.multi_processor_count)
+
+
+@functools.cache
+def _recorded() -> list[dict[str, Any]]:
+    """The recorded winners: see scripts/paged_winners.py."""
+    found: list[dict[str, Any]] = json.loads(WINNERS.read_text(encoding="utf-8"))["winners"]
+    return found
+
+
+def _distance(entry: Mapping[str, Any], problem: Problem, gpu: str) -> tuple[float, ...]:
+    """How far a recorded winner is from a call, by what the host knows; the least serves."""
+    p = Problem.parse(entry["problem"])
+    here, there = problem.layout, p.layout
+    assert isinstance(here, Paged)
+    assert isinstance(there, Paged)
+    group, own = problem.heads // problem.heads_kv, p.heads // p.heads_kv
+    small = (here.page_size % 16 > 0) != (there.page_size % 16 > 0)
+    sizes = (
+        (problem.batch * problem.heads_kv, p.batch * p.heads_kv),
+        (
+            problem.seqlen_k,
+            p.seqlen_k,
+        ),
+    )
+    rows = (group * problem.seqlen_q, own * p.seqlen_q)
+    kinds = (
+        abs(problem.head_dim - p.head_dim),
+        here.cache_dtype != there.cache_dtype,
+        small,
+        (rows[0] > 8) != (rows[1] > 8),
+        gpu != entry["gpu"],
+    )
+    logs = sum(abs(math.log2(a / b)) for a, b in sizes)
+    return (*kinds, logs, abs(math.log2(here.page_size / there.page_size)))
+
+
+def _chosen(problem: Problem, index: int) -> tuple[Config | None, str]:
+    """The config that serves a problem, and why, or None and why not."""
+    arch, family = _arch(index), _family()
+    if (refused := family.refusal(problem, arch)) is not None:
+        return None, refused
+    gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
+    ordered = sorted(_recorded(), key=lambda entry: _distance(entry, problem, gpu))
+    lse = {"LSE": 1}
+    for entry in ordered:
+        texts = dict(part.split("=") for part in entry["config"].split())
+        config = Config({name: int(value) for name, value in texts.items()} | lse)
+        if family.refused_by(config, problem, arch) is None:
+            return config, f"won on {entry['problem']} of an {entry['gpu']}"
+    for values in _DEFAULTS:
+        config = Config(values | lse)
+        if family.refused_by(config, problem, arch) is None:
+            return config, "no recorded winner fits: a config that the rules keep"
+    return None, "no config that the family's rules keep"
+
+
+_ORDER = ("WARPS", "NUM_STAGES", "KEYS", "BLOCKS_PER_SM", "HEADS", "ROW_FRAGMENTS", "ITEM_COST")
+_DEFAULTS = tuple(
+    dict(zip(_ORDER, values, strict=True)) | {"EVICT_FIRST": 1, "SCHEDULE": 0, "PDL": 0}
+    for values in (
+        (4, 2, 16, 2, 1, 1, 1),
+        (8, 2, 16, 1, 1, 1, 1),
+        (4, 2, 16, 1, 1, 1, 1),
+        (4, 2, 16, 1, 1, 2, 1),
+    )
+)
+_NAMES = (
+    *("q", "k", "v", "o", "block_table", "seqused_k", "k_scale", "v_scale", "sinks", "lse"),
+    *("parts", "part_sums", "counters", "runs"),
+)
+"""The buffers of a launch, in the order in which their addresses are given."""
+_devices: dict[int, Device] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
+_lock = threading.Lock()
+
+
+class _Cubins:
+    """Machine code by its path, as a Device asks for it."""
+
+    def code(self, code: Any) -> bytes:
+        return Path(code.file).read_bytes()
+
+
+def _load(
+    problem: Problem,
+    config: Config,
+    index: int,
+    stages: Sequence[str],
+    numbers: tuple[Any, ...] | None = None,
+) -> BoundLaunches:
+    """The launches of some stages, compiled now or before. numbers: the last arguments of `fwd`."""
+    family, compiler, arch = _family(), _compiler(_arch(index).name), _arch(index)
+    launches: dict[str, Launch] = {}
+    codes: dict[str, Any] = {}
+    for name, launch in family.launches(config, problem, arch).items():
+        if name not in stages:
+            continue
+        defines = family.stages[name].defines(config, problem, launch)
+        cubin = compiler.submit(family.source, defines).result()
+        codes[name] = SimpleNamespace(
+            file=str(cubin.path), sha256=cubin.digest, function=launch.function
+        )
+        args = launch.args
+        if name == "fwd" and numbers is not None:
+            args = (*args[: -len(numbers)], *numbers)
+        behind = launch.programmatic and bool(launches)
+        launches[name] = replace(launch, args=args, programmatic=behind)
+    with _lock:
+        if index not in _devices:
+            _devices[index] = Device(_Cubins(), cuda_driver(), index)  # type: ignore[arg-type]
+    return _devices[index].launches(launches, codes, {}, _NAMES)
+
+
+def _plan(call: Arguments, config: Config | None = None) -> Plan:
+    """The plan of calls of this kind, made now or before. config: that of a schedule."""
+    key = (*call.kind, config and config.label)
+    found = _plans.get(key)
+    if found is None:
+        found = _plans[key] = _made(call, config)
+    return found
+
+
+def _made(call: Arguments, config: Config | None) -> Plan:
+    def without(code: str, reason: str) -> Plan:
+        return Plan(Explanation(None, code, reason, 0.0, None))
+
+    if not call.q.is_cuda:
+        return without("device", f"q is on {call.q.device}")
+    if why := _unaligned(call):
+        return without("layout", why)
+    index = call.q.device.index or 0
+    try:
+        problem = problem_of(call)
+        scheduled = config is not None
+        if config is None:
+            config, said = _chosen(problem, index)
+        else:
+            said = "the config of the schedule"
+        if config is None:
+            return without("not_served", said)
+        q, k = call.q, call.k
+        order = (0, 2, 1)  # batch, head, row of (batch, seqlen_q, heads, head_dim)
+        _, rows, heads, columns = q.shape
+        of_q = tuple(q.stride(at) for at in order)
+        of_o = (rows * heads * columns, columns, heads * columns)
+        of_scales = call.k_scale.stride() if call.k_scale is not None else (0, 0)
+        strides = (*of_q, *of_o, k.stride(0), k.stride(1), k.stride(2), call.table.stride(0))
+        window = (2**30 if side < 0 else side for side in call.sides)
+        numbers = (
+            *(k.shape[0], call.table.shape[1], *window, call.scale * LOG2E, call.softcap),
+            *(*strides, *of_scales),
+        )
+        stages = ("fwd",) if scheduled else ("schedule", "fwd")
+        launches = _load(problem, config, index, stages, numbers)
+        spaces = dict(_family().workspace_of(config, problem))
+    except (AttnsweepError, ProblemError, DriverError, OSError) as error:
+        return without("not_served", str(error).splitlines()[0])
+    spaces = {name: size for name, size in spaces.items() if name != "lse"}
+    if scheduled:
+        spaces.pop("runs", None)
+    gpu = torch.cuda.get_device_name(index)
+    return Plan(Explanation(config.label, "kernel", said, 0.0, gpu), config, launches, spaces)
+
+
+def _unaligned(call: Arguments) -> str | None:
+    """Why the kernel cannot read these tensors, which it does 16 bytes at a time; or None."""
+    if call.k.stride() != call.v.stride():
+        return f"k_cache and v_cache have strides {call.k.stride()} and {call.v.stride()}"
+    for name, tensor in (("q", call.q), ("k_cache", call.k)):
+        size = tensor.element_size()
+        if any(
+            n > 1 and s * size % 16
+            for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        ):
+            return f"{name} has strides {tensor.stride()}: no multiples of 16 bytes"
+        if any(stride >= 2**31 for stride in tensor.stride()):
+            return f"{name} has strides of 2^31 elements or more"
+    if call.k_scale is not None and call.k_scale.stride() != call.v_scale.stride():  # type: ignore[union-attr]
+        return "k_descale and v_descale have other strides"
+    return None
+
+
+class _Workspaces:
+    """Memory of the calls of one stream, or of one capture: counters begin at 0, and end there."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+
+    def of(
+        self, sizes: Mapping[str, int], device: torch.device, stream: int
+    ) -> dict[str, torch.Tensor]:
+        """Each workspace, at least as large as asked for."""
+        capture = 0
+        if torch.cuda.is_current_stream_capturing():
+            driver = cuda_driver()
+            capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+        key = (device.index, stream, capture)
+        found = self._of.get(key)
+        if found is None:
+            captures = [each for each in self._of if each[2]]
+            for old in captures[: max(0, len(captures) - _MOST_CAPTURES + 1)]:
+                del self._of[old]
+            found = self._of[key] = {}
+        for name, size in sizes.items():
+            if name not in found or found[name].numel() < size:
+                found[name] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return found
+
+
+_spaces = _Workspaces()
+
+
+# -- answers ------------------------------------------------------------------------------
+
+
+def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[Any, Any]:
+    """The output and its log-sum-exps, of a call that is understood."""
+    own = None
+    if metadata is not None:
+        texts = dict(part.split("=") for part in metadata.config.split())
+        own = Config({name: int(value) for name, value in texts.items()})
+    plan = _plan(call, own)
+    q = call.q
+    if plan.launches is None or not q.numel():
+        counters[plan.why.code] += 1
+        return _by_others(call)
+    batch, rows, heads, head_dim = q.shape
+    out = torch.empty((batch, rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    spaces = _spaces.of(plan.workspaces, q.device, stream)
+    tensors: dict[str, torch.Tensor | None] = dict(spaces)
+    own_tensors = (q, call.k, call.v, out, call.table, call.lengths, call.k_scale, call.v_scale)
+    tensors |= zip(_NAMES, (*own_tensors, call.sinks, lse), strict=False)
+    if metadata is not None:
+        tensors["runs"] = metadata.runs
+    addresses = tuple(
+        0 if (tensor := tensors.get(name)) is None else tensor.data_ptr() for name in _NAMES
+    )
+    if (addresses[0] | addresses[1] | addresses[2]) & 15:
+        counters["layout"] += 1
+        return _by_others(call)
+    plan.launches.issue(addresses, stream)
+    counters["kernel"] += 1
+    return out, lse
+
+
+def _by_others(call: Arguments) -> tuple[Any, Any]:
+    """The answer of FlashAttention-3 if it is installed and takes the call, or of PyTorch."""
+    if call.q.is_cuda and call.sinks is None and (flash := _flash_3()) is not None:
+        options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap}
+        options |= {"causal": call.sides[1] == 0, "window_size": call.sides}
+        if call.k_scale is None:
+            given = (call.q, call.k, call.v)
+            how = {"cache_seqlens": call.lengths, "page_table": call.table}
+            try:
+                out, lse, *_ = flash(*given, **how, **options, return_softmax_lse=True)
+            except (RuntimeError, TypeError, ValueError):  # what it does not take
+                pass
+            else:
+                seen = torch.isfinite(lse)
+                return out * seen.transpose(1, 2)[..., None].to(out.dtype), lse
+    return by_gather(call)
+
+
+@functools.cache
+def _flash_3() -> Any:
+    """FlashAttention-3's function, if it is installed."""
+    for name in _FLASH_3:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                return importlib.import_module(name).flash_attn_with_kvcache
+            except (ImportError, OSError, AttributeError):
+                continue
+    return None
+
+
+def by_gather(call: Arguments) -> tuple[Any, Any]:
+    """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
+    q, table = call.q, call.table.long().clamp(0, call.k.shape[0] - 1)
+    batch, rows, heads, head_dim = q.shape
+    size, heads_kv = call.k.shape[1:3]
+    keys = torch.arange(table.shape[1] * size, device=q.device)
+    lengths = call.lengths.clamp(0, len(keys))[:, None, None]
+    own = lengths - rows + torch.arange(rows, device=q.device)[:, None]
+    seen = keys < lengths
+    left, right = call.sides
+    if right >= 0:
+        seen = seen & (keys <= own + right)
+    if left >= 0:
+        seen = seen & (keys >= own - left)
+    seen = seen.expand(batch, rows, len(keys))[:, None, None]
+    there = (keys < lengths)[:, 0, :, None, None]
+
+    def gathered(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        bits = cache.view(torch.uint8) if cache.dtype == _FP8 else cache
+        dense = bits[table].flatten(1, 2)
+        dense = (dense.view(cache.dtype) if cache.dtype == _FP8 else dense).float()
+        dense = torch.where(there, dense, 0.0)
+        return dense if scale is None else dense * scale[:, None, :, None]
+
+    grouped = q.float().view(batch, rows, heads_kv, -1, head_dim)
+    scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, gathered(call.k, call.k_scale))
+    scores = scores * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.view(1, heads_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)
+        lse = torch.logsumexp(torch.cat([scores, sinks], -1), -1)
+    else:
+        lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    out = torch.einsum("bhgrk,bkhd->brhgd", weights, gathered(call.v, call.v_scale))
+    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, rows)
+
+
+@torch.library.custom_op("attnsweep::flash_attn_with_kvcache", mutates_args=())  # type: ignore[untyped-decorator]
+def _compiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    sides: Sequence[int],
+    lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = sides
+    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
+    out, log_sums = _answer(Arguments(*given))
+    return out.contiguous(), log_sums.contiguous()
+
+
+@_compiled.register_fake  # type: ignore[untyped-decorator]
+def _(q: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, rows, heads, _columns = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)

@@ -1,0 +1,169 @@
+"""`flash_attn_with_kvcache`: what calls mean, what is refused, and the answer without a kernel."""
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.oracle import oracle_of
+from attnsweep.verify.rounded import log_sum_exp
+
+torch = pytest.importorskip("torch")
+paged = pytest.importorskip("attnsweep.serve.paged_attention")
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+LABELS = (
+    "(3,4/2,1x40,32) bf16 causal paged(16,1x40+1x0+1x17)",
+    "(3,4/2,3x40,32) fp16 causal paged(16,hnd,e4m3,1x40+1x2+1x33,seed3)",
+    "(4,2,2x50,16) bf16 window(9,0) paged(1,2x50+1x1+1x20,shared5)",
+    "(2,6/2,4x70,16) bf16 full paged(32,e4m3) softcap(5) sinks",
+)
+
+
+def tensor(bits, dtype):
+    own = {1: np.uint8, 2: np.int16}[bits.itemsize]
+    return torch.from_numpy(bits.view(own).copy()).view(TYPES[dtype])
+
+
+def arguments(problem, seed=1):
+    """The tensors and options of a call of a problem, as an engine has them."""
+    inputs, layout = make_inputs(Case(problem), seed), problem.layout
+    k, v = (tensor(inputs[name], layout.cache_dtype or problem.dtype) for name in "kv")
+    if layout.order == "hnd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    left, right = (-1 if side is None else side for side in problem.mask.interval.sides)
+    options = {
+        "cache_seqlens": torch.from_numpy(np.array(inputs["seqused_k"])),
+        "page_table": torch.from_numpy(np.array(inputs["block_table"])),
+        "causal": right == 0,
+        "window_size": (left, right),
+        "softcap": problem.scores.softcap or 0.0,
+    }
+    options |= {f"{n}_descale": torch.from_numpy(inputs[f"{n}_scale"]) for n in "kv" if problem.scales}
+    if problem.scores.sinks:
+        options["sinks"] = torch.from_numpy(inputs["sinks"])
+    return inputs, (tensor(inputs["q"], problem.dtype).transpose(1, 2), k, v), options
+
+
+def call():
+    return arguments(Problem.parse(LABELS[0]))[1:]
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_answer_behind_a_gather_is_right(label):
+    problem = Problem.parse(label)
+    inputs, tensors, options = arguments(problem)
+    out, lse = paged.flash_attn_with_kvcache(*tensors, **options, return_softmax_lse=True)
+    exact, _ = oracle_of(problem).exact(inputs, problem)
+    right = log_sum_exp(inputs, problem, np.arange(problem.seqlen_q))
+    found = out.transpose(1, 2).double().numpy()
+    np.testing.assert_allclose(found, exact["o"], rtol=0, atol=2.0**-7 * np.abs(exact["o"]).max())
+    np.testing.assert_allclose(lse.double().numpy(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dense_cache_is_a_paged_one():
+    problem = Problem.parse("(2,4/2,2x32,16) bf16 causal paged(16,1x32+1x20)")
+    _, tensors, options = arguments(problem)
+    expected = paged.flash_attn_with_kvcache(*tensors, **options)
+    dense = [torch.zeros(2, 32, 2, 16, dtype=torch.bfloat16) for _ in range(2)]
+    for item, length in enumerate(options["cache_seqlens"].tolist()):
+        for at in range(length):
+            page = options["page_table"][item, at // 16]
+            for made, pages in zip(dense, tensors[1:], strict=True):
+                made[item, at] = pages[page, at % 16]
+    lengths = options["cache_seqlens"]
+    assert torch.equal(paged.flash_attn_with_kvcache(tensors[0], *dense, cache_seqlens=lengths, causal=True), expected)
+    long = [torch.cat([x, torch.full_like(x, float("nan"))], 1)[:, :33] for x in dense]  # no whole number of pages
+    assert torch.equal(paged.flash_attn_with_kvcache(tensors[0], *long, cache_seqlens=lengths, causal=True), expected)
+
+
+def test_one_length_is_of_all_requests_and_none_is_all_slots():
+    _, _ = call()
+    q, k, v = torch.randn(2, 1, 4, 16).half(), *torch.randn(2, 2, 32, 2, 16).half()
+    by_tensor = paged.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([9, 9], dtype=torch.int32))
+    assert torch.equal(paged.flash_attn_with_kvcache(q, k, v, cache_seqlens=9), by_tensor)
+    assert torch.equal(paged.flash_attn_with_kvcache(q, k, v), paged.flash_attn_with_kvcache(q, k, v, cache_seqlens=32))
+
+
+def changed(name, value):
+    def of(tensors, options):
+        if name in ("q", "k_cache", "v_cache"):
+            at = ("q", "k_cache", "v_cache").index(name)
+            tensors = (*tensors[:at], value(tensors[at]), *tensors[at + 1 :])
+        else:
+            options = options | {name: value(options.get(name))}
+        return tensors, options
+
+    return of
+
+
+WRONG = [
+    (changed("q", lambda q: q.float()), TypeError, "q is torch.float32"),
+    (changed("q", lambda q: q[:, 0]), ValueError, "four dimensions"),
+    (changed("q", lambda q: q.numpy if False else [1]), TypeError, "q is list"),
+    (changed("k_cache", lambda k: k.half()), TypeError, "both are as q"),
+    (changed("k_cache", lambda k: k[:, :0]), ValueError, "not the same|no slots"),
+    (changed("k_cache", lambda k: k[..., :16]), ValueError, "not the same"),
+    (changed("k_cache", lambda k: k[:1].expand(len(k), -1, -1, -1)), ValueError, "overlap"),
+    (changed("k_cache", lambda k: k.transpose(2, 3).contiguous().transpose(2, 3)), ValueError, "not contiguous"),
+    (changed("page_table", lambda t: t.long()), TypeError, "page_table is an int32"),
+    (changed("page_table", lambda t: t[:2]), ValueError, "page_table is"),
+    (changed("cache_seqlens", lambda t: t.long()), TypeError, "cache_seqlens is an int32"),
+    (changed("cache_seqlens", lambda t: t[:2]), ValueError, "it has 3 numbers"),
+    (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
+    (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
+    (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
+    (changed("k", lambda _: torch.ones(3)), NotImplementedError, "append"),
+    (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
+    (changed("attention_chunk", lambda _: 4), NotImplementedError, "attention_chunk"),
+    (changed("block_table", lambda _: torch.ones(3)), TypeError, "two names"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "said"), WRONG, ids=[f"{n} {said}" for n, (_, _, said) in enumerate(WRONG)])
+def test_what_the_host_sees_is_refused_in_words(change, kind, said):
+    tensors, options = change(*call())
+    with pytest.raises(kind, match=said):
+        paged.flash_attn_with_kvcache(*tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "said"),
+    [
+        ("cache_seqlens", (0,), -1, r"cache_seqlens\[0\] is -1"),
+        ("cache_seqlens", (2,), 99, r"cache_seqlens\[2\] is 99: page_table has room for 0 to 48"),
+        ("page_table", (0, 1), 77, r"page_table\[0, 1\] is 77"),
+        ("page_table", (0, 0), -3, r"page_table\[0, 0\] is -3"),
+    ],
+)
+def test_what_lies_on_the_device_is_named_if_asked_for_and_else_has_some_output(name, at, value, said):
+    tensors, options = call()
+    lengths = options["cache_seqlens"]
+    longest = int(lengths.argmax())
+    if name == "page_table":
+        at = (longest, at[1])
+        said = said.replace("[0,", f"[{longest},")
+    options[name][at] = value
+    with pytest.raises(ValueError, match=said):
+        paged.flash_attn_with_kvcache(*tensors, **options, validate=True)
+    assert paged.flash_attn_with_kvcache(*tensors, **options).shape == tensors[0].shape
+
+
+def test_scales_that_cannot_be_are_named_if_asked_for():
+    _, tensors, options = arguments(Problem.parse(LABELS[1]))
+    options["v_descale"][1, 0] = float("nan")
+    with pytest.raises(ValueError, match="v_descale has numbers"):
+        paged.flash_attn_with_kvcache(*tensors, **options, validate=True)
+
+
+def test_compiled_calls_are_as_eager_ones():
+    tensors, options = call()
+    called = lambda *t: paged.flash_attn_with_kvcache(*t, **options)  # noqa: E731
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), paged.flash_attn_with_kvcache(*tensors, **options))
+
+
+def test_explain_says_who_answers():
+    tensors, options = call()
+    assert "cpu" in str(paged.explain_flash_attn_with_kvcache(*tensors, **options))
