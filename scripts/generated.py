@@ -1,7 +1,7 @@
-"""Check all that is generated from results/: pages, history.json.xz, and the shipped table.
+"""Check all that is generated from results/: pages, history.json.xz, and the shipped tables.
 
 Usage: python scripts/generated.py. One process reads and ranks the recorded runs once for all
-three, which take twice as long one by one. Returns 1 if one is stale.
+four, which take twice as long one by one. Returns 1 if one is stale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 os.environ["COLUMNS"] = "120"  # as docs.py has it when it is the program
 
 import history
+import paged_winners
 import winners
 from once import once
 
@@ -23,7 +24,7 @@ import docs
 def main() -> int:
     """Say all that is stale."""
     with once():
-        return max(part.main(["--check"]) for part in (docs, history, winners))
+        return max(part.main(["--check"]) for part in (docs, history, winners, paged_winners))
 
 
 if __name__ == "__main__":

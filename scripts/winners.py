@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import paged_winners
+
 from attnsweep import find_runs
 from attnsweep.api import exported_table
 from attnsweep.family.discover import discover
@@ -41,9 +43,10 @@ JUDGES = ("held_out_few",)
 
 
 def recorded() -> list[Path]:
-    """The runs that were measured, but for JUDGES; a replay repeats one of them."""
+    """The runs that were measured, but for JUDGES and paged caches; a replay repeats another."""
     runs = find_runs(ROOT / "results")
-    return [run for run in runs if run.parent.name != "replay" and run.name not in JUDGES]
+    apart = (*JUDGES, *(run.name for run in paged_winners.recorded()))
+    return [run for run in runs if run.parent.name != "replay" and run.name not in apart]
 
 
 def grouped(table: Mapping[str, Any], cubins: Mapping[str, bytes]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import threading
@@ -47,6 +48,8 @@ _FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 _UNMASKED = (-1, -1)
 # Graphs whose workspaces are kept: one is in use until its capture ends.
 _MOST_CAPTURES = 8
+# Kinds of calls that are known; an engine meets one for each width of its tables.
+_MOST_KINDS = 4096
 
 counters: Counter[str] = Counter()
 """Calls by what served them: `kernel`, or why another did."""
@@ -90,6 +93,32 @@ class Plan:
     config: Config | None = None
     launches: BoundLaunches | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict)
+    tails: dict[int, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    """Addresses of the workspaces on a stream, and what keeps them."""
+
+    def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
+        """Addresses of the workspaces of a call."""
+        if runs is None and not _capturing():
+            found = self.tails.get(stream)
+            if found is not None:
+                return found[0]
+        spaces = _spaces.of(self.workspaces, index, stream)
+        if runs is not None:
+            spaces = {**spaces, "runs": runs}
+        made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in _WORKSPACES)
+        if runs is None and not _capturing():
+            self.tails[stream] = (made, dict(spaces))
+        return made
+
+
+class Known(NamedTuple):
+    """A kind of call that was understood before: its plan, and what its arguments do not give."""
+
+    plan: Plan
+    table: torch.Tensor | None
+    shape: torch.Size
+    of_lse: tuple[int, ...]
+    device: int
 
 
 class ScheduleMetadata(NamedTuple):
@@ -152,6 +181,22 @@ def flash_attn_with_kvcache(
     FlashAttention-3 does beside: appending k and v, rotary embeddings, qv, FP8 queries, packed
     queries, chunks.
     """
+    table = page_table if block_table is None else block_table
+    given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
+    plain = k is None and v is None and qv is None and rotary_cos is None and rotary_sin is None
+    plain = plain and cache_batch_idx is None and cache_leftpad is None and cu_seqlens_q is None
+    plain = plain and cu_seqlens_k_new is None and rotary_seqlens is None and q_descale is None
+    plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
+    kind = None
+    if plain and not torch.compiler.is_compiling():
+        rest = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
+        of_run = None if scheduler_metadata is None else scheduler_metadata.config
+        kind = (*map(_facts, given), rest, of_run)
+        known = _known.get(kind)
+        if known is not None:
+            answer = _again(known, given, scheduler_metadata, return_softmax_lse)
+            if answer is not None:
+                return answer
     _refuse(
         {
             "k and v: append them to the cache before the call": k is not None or v is not None,
@@ -171,16 +216,72 @@ def flash_attn_with_kvcache(
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}, and q has {q.shape[1]} rows")
     if block_table is not None and page_table is not None:
         raise TypeError("page_table and block_table are two names of one table: give one")
-    table = page_table if block_table is None else block_table
     how = (k_descale, v_descale, sinks, softmax_scale, softcap, causal, window_size)
     call = understood(q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
     if validate:
         check_values(call)
     if torch.compiler.is_compiling():
-        out, lse = _compiled(*call[:11], call.lse)
+        out, lse = _compiled(*call[:11])
     else:
         out, lse = _answer(call, scheduler_metadata)
+        if kind is not None:
+            _remember(kind, call, given, scheduler_metadata)
     return (out, lse) if return_softmax_lse else out
+
+
+def _remember(
+    kind: Any, call: Arguments, given: tuple[Any, ...], metadata: ScheduleMetadata | None
+) -> None:
+    """Note that calls of this kind are understood, if their tensors are those that are given."""
+    plan = _plan(call, metadata and _config_of(metadata.config))
+    *_, table, lengths, k_scale, v_scale, sinks = given
+    as_given = lengths is call.lengths and sinks is call.sinks
+    scaled = call.k_scale is None or not (k_scale is None or v_scale is None)
+    if plan.launches is not None and as_given and scaled:
+        batch, rows, heads, _ = call.q.shape
+        own = call.table if table is None else None
+        index = call.q.device.index or 0
+        if len(_known) >= _MOST_KINDS:
+            _known.clear()
+            _plans.clear()
+        _known[kind] = Known(plan, own, call.q.shape, (batch, heads, rows), index)
+
+
+def _facts(tensor: Any) -> Any:
+    """All of a tensor that a plan depends on."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+    return None if tensor is None else type(tensor)
+
+
+def _again(known: Known, given: Any, metadata: ScheduleMetadata | None, lse: bool) -> Any:
+    """The answer to a call of a kind that a kernel served before; None if it cannot this time."""
+    q, k, v, table, lengths, k_scale, v_scale, sinks = given
+    out = q.new_empty(known.shape)
+    log_sums = q.new_empty(known.of_lse, dtype=torch.float32) if lse else None
+    stream = _raw_stream(known.device)
+    plan = known.plan
+    addresses = (
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        (table if known.table is None else known.table).data_ptr(),
+        lengths.data_ptr(),
+        *(
+            (0, 0)
+            if k_scale is None or v_scale is None
+            else (k_scale.data_ptr(), v_scale.data_ptr())
+        ),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if log_sums is None else log_sums.data_ptr(),
+        *plan.tail(known.device, stream, None if metadata is None else metadata.runs),
+    )
+    if (addresses[0] | addresses[1] | addresses[2]) & 15:
+        return None
+    plan.launches.issue(addresses, stream)  # type: ignore[union-attr]
+    counters["kernel"] += 1
+    return out if log_sums is None else (out, log_sums)
 
 
 def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
@@ -228,12 +329,11 @@ def get_scheduler_metadata(
     if config is None:
         return None
     config = Config({**config, "SCHEDULE": 1, "PDL": 0})
-    launches = _load(problem, config, index, ("schedule",))
+    launches = _scheduled(problem, config, index)
     space = _family().workspace_of(config, problem)
     runs = torch.empty(space["runs"], dtype=torch.uint8, device=cache_seqlens.device)
     addresses = {"seqused_k": cache_seqlens.data_ptr(), "runs": runs.data_ptr()}
-    stream = torch.cuda.current_stream(cache_seqlens.device).cuda_stream
-    launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), stream)
+    launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), _raw_stream(index))
     return ScheduleMetadata(runs, config.label)
 
 
@@ -293,7 +393,7 @@ def understood(
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         own = sorted(zip(tensor.stride(), tensor.shape, strict=True))
         own = [(stride, size) for stride, size in own if size > 1]
-        overlaps = any(a[0] * a[1] > b[0] for a, b in zip(own, own[1:], strict=False))
+        overlaps = any(a[0] * a[1] > b[0] for a, b in itertools.pairwise(own))
         if overlaps or any(stride <= 0 for stride, _ in own):
             raise ValueError(f"{name} has strides {tensor.stride()}: its slots overlap")
     if table is None:
@@ -371,8 +471,11 @@ def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:
     """The table of a dense cache."""
-    cut = _in_pages(cache)
-    return _table_of(cache.shape[0], cut.shape[0] // cache.shape[0], cache.device)
+    batch, blocks = cache.shape[0], _in_pages(cache).shape[0] // cache.shape[0]
+    if torch.compiler.is_compiling():
+        made = torch.arange(batch * blocks, dtype=torch.int32, device=cache.device)
+        return made.view(batch, blocks)
+    return _table_of(batch, blocks, cache.device)
 
 
 def check_values(call: Arguments) -> None:
@@ -491,21 +594,25 @@ def _distance(entry: Mapping[str, Any], problem: Problem, gpu: str) -> tuple[flo
     return (*kinds, logs, abs(math.log2(here.page_size / there.page_size)))
 
 
-def _chosen(problem: Problem, index: int) -> tuple[Config | None, str]:
+def _config_of(label: str) -> Config:
+    texts = dict(part.split("=") for part in label.split())
+    return Config({name: int(value) for name, value in texts.items()})
+
+
+def _chosen(problem: Problem, index: int, *, lse: bool = False) -> tuple[Config | None, str]:
     """The config that serves a problem, and why, or None and why not."""
     arch, family = _arch(index), _family()
     if (refused := family.refusal(problem, arch)) is not None:
         return None, refused
     gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
     ordered = sorted(_recorded(), key=lambda entry: _distance(entry, problem, gpu))
-    lse = {"LSE": 1}
+    own = {"LSE": int(lse)}
     for entry in ordered:
-        texts = dict(part.split("=") for part in entry["config"].split())
-        config = Config({name: int(value) for name, value in texts.items()} | lse)
+        config = Config({**_config_of(entry["config"]), **own})
         if family.refused_by(config, problem, arch) is None:
             return config, f"won on {entry['problem']} of an {entry['gpu']}"
     for values in _DEFAULTS:
-        config = Config(values | lse)
+        config = Config(values | own)
         if family.refused_by(config, problem, arch) is None:
             return config, "no recorded winner fits: a config that the rules keep"
     return None, "no config that the family's rules keep"
@@ -521,13 +628,19 @@ _DEFAULTS = tuple(
         (4, 2, 16, 1, 1, 2, 1),
     )
 )
+_WORKSPACES = ("parts", "part_sums", "counters", "runs")
 _NAMES = (
     *("q", "k", "v", "o", "block_table", "seqused_k", "k_scale", "v_scale", "sinks", "lse"),
-    *("parts", "part_sums", "counters", "runs"),
+    *_WORKSPACES,
 )
 """The buffers of a launch, in the order in which their addresses are given."""
 _devices: dict[int, Device] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
+_known: dict[tuple[Any, ...], Known] = {}
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 _lock = threading.Lock()
 
 
@@ -568,6 +681,12 @@ def _load(
     return _devices[index].launches(launches, codes, {}, _NAMES)
 
 
+@functools.lru_cache(maxsize=64)
+def _scheduled(problem: Problem, config: Config, index: int) -> BoundLaunches:
+    """The launch that makes a schedule."""
+    return _load(problem, config, index, ("schedule",))
+
+
 def _plan(call: Arguments, config: Config | None = None) -> Plan:
     """The plan of calls of this kind, made now or before. config: that of a schedule."""
     key = (*call.kind, config and config.label)
@@ -590,7 +709,7 @@ def _made(call: Arguments, config: Config | None) -> Plan:
         problem = problem_of(call)
         scheduled = config is not None
         if config is None:
-            config, said = _chosen(problem, index)
+            config, said = _chosen(problem, index, lse=call.lse)
         else:
             said = "the config of the schedule"
         if config is None:
@@ -643,15 +762,13 @@ class _Workspaces:
     def __init__(self) -> None:
         self._of: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
 
-    def of(
-        self, sizes: Mapping[str, int], device: torch.device, stream: int
-    ) -> dict[str, torch.Tensor]:
+    def of(self, sizes: Mapping[str, int], index: int, stream: int) -> dict[str, torch.Tensor]:
         """Each workspace, at least as large as asked for."""
         capture = 0
-        if torch.cuda.is_current_stream_capturing():
+        if _capturing():
             driver = cuda_driver()
             capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
-        key = (device.index, stream, capture)
+        key = (index, stream, capture)
         found = self._of.get(key)
         if found is None:
             captures = [each for each in self._of if each[2]]
@@ -660,7 +777,7 @@ class _Workspaces:
             found = self._of[key] = {}
         for name, size in sizes.items():
             if name not in found or found[name].numel() < size:
-                found[name] = torch.zeros(size, dtype=torch.uint8, device=device)
+                found[name] = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}")
         return found
 
 
@@ -672,28 +789,20 @@ _spaces = _Workspaces()
 
 def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[Any, Any]:
     """The output and its log-sum-exps, of a call that is understood."""
-    own = None
-    if metadata is not None:
-        texts = dict(part.split("=") for part in metadata.config.split())
-        own = Config({name: int(value) for name, value in texts.items()})
-    plan = _plan(call, own)
+    plan = _plan(call, metadata and _config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():
         counters[plan.why.code] += 1
         return _by_others(call)
-    batch, rows, heads, head_dim = q.shape
-    out = torch.empty((batch, rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    spaces = _spaces.of(plan.workspaces, q.device, stream)
-    tensors: dict[str, torch.Tensor | None] = dict(spaces)
-    own_tensors = (q, call.k, call.v, out, call.table, call.lengths, call.k_scale, call.v_scale)
-    tensors |= zip(_NAMES, (*own_tensors, call.sinks, lse), strict=False)
-    if metadata is not None:
-        tensors["runs"] = metadata.runs
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if call.lse else None
+    index = q.device.index or 0
+    stream = _raw_stream(index)
+    own = (q, call.k, call.v, out, call.table, call.lengths, call.k_scale, call.v_scale)
     addresses = tuple(
-        0 if (tensor := tensors.get(name)) is None else tensor.data_ptr() for name in _NAMES
-    )
+        0 if each is None else each.data_ptr() for each in (*own, call.sinks, lse)
+    ) + plan.tail(index, stream, None if metadata is None else metadata.runs)
     if (addresses[0] | addresses[1] | addresses[2]) & 15:
         counters["layout"] += 1
         return _by_others(call)
@@ -785,10 +894,9 @@ def _compiled(
     scale: float,
     softcap: float,
     sides: Sequence[int],
-    lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = sides
-    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
+    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), True)
     out, log_sums = _answer(Arguments(*given))
     return out.contiguous(), log_sums.contiguous()
 

@@ -118,6 +118,44 @@ def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
     """
 
 
+def _by_paged(name: str) -> Callable[[_Function], _Function]:
+    """Have serve/paged_attention.py do what a function here only declares."""
+
+    def forwarding(declared: Any) -> Any:
+        @functools.wraps(declared)
+        def function(*args: Any, **options: Any) -> Any:
+            _loaded or _package()  # which says what to install
+            from attnsweep.serve import paged_attention
+
+            return getattr(paged_attention, name)(*args, **options)
+
+        return function
+
+    return forwarding
+
+
+@_by_paged("flash_attn_with_kvcache")
+def flash_attn_with_kvcache(*args: Any, **options: Any) -> Any:
+    """A few queries on a cache of keys, with the arguments of FlashAttention-3's function.
+
+    q: (batch, seqlen_q, heads, head_dim), fp16 or bf16; k_cache, v_cache: (pages, page_size,
+    heads_kv, head_dim) with page_table (batch, blocks), or (batch, seqlen_k, heads_kv, head_dim);
+    as q or float8_e4m3fn, with k_descale and v_descale (batch, heads_kv). cache_seqlens (batch,)
+    and the table are int32 and stay on the device. Needs attnsweep[torch,compile]: the kernel is
+    compiled when a kind of call is first met. validate=True waits and names what cannot be.
+    """
+
+
+@_by_paged("explain_flash_attn_with_kvcache")
+def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `flash_attn_with_kvcache` would call, and why; launches nothing."""
+
+
+@_by_paged("get_scheduler_metadata")
+def get_scheduler_metadata(*args: Any, **options: Any) -> Any:
+    """What the blocks of a step's calls do, for `scheduler_metadata` of each of its layers."""
+
+
 @_by_package("explain")
 def explain_attention(*args: Any, **options: Any) -> Explanation:
     """Which kernel `attention` would call with these arguments, and why; launches nothing."""

@@ -1,0 +1,55 @@
+"""Write attnsweep/serve/paged_winners.json: the configs behind attnsweep.flash_attn_with_kvcache.
+
+Usage: python scripts/paged_winners.py [--check]. They are the winners of the recorded runs of paged
+caches. With --check it writes nothing, and returns 1 if the file is not what results/ gives.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnsweep import find_runs, open_run, winners
+
+ROOT = Path(__file__).parent.parent
+WRITTEN = ROOT / "attnsweep" / "serve" / "paged_winners.json"
+FAMILY = "decode_paged_mma"
+
+
+def recorded() -> list[Path]:
+    """The runs of paged caches."""
+    return [run for run in find_runs(ROOT / "results") if run.name.startswith("paged")]
+
+
+def text() -> str:
+    """The file, a line a winner."""
+    found = {}
+    for path in recorded():
+        for trial in winners(open_run(path)):
+            if trial.kernel != FAMILY:
+                continue
+            gpu = trial.machine.gpu.removeprefix("NVIDIA ") if trial.machine else ""
+            config = {name: value for name, value in trial.config.items() if name != "LSE"}
+            label = " ".join(f"{name}={value}" for name, value in config.items())
+            entry = {"gpu": gpu, "problem": trial.problem.label, "config": label}
+            found[gpu, trial.problem.label] = json.dumps(entry)
+    lines = ",\n  ".join(found[key] for key in sorted(found))
+    return f'{{"winners": [\n  {lines}\n]}}\n' if found else '{"winners": []}\n'
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file, or say that it is stale."""
+    made = text()
+    if "--check" not in arguments:
+        WRITTEN.write_text(made, encoding="utf-8")
+        return 0
+    if made != WRITTEN.read_text(encoding="utf-8"):
+        print(f"stale: {WRITTEN.relative_to(ROOT)}; python scripts/paged_winners.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
