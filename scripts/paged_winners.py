@@ -27,10 +27,11 @@ def text() -> str:
     """The file, a line a winner."""
     found = {}
     for path in recorded():
-        for trial in winners(open_run(path)):
+        run = open_run(path)
+        gpu = (run.environment.gpu or "").removeprefix("NVIDIA ")
+        for trial in winners(run):
             if trial.kernel != FAMILY:
                 continue
-            gpu = trial.machine.gpu.removeprefix("NVIDIA ") if trial.machine else ""
             config = {name: value for name, value in trial.config.items() if name != "LSE"}
             label = " ".join(f"{name}={value}" for name, value in config.items())
             entry = {"gpu": gpu, "problem": trial.problem.label, "config": label}

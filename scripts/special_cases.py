@@ -55,9 +55,9 @@ def _asks_for_fp8(node: ast.AST) -> bool:
 def _asks_for_chunks(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):  # what stands in the file of chunks is about them
         return "chunk" in (node.module or "")
-    # attention_chunk_size is transformers' name for windows side by side.
+    # Names of transformers and of FlashAttention-3 for windows side by side.
     name = (_any_name(node) or _text(node) or "").lower()
-    return "chunk" in name and name != "attention_chunk_size"
+    return "chunk" in name and name not in ("attention_chunk_size", "attention_chunk")
 
 
 def _asks_for_layout(node: ast.AST) -> bool:

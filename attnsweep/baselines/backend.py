@@ -140,7 +140,8 @@ class Backend:
         if problem.mask.kind not in self.masks:
             return f"{self.name} has no mask {problem.mask.label}"
         if problem.layout.kind not in self.layouts:
-            return f"{self.name} does no {problem.layout.kind} layout"
+            kinds = {"padded": "padding", "packed": "packed sequences", "paged": "paged caches"}
+            return f"{self.name} has no {kinds.get(problem.layout.kind, problem.layout.kind)}"
         for kind in problem.scores.kinds:
             if kind not in self.scores:
                 return f"{self.name} has no {kind}"
