@@ -64,6 +64,11 @@ CASES = {
     "causal as a tensor, 209 rows": Case(Problem.parse("(1,2,209x368,64) fp16 boolean(causal)")),
     "packed sequences": Case(Problem.parse("(1,2,300,64) fp16 full packed(4)")),
     "packed, window": Case(Problem.parse("(1,2,420,64) fp16 window(63,0) packed(3,10)")),
+    "pages": Case(Problem.parse("(4,8/2,2x200,64) bf16 causal paged(16,1x200+1x65+1x17+1x100)")),
+    "pages, all keys": Case(Problem.parse("(4,8/2,1x200,64) bf16 full paged(64,1x200+1x65+1x17+1x100)")),
+    "pages, fp8": Case(Problem.parse("(4,8/2,1x200,64) bf16 causal paged(16,e4m3,1x200+1x65+1x17+1x100)")),
+    "pages, window": Case(Problem.parse("(4,8/2,9x200,64) fp16 window(40,0) paged(16,1x200+1x65+1x17+1x100)")),
+    "many pages": Case(Problem.parse("(2,2/1,1x4400,64) fp16 full paged(16,1x4400+1x70)")),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 

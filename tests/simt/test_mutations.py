@@ -4,11 +4,12 @@ A push runs those that tests/conftest.py draws by its commit; `pytest tests/simt
 all.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from .harness import COMPILER, BuildError, SimtError, Simulator, config_of, sources
+from .harness import ARCH, COMPILER, BuildError, SimtError, Simulator, config_of, sources
 from .mutations import CASES, MUTATIONS, mutated
 from .runs import KERNELS
 from .test_item_keys import by_lengths, by_mask, check
@@ -27,6 +28,8 @@ def run(simulator: Simulator, bug: dict[str, Any], **how: Any) -> str | None:
     """What showed the bug, or None. how: as Simulator.check takes it."""
     family, stage = bug["stage"].split(".")
     kernel, words = KERNELS[family], bug.get("config", "")
+    if "sms" in bug:
+        how["arch"] = replace(ARCH, sm_count=bug["sms"])
     built: Any = {"changed": {stage: mutated(sources(kernel), bug)}, "asan": bug.get("asan", False)}
     try:
         if bug["case"] in OF_ITEMS:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.layouts import EXAMPLES
 from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import is_used
@@ -117,7 +118,8 @@ def test_the_shipped_families_have_the_same_space(name, causal):
     dim = kernel.some_head_dims[0]
     dtype = kernel.dtypes[0]
     op = OPS[kernel.ops[0]]
-    problem = Problem(1, 8, 8, 512, 512, dim, dtype=dtype, causal=causal, op=op)
+    layout = EXAMPLES[kernel.layouts[0]]
+    problem = Problem(1, 8, 8, 512, 512, dim, dtype=dtype, causal=causal, op=op, layout=layout)
     # Every second value of long lists: asking one by one takes 40 µs a config.
     values, left = {}, 4000
     for param in kernel.params:

@@ -73,13 +73,13 @@ void fence_async_proxy() {
 }
 
 // ---- cp.async ----
-void cp_async(unsigned target, const void* source, bool valid, Where where) {
+void cp_async(unsigned target, const void* source, bool valid, Where where, unsigned bytes) {
     target = resolved(target, "cp.async", where);
-    Copy copy{target, valid, {}};
-    if (reinterpret_cast<std::uintptr_t>(source) % 16)
-        fail(where, "cp.async: the source is not a multiple of 16 bytes");
-    if (valid) memcpy(copy.data, source, 16);
-    memset(at(*me().cta, target, 16, 16, "cp.async", where), 0xff, 16);
+    Copy copy{target, bytes, {}};
+    if (reinterpret_cast<std::uintptr_t>(source) % bytes)
+        fail(where, "cp.async: the source is not a multiple of %u bytes", bytes);
+    if (valid) memcpy(copy.data, source, bytes);
+    memset(at(*me().cta, target, bytes, bytes, "cp.async", where), 0xff, bytes);
     me().copies.push_back(copy);
 }
 void cp_async_commit() {
@@ -90,7 +90,8 @@ void cp_async_wait(int pending) {
     auto& groups = me().copy_groups;
     for (; static_cast<int>(groups.size()) > pending; groups.pop_front())
         for (Copy& copy : groups.front()) {
-            memcpy(at(*me().cta, copy.target, 16, 16, "cp.async", NOWHERE), copy.data, 16);
+            memcpy(at(*me().cta, copy.target, copy.bytes, copy.bytes, "cp.async", NOWHERE),
+                   copy.data, copy.bytes);
             written(*me().cta, copy.target);
         }
 }

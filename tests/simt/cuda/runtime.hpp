@@ -36,8 +36,7 @@ constexpr Where NOWHERE{nullptr, 0};
 enum State { RUNNABLE, BLOCKED, DEFERRED, DONE };  // DEFERRED: until nobody else can go on
 
 struct Copy {
-    unsigned target;
-    bool valid;
+    unsigned target, bytes;
     unsigned char data[16];
 };
 struct Store {

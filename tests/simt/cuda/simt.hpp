@@ -101,7 +101,7 @@ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, 
                Where where);
 void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where);
 
-void cp_async(unsigned target, const void* source, bool valid, Where where);
+void cp_async(unsigned target, const void* source, bool valid, Where where, unsigned bytes = 16);
 void cp_async_commit();
 void cp_async_wait(int pending);
 void mbarrier_init(unsigned barrier, unsigned arrivals, Where where);
@@ -280,6 +280,12 @@ inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
     for (int shift = 0; shift < 32; shift += 8) sum += (x >> shift & 255) * (y >> shift & 255);
     return sum;
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) y |= (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return y;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
@@ -300,6 +306,10 @@ T __ldg(const T* p) {
 }
 template <class T>
 T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
     return *p;
 }
 inline int min(int a, int b) { return a < b ? a : b; }
