@@ -47,6 +47,11 @@ def test_a_planted_fault_is_found(operator, drawn_by, name):
     assert str(found.drawn) in str(found)
 
 
+def test_kernels_get_masks_whose_rows_hide_all_by_finite_numbers(operator):
+    made = [make(drawn, "cpu", {}) for drawn in (draw(net.STAND_IN, 7, number) for number in range(400)) if drawn.mask]
+    assert sum(bool(net.far_rows(each).any()) and not net.by_pytorch(each) for each in made) > 10
+
+
 def test_a_call_is_drawn_again_by_its_seed_and_by_its_text():
     for number in range(60):
         drawn = draw(net.STAND_IN, 7, number)
@@ -67,7 +72,7 @@ def by_autograd(made, direction):
     if made.added is not None:
         rounded = (scores.float() + made.added.float()).double().detach()
         hidden = hidden | (rounded == -math.inf)
-        scores = scores + (rounded - scores.detach())
+        scores = scores + (rounded - scores.detach()).masked_fill(hidden, 0)
     empty = hidden.all(-1, keepdim=True)
     scores = scores.masked_fill(hidden & ~(empty & (made.sinks is None)), -math.inf)
     if made.sinks is not None:

@@ -15,6 +15,8 @@ DIRECTIONS = ("contiguous", "swapped", "expanded", "2 bytes off")
 """How the output's gradient lies."""
 HIDES = ("-inf", "min", "min", "-1e30", "-1e9", "-1e4")
 """What an additive mask hides by; `min` is the least number of its dtype."""
+SUMS = (*(2 * (by,) for by in HIDES), ("min", "-1e4"), ("-1e9", "-1e4"))
+"""What whole rows are hidden by, twice."""
 PATTERNS = ("causal", "bottom-right", "window", "right", "left", "documents", "hole", "half", "rows", "nothing")
 SHAPES_OF_MASKS = ("whole", "of keys", "of queries", "two dimensions")
 ORDERS = ("contiguous", "transposed", "sliced", "heads last", "expanded")
@@ -135,12 +137,14 @@ def draw(limits: Limits, seed: int, number: int) -> Drawn:
     rng = random.Random(f"{seed} call {number}")
     if number and rng.random() < 0.35:
         return _changed(draw(limits, seed, number - rng.randint(1, min(8, number))), rng)
+    if rng.random() < 0.12:
+        return _served_bias(limits, rng)
     sizes = _sizes(limits, rng)
     if rng.random() < 0.8:
         sizes = _sizes(limits, random.Random(f"{seed} sizes {rng.randrange(12)}"))
     entry = rng.choice((*("attention",) * 5, *("sdpa",) * 3, "flash_attn_func", "flash_attn_func", *VARLEN))
     kind = rng.choice(KINDS[entry])
-    many = rng.random() < 1 / 300
+    many = rng.random() < 1 / 120
     if many:
         entry, kind = rng.choice(("attention", "sdpa")), rng.choice(("full", "causal"))
         (batch, heads), head_dim = rng.choice(((65536, 1), (1, 65536))), limits.many_head_dim
@@ -171,6 +175,30 @@ def draw(limits: Limits, seed: int, number: int) -> Drawn:
     call["kept"] = rng.random() < 0.5
     call["longest"] = rng.choice(("said", "said", "more") if entry != "attention_varlen" else ("said", "more", "none"))
     return Drawn(**call, seed=rng.randrange(10**6))
+
+
+def _served_bias(limits: Limits, rng: random.Random) -> Drawn:
+    """A call with an additive mask that kernels take, half of them with whole rows of what hides."""
+    sizes = rng.choice([p for p in limits.known if p.head_dim == p.head_dim_v in (64, 128) and p.seqlen_q >= 64])
+    mask = replace(
+        _mask("additive", rng),
+        form=rng.choice(("whole", "whole", "of keys", "two dimensions")),
+        order=rng.choice(("contiguous", "contiguous", "sliced", "heads last")),
+        empty_rows=True,
+        dtype="q",
+    )
+    if rng.random() < 0.5:
+        number, second = rng.randrange(3), rng.choice(("rows", "rows", rng.choice(PATTERNS)))
+        mask = replace(mask, patterns=("rows", second), numbers=(number, number), hides=rng.choice(SUMS))
+    return Drawn(
+        entry=rng.choice(("attention", "attention", "attention", "sdpa")),
+        kind="additive",
+        sizes=sizes,
+        layouts=(rng.choice(("bhsd", "bshd", "packed", "cache")),) * 3,
+        mask=mask,
+        kept=rng.random() < 0.5,
+        seed=rng.randrange(10**6),
+    )
 
 
 def _changed(call: Drawn, rng: random.Random) -> Drawn:

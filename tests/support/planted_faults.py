@@ -51,16 +51,43 @@ def _least(made: Made) -> Any:
     return (made.added < -1e29) & (made.added > -math.inf)
 
 
-def least_is_nan(made: Made, q: Any, k: Any, v: Any, out: Any) -> Any:
-    if made.added is None or not bool(_least(made).any()):
-        return out
-    return _heads_first(made, out, lambda o: o.masked_fill(_least(made).any(-1, keepdim=True), math.nan))
+def _mean(made: Made, v: Any) -> Any:
+    """The mean of v, for each head of the queries."""
+    return v.mean(2, keepdim=True).repeat_interleave(made.q.shape[1] // v.shape[1], 1)
 
 
-def row_of_least_is_nan(made: Made, q: Any, k: Any, v: Any, out: Any) -> Any:
-    if made.added is None or not bool(_least(made).all(-1).any()):
-        return out
-    return _heads_first(made, out, lambda o: o.masked_fill(_least(made).all(-1, keepdim=True), math.nan))
+def _by_rows(
+    which: Callable[[Made], Any], instead: Callable[[Made, Any, Any, Any], Any] = lambda *_: math.nan
+) -> Callable[[], Call]:
+    """A fault in rows of additive masks. which: (…, seqlen_q, 1); instead: their output, of q, k and v."""
+
+    def change(made: Made, q: Any, k: Any, v: Any, out: Any) -> Any:
+        if made.added is None or not bool(which(made).any()):
+            return out
+        other = torch.as_tensor(instead(made, q, k, v), dtype=out.dtype)
+        return _heads_first(made, out, lambda o: torch.where(which(made), other, o))
+
+    return _after(change)
+
+
+def _far(made: Made) -> Any:
+    """Rows of -1e9 and less, of which float32 sums with scores are alike."""
+    most = made.added.float().amax(-1, keepdim=True)
+    return (most < -5e8) & (most > -math.inf)
+
+
+def _added_up(made: Made) -> Any:
+    """Rows that hide all by sums of finite numbers: the mask holds -inf, which nobody wrote."""
+    finite = made.drawn.mask is not None and "-inf" not in made.drawn.mask.hides
+    return (made.added == -math.inf).all(-1, keepdim=True) & finite
+
+
+def _hidden_by_1e4(made: Made) -> Any:
+    return (made.added.float() < -5e3).all(-1, keepdim=True) & (made.added > -5e4).any(-1, keepdim=True)
+
+
+def without_mask(made: Made, q: Any, k: Any, v: Any) -> Any:
+    return invoke(replace(made, arguments={}), q, k, v)
 
 
 def softcap_with_nothing_hidden(made: Made, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
@@ -110,8 +137,7 @@ def empty_rows_see_all(made: Made, q: Any, k: Any, v: Any, out: Any) -> Any:
     if made.seen is None:
         return out
     empty = ~made.seen.any(-1, keepdim=True)
-    mean = v.mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return _heads_first(made, out, lambda o: torch.where(empty.expand_as(o), mean, o))
+    return _heads_first(made, out, lambda o: torch.where(empty.expand_as(o), _mean(made, v), o))
 
 
 def far_scores_have_nan_gradients(made: Made, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
@@ -213,8 +239,11 @@ def first_answer_again() -> Call:
 
 
 PLANTED: dict[str, Callable[[], Call]] = {
-    "1 a finite mask": _after(least_is_nan),
-    "2 a row of least numbers": _after(row_of_least_is_nan),
+    "1 a finite mask": _by_rows(lambda made: _least(made).any(-1, keepdim=True)),
+    "2 a row of least numbers": _by_rows(lambda made: _least(made).all(-1, keepdim=True)),
+    "two masks of least numbers": _by_rows(_added_up, lambda made, q, k, v: _mean(made, v)),
+    "a row of -1e4 is hidden": _by_rows(_hidden_by_1e4, lambda *_: 0.0),
+    "a row of -1e9 is as without": _by_rows(_far, without_mask),
     "3 softcap alone": _ahead(softcap_with_nothing_hidden),
     "4 an idle slot": _ahead(idle_slot),
     "5 no gradient where nothing is seen": _after(no_gradient_of_nothing),
