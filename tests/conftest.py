@@ -31,7 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(variable, "1")
 pytest_plugins = ["without_gpu"]
 BY_FILE = tuple(f"tests/{name}/" for name in ("unit", "numerics", "process", "pytorch", "recorded", "source"))
-BY_FILE += ("tests/compile/test_trace.py",)
+BY_FILE += tuple(f"tests/compile/test_{name}" for name in ("calls", "interpret", "trace", "tunings"))
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,6 +81,8 @@ class Tracer:
     interpreter of Triton.
     """
 
+    _popen: Callable[..., Any] = subprocess.Popen
+
     def __init__(
         self,
         call: str,
@@ -95,7 +97,7 @@ class Tracer:
         self._jobs = jobs or os.cpu_count() or 1
         self.versions = _versions()
         """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._lock = threading.Lock()
         self._asked: dict[int, Future[Any]] = {0: Future()}
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -103,7 +105,7 @@ class Tracer:
     def _start(self) -> dict[str, str]:
         """Start the process; returns SHA-256 of each file that it has imported."""
         command = [sys.executable, "-m", "attnsweep.compile.traced.server", self.call]
-        self._process = subprocess.Popen(
+        self._process = self._popen(
             [*command, self.arch.name, str(self.arch.sm_count), str(self._jobs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -269,14 +271,14 @@ class Tracer:
         if self._process is None:
             return
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # type: ignore[union-attr]
+            self._process.stdin.close()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._listener.join()
-        self._process.stdout.close()  # type: ignore[union-attr]
+        self._process.stdout.close()
 
     def _ask(self, do: str, **facts: Any) -> Future[Any]:
         with self._lock:
@@ -286,8 +288,8 @@ class Tracer:
             asked = self._asked[number] = Future()
             line = {"number": number, "limit_s": _LIMIT_S, "do": do, **facts}
             try:
-                self._process.stdin.write(json.dumps(line).encode() + b"\n")  # type: ignore[union-attr]
-                self._process.stdin.flush()  # type: ignore[union-attr]
+                self._process.stdin.write(json.dumps(line).encode() + b"\n")
+                self._process.stdin.flush()
             except OSError:
                 asked.set_exception(CompileError("the process that traces has ended", log=""))
         return asked

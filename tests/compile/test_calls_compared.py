@@ -18,7 +18,7 @@ from attnsweep.core.trial import Status
 missing = [name for name in ("torch", "triton", "git") if not (importlib.util.find_spec(name) or shutil.which(name))]
 pytestmark = [
     pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}"),
-    pytest.mark.xdist_group("traced"),
+    pytest.mark.usefixtures("forked_tracers"),
 ]
 
 LAUNCHERS = Path(__file__).parents[1] / "support/launchers/tuned.py"

@@ -16,7 +16,10 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import OURS, Status
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}"),
+    pytest.mark.usefixtures("forked_tracers"),
+]
 
 LAUNCHERS = Path(__file__).parents[1] / "support/launchers/tuned.py"
 SPEC = """

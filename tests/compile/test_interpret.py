@@ -19,7 +19,10 @@ from attnsweep.tools.interpret import Interpreter
 from attnsweep.tools.simulator import SimtError
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"the interpreter needs {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"the interpreter needs {', '.join(missing)}"),
+    pytest.mark.usefixtures("forked_tracers"),
+]
 
 LAUNCHERS = Path(__file__).parents[1] / "support/launchers/wrong.py"
 EXAMPLE = Path(attnsweep.__file__).parent / "baselines/triton_kernel.py"

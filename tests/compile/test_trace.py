@@ -25,7 +25,10 @@ from attnsweep.tools.compile import compile_all
 
 # Nothing here imports them: the processes that trace do.
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}"),
+    pytest.mark.usefixtures("forked_tracers"),
+]
 
 LAUNCHERS = Path(__file__).parents[1] / "support/launchers/tuned.py"
 ARCH = arch_named("sm_90a")
@@ -190,7 +193,7 @@ def test_what_cannot_be_imported_is_one_sentence(place, call, says):
         assert Tracer(call, ARCH, place / "cache").files
 
 
-def test_without_triton_the_sentence_names_the_remedy(place, monkeypatch, tmp_path):
+def test_without_triton_the_sentence_names_the_remedy(programs, place, monkeypatch, tmp_path):
     (tmp_path / "triton.py").write_text("raise ModuleNotFoundError('none', name='triton')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     with pytest.raises(KernelError, match="pip install torch triton"):
@@ -218,7 +221,7 @@ def test_problems_that_a_call_does_not_take_are_refused(place, tracers):
     assert {why.partition(":")[0] for why in gradient.refused.values()} == {"it takes no tensors of a backward"}
 
 
-def test_a_spec_of_calls_is_compiled(place):
+def test_a_spec_of_calls_is_compiled(programs, place):
     (place / "plain.yaml").write_text(SPEC.replace("  tuned: {call: 'tuned.py:attention'}\n", ""))
     rows = compile_all(load_spec(place / "plain.yaml", discover), ARCH, cache_dir=place / "cache")
     assert {row.status for row in rows} == {Status.OK}

@@ -15,7 +15,10 @@ from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"tracing needs {', '.join(missing)}"),
+    pytest.mark.usefixtures("forked_tracers"),
+]
 
 LAUNCHERS = Path(__file__).parents[1] / "support/launchers/twice.py"
 ARCH = arch_named("sm_90a")

@@ -24,16 +24,19 @@ from typing import Any
 
 
 class Nursery:
-    """The process that forks; a context manager. Its children run `main` of a module."""
+    """The process that forks; a context manager. Its children run `main` of a module.
 
-    def __init__(self, module: str = "fake_child") -> None:
+    variables: of the environment, while it imports the module.
+    """
+
+    def __init__(self, module: str = "fake_child", **variables: str) -> None:
         self._ours, theirs = socket.socketpair()
         self._lock = Lock()
         number = str(theirs.fileno())
         self._popen = subprocess.Popen(
             [sys.executable, str(Path(__file__)), number, module],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": _path(), "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": _path(), "OPENBLAS_NUM_THREADS": "1", **variables},
         )
         theirs.close()
 
@@ -45,12 +48,12 @@ class Nursery:
         self._popen.wait(10)
 
     def popen(self, command: Sequence[str], env: Mapping[str, str], stderr: int = subprocess.PIPE, **_: Any) -> Forked:
-        """As subprocess.Popen with pipes; runs the module, whatever the command is."""
-        return Forked(self, env, stderr)
+        """As subprocess.Popen with pipes; runs the module with the command's arguments, whatever it runs."""
+        return Forked(self, command, env, stderr)
 
-    def fork(self, env: Mapping[str, str], fds: Sequence[int]) -> int:
-        """Start a child with these for stdin, stdout, stderr and its exit code; returns its pid."""
-        data = json.dumps(dict(env)).encode()
+    def fork(self, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> int:
+        """Start a child here with these for stdin, stdout, stderr and its exit code; returns its pid."""
+        data = json.dumps([command, dict(env), os.getcwd()]).encode()
         with self._lock:
             socket.send_fds(self._ours, [len(data).to_bytes(4, "big")], fds)
             self._ours.sendall(data)
@@ -60,18 +63,20 @@ class Nursery:
 class Forked:
     """What `Process` needs of a Popen."""
 
-    def __init__(self, nursery: Nursery, env: Mapping[str, str], stderr: int) -> None:
+    def __init__(self, nursery: Nursery, command: Sequence[str], env: Mapping[str, str], stderr: int) -> None:
         pipes = [os.pipe() for _ in range(4)]
         (their_in, our_in), (our_out, their_out), (our_err, their_err), (codes, code) = pipes
         if stderr == subprocess.DEVNULL:
             os.close(their_err)
             their_err = os.open(os.devnull, os.O_WRONLY)
         theirs = [their_in, their_out, their_err, code]
-        self.pid = nursery.fork(env, theirs)
+        self.pid = nursery.fork(command, env, theirs)
         for fd in theirs:
             os.close(fd)
         self.stdin = os.fdopen(our_in, "wb")
         self.stdout, self.stderr = os.fdopen(our_out, "rb"), os.fdopen(our_err, "rb")
+        if stderr == subprocess.DEVNULL:
+            self.stderr.close()
         self._codes = os.fdopen(codes, "r")
         self._lock = Lock()
         self.returncode: int | None = None
@@ -152,8 +157,12 @@ def serve(asked: socket.socket, module: str) -> None:
             for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
             os.closerange(3, max(*fds, *codes.values(), asked.fileno(), woken, wakes) + 1)
+            command, env, place = json.loads(data)
+            # After `python -m NAME`, `python -c TEXT`, or `python FILE`
+            sys.argv = command[2 if command[1][0] == "-" else 1 :]
             os.environ.clear()
-            os.environ.update(json.loads(data))
+            os.environ.update(env)
+            os.chdir(place)
             child.main()
         codes[pid] = fds[3]
         for fd in fds[:3]:

@@ -309,6 +309,8 @@ class Server:
 
     def _begin(self, request: dict[str, Any]) -> tuple[int, Child]:
         number, limit_s = request.pop("number"), request.pop("limit_s")
+        if request["do"] == "trace":
+            importlib.import_module("attnsweep.compile.traced.triton").warm_up()
         come, go = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 import triton
+import triton.compiler.compiler
+import triton.runtime.cache
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
@@ -58,6 +60,12 @@ class Tuned:
     name: str
     configs: list[dict[str, Any]]
     kept: list[dict[str, Any]]
+
+
+def warm_up() -> None:
+    """Digest Triton's own files, half a gigabyte, which keys of its cache have: forks spare it."""
+    for module in (triton.runtime.cache, triton.compiler.compiler):  # since 3.4, and before
+        getattr(module, "triton_key", int)()
 
 
 def values_of(config: triton.Config) -> dict[str, Any]:

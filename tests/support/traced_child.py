@@ -1,0 +1,19 @@
+"""What traces a callable, forked by a nursery that has imported PyTorch and Triton: seconds, for each."""
+
+import sys
+from pathlib import Path
+
+from attnsweep.compile.traced import fake, server, triton
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.user_code import user_modules
+
+fake.warm_up(ARCHS["sm_90a"])
+triton.warm_up()
+
+
+def main() -> None:
+    """Serve as the program does: without modules of tests, which would be taken for the user's."""
+    for name, file in user_modules().items():
+        if Path(file).parent == Path(__file__).parent:
+            sys.modules[name] = server
+    server.main()
