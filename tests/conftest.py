@@ -115,7 +115,7 @@ def pytest_collection_finish() -> None:
 def _leave_some(config: pytest.Config, items: list[Any]) -> None:
     """Leave N cases of each test marked nightly(push=N), unless all are asked for.
 
-    Tests that name one `of` are drawn together.
+    Tests that name one `of` are drawn together. Where N is 1, half of the tests have their case.
     """
     if everything(config):
         return
@@ -123,8 +123,11 @@ def _leave_some(config: pytest.Config, items: list[Any]) -> None:
     for item in items:
         if marker := item.get_closest_marker("nightly"):
             groups[marker.kwargs.get("of", item.originalname), marker.kwargs["push"]].append(item)
+    ones = [group for group in groups if group[1] == 1]
+    without = drawn(ones, str, len(ones) // 2)
     left: set[Any] = set()
-    for (_, push), each in groups.items():
+    for group, each in groups.items():
+        push = 0 if group in without else group[1]
         left |= {*each} - {*drawn(each, lambda item: item.name, push)}
     if left:
         config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))

@@ -92,7 +92,7 @@ class Config(Mapping[str, Value]):
     def __setstate__(self, state: dict[str, Value]) -> None:
         Config.__init__(self, state)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """`BLOCK_M=64 BLOCK_N=128 …`, in declaration order."""
         return " ".join(f"{name}={text_of(value)}" for name, value in self.items())

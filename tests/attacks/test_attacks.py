@@ -21,7 +21,7 @@ from attnsweep.verify.device_case import DeviceCase, WrongResult
 from attnsweep.verify.verifier import Verifier
 
 # Each starts processes that import PyTorch: too many for a push.
-pytestmark = pytest.mark.nightly(push=30, of="attacks")
+pytestmark = pytest.mark.nightly(push=12, of="attacks")
 
 
 def judged(bench, name, rounds=2, kinds=("warm", "cold")):

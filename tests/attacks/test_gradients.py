@@ -20,7 +20,7 @@ from attnsweep.verify import calls
 from attnsweep.verify.compare import Comparer
 
 # Each starts processes that import PyTorch: too many for a push.
-pytestmark = pytest.mark.nightly(push=30, of="attacks")
+pytestmark = pytest.mark.nightly(push=12, of="attacks")
 
 PROBLEM = replace(card.PROBLEM, op=BACKWARD)
 

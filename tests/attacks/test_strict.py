@@ -24,7 +24,7 @@ from attnsweep.verify.device_case import DeviceCase
 from attnsweep.verify.verifier import Verifier
 
 # Each starts processes that import PyTorch: too many for a push.
-pytestmark = pytest.mark.nightly(push=30, of="attacks")
+pytestmark = pytest.mark.nightly(push=12, of="attacks")
 
 
 def place_of(name):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from attnsweep.serve import evaluate, export
+from attnsweep.serve import evaluate, export, package_kernels
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
 
@@ -18,9 +18,10 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Rows of recorded runs, their winners and tables; nothing may write to results/ meanwhile."""
+    """Rows of recorded runs, their winners and tables, what rules say of these; neither may change meanwhile."""
     parse, rows_of = store.parse_trials, {}
     choose, chosen = export.chosen_of, {}
+    runs, running = package_kernels._runs, {}
     tuned = cache(lambda runs, slower, made=evaluate.tuned: made(runs, slower))
 
     def parsed(lines: Any, path: Path) -> Any:
@@ -41,7 +42,16 @@ def once() -> Iterator[None]:
         left_out += chosen[of][1]
         return chosen[of][0]
 
+    def runs_once(family: Any, config: Any, problem: Any) -> bool:
+        of = (family.source, config, problem)
+        if of not in running:
+            running[of] = runs(family, config, problem)
+        return running[of]
+
     with (
+        patch.object(package_kernels, "_asked_for", cache(package_kernels._asked_for)),
+        patch.object(package_kernels, "_runs", runs_once),
+        patch.object(export, "_code_key", cache(export._code_key)),
         patch.object(store, "parse_trials", parsed),
         patch.object(store_store, "parse_trials", parsed),
         patch.object(evaluate, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
