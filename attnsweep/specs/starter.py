@@ -48,8 +48,8 @@ _MOST_FEW = 64
 # Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
 _TILES_OF_SHORT = 2
 _LEAST_LONG = 4096
-# Head dims, dtypes and ops that no card's own spec has, on every card that can.
-_MORE_SPECS = ("fp32", "wide_head", "fp8_h100", "backward")
+# Head dims, dtypes, ops and layouts that no card's own spec has, on every card that can.
+_MORE_SPECS = ("fp32", "wide_head", "fp8_h100", "backward", "paged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,11 @@ def starter(request: Request, target: Target, families: Mapping[str, Family]) ->
         call |= {"widen": True} if getattr(own, "widen", False) else {}
         lines += [f"  {name}: {_flow(call)}"] if own.call else _block(family, name, source)
     variants = {problem.variant for problem in request.problems if problem.op == FORWARD}
-    asked = [*_OF_MASKS] if variants - {"full", "causal"} else []
-    asked += [VARLEN] if any(problem.kind == "packed" for problem in request.problems) else []
-    asked += OF_PAGED if any(problem.kind == "paged" for problem in request.problems) else []
+    kinds = {problem.layout.kind for problem in request.problems}
+    of_masks = {each for each in variants if not each.startswith("paged")} - {"full", "causal"}
+    asked = [*_OF_MASKS] if of_masks else []
+    asked += [VARLEN] if "packed" in kinds else []
+    asked += OF_PAGED if "paged" in kinds else []
     baselines = dict.fromkeys((*base.baselines, *asked))
     lines.append(f"baselines: [{', '.join(baselines)}]")
     if request.search:

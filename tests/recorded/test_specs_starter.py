@@ -203,6 +203,16 @@ def test_masks_layouts_and_scores_are_written(kind):
     assert [entry.problem for entry in spec.problems] == [problem]
 
 
+@pytest.mark.parametrize("layout", ["paged(16)", "paged(64,hnd,e4m3,1x0+1x40+2x4k,seed2)"])
+def test_a_paged_cache_is_written_with_its_family_and_baselines(layout):
+    problem = Problem.parse(f"(4,16/4,2x4096,128) bf16 causal {layout}")
+    spec, _ = made(problem)
+    assert [entry.problem for entry in spec.problems] == [problem]
+    assert [*spec.kernels] == ["decode_paged_mma"]
+    assert {"flash_attn_3_ready", "torch_gathered"} <= {*spec.baselines}
+    assert "flex" not in spec.baselines
+
+
 @given(st.lists(shapes, min_size=1, max_size=3, unique=True), st.randoms())
 def test_a_name_is_of_the_set_of_problems(problems, random):
     name = run_name(problems)
