@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from attnsweep.core.cases import Case, served_cases, small_cases
 from attnsweep.core.errors import ProblemError, SpaceError
 from attnsweep.core.hardware import Arch
-from attnsweep.core.layouts import EXAMPLES
-from attnsweep.core.problem import Problem
+from attnsweep.core.layouts import EXAMPLES, Layout
+from attnsweep.core.problem import Paged, Problem
 from attnsweep.family.family import Config, Family
 from attnsweep.family.space import Selection, Space
 from attnsweep.tools.simulator import config_of
@@ -33,23 +34,34 @@ def forms(
 ) -> Iterator[Problem]:
     """A problem of each op, dtype, layout and mask together, and of each change of the scores.
 
+    A paged one has few queries, and one more for each format that its cache may have.
+
     A family with `empty_rows` has one more for each mask that makes rows without a key.
     """
     for op, dtype in product(family.ops, dtypes):
         end = "" if op == "forward" else f" {op}"
-        for layout, mask in product(family.layouts, masks):
-            example = EXAMPLES[layout]
+        examples = [EXAMPLES[layout] for layout in family.layouts]
+        paged = [each for each in examples if isinstance(each, Paged)]
+        examples += [replace(e, cache_dtype=c) for e, c in product(paged, family.cache_dtypes)]
+        for example, mask in product(examples, masks):
             batch = 1 if example.one_item else 2
             said = f"{head_dim}) {dtype} {_MASKS[mask]}{example.label}{end}"
             with suppress(ProblemError):  # packed sequences have no boolean mask
-                yield Problem.parse(f"({batch},8,1024,{said}")
-                if family.empty_rows and layout == "dense":
+                yield Problem.parse(f"({batch},8,{_size(example)},{said}")
+                if family.empty_rows and example.kind == "dense":
                     more = Problem.parse(f"({batch},8,1024x512,{said}")
                     yield from [more] * more.has_empty_rows
         for kind in family.scores:
             mask = "causal" if "causal" in masks and kind != "bias" else "full"  # it has no mask
+            first = examples[0]
+            said = f"{head_dim}) {dtype} {mask}{first.label}{_SCORES[kind]}{end}"
             with suppress(ProblemError):  # gradients have none
-                yield Problem.parse(f"(2,8,1024,{head_dim}) {dtype} {mask}{_SCORES[kind]}{end}")
+                yield Problem.parse(f"(2,8,{_size(first)},{said}")
+
+
+def _size(layout: Layout) -> str:
+    """Queries and keys of a label."""
+    return "4x1024" if isinstance(layout, Paged) else "1024"
 
 
 def cases_of(family: Family, whole: Problem) -> tuple[Case, ...]:
@@ -79,6 +91,7 @@ def facts(cases: Iterable[Case]) -> dict[str, list[Any]]:
         "dtypes": [p.dtype for p in of],
         "masks": [p.mask.kind for p in of],
         "layouts": [p.layout.kind for p in of],
+        "cache_dtypes": [p.layout.cache_dtype for p in of if p.layout.cache_dtype],
         "scores": [kind for p in of for kind in p.scores.kinds],
         "ops": [p.op.name for p in of],
         "head_dims": [p.head_dim for p in of],
