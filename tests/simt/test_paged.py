@@ -1,5 +1,6 @@
 """decode_paged_mma on the CPU: schedules, pages, strides, and what should not lie on a device."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
 from attnsweep.verify.oracle import oracle_of
 
-from .harness import ARCH, COMPILER, Simulator, config_of
+from .harness import ARCH, COMPILER, SimtError, Simulator, config_of
 
 KERNEL = discover()["decode_paged_mma"]
 STRIDES = 12  # the last arguments of the stage fwd
@@ -56,6 +58,40 @@ def test_more_pages_than_a_warp_reads_ahead(simulator):
         arch = replace(ARCH, sm_count=1)
         result = simulator.check(KERNEL, config_of(KERNEL, words), case, arch=arch)
         assert result.ok, str(result)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("number", range(60))
+def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
+    """Whatever the rules say of them: machine code serves problems that other configs are better for."""
+    rng = random.Random(f"{drawn_by} paged {number}")
+    page, stored = rng.choice((1, 2, 4, 8, 16, 32, 48, 64, 256)), rng.choice(("", ",e4m3"))
+    group, heads_kv, queries = rng.choice((1, 2, 3, 4, 7, 8, 16)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4, 16))
+    edges = (0, 1, queries, page, page + 1, 63, 65, 129, rng.randint(1, 700))
+    lengths = [rng.choice(edges) for _ in range(rng.choice((1, 2, 5, 40)))]
+    lengths[0] = max(lengths[0], 1)
+    left, right = rng.randint(0, 200), rng.randint(0, 4)
+    mask = rng.choice(("full", "causal", f"window({left},0)", f"window({left},{right})"))
+    scores = rng.choice(("", "", " softcap(5)", " sinks", " softcap(5) sinks"))
+    said = "+".join(f"1x{length}" for length in lengths)
+    head_dim = rng.choice(KERNEL.head_dims)
+    case = Case(
+        Problem.parse(
+            f"({len(lengths)},{group * heads_kv}/{heads_kv},{queries}x{max(lengths)},{head_dim}) "
+            f"{rng.choice(KERNEL.dtypes)} {mask} paged({page},{rng.choice(('nhd', 'hnd'))}{stored},{said}){scores}"
+        )
+    )
+    values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
+    if head_dim == 256:  # what fits registers and shared memory
+        values |= {"ROW_FRAGMENTS": 1, "KEYS": 16, "NUM_STAGES": 2, "WARPS": 4}
+    values["WARPS"] = max(values["WARPS"], 2 * values["HEADS"]) if head_dim > 96 else values["WARPS"]
+    values["NUM_STAGES"] = 2 if values["WARPS"] == 8 or values["KEYS"] == 32 else values["NUM_STAGES"]
+    arch = replace(ARCH, sm_count=rng.choice((1, 2, 3, 5, 13, 60)))
+    try:
+        result = simulator.check(KERNEL, Config(values), case, arch=arch, schedules=(0, 1, number + 2))
+    except SimtError as error:
+        pytest.fail(f"{values} {case.label}, {arch.sm_count} SMs\n{error}")
+    assert result.ok, f"{values} {case.label}, {arch.sm_count} SMs: {result}"
 
 
 class Call:
