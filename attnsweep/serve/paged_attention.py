@@ -11,10 +11,7 @@ installed and can, and else by PyTorch behind a gather.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import itertools
 import json
 import math
 import threading
@@ -36,15 +33,20 @@ from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch
+from attnsweep.serve.paged_call import (
+    DTYPES,
+    FP8,
+    PAGE_OF_DENSE,
+    Arguments,
+    check_values,
+    understood,
+)
+from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, DriverError, cuda_driver
 
 FAMILY = "decode_paged_mma"
 WINNERS = Path(__file__).with_name("paged_winners.json")
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FP8 = torch.float8_e4m3fn
-_PAGE_OF_DENSE = 16  # slots that a dense cache is cut into
-_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 _UNMASKED = (-1, -1)
 # Graphs whose workspaces are kept: one is in use until its capture ends.
 _MOST_CAPTURES = 8
@@ -53,36 +55,6 @@ _MOST_KINDS = 4096
 
 counters: Counter[str] = Counter()
 """Calls by what served them: `kernel`, or why another did."""
-
-
-class Arguments(NamedTuple):
-    """A call whose arguments fit together; the cache is paged.
-
-    k, v: (pages, page_size, heads_kv, head_dim). table: int32 (batch, blocks). sides: keys before
-    and after a query's own, -1 for all of them.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
-    table: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    sinks: torch.Tensor | None
-    scale: float
-    softcap: float
-    sides: tuple[int, int]
-    lse: bool
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What a plan depends on: all but addresses."""
-        q, k, table = self.q, self.k, self.table
-        numbers = (self.scale, self.softcap, self.sides, self.sinks is None, self.lse)
-        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0))
-        of_scales = None if self.k_scale is None else self.k_scale.stride()
-        return (*sizes, q.dtype, k.dtype, of_scales, *numbers, q.device.index)
 
 
 @dataclass(slots=True, eq=False)
@@ -318,10 +290,10 @@ def get_scheduler_metadata(
     where no kernel of ours serves, and each call decides.
     """
     stored = cache_dtype or qkv_dtype
-    size, blocks = page_size or _PAGE_OF_DENSE, -(-max_seqlen_k // (page_size or _PAGE_OF_DENSE))
+    size, blocks = page_size or PAGE_OF_DENSE, -(-max_seqlen_k // (page_size or PAGE_OF_DENSE))
     problem = _problem(
         *(batch_size, num_heads_q, num_heads_kv, max_seqlen_q, blocks, headdim),
-        *(_DTYPES[qkv_dtype], size, "e4m3" if stored == _FP8 else None),
+        *(DTYPES[qkv_dtype], size, "e4m3" if stored == FP8 else None),
         *(_interval(causal, window_size), Scores(softcap=float(has_softcap))),
     )
     index = cache_seqlens.device.index or 0
@@ -342,160 +314,6 @@ def _refuse(what: Mapping[str, bool]) -> None:
     for said, given in what.items():
         if given:
             raise NotImplementedError(f"flash_attn_with_kvcache has no {said}")
-
-
-# -- what a call means ------------------------------------------------------------------------
-
-
-def understood(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    lengths: Any,
-    table: Any,
-    k_scale: Any,
-    v_scale: Any,
-    sinks: Any,
-    scale: float | None,
-    softcap: float,
-    causal: bool,
-    window: Sequence[int],
-    lse: bool,
-) -> Arguments:
-    """The call that these arguments mean. Raises TypeError or ValueError."""
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}: it has four dimensions")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: head_dim is not contiguous")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}: it is float16 or bfloat16")
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, _FP8):
-        raise TypeError(
-            f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: both are as q, {q.dtype}, or "
-            "float8_e4m3fn"
-        )
-    if k_cache.shape != v_cache.shape:
-        sizes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        raise ValueError(f"k_cache and v_cache have the shapes {sizes}, not the same")
-    batch, _, heads, head_dim = q.shape
-    pages, page_size, heads_kv, columns = k_cache.shape
-    if columns != head_dim:
-        raise ValueError(f"k_cache has rows of {columns} elements, and q of {head_dim}")
-    if not heads_kv or heads % heads_kv:
-        raise ValueError(f"{heads} heads of q are no multiple of {heads_kv} of k_cache")
-    if not page_size or not pages:
-        raise ValueError(f"k_cache is {tuple(k_cache.shape)}: it has no slots")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        own = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-        own = [(stride, size) for stride, size in own if size > 1]
-        overlaps = any(a[0] * a[1] > b[0] for a, b in itertools.pairwise(own))
-        if overlaps or any(stride <= 0 for stride, _ in own):
-            raise ValueError(f"{name} has strides {tensor.stride()}: its slots overlap")
-    if table is None:
-        if pages != batch:
-            raise ValueError(f"a cache without a table has {batch} requests as q, not {pages}")
-        k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
-    elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
-        raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
-    if table.shape[0] != batch or table.device != q.device or table.stride(1) != 1:
-        what = f"{tuple(table.shape)} on {table.device} with strides {table.stride()}"
-        raise ValueError(f"page_table is {what}: it has a contiguous row of each of {batch}")
-    if lengths is None:
-        lengths = torch.full((batch,), table.shape[1] * k_cache.shape[1], device=q.device)
-        lengths = lengths.int()
-    elif isinstance(lengths, int):
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
-        raise TypeError("cache_seqlens is an int32 tensor, or one number")
-    if lengths.shape != (batch,) or lengths.device != q.device or not lengths.is_contiguous():
-        raise ValueError(
-            f"cache_seqlens is {tuple(lengths.shape)} on {lengths.device}: it has {batch} numbers "
-            f"on {q.device}"
-        )
-    k_scale, v_scale = _scales(q, k_cache, (k_scale, v_scale))
-    if sinks is not None:
-        if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,):
-            raise ValueError(f"sinks are a tensor of {heads} numbers, one of each head of q")
-        sinks = sinks.float().contiguous()
-    if not softcap >= 0 or math.isinf(softcap):
-        raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
-    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
-    by = head_dim**-0.5 if scale is None else float(scale)
-    sides = (left, 0 if causal else right)
-    rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse)
-    return Arguments(q, k_cache, v_cache, lengths, table, *rest)
-
-
-def _scales(q: torch.Tensor, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
-    """The scales of an FP8 cache, float32 (batch, heads_kv); without, 1."""
-    if k.dtype != _FP8:
-        if any(scale is not None for scale in given):
-            raise ValueError(f"k_descale and v_descale are of an FP8 cache, not of {k.dtype}")
-        return [None, None]
-    shape, made = (q.shape[0], k.shape[2]), []
-    for name, scale in zip(("k_descale", "v_descale"), given, strict=True):
-        if scale is None:
-            scale = torch.ones((), dtype=torch.float32, device=q.device)
-        if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-            raise TypeError(f"{name} is a float32 tensor {shape}, (batch, heads_kv)")
-        if scale.numel() != 1 and scale.shape != shape:
-            raise ValueError(f"{name} is {tuple(scale.shape)}, not {shape}, (batch, heads_kv)")
-        if scale.device != q.device:
-            raise ValueError(f"{name} is on {scale.device}, and q on {q.device}")
-        made.append(scale if scale.shape == shape else scale.reshape(1, 1).expand(shape))
-    return made
-
-
-def _in_pages(cache: torch.Tensor) -> torch.Tensor:
-    """A dense cache (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
-    where its requests are a whole number of them apart.
-    """
-    batch, seqlen, heads, columns = cache.shape
-    of_item, of_slot, of_head, one = cache.stride()
-    page = _PAGE_OF_DENSE
-    if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
-        return cache
-    shape = (batch * seqlen // page, page, heads, columns)
-    return cache.as_strided(shape, (page * of_slot, of_slot, of_head, one))
-
-
-@functools.lru_cache(maxsize=64)
-def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
-
-
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """The table of a dense cache."""
-    batch, blocks = cache.shape[0], _in_pages(cache).shape[0] // cache.shape[0]
-    if torch.compiler.is_compiling():
-        made = torch.arange(batch * blocks, dtype=torch.int32, device=cache.device)
-        return made.view(batch, blocks)
-    return _table_of(batch, blocks, cache.device)
-
-
-def check_values(call: Arguments) -> None:
-    """Raise ValueError for what lies on the device and cannot be. Waits for it."""
-    capacity = call.table.shape[1] * call.k.shape[1]
-    lengths, table = call.lengths.cpu(), call.table.cpu()
-    if bool((lengths < 0).any()) or bool((lengths > capacity).any()):
-        at = int(((lengths < 0) | (lengths > capacity)).nonzero()[0])
-        what = f"cache_seqlens[{at}] is {int(lengths[at])}"
-        raise ValueError(f"{what}: page_table has room for 0 to {capacity}")
-    blocks = (lengths + call.k.shape[1] - 1) // call.k.shape[1]
-    inside = torch.arange(table.shape[1]) < blocks[:, None]
-    wrong = (inside & ((table < 0) | (table >= call.k.shape[0]))).nonzero()
-    if len(wrong):
-        row, column = map(int, wrong[0])
-        what = f"page_table[{row}, {column}] is {int(table[row, column])}"
-        raise ValueError(f"{what}: the cache has pages 0 to {call.k.shape[0] - 1}")
-    for name, scale in (("k_descale", call.k_scale), ("v_descale", call.v_scale)):
-        if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise ValueError(f"{name} has numbers that are not finite or not above 0")
 
 
 # -- which kernel serves --------------------------------------------------------------------
@@ -537,8 +355,8 @@ def problem_of(call: Arguments) -> Problem:
     mask = _interval(False, call.sides)
     scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
     sizes = (batch, heads, heads_kv, rows, call.table.shape[1], head_dim)
-    cache_dtype = "e4m3" if call.k.dtype == _FP8 else None
-    return _problem(*sizes, _DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
+    cache_dtype = "e4m3" if call.k.dtype == FP8 else None
+    return _problem(*sizes, DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
 
 
 @functools.cache
@@ -793,7 +611,7 @@ def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[
     q = call.q
     if plan.launches is None or not q.numel():
         counters[plan.why.code] += 1
-        return _by_others(call)
+        return by_others(call)
     batch, rows, heads, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if call.lse else None
@@ -805,80 +623,10 @@ def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[
     ) + plan.tail(index, stream, None if metadata is None else metadata.runs)
     if (addresses[0] | addresses[1] | addresses[2]) & 15:
         counters["layout"] += 1
-        return _by_others(call)
+        return by_others(call)
     plan.launches.issue(addresses, stream)
     counters["kernel"] += 1
     return out, lse
-
-
-def _by_others(call: Arguments) -> tuple[Any, Any]:
-    """The answer of FlashAttention-3 if it is installed and takes the call, or of PyTorch."""
-    if call.q.is_cuda and call.sinks is None and (flash := _flash_3()) is not None:
-        options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap}
-        options |= {"causal": call.sides[1] == 0, "window_size": call.sides}
-        if call.k_scale is None:
-            given = (call.q, call.k, call.v)
-            how = {"cache_seqlens": call.lengths, "page_table": call.table}
-            try:
-                out, lse, *_ = flash(*given, **how, **options, return_softmax_lse=True)
-            except (RuntimeError, TypeError, ValueError):  # what it does not take
-                pass
-            else:
-                seen = torch.isfinite(lse)
-                return out * seen.transpose(1, 2)[..., None].to(out.dtype), lse
-    return by_gather(call)
-
-
-@functools.cache
-def _flash_3() -> Any:
-    """FlashAttention-3's function, if it is installed."""
-    for name in _FLASH_3:
-        if importlib.util.find_spec(name) is not None:
-            try:
-                return importlib.import_module(name).flash_attn_with_kvcache
-            except (ImportError, OSError, AttributeError):
-                continue
-    return None
-
-
-def by_gather(call: Arguments) -> tuple[Any, Any]:
-    """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
-    q, table = call.q, call.table.long().clamp(0, call.k.shape[0] - 1)
-    batch, rows, heads, head_dim = q.shape
-    size, heads_kv = call.k.shape[1:3]
-    keys = torch.arange(table.shape[1] * size, device=q.device)
-    lengths = call.lengths.clamp(0, len(keys))[:, None, None]
-    own = lengths - rows + torch.arange(rows, device=q.device)[:, None]
-    seen = keys < lengths
-    left, right = call.sides
-    if right >= 0:
-        seen = seen & (keys <= own + right)
-    if left >= 0:
-        seen = seen & (keys >= own - left)
-    seen = seen.expand(batch, rows, len(keys))[:, None, None]
-    there = (keys < lengths)[:, 0, :, None, None]
-
-    def gathered(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        bits = cache.view(torch.uint8) if cache.dtype == _FP8 else cache
-        dense = bits[table].flatten(1, 2)
-        dense = (dense.view(cache.dtype) if cache.dtype == _FP8 else dense).float()
-        dense = torch.where(there, dense, 0.0)
-        return dense if scale is None else dense * scale[:, None, :, None]
-
-    grouped = q.float().view(batch, rows, heads_kv, -1, head_dim)
-    scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, gathered(call.k, call.k_scale))
-    scores = scores * call.scale
-    if call.softcap:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if call.sinks is not None:
-        sinks = call.sinks.view(1, heads_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)
-        lse = torch.logsumexp(torch.cat([scores, sinks], -1), -1)
-    else:
-        lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhgrk,bkhd->brhgd", weights, gathered(call.v, call.v_scale))
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, rows)
 
 
 @torch.library.custom_op("attnsweep::flash_attn_with_kvcache", mutates_args=())  # type: ignore[untyped-decorator]

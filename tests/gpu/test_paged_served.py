@@ -8,6 +8,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
+others = pytest.importorskip("attnsweep.serve.paged_others")
 
 FP8 = torch.float8_e4m3fn
 
@@ -65,7 +66,7 @@ class Engine:
         how = {"scale": None, "softcap": 0.0, "causal": True, "window": (-1, -1), "sinks": None} | options
         given = (self.q, k, v, self.lengths, self.table, self.scales.get("k_descale"), self.scales.get("v_descale"))
         rest = (how["sinks"], how["scale"], how["softcap"], how["causal"], how["window"], True)
-        return paged.by_gather(paged.understood(*given, *rest))
+        return others.by_gather(paged.understood(*given, *rest))
 
     def check(self, out, lse=None, **options):
         right, log_sums = self.expected(**options)
