@@ -14,6 +14,7 @@ from attnsweep.compile.candidate import Build
 from attnsweep.core import cases
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import ARCHS
+from attnsweep.core.layouts import EXAMPLES
 from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.family.discover import discover
@@ -111,6 +112,8 @@ def test_every_family_has_short_turns(name, tmp_path):
         problem = Problem(1, 1, 1, 64, 64, kernel.head_dims[-1], "fp32")
     else:
         problem = Problem(2, 8, 2, 512, 512, 128, kernel.dtypes[0], op=OPS[kernel.ops[0]])
+    if "dense" not in kernel.layouts:
+        problem = replace(problem, seqlen_q=1, layout=EXAMPLES[kernel.layouts[0]])
     config = next(candidates(kernel, problem, ARCH, seed=1))
     made = candidate_of(kernel, config, problem, tmp_path)
     assert made.turns.problem == cases.short_turns(problem, ARCH.sm_count).problem

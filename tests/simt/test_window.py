@@ -13,7 +13,11 @@ from .harness import ARCH, COMPILER, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 # Gradients of windows are in test_backward.py.
-FAMILIES = {name: family for name, family in discover().items() if "window" in family.masks and "forward" in family.ops}
+FAMILIES = {
+    name: family
+    for name, family in discover().items()
+    if "window" in family.masks and "forward" in family.ops and "dense" in family.layouts
+}
 CONFIGS = {
     "flash_fwd_mma": ("", "BLOCK_N=64 NUM_STAGES=2", "NUM_WARPS=8 KEY_GROUPS=2 NUM_STAGES=3"),
     "flash_fwd_wgmma": (
