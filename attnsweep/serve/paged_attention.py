@@ -161,7 +161,7 @@ def flash_attn_with_kvcache(
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
     kind = None
     if plain and not torch.compiler.is_compiling():
-        rest = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
+        rest = (softmax_scale, causal, tuple(window_size), softcap, return_softmax_lse)
         of_run = None if scheduler_metadata is None else scheduler_metadata.config
         kind = (*map(_facts, given), rest, of_run)
         known = _known.get(kind)
@@ -228,6 +228,8 @@ def _facts(tensor: Any) -> Any:
 
 def _again(known: Known, given: Any, metadata: ScheduleMetadata | None, lse: bool) -> Any:
     """The answer to a call of a kind that a kernel served before; None if it cannot this time."""
+    if _current_device() != known.device:
+        return None
     q, k, v, table, lengths, k_scale, v_scale, sinks = given
     out = q.new_empty(known.shape)
     log_sums = q.new_empty(known.of_lse, dtype=torch.float32) if lse else None
@@ -301,11 +303,12 @@ def get_scheduler_metadata(
     if config is None:
         return None
     config = Config({**config, "SCHEDULE": 1, "PDL": 0})
-    launches = _scheduled(problem, config, index)
     space = _family().workspace_of(config, problem)
     runs = torch.empty(space["runs"], dtype=torch.uint8, device=cache_seqlens.device)
     addresses = {"seqused_k": cache_seqlens.data_ptr(), "runs": runs.data_ptr()}
-    launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), _raw_stream(index))
+    with torch.cuda.device(index):  # its context must be the current one
+        launches = _scheduled(problem, config, index)
+        launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), _raw_stream(index))
     return ScheduleMetadata(runs, config.label)
 
 
@@ -455,6 +458,7 @@ _NAMES = (
 _devices: dict[int, Device] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
 _known: dict[tuple[Any, ...], Known] = {}
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _capturing = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
@@ -607,6 +611,9 @@ _spaces = _Workspaces()
 
 def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[Any, Any]:
     """The output and its log-sum-exps, of a call that is understood."""
+    if call.q.is_cuda and _current_device() != call.q.device.index:
+        with torch.cuda.device(call.q.device):  # its context must be the current one
+            return _answer(call, metadata)
     plan = _plan(call, metadata and _config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():

@@ -1,4 +1,4 @@
-"""Who answers a call on a cache that no kernel of ours serves: FlashAttention-3, or PyTorch."""
+"""Fallbacks for cache calls that our kernel does not serve: FlashAttention-3, then PyTorch."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def by_gather(call: Arguments) -> tuple[Any, Any]:
         dense = torch.where(there, dense, 0.0)
         return dense if scale is None else dense * scale[:, None, :, None]
 
-    grouped = q.float().view(batch, rows, heads_kv, -1, head_dim)
+    grouped = q.float().view(batch, rows, heads_kv, heads // heads_kv, head_dim)
     scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, gathered(call.k, call.k_scale))
     scores = scores * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     if call.sinks is not None:
-        sinks = call.sinks.view(1, heads_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)
+        sinks = call.sinks.view(1, heads_kv, heads // heads_kv, 1, 1).expand(batch, -1, -1, rows, 1)
         lse = torch.logsumexp(torch.cat([scores, sinks], -1), -1)
     else:
         lse = torch.logsumexp(scores, -1)

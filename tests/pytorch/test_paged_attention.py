@@ -164,6 +164,16 @@ def test_compiled_calls_are_as_eager_ones():
     assert torch.equal(compiled(*tensors), paged.flash_attn_with_kvcache(*tensors, **options))
 
 
+def test_no_requests_no_slots_and_a_window_in_a_list():
+    tensors, options = call()
+    as_list = paged.flash_attn_with_kvcache(*tensors, **options | {"window_size": [5, 0]})
+    assert torch.equal(as_list, paged.flash_attn_with_kvcache(*tensors, **options | {"window_size": (5, 0)}))
+    none = {"cache_seqlens": options["cache_seqlens"][:0], "page_table": options["page_table"][:0]}
+    assert paged.flash_attn_with_kvcache(tensors[0][:0], *tensors[1:], **none).shape == (0, *tensors[0].shape[1:])
+    empty = {"cache_seqlens": options["cache_seqlens"] * 0, "page_table": options["page_table"][:, :0]}
+    assert (paged.flash_attn_with_kvcache(*tensors, **empty) == 0).all()
+
+
 def test_explain_says_who_answers():
     tensors, options = call()
     assert "cpu" in str(paged.explain_flash_attn_with_kvcache(*tensors, **options))

@@ -5,7 +5,7 @@
 struct Fp16 {
     using Bits = unsigned short;
     static constexpr double HALF_ULP = 1. / 2048;
-    // Of 0, NaN, or a number that this type has and that is not below 2^-14.
+    // Exact for 0, for NaN, and for values of this type of at least 2^-14 in size.
     static __device__ Bits exactly(float x) {
         unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
         if (size > 0x7F800000) return 0x7E00;
