@@ -1,7 +1,7 @@
 """Write attnsweep/serve/paged_winners.json: the configs behind attnsweep.flash_attn_with_kvcache.
 
 Usage: python scripts/paged_winners.py [--check]. They are the winners of the recorded runs of paged
-caches. With --check it writes nothing, and returns 1 if the file is not what results/ gives.
+caches; flash_3: the time of FlashAttention-3, without metadata, over theirs. With --check it writes nothing, and returns 1 if the file is not what results/ gives.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ def text() -> str:
     for path in recorded():
         run = open_run(path)
         gpu = (run.environment.gpu or "").removeprefix("NVIDIA ")
+        flash_3 = {
+            row.problem: row.time_us.median
+            for row in run.trials
+            if row.provider == "flash_attn_3" and row.time_us
+        }
         for trial in winners(run):
             if trial.kernel != FAMILY:
                 continue
             config = {name: value for name, value in trial.config.items() if name != "LSE"}
             label = " ".join(f"{name}={value}" for name, value in config.items())
             entry = {"gpu": gpu, "problem": trial.problem.label, "config": label}
+            if (theirs := flash_3.get(trial.problem)) and trial.time_us:
+                entry["flash_3"] = round(theirs / trial.time_us.median, 3)
             found[gpu, trial.problem.label] = json.dumps(entry)
     lines = ",\n  ".join(found[key] for key in sorted(found))
     return f'{{"winners": [\n  {lines}\n]}}\n' if found else '{"winners": []}\n'

@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,17 +41,21 @@ from attnsweep.serve.paged_call import (
     check_values,
     understood,
 )
-from attnsweep.serve.paged_others import by_others
+from attnsweep.serve.paged_others import by_others, has_flash_3
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, DriverError, cuda_driver
 
 FAMILY = "decode_paged_mma"
 WINNERS = Path(__file__).with_name("paged_winners.json")
 _UNMASKED = (-1, -1)
+# Where a winner's kind of call took FlashAttention-3 less of its time than this, that serves.
+_SLOWER = 0.97
 # Graphs whose workspaces are kept: one is in use until its capture ends.
 _MOST_CAPTURES = 8
-# Kinds of calls that are known; an engine meets one for each width of its tables.
+# Plans that are kept; an engine meets one for each width of its tables.
 _MOST_KINDS = 4096
+# Kinds of calls that are looked through, the newest first: one for each kind of layer of a model.
+_MOST_KNOWN = 16
 
 counters: Counter[str] = Counter()
 """Calls by what served them: `kernel`, or why another did."""
@@ -69,27 +73,30 @@ class Plan:
     """Addresses of the workspaces on a stream, and what keeps them."""
 
     def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
-        """Addresses of the workspaces of a call."""
-        if runs is None and not _capturing():
-            found = self.tails.get(stream)
-            if found is not None:
-                return found[0]
-        spaces = _spaces.of(self.workspaces, index, stream)
-        if runs is not None:
-            spaces = {**spaces, "runs": runs}
-        made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in _WORKSPACES)
-        if runs is None and not _capturing():
-            self.tails[stream] = (made, dict(spaces))
-        return made
+        """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
+        capturing = _capturing()
+        found = None if capturing else self.tails.get(stream)
+        if found is None:
+            spaces = _spaces.of(self.workspaces, index, stream)
+            made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in _WORKSPACES)
+            found = made, dict(spaces)
+            if not capturing:
+                self.tails[stream] = found
+        return found[0] if runs is None else (*found[0][:-1], runs.data_ptr())
 
 
 class Known(NamedTuple):
-    """A kind of call that was understood before: its plan, and what its arguments do not give."""
+    """A kind of call that a kernel serves: what tells it, its plan, and what tensors do not give.
 
+    kind: its numbers, and which tensors it has. are_alike: whether tensors are as those that it was
+    made of, in shape, strides, dtype and device.
+    """
+
+    kind: tuple[Any, ...]
+    are_alike: Callable[..., bool]
     plan: Plan
     table: torch.Tensor | None
-    shape: torch.Size
-    of_lse: tuple[int, ...]
+    of_lse: tuple[int, ...] | None
     device: int
 
 
@@ -155,20 +162,26 @@ def flash_attn_with_kvcache(
     """
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
-    plain = k is None and v is None and qv is None and rotary_cos is None and rotary_sin is None
-    plain = plain and cache_batch_idx is None and cache_leftpad is None and cu_seqlens_q is None
-    plain = plain and cu_seqlens_k_new is None and rotary_seqlens is None and q_descale is None
+    plain = page_table is None or block_table is None
+    plain = plain and k is v is qv is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
+    plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
     kind = None
     if plain and not torch.compiler.is_compiling():
-        rest = (softmax_scale, causal, tuple(window_size), softcap, return_softmax_lse)
+        which: tuple[bool, ...] = _FIVE
+        tensors: tuple[Any, ...] = (q, k_cache, v_cache, table, cache_seqlens)
+        if not (k_descale is v_descale is sinks is None) or table is None or cache_seqlens is None:
+            which = tuple(each is not None for each in given)
+            tensors = tuple(each for each in given if each is not None)
         of_run = None if scheduler_metadata is None else scheduler_metadata.config
-        kind = (*map(_facts, given), rest, of_run)
-        known = _known.get(kind)
-        if known is not None:
-            answer = _again(known, given, scheduler_metadata, return_softmax_lse)
-            if answer is not None:
-                return answer
+        kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse, of_run, which)
+        for known in _known.kinds:
+            if known.kind == kind and known.are_alike(*tensors):
+                answer = _again(known, given, scheduler_metadata)
+                if answer is not None:
+                    return answer
+                kind = None
+                break
     _refuse(
         {
             "k and v: append them to the cache before the call": k is not None or v is not None,
@@ -209,32 +222,27 @@ def _remember(
     *_, table, lengths, k_scale, v_scale, sinks = given
     as_given = lengths is call.lengths and sinks is call.sinks
     scaled = call.k_scale is None or not (k_scale is None or v_scale is None)
-    if plan.launches is not None and as_given and scaled:
-        batch, rows, heads, _ = call.q.shape
-        own = call.table if table is None else None
-        index = call.q.device.index or 0
-        if len(_known) >= _MOST_KINDS:
-            _known.clear()
-            _plans.clear()
-        _known[kind] = Known(plan, own, call.q.shape, (batch, heads, rows), index)
+    if _Guard is None or plan.launches is None or not (as_given and scaled):
+        return
+    batch, rows, heads, _ = call.q.shape
+    tensors = [each for each in given if each is not None]
+    guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    of_lse = (batch, heads, rows) if call.lse else None
+    own, index = call.table if table is None else None, call.q.device.index or 0
+    made = Known(kind, guard.check, plan, own, of_lse, index)
+    _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
 
 
-def _facts(tensor: Any) -> Any:
-    """All of a tensor that a plan depends on."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-    return None if tensor is None else type(tensor)
-
-
-def _again(known: Known, given: Any, metadata: ScheduleMetadata | None, lse: bool) -> Any:
+def _again(known: Known, given: Any, metadata: ScheduleMetadata | None) -> Any:
     """The answer to a call of a kind that a kernel served before; None if it cannot this time."""
-    if _current_device() != known.device:
+    index = known.device
+    if _current_device() != index:
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks = given
-    out = q.new_empty(known.shape)
-    log_sums = q.new_empty(known.of_lse, dtype=torch.float32) if lse else None
-    stream = _raw_stream(known.device)
-    plan = known.plan
+    out = _empty_like(q, memory_format=_CONTIGUOUS)  # half of what new_empty takes
+    of_lse = known.of_lse
+    log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
+    stream = _raw_stream(index)
     addresses = (
         q.data_ptr(),
         k.data_ptr(),
@@ -242,18 +250,15 @@ def _again(known: Known, given: Any, metadata: ScheduleMetadata | None, lse: boo
         out.data_ptr(),
         (table if known.table is None else known.table).data_ptr(),
         lengths.data_ptr(),
-        *(
-            (0, 0)
-            if k_scale is None or v_scale is None
-            else (k_scale.data_ptr(), v_scale.data_ptr())
-        ),
+        0 if k_scale is None else k_scale.data_ptr(),
+        0 if v_scale is None else v_scale.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if log_sums is None else log_sums.data_ptr(),
-        *plan.tail(known.device, stream, None if metadata is None else metadata.runs),
+        *known.plan.tail(index, stream, None if metadata is None else metadata.runs),
     )
     if (addresses[0] | addresses[1] | addresses[2]) & 15:
         return None
-    plan.launches.issue(addresses, stream)  # type: ignore[union-attr]
+    known.plan.launches.issue(addresses, stream)  # type: ignore[union-attr]
     counters["kernel"] += 1
     return out if log_sums is None else (out, log_sums)
 
@@ -398,21 +403,23 @@ def _distance(entry: Mapping[str, Any], problem: Problem, gpu: str) -> tuple[flo
     small = (here.page_size % 16 > 0) != (there.page_size % 16 > 0)
     sizes = (
         (problem.batch * problem.heads_kv, p.batch * p.heads_kv),
-        (
-            problem.seqlen_k,
-            p.seqlen_k,
-        ),
+        (problem.seqlen_k, p.seqlen_k),
     )
     rows = (group * problem.seqlen_q, own * p.seqlen_q)
     kinds = (
         abs(problem.head_dim - p.head_dim),
         here.cache_dtype != there.cache_dtype,
         small,
-        (rows[0] > 8) != (rows[1] > 8),
+        abs(_row_tiles(rows[0]) - _row_tiles(rows[1])),
         gpu != entry["gpu"],
     )
     logs = sum(abs(math.log2(a / b)) for a, b in sizes)
     return (*kinds, logs, abs(math.log2(here.page_size / there.page_size)))
+
+
+def _row_tiles(rows: int) -> int:
+    """0 for up to 8 packed rows, and one more for each doubling."""
+    return max(0, math.ceil(math.log2(rows / 8)))
 
 
 def _config_of(label: str) -> Config:
@@ -428,6 +435,10 @@ def _chosen(problem: Problem, index: int, *, lse: bool = False) -> tuple[Config 
     gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
     ordered = sorted(_recorded(), key=lambda entry: _distance(entry, problem, gpu))
     own = {"LSE": int(lse)}
+    theirs = ordered[0].get("flash_3", 1.0) if ordered else 1.0
+    if theirs < _SLOWER and not problem.scales and not problem.scores.sinks and has_flash_3():
+        near = ordered[0]
+        return None, f"FlashAttention-3 took {theirs} of our time on {near['problem']}"
     for entry in ordered:
         config = Config({**_config_of(entry["config"]), **own})
         if family.refused_by(config, problem, arch) is None:
@@ -457,7 +468,12 @@ _NAMES = (
 """The buffers of a launch, in the order in which their addresses are given."""
 _devices: dict[int, Device] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
-_known: dict[tuple[Any, ...], Known] = {}
+_known = SimpleNamespace(kinds=())  # the newest first; a tuple, which threads may replace
+_FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
+_empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
+# What torch.compile asks whether it may take its code again: it compares all facts of many tensors
+# in one call. In Python that took a third of a call's time.
+_Guard = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _capturing = getattr(
@@ -514,6 +530,8 @@ def _plan(call: Arguments, config: Config | None = None) -> Plan:
     key = (*call.kind, config and config.label)
     found = _plans.get(key)
     if found is None:
+        if len(_plans) >= _MOST_KINDS:
+            _plans.clear()
         found = _plans[key] = _made(call, config)
     return found
 

@@ -45,6 +45,11 @@ def _flash_3() -> Any:
     return None
 
 
+def has_flash_3() -> bool:
+    """Whether FlashAttention-3 is installed."""
+    return _flash_3() is not None
+
+
 def by_gather(call: Arguments) -> tuple[Any, Any]:
     """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
     q, table = call.q, call.table.long().clamp(0, call.k.shape[0] - 1)

@@ -177,3 +177,89 @@ def test_no_requests_no_slots_and_a_window_in_a_list():
 def test_explain_says_who_answers():
     tensors, options = call()
     assert "cpu" in str(paged.explain_flash_attn_with_kvcache(*tensors, **options))
+
+
+class Launches:
+    """Launches of a plan that are noted, not made."""
+
+    def __init__(self):
+        self.issued = []
+
+    def issue(self, addresses, stream):
+        self.issued.append((addresses, stream))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every call is served by these launches, planned once; `launches.planned` has the calls that were."""
+    made = Launches()
+    made.planned = []
+    plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), None, made)
+    monkeypatch.setattr(paged, "_plan", lambda call, config=None: made.planned.append(call) or plan)
+    monkeypatch.setattr(paged, "_current_device", lambda: 0)
+    monkeypatch.setattr(paged, "_raw_stream", lambda _: 7)
+    monkeypatch.setattr(paged, "_capturing", lambda: False)
+    monkeypatch.setattr(paged._known, "kinds", ())
+    return made
+
+
+def test_a_call_of_a_known_kind_is_not_understood_again(launches):
+    (q, k, v), options = call()
+    first = paged.flash_attn_with_kvcache(q, k, v, **options)
+    launches.planned.clear()
+    other = [torch.empty_like(each) for each in (q, k, v)]
+    second = paged.flash_attn_with_kvcache(*other, **options)
+    assert (launches.planned, second.shape, second.stride()) == ([], first.shape, first.stride())
+    (of_first, _), (of_second, stream) = launches.issued
+    expected = [*(each.data_ptr() for each in other), second.data_ptr()]
+    assert ([*of_second[:4]], of_second[4:], stream) == (expected, of_first[4:], 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g, o: g.update(q=torch.cat([g["q"]] * 2, -1)[..., :32]),
+        lambda g, o: g.update(q=g["q"].half(), k=g["k"].half(), v=g["v"].half()),
+        lambda g, o: g.update(k=g["k"].transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda g, o: g.update(k=g["k"].to(TYPES["e4m3"]), v=g["v"].to(TYPES["e4m3"])),
+        lambda g, o: o.update(page_table=o["page_table"][:, :2]),
+        lambda g, o: o.update(causal=False),
+        lambda g, o: o.update(window_size=(5, 0)),
+        lambda g, o: o.update(softcap=3.0),
+        lambda g, o: o.update(softmax_scale=0.5),
+        lambda g, o: o.update(return_softmax_lse=True),
+        lambda g, o: o.update(cache_seqlens=17),
+        lambda g, o: o.update(sinks=torch.zeros(4)),
+    ],
+)
+def test_a_call_of_another_kind_is_planned(launches, change):
+    (q, k, v), options = call()
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    launches.planned.clear()
+    given = {"q": q, "k": k, "v": v}
+    change(given, options)
+    paged.flash_attn_with_kvcache(*given.values(), **options)
+    assert launches.planned
+
+
+def test_what_changed_in_place_is_another_kind(launches):
+    (q, k, v), options = call()
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    launches.planned.clear()
+    k.as_strided_(k.shape, (k.stride(0), k.stride(2) * k.shape[2], k.stride(2) // 2, 1))
+    with pytest.raises(ValueError, match="overlap"):
+        paged.flash_attn_with_kvcache(q, k, v, **options)
+
+
+@pytest.mark.parametrize(("ratio", "installed", "serves"), [(0.9, True, False), (0.9, False, True), (0.98, True, True)])
+def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, installed, serves):
+    label = "(8,64/8,8x8192,128) bf16 causal paged(16)"
+    arch = paged.arch_named("sm_90a")
+    config = " ".join(f"{name}={value}" for name, value in paged._DEFAULTS[0].items())
+    entry = {"gpu": "H200", "problem": label, "config": config, "flash_3": ratio}
+    monkeypatch.setattr(paged, "_arch", lambda _: arch)
+    monkeypatch.setattr(paged, "_recorded", lambda: [entry])
+    monkeypatch.setattr(paged, "has_flash_3", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    chosen, why = paged._chosen(Problem.parse(label), 0)
+    assert (chosen is not None, "FlashAttention-3 took 0.9 of our time" in why) == (serves, not serves)
