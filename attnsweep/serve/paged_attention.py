@@ -14,7 +14,6 @@ import functools
 import inspect
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,30 +23,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import AttnsweepError, ProblemError
-from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.layouts import Paged
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family, Launch
+from attnsweep.family.family import Config, Family
 from attnsweep.serve.paged_call import (
     DTYPES,
     FP8,
     PAGE_OF_DENSE,
+    UNMASKED,
     Arguments,
     check_values,
     understood,
 )
+from attnsweep.serve.paged_launch import (
+    Kernel,
+    arch_of,
+    bound,
+    current_device,
+    is_capturing,
+    raw_stream,
+)
 from attnsweep.serve.paged_others import by_others, has_flash_3
+from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
-from attnsweep.serve.runtime.driver import BoundLaunches, Device, DriverError, cuda_driver
+from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, cuda_driver
 
 FAMILY = "decode_paged_mma"
 WINNERS = Path(__file__).with_name("paged_winners.json")
-_UNMASKED = (-1, -1)
 # Where a winner's kind of call took FlashAttention-3 less of its time than this, that serves.
 _SLOWER = 0.97
 # Graphs whose workspaces are kept: one is in use until its capture ends.
@@ -74,7 +80,7 @@ class Plan:
 
     def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
         """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
-        capturing = _capturing()
+        capturing = is_capturing()
         found = None if capturing else self.tails.get(stream)
         if found is None:
             spaces = _spaces.of(self.workspaces, index, stream)
@@ -129,7 +135,7 @@ def flash_attn_with_kvcache(
     v_descale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNMASKED,
+    window_size: tuple[int, int] = UNMASKED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -163,7 +169,9 @@ def flash_attn_with_kvcache(
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
     plain = page_table is None or block_table is None
-    plain = plain and k is v is qv is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
+    plain = (
+        plain and k is v is qv is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
+    )
     plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
     kind = None
@@ -184,34 +192,50 @@ def flash_attn_with_kvcache(
                 break
     _refuse(
         {
-            "k and v: append them to the cache before the call": k is not None or v is not None,
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
             or rotary_sin is not None
             or rotary_seqlens is not None,
             "qv": qv is not None,
             "cache_batch_idx: index the table or the cache": cache_batch_idx is not None,
             "cache_leftpad": cache_leftpad is not None,
-            "cu_seqlens_q": cu_seqlens_q is not None or cu_seqlens_k_new is not None,
+            "cu_seqlens_k_new": cu_seqlens_k_new is not None,
             "q_descale: queries are fp16 or bf16": q_descale is not None,
             "attention_chunk": bool(attention_chunk),
             "sm_margin": bool(sm_margin),
         }
     )
-    if max_seqlen_q is not None and q.dim() == 4 and max_seqlen_q < q.shape[1]:
+    if cu_seqlens_q is None and max_seqlen_q is not None and max_seqlen_q < q.shape[1]:
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}, and q has {q.shape[1]} rows")
     if block_table is not None and page_table is not None:
         raise TypeError("page_table and block_table are two names of one table: give one")
     how = (k_descale, v_descale, sinks, softmax_scale, softcap, causal, window_size)
-    call = understood(q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
+    packed = (None, None) if cu_seqlens_q is None else (cu_seqlens_q, max_seqlen_q)
+    own = (q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
+    call = understood(*own, *packed)
+    if k is not None or v is not None:
+        if cache_seqlens is None:
+            raise TypeError("k and v are appended behind cache_seqlens: give those too")
+        call = with_new_keys(call, k, v)
     if validate:
         check_values(call)
-    if torch.compiler.is_compiling():
-        out, lse = _compiled(*call[:11])
-    else:
-        out, lse = _answer(call, scheduler_metadata)
-        if kind is not None:
-            _remember(kind, call, given, scheduler_metadata)
+    out, lse = answered(call, scheduler_metadata)
+    if kind is not None:
+        _remember(kind, call, given, scheduler_metadata)
     return (out, lse) if return_softmax_lse else out
+
+
+def answered(
+    call: Arguments, metadata: ScheduleMetadata | None = None, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them."""
+    if torch.compiler.is_compiling():
+        made, lse = _compiled(*call)
+    else:
+        made, lse = _answer(call, metadata, out)
+    if out is not None and made is not out:
+        out.copy_(made)
+        made = out
+    return made, lse
 
 
 def _remember(
@@ -224,10 +248,9 @@ def _remember(
     scaled = call.k_scale is None or not (k_scale is None or v_scale is None)
     if _Guard is None or plan.launches is None or not (as_given and scaled):
         return
-    batch, rows, heads, _ = call.q.shape
     tensors = [each for each in given if each is not None]
     guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    of_lse = (batch, heads, rows) if call.lse else None
+    of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
     made = Known(kind, guard.check, plan, own, of_lse, index)
     _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
@@ -236,13 +259,13 @@ def _remember(
 def _again(known: Known, given: Any, metadata: ScheduleMetadata | None) -> Any:
     """The answer to a call of a kind that a kernel served before; None if it cannot this time."""
     index = known.device
-    if _current_device() != index:
+    if current_device() != index:
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks = given
     out = _empty_like(q, memory_format=_CONTIGUOUS)  # half of what new_empty takes
     of_lse = known.of_lse
     log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
-    stream = _raw_stream(index)
+    stream = raw_stream(index)
     addresses = (
         q.data_ptr(),
         k.data_ptr(),
@@ -286,7 +309,7 @@ def get_scheduler_metadata(
     qkv_dtype: torch.dtype = torch.bfloat16,
     page_size: int | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNMASKED,
+    window_size: tuple[int, int] = UNMASKED,
     has_softcap: bool = False,
     *,
     cache_dtype: torch.dtype | None = None,
@@ -313,7 +336,7 @@ def get_scheduler_metadata(
     addresses = {"seqused_k": cache_seqlens.data_ptr(), "runs": runs.data_ptr()}
     with torch.cuda.device(index):  # its context must be the current one
         launches = _scheduled(problem, config, index)
-        launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), _raw_stream(index))
+        launches.issue(tuple(addresses.get(name, 0) for name in _NAMES), raw_stream(index))
     return ScheduleMetadata(runs, config.label)
 
 
@@ -373,20 +396,6 @@ def _family() -> Family:
 
 
 @functools.cache
-def _compiler(arch: str) -> Compiler:
-    return Compiler(arch_named(arch))
-
-
-@functools.cache
-def _arch(index: int) -> Arch:
-    """The architecture of a device. Raises an AttnsweepError for one that nothing is known of."""
-    facts = torch.cuda.get_device_properties(index)
-    name = f"sm_{facts.major}{facts.minor}"
-    known = arch_named(f"{name}a" if facts.major >= 9 else name)
-    return replace(known, sm_count=facts.multi_processor_count)
-
-
-@functools.cache
 def _recorded() -> list[dict[str, Any]]:
     """The recorded winners: see scripts/paged_winners.py."""
     found: list[dict[str, Any]] = json.loads(WINNERS.read_text(encoding="utf-8"))["winners"]
@@ -429,7 +438,7 @@ def _config_of(label: str) -> Config:
 
 def _chosen(problem: Problem, index: int, *, lse: bool = False) -> tuple[Config | None, str]:
     """The config that serves a problem, and why, or None and why not."""
-    arch, family = _arch(index), _family()
+    arch, family = arch_of(index), _family()
     if (refused := family.refusal(problem, arch)) is not None:
         return None, refused
     gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
@@ -466,7 +475,6 @@ _NAMES = (
     *_WORKSPACES,
 )
 """The buffers of a launch, in the order in which their addresses are given."""
-_devices: dict[int, Device] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
 _known = SimpleNamespace(kinds=())  # the newest first; a tuple, which threads may replace
 _FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
@@ -474,19 +482,6 @@ _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 # What torch.compile asks whether it may take its code again: it compares all facts of many tensors
 # in one call. In Python that took a third of a call's time.
 _Guard = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-_capturing = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-_lock = threading.Lock()
-
-
-class _Cubins:
-    """Machine code by its path, as a Device asks for it."""
-
-    def code(self, code: Any) -> bytes:
-        return Path(code.file).read_bytes()
 
 
 def _load(
@@ -496,27 +491,17 @@ def _load(
     stages: Sequence[str],
     numbers: tuple[Any, ...] | None = None,
 ) -> BoundLaunches:
-    """The launches of some stages, compiled now or before. numbers: the last arguments of `fwd`."""
-    family, compiler, arch = _family(), _compiler(_arch(index).name), _arch(index)
-    launches: dict[str, Launch] = {}
-    codes: dict[str, Any] = {}
-    for name, launch in family.launches(config, problem, arch).items():
+    """The launches of some stages. numbers: the last arguments of `fwd`."""
+    family = _family()
+    kernels = []
+    for name, launch in family.launches(config, problem, arch_of(index)).items():
         if name not in stages:
             continue
         defines = family.stages[name].defines(config, problem, launch)
-        cubin = compiler.submit(family.source, defines).result()
-        codes[name] = SimpleNamespace(
-            file=str(cubin.path), sha256=cubin.digest, function=launch.function
-        )
-        args = launch.args
         if name == "fwd" and numbers is not None:
-            args = (*args[: -len(numbers)], *numbers)
-        behind = launch.programmatic and bool(launches)
-        launches[name] = replace(launch, args=args, programmatic=behind)
-    with _lock:
-        if index not in _devices:
-            _devices[index] = Device(_Cubins(), cuda_driver(), index)  # type: ignore[arg-type]
-    return _devices[index].launches(launches, codes, {}, _NAMES)
+            launch = replace(launch, args=(*launch.args[: -len(numbers)], *numbers))
+        kernels.append(Kernel(launch, family.source, defines))
+    return bound(kernels, index, _NAMES)
 
 
 @functools.lru_cache(maxsize=64)
@@ -542,6 +527,8 @@ def _made(call: Arguments, config: Config | None) -> Plan:
 
     if not call.q.is_cuda:
         return without("device", f"q is on {call.q.device}")
+    if call.begins is not None:
+        return without("not_served", "requests have other numbers of queries")
     if why := _unaligned(call):
         return without("layout", why)
     index = call.q.device.index or 0
@@ -605,7 +592,7 @@ class _Workspaces:
     def of(self, sizes: Mapping[str, int], index: int, stream: int) -> dict[str, torch.Tensor]:
         """Each workspace, at least as large as asked for."""
         capture = 0
-        if _capturing():
+        if is_capturing():
             driver = cuda_driver()
             capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
         key = (index, stream, capture)
@@ -627,26 +614,27 @@ _spaces = _Workspaces()
 # -- answers ------------------------------------------------------------------------------
 
 
-def _answer(call: Arguments, metadata: ScheduleMetadata | None = None) -> tuple[Any, Any]:
-    """The output and its log-sum-exps, of a call that is understood."""
-    if call.q.is_cuda and _current_device() != call.q.device.index:
+def _answer(
+    call: Arguments, metadata: ScheduleMetadata | None = None, given: torch.Tensor | None = None
+) -> tuple[Any, Any]:
+    """The output and its log-sum-exps, of a call that is understood. given: the output, perhaps."""
+    if call.q.is_cuda and current_device() != call.q.device.index:
         with torch.cuda.device(call.q.device):  # its context must be the current one
-            return _answer(call, metadata)
+            return _answer(call, metadata, given)
     plan = _plan(call, metadata and _config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():
         counters[plan.why.code] += 1
         return by_others(call)
-    batch, rows, heads, _ = q.shape
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if call.lse else None
+    out = q.new_empty(q.shape) if given is None or not given.is_contiguous() else given
+    lse = q.new_empty(call.of_lse, dtype=torch.float32) if call.lse else None
     index = q.device.index or 0
-    stream = _raw_stream(index)
+    stream = raw_stream(index)
     own = (q, call.k, call.v, out, call.table, call.lengths, call.k_scale, call.v_scale)
     addresses = tuple(
         0 if each is None else each.data_ptr() for each in (*own, call.sinks, lse)
     ) + plan.tail(index, stream, None if metadata is None else metadata.runs)
-    if (addresses[0] | addresses[1] | addresses[2]) & 15:
+    if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
         counters["layout"] += 1
         return by_others(call)
     plan.launches.issue(addresses, stream)
@@ -667,14 +655,18 @@ def _compiled(
     scale: float,
     softcap: float,
     sides: Sequence[int],
+    lse: bool,
+    begins: torch.Tensor | None,
+    most_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = sides
-    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), True)
-    out, log_sums = _answer(Arguments(*given))
-    return out.contiguous(), log_sums.contiguous()
+    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
+    out, log_sums = _answer(Arguments(*given, begins, most_rows))
+    return out.contiguous(), log_sums.contiguous() if lse else q.new_empty(0).float()
 
 
 @_compiled.register_fake  # type: ignore[untyped-decorator]
-def _(q: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, rows, heads, _columns = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
+def _(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = Arguments(*call)
+    shape = given.of_lse if given.lse else (0,)
+    return given.q.new_empty(given.q.shape), given.q.new_empty(shape, dtype=torch.float32)

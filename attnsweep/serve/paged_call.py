@@ -12,12 +12,15 @@ import torch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = torch.float8_e4m3fn
+UNMASKED = (-1, -1)  # a window of all keys
 PAGE_OF_DENSE = 16  # slots that a dense cache is cut into
 
 
 class Arguments(NamedTuple):
     """A call whose arguments fit together; the cache is paged.
 
+    q: (batch, seqlen_q, heads, head_dim), or with `begins` (tokens, heads, head_dim): int32
+    (batch + 1,), where the tokens of each request begin, of which it has at most `most_rows`.
     k, v: (pages, page_size, heads_kv, head_dim). table: int32 (batch, blocks). sides: keys before
     and after a query's own, -1 for all of them.
     """
@@ -34,13 +37,31 @@ class Arguments(NamedTuple):
     softcap: float
     sides: tuple[int, int]
     lse: bool
+    begins: torch.Tensor | None = None
+    most_rows: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a request, at most."""
+        return self.q.shape[1] if self.begins is None else self.most_rows
+
+    @property
+    def of_lse(self) -> tuple[int, ...]:
+        """The shape of the log-sum-exps."""
+        *first, heads, _ = self.q.shape
+        return (first[0], heads, first[1]) if self.begins is None else (heads, *first)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a plan depends on: all but addresses."""
         q, k, table = self.q, self.k, self.table
         numbers = (self.scale, self.softcap, self.sides, self.sinks is None, self.lse)
-        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0))
+        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0), self.rows)
         of_scales = None if self.k_scale is None else self.k_scale.stride()
         return (*sizes, q.dtype, k.dtype, of_scales, *numbers, q.device.index)
 
@@ -59,16 +80,20 @@ def understood(
     causal: bool,
     window: Sequence[int],
     lse: bool,
+    begins: Any = None,
+    most_rows: int | None = None,
 ) -> Arguments:
     """The call that these arguments mean. Raises TypeError or ValueError."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}: it has four dimensions")
+        packed = name == "q" and begins is not None
+        if tensor.dim() != 4 - packed:
+            many = "three dimensions beside cu_seqlens_q" if packed else "four dimensions"
+            raise ValueError(f"{name} is {tuple(tensor.shape)}: it has {many}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}: head_dim is not contiguous")
     if q.dtype not in DTYPES:
         raise TypeError(f"q is {q.dtype}: it is float16 or bfloat16")
@@ -80,7 +105,8 @@ def understood(
     if k_cache.shape != v_cache.shape:
         sizes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache and v_cache have the shapes {sizes}, not the same")
-    batch, _, heads, head_dim = q.shape
+    *_, heads, head_dim = q.shape
+    batch = q.shape[0] if begins is None else _requests(q, begins, most_rows)
     pages, page_size, heads_kv, columns = k_cache.shape
     if columns != head_dim:
         raise ValueError(f"k_cache has rows of {columns} elements, and q of {head_dim}")
@@ -115,7 +141,7 @@ def understood(
             f"cache_seqlens is {tuple(lengths.shape)} on {lengths.device}: it has {batch} numbers "
             f"on {q.device}"
         )
-    k_scale, v_scale = _scales(q, k_cache, (k_scale, v_scale))
+    k_scale, v_scale = _scales(batch, k_cache, (k_scale, v_scale))
     if sinks is not None:
         if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,):
             raise ValueError(f"sinks are a tensor of {heads} numbers, one of each head of q")
@@ -125,26 +151,38 @@ def understood(
     left, right = (-1 if side is None or side < 0 else int(side) for side in window)
     by = head_dim**-0.5 if scale is None else float(scale)
     sides = (left, 0 if causal else right)
-    rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse)
+    rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse, begins, most_rows or 0)
     return Arguments(q, k_cache, v_cache, lengths, table, *rest)
 
 
-def _scales(q: torch.Tensor, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
+def _requests(q: torch.Tensor, begins: Any, most_rows: Any) -> int:
+    """How many requests a packed call has."""
+    if not isinstance(begins, torch.Tensor) or begins.dtype != torch.int32 or begins.dim() != 1:
+        raise TypeError("cu_seqlens_q is an int32 tensor of one dimension")
+    if not len(begins) or begins.device != q.device or not begins.is_contiguous():
+        what = f"{tuple(begins.shape)} on {begins.device}"
+        raise ValueError(f"cu_seqlens_q is {what}: it has where each request begins, on {q.device}")
+    if not isinstance(most_rows, int) or most_rows < 0:
+        raise TypeError(f"max_seqlen_q is the most tokens of a request, not {most_rows!r}")
+    return len(begins) - 1
+
+
+def _scales(batch: int, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
     """The scales of an FP8 cache, float32 (batch, heads_kv); without, 1."""
     if k.dtype != FP8:
         if any(scale is not None for scale in given):
             raise ValueError(f"k_descale and v_descale are of an FP8 cache, not of {k.dtype}")
         return [None, None]
-    shape, made = (q.shape[0], k.shape[2]), []
+    shape, made = (batch, k.shape[2]), []
     for name, scale in zip(("k_descale", "v_descale"), given, strict=True):
         if scale is None:
-            scale = torch.ones((), dtype=torch.float32, device=q.device)
+            scale = torch.ones((), dtype=torch.float32, device=k.device)
         if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
             raise TypeError(f"{name} is a float32 tensor {shape}, (batch, heads_kv)")
         if scale.numel() != 1 and scale.shape != shape:
             raise ValueError(f"{name} is {tuple(scale.shape)}, not {shape}, (batch, heads_kv)")
-        if scale.device != q.device:
-            raise ValueError(f"{name} is on {scale.device}, and q on {q.device}")
+        if scale.device != k.device:
+            raise ValueError(f"{name} is on {scale.device}, and k_cache on {k.device}")
         made.append(scale if scale.shape == shape else scale.reshape(1, 1).expand(shape))
     return made
 
@@ -191,6 +229,14 @@ def check_values(call: Arguments) -> None:
         row, column = map(int, wrong[0])
         what = f"page_table[{row}, {column}] is {int(table[row, column])}"
         raise ValueError(f"{what}: the cache has pages 0 to {call.k.shape[0] - 1}")
+    if call.begins is not None:
+        counts = call.begins.cpu().diff()
+        last, tokens = int(call.begins[-1]), call.q.shape[0]
+        if int(call.begins[0]) or last != tokens or bool((counts < 0).any()):
+            raise ValueError(f"cu_seqlens_q does not rise from 0 to the {tokens} tokens of q")
+        if len(counts) and int(counts.max()) > call.most_rows:
+            most = f"max_seqlen_q is {call.most_rows}"
+            raise ValueError(f"{most}, and a request has {int(counts.max())} tokens")
     for name, scale in (("k_descale", call.k_scale), ("v_descale", call.v_scale)):
         if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise ValueError(f"{name} has numbers that are not finite or not above 0")

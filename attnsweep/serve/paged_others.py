@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnsweep.serve.paged_call import FP8, Arguments
+from attnsweep.serve.runtime.pytorch_calls import attend
 
 _FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 
@@ -23,14 +24,19 @@ def by_others(call: Arguments) -> tuple[Any, Any]:
         if call.k_scale is None:
             given = (call.q, call.k, call.v)
             how = {"cache_seqlens": call.lengths, "page_table": call.table}
+            if call.begins is not None:
+                how |= {"cu_seqlens_q": call.begins, "max_seqlen_q": call.most_rows}
             try:
                 out, lse, *_ = flash(*given, **how, **options, return_softmax_lse=True)
             except (RuntimeError, TypeError, ValueError):  # what it does not take
                 pass
             else:
-                seen = torch.isfinite(lse)
-                return out * seen.transpose(1, 2)[..., None].to(out.dtype), lse
-    return by_gather(call)
+                none = ~torch.isfinite(lse)
+                out = out.masked_fill(none.transpose(-1, -2)[..., None], 0.0)
+                return out, lse.masked_fill(none, -math.inf)
+    plain = not (call.lse or call.softcap or call.sinks is not None)
+    by_pytorch = _by_attention if plain else by_gather
+    return by_pytorch(call) if call.begins is None else _unpacked(call, by_pytorch)
 
 
 @functools.cache
@@ -50,32 +56,72 @@ def has_flash_3() -> bool:
     return _flash_3() is not None
 
 
-def by_gather(call: Arguments) -> tuple[Any, Any]:
-    """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
-    q, table = call.q, call.table.long().clamp(0, call.k.shape[0] - 1)
-    batch, rows, heads, head_dim = q.shape
-    size, heads_kv = call.k.shape[1:3]
-    keys = torch.arange(table.shape[1] * size, device=q.device)
+def _unpacked(call: Arguments, by: Any) -> tuple[Any, Any]:
+    """The answer to a packed call: each request's tokens are the last rows of a padded one."""
+    assert call.begins is not None
+    tokens, rows = len(call.q), call.most_rows
+    begins = call.begins.long().clamp(0, tokens)
+    counts = begins.diff()
+    of_rows = begins[1:, None] - rows + torch.arange(rows, device=call.q.device)
+    if not (tokens and rows and len(counts)):
+        return torch.zeros_like(call.q), call.q.new_full(call.of_lse, -math.inf).float()
+    padded = call.q[of_rows.clamp(0, tokens - 1)]
+    out, lse = by(call._replace(q=padded, begins=None))
+    at = torch.arange(tokens, device=call.q.device)
+    request = torch.searchsorted(begins[1:].contiguous(), at, right=True).clamp(max=len(counts) - 1)
+    row = (at - begins[request + 1] + rows).clamp(0, rows - 1)
+    return out[request, row], None if lse is None else lse[request, :, row].T.contiguous()
+
+
+def _seen(call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys of a gathered cache each query sees, (batch, rows, keys); and which there are."""
+    rows, device = call.q.shape[1], call.q.device
+    keys = torch.arange(call.table.shape[1] * call.k.shape[1], device=device)
     lengths = call.lengths.clamp(0, len(keys))[:, None, None]
-    own = lengths - rows + torch.arange(rows, device=q.device)[:, None]
-    seen = keys < lengths
-    left, right = call.sides
+    own = lengths - rows + torch.arange(rows, device=device)[:, None]
+    there = keys < lengths
+    seen, (left, right) = there, call.sides
     if right >= 0:
         seen = seen & (keys <= own + right)
     if left >= 0:
         seen = seen & (keys >= own - left)
-    seen = seen.expand(batch, rows, len(keys))[:, None, None]
-    there = (keys < lengths)[:, 0, :, None, None]
+    return seen.expand(len(lengths), rows, len(keys)), there[:, 0, :, None, None]
 
-    def gathered(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        bits = cache.view(torch.uint8) if cache.dtype == FP8 else cache
-        dense = bits[table].flatten(1, 2)
-        dense = (dense.view(cache.dtype) if cache.dtype == FP8 else dense).float()
-        dense = torch.where(there, dense, 0.0)
-        return dense if scale is None else dense * scale[:, None, :, None]
 
+def _gathered(
+    call: Arguments, cache: torch.Tensor, scale: torch.Tensor | None, there: torch.Tensor
+) -> torch.Tensor:
+    """k or v, (batch, keys, heads_kv, head_dim), 0 where there is no key; FP8 in float32."""
+    table = call.table.long().clamp(0, cache.shape[0] - 1)
+    bits = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    dense = bits[table].flatten(1, 2)
+    if cache.dtype == FP8:
+        dense = dense.view(cache.dtype).float()
+    dense = dense.masked_fill(~there, 0.0)
+    return dense if scale is None else dense * scale[:, None, :, None]
+
+
+def _by_attention(call: Arguments) -> tuple[Any, None]:
+    """The output alone, by PyTorch's attention."""
+    seen, there = _seen(call)
+    both = ((call.k, call.k_scale), (call.v, call.v_scale))
+    keys, values = (_gathered(call, *each, there).to(call.q.dtype).transpose(1, 2) for each in both)
+    how: Any = {"scale": call.scale, "enable_gqa": True, "fill": True}
+    out = attend(call.q.transpose(1, 2), keys, values, seen[:, None], **how)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def by_gather(call: Arguments) -> tuple[Any, Any]:
+    """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
+    q = call.q
+    batch, rows, heads, head_dim = q.shape
+    heads_kv = call.k.shape[2]
+    seen, there = _seen(call)
+    seen = seen[:, None, None]
+    keys = _gathered(call, call.k, call.k_scale, there).float()
+    values = _gathered(call, call.v, call.v_scale, there).float()
     grouped = q.float().view(batch, rows, heads_kv, heads // heads_kv, head_dim)
-    scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, gathered(call.k, call.k_scale))
+    scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, keys)
     scores = scores * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -86,5 +132,5 @@ def by_gather(call: Arguments) -> tuple[Any, Any]:
     else:
         lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhgrk,bkhd->brhgd", weights, gathered(call.v, call.v_scale))
+    out = torch.einsum("bhgrk,bkhd->brhgd", weights, values)
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, rows)

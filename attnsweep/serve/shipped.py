@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _loaded: Any = None
+_BLOCK_TABLE = 15  # where flash_attn has it among the arguments of flash_attn_varlen_func
 
 
 def _package() -> Any:
@@ -110,28 +111,42 @@ def flash_attn_func(*args: Any, **options: Any) -> Any:
     """
 
 
-@_by_package("flash_attn_varlen_func")
-def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
-    """`attention_varlen` with the arguments of the function of that name in flash_attn.
-
-    Raises NotImplementedError as `flash_attn_func`, and for block_table.
-    """
-
-
 def _by_paged(name: str) -> Callable[[_Function], _Function]:
-    """Have serve/paged_attention.py do what a function here only declares."""
+    """Have the files of serve/ for paged caches do what a function here only declares."""
 
     def forwarding(declared: Any) -> Any:
         @functools.wraps(declared)
         def function(*args: Any, **options: Any) -> Any:
             _loaded or _package()  # which says what to install
-            from attnsweep.serve import paged_attention
+            from attnsweep.serve import paged_attention, paged_varlen
 
-            return getattr(paged_attention, name)(*args, **options)
+            module = paged_varlen if name == "flash_attn_varlen_func" else paged_attention
+            return getattr(module, name)(*args, **options)
 
         return function
 
     return forwarding
+
+
+@_by_package("flash_attn_varlen_func")
+def _varlen_of_tensors(*args: Any, **options: Any) -> Any:
+    """See flash_attn_varlen_func: k and v are packed too."""
+
+
+@_by_paged("flash_attn_varlen_func")
+def _varlen_of_pages(*args: Any, **options: Any) -> Any:
+    """See flash_attn_varlen_func: k and v are pages."""
+
+
+def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
+    """`attention_varlen` with the arguments of the function of that name in flash_attn.
+
+    With block_table, k and v are a paged cache, (pages, page_size, heads_kv, head_dim), and the
+    arguments may be those of vLLM's function too: seqused_k, out, return_softmax_lse, k_descale,
+    v_descale, s_aux. Raises NotImplementedError as `flash_attn_func`.
+    """
+    paged = len(args) > _BLOCK_TABLE or options.get("block_table") is not None
+    return (_varlen_of_pages if paged else _varlen_of_tensors)(*args, **options)
 
 
 @_by_paged("flash_attn_with_kvcache")

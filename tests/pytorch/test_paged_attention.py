@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from attnsweep.core.cases import Case
+from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.oracle import oracle_of
@@ -114,7 +115,8 @@ WRONG = [
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
-    (changed("k", lambda _: torch.ones(3)), NotImplementedError, "append"),
+    (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
+    (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
     (changed("attention_chunk", lambda _: 4), NotImplementedError, "attention_chunk"),
     (changed("block_table", lambda _: torch.ones(3)), TypeError, "two names"),
@@ -196,9 +198,9 @@ def launches(monkeypatch):
     made.planned = []
     plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), None, made)
     monkeypatch.setattr(paged, "_plan", lambda call, config=None: made.planned.append(call) or plan)
-    monkeypatch.setattr(paged, "_current_device", lambda: 0)
-    monkeypatch.setattr(paged, "_raw_stream", lambda _: 7)
-    monkeypatch.setattr(paged, "_capturing", lambda: False)
+    monkeypatch.setattr(paged, "current_device", lambda: 0)
+    monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
+    monkeypatch.setattr(paged, "is_capturing", lambda: False)
     monkeypatch.setattr(paged._known, "kinds", ())
     return made
 
@@ -254,10 +256,10 @@ def test_what_changed_in_place_is_another_kind(launches):
 @pytest.mark.parametrize(("ratio", "installed", "serves"), [(0.9, True, False), (0.9, False, True), (0.98, True, True)])
 def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, installed, serves):
     label = "(8,64/8,8x8192,128) bf16 causal paged(16)"
-    arch = paged.arch_named("sm_90a")
+    arch = arch_named("sm_90a")
     config = " ".join(f"{name}={value}" for name, value in paged._DEFAULTS[0].items())
     entry = {"gpu": "H200", "problem": label, "config": config, "flash_3": ratio}
-    monkeypatch.setattr(paged, "_arch", lambda _: arch)
+    monkeypatch.setattr(paged, "arch_of", lambda _: arch)
     monkeypatch.setattr(paged, "_recorded", lambda: [entry])
     monkeypatch.setattr(paged, "has_flash_3", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")

@@ -1,0 +1,83 @@
+"""Launches of kernels for calls on a paged cache: compiled when first met, and bound to a card."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import Arch, arch_named
+from attnsweep.family.family import Launch
+from attnsweep.serve.runtime.driver import BoundLaunches, Device, StridedTensor, cuda_driver
+
+_devices: dict[int, Device] = {}
+_lock = threading.Lock()
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+is_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+class Kernel(NamedTuple):
+    """A launch, and what to compile for it."""
+
+    launch: Launch
+    source: Path
+    defines: Mapping[str, str]
+
+
+@functools.cache
+def _compiler(arch: str) -> Compiler:
+    return Compiler(arch_named(arch))
+
+
+@functools.cache
+def arch_of(index: int) -> Arch:
+    """The architecture of a device. Raises an AttnsweepError for one that nothing is known of."""
+    facts = torch.cuda.get_device_properties(index)
+    name = f"sm_{facts.major}{facts.minor}"
+    known = arch_named(f"{name}a" if facts.major >= 9 else name)
+    return replace(known, sm_count=facts.multi_processor_count)
+
+
+class _Cubins:
+    """Machine code by its path, as a Device asks for it."""
+
+    def code(self, code: Any) -> bytes:
+        return Path(code.file).read_bytes()
+
+
+def bound(
+    kernels: Sequence[Kernel],
+    index: int,
+    names: Sequence[str],
+    tensors: Mapping[str, StridedTensor] | None = None,
+) -> BoundLaunches:
+    """Launches on a device, compiled now or before.
+
+    names: of the buffers, in the order in which addresses are given. tensors: sizes and strides of
+    those that have tensor maps.
+    """
+    compiler = _compiler(arch_of(index).name)
+    building = [compiler.submit(kernel.source, kernel.defines) for kernel in kernels]
+    launches: dict[str, Launch] = {}
+    codes: dict[str, Any] = {}
+    for number, (kernel, future) in enumerate(zip(kernels, building, strict=True)):
+        cubin, launch = future.result(), kernel.launch
+        codes[str(number)] = SimpleNamespace(
+            file=str(cubin.path), sha256=cubin.digest, function=launch.function
+        )
+        # The first may not begin early: what runs before it is not ours.
+        launches[str(number)] = replace(launch, programmatic=launch.programmatic and number > 0)
+    with _lock:
+        if index not in _devices:
+            _devices[index] = Device(_Cubins(), cuda_driver(), index)  # type: ignore[arg-type]
+    return _devices[index].launches(launches, codes, tensors or {}, names)

@@ -1,0 +1,109 @@
+"""Any numbers of new tokens on a paged cache: `flash_attn_varlen_func` with a block_table.
+
+Serving engines call it once a layer for a step: requests that decode have one token, or a few, and
+those whose prompt is read have many. Tokens of all requests are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attnsweep.serve.paged_attention import answered
+from attnsweep.serve.paged_call import FP8, UNMASKED, Arguments, check_values, understood
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    q_v: Any = None,
+    scheduler_metadata: Any = None,
+    q_descale: Any = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    s_aux: torch.Tensor | None = None,
+    fa_version: int = 3,
+    validate: bool = False,
+) -> Any:
+    """Attention of packed tokens with a paged cache, with the arguments that vLLM gives.
+
+    q: (tokens, heads, head_dim), fp16 or bf16, of which request i has those from cu_seqlens_q[i] to
+    cu_seqlens_q[i + 1], at most max_seqlen_q. k, v: (pages, page_size, heads_kv, head_dim), of q's
+    dtype or float8_e4m3fn. block_table: int32 (batch, blocks). seqused_k: int32 (batch,), the keys
+    of each request, those of its tokens counted; without, cu_seqlens_k says how many. Lengths,
+    numbers of tokens and the table stay on the device. s_aux: (heads,), one more score of each
+    head. out: where the output goes. Scales count for an FP8 cache alone.
+
+    The last token of a request sees all its keys. Returns the output, (tokens, heads, head_dim), or
+    (output, lse) with lse (heads, tokens). Raises NotImplementedError for dropout, alibi_slopes,
+    return_attn_probs, q_v, and FP8 queries.
+    """
+    for name, given in (
+        ("dropout_p", bool(dropout_p)),
+        ("alibi_slopes", alibi_slopes is not None),
+        ("return_attn_probs: ask for return_softmax_lse", return_attn_probs),
+        ("q_v", q_v is not None),
+        ("q_descale: queries are fp16 or bf16", q_descale is not None and q.dtype == FP8),
+    ):
+        if given:
+            raise NotImplementedError(f"flash_attn_varlen_func on a block_table has no {name}")
+    if cu_seqlens_q is None or max_seqlen_q is None:
+        raise TypeError("a packed call has cu_seqlens_q and max_seqlen_q")
+    lengths = seqused_k
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise TypeError("the keys of requests are told by seqused_k, or by cu_seqlens_k")
+        lengths = cu_seqlens_k.diff()
+    scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
+    how = (*scales, s_aux, softmax_scale, softcap, causal, window_size or UNMASKED)
+    packed = (cu_seqlens_q, max_seqlen_q)
+    call = understood(q, k, v, lengths, block_table, *how, return_softmax_lse, *packed)
+    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+        what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
+        raise ValueError(f"out is {what}, and the output as q: {tuple(q.shape)}, {q.dtype}")
+    if validate:
+        check_values(call)
+    return answered_packed(call, out)
+
+
+def answered_packed(call: Arguments, out: torch.Tensor | None = None) -> Any:
+    """The output of a packed call, (tokens, heads, head_dim), and its log-sum-exps if it has some.
+
+    Where the host knows that all requests have equally many tokens, the call is not packed.
+    """
+    batch, rows, tokens = call.batch, call.most_rows, len(call.q)
+    if tokens == batch * rows and tokens:
+        even = call._replace(q=call.q.unflatten(0, (batch, rows)), begins=None, most_rows=0)
+        of_rows = None if out is None or not out.is_contiguous() else out.view(even.q.shape)
+        made, lse = answered(even, None, of_rows)
+        made = made.flatten(0, 1)
+        if lse is not None and call.lse:
+            lse = lse.transpose(0, 1).flatten(1)
+        if out is not None and of_rows is None:
+            made = out.copy_(made)
+        elif out is not None:
+            made = out
+    else:
+        made, lse = answered(call, None, out)
+    return (made, lse) if call.lse else made
