@@ -198,7 +198,7 @@ def flash_attn_with_kvcache(
             "qv": qv is not None,
             "cache_batch_idx: index the table or the cache": cache_batch_idx is not None,
             "cache_leftpad": cache_leftpad is not None,
-            "cu_seqlens_k_new": cu_seqlens_k_new is not None,
+            "cu_seqlens_k_new": k is not None and cu_seqlens_k_new is not None,
             "q_descale: queries are fp16 or bf16": q_descale is not None,
             "attention_chunk": bool(attention_chunk),
             "sm_margin": bool(sm_margin),

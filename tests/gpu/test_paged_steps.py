@@ -1,0 +1,133 @@
+"""Steps of a serving engine on a card: packed tokens on a paged cache, appended keys, a whole loop."""
+
+import itertools
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+paged = pytest.importorskip("attnsweep.serve.paged_attention")
+
+from engine import served  # noqa: E402
+from packed_step import Step, check  # noqa: E402
+
+import attnsweep  # noqa: E402
+
+CARD = {"device": "cuda", "heads": 32, "heads_kv": 8, "dim": 128}
+FP8 = torch.float8_e4m3fn
+
+
+def by_kernel(call):
+    before = paged.counters["kernel"]
+    out = call()
+    assert paged.counters["kernel"] == before + 1, dict(paged.counters)
+    return out
+
+
+STEPS = [
+    {"tokens": [1] * 9, "keys": [40, 1, 300, 17, 16, 2000, 65, 129, 1000]},
+    {"tokens": [4] * 4, "keys": [40, 4, 300, 2000], "cache": FP8},
+    {"tokens": [512, 512], "keys": [512, 2100]},
+    {"tokens": [1, 1, 300, 1, 7, 0, 1], "keys": [900, 40, 1300, 1, 7, 33, 64]},
+    {"tokens": [1, 130, 64], "keys": [900, 130, 4000], "page": 64},
+    {"tokens": [33, 200], "keys": [33, 700], "heads": 28, "heads_kv": 4},
+    {"tokens": [33, 200], "keys": [33, 700], "dim": 64, "dtype": torch.float16, "heads": 8},
+    {"tokens": [33, 200], "keys": [33, 700], "dim": 256, "heads": 8, "heads_kv": 2, "page": 32},
+    {"tokens": [90, 2], "keys": [100, 700], "cache": FP8},
+    {"tokens": [90, 2], "keys": [100, 700], "page": 1},
+]
+
+
+@pytest.mark.parametrize("shape", STEPS, ids=str)
+def test_each_request_attends_to_its_own_keys(shape):
+    step = Step(**{**CARD, **shape})
+    out, lse = step.call(return_softmax_lse=True)
+    right, sums = step.right()
+    check(out, right)
+    seen = torch.isfinite(sums)
+    assert torch.equal(torch.isfinite(lse), seen)
+    torch.testing.assert_close(lse.double()[seen], sums[seen], rtol=1e-4, atol=2e-4)
+
+
+def test_masks_and_scores():
+    sinks = torch.randn(32, device="cuda")
+    step = Step([1, 130, 5], [900, 130, 2000], **CARD)
+    check(step.call(window_size=(100, 0)), step.right(window=(100, 0))[0])
+    check(step.call(causal=False), step.right(causal=False)[0])
+    check(step.call(softcap=20.0), step.right(softcap=20.0)[0])
+    check(step.call(s_aux=sinks), step.right(sinks=sinks)[0])
+
+
+def test_a_graph_replays_with_other_numbers_of_tokens_lengths_and_tables():
+    steps = [Step(tokens, keys, **CARD, seed=n) for n, (tokens, keys) in enumerate(GRAPHS)]
+    first = steps[0]
+    first.call(max_seqlen_q=200)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = first.call(max_seqlen_q=200)
+    for step in [*steps, *steps[::-1]]:
+        for name in ("q", "k", "v", "begins", "lengths", "table"):
+            getattr(first, name).copy_(getattr(step, name))
+        graph.replay()
+        check(out, step.right()[0])
+
+
+GRAPHS = [([1, 198, 1], [50, 1990, 900]), ([100, 0, 100], [2000, 7, 100]), ([67, 67, 66], [67, 1000, 2000])]
+
+
+@pytest.mark.parametrize(("cache", "page"), itertools.product((None, FP8), (16, 1)))
+def test_new_keys_are_appended_and_seen(cache, page):
+    step = Step([3] * 4, [40, 16, 3, 1000], **CARD, cache=cache, page=page)
+    bits = torch.uint8 if cache else torch.int16
+    new, before = [], [each.clone() for each in (step.k, step.v)]
+    for each in (step.k, step.v):
+        rows = [torch.arange(n - 3, n, device="cuda") for n in step.keys]
+        at = torch.stack([step.table[r].long()[own // page] * page + own % page for r, own in enumerate(rows)])
+        flat = each.view(bits).flatten(0, 1)
+        new.append(flat[at].clone().view(each.dtype))
+        flat[at] = 0
+    how = {"page_table": step.table, "causal": True, "cache_seqlens": step.lengths - 3}
+    how |= {"k_descale": step.scales[0], "v_descale": step.scales[1]} if cache else {}
+    call = lambda: attnsweep.flash_attn_with_kvcache(step.q.unflatten(0, (4, 3)), step.k, step.v, *new, **how)  # noqa: E731
+    check(by_kernel(call).flatten(0, 1), step.right()[0])
+    for each, was in zip((step.k, step.v), before, strict=True):
+        assert torch.equal(each.view(bits), was.view(bits))
+
+
+def test_what_is_appended_beyond_the_pages_is_stored_nowhere():
+    step = Step([3, 3, 3], [32, 32, 32], **CARD)
+    before = step.k.clone()
+    step.table[2, 1] = 10**6
+    lengths = torch.tensor([31, 10**6, 30], dtype=torch.int32, device="cuda")
+    new = torch.ones(3, 3, 8, 128, device="cuda").bfloat16()
+    how = {"cache_seqlens": lengths, "page_table": step.table, "causal": True}
+    paged.flash_attn_with_kvcache(step.q.unflatten(0, (3, 3)), step.k, step.v, new, new, **how)
+    changed = (step.k.view(torch.int16) != before.view(torch.int16)).any(-1).any(-1).nonzero()
+    assert changed.tolist() == [[int(step.table[0, 1]), 15]]
+
+
+def test_wrong_numbers_on_the_device_read_nothing_outside():
+    step = Step([1, 130, 5], [900, 130, 2000], **CARD)
+    for name, at, value in (
+        ("lengths", 1, 10**9),
+        ("lengths", 1, -5),
+        ("table", (1, 0), -(2**31)),
+        ("table", (2, 3), 2**31 - 1),
+        ("begins", 1, 10**6),
+        ("begins", 2, -4),
+    ):
+        was = getattr(step, name)[at].clone()
+        getattr(step, name)[at] = value
+        step.call()
+        torch.cuda.synchronize()
+        getattr(step, name)[at] = was
+    check(step.call(), step.right()[0])
+
+
+@pytest.mark.parametrize("guesses", [0, 4])
+def test_an_engines_tokens_are_those_of_a_dense_loop(guesses):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    engine, compared = served("cuda", torch.float16, guesses=guesses, **sizes)
+    assert compared > 15
+    assert "mixed" in engine.kinds

@@ -1,0 +1,81 @@
+"""A step of an engine on a paged cache, and what is right for it in float64."""
+
+import math
+
+import torch
+
+import attnsweep
+
+PAGE = 16  # slots of a page, if no other number is said
+
+
+class Step:
+    """Requests with keys in pages, NaN beside them, some of the keys new, and their packed tokens."""
+
+    def __init__(self, tokens, keys, heads=4, heads_kv=2, dim=32, dtype=torch.bfloat16, seed=0, cache=None, **how):
+        page, device = how.get("page", PAGE), how.get("device", "cpu")
+        random = torch.Generator(device).manual_seed(seed)
+        self.tokens, self.keys, self.group, self.page = tokens, keys, heads // heads_kv, page
+        self.device, self.cache = device, cache or dtype
+        draw = lambda *shape: torch.randn(shape, generator=random, device=device)  # noqa: E731
+        blocks, batch = -(-max(keys) // page), len(keys)
+        order = torch.randperm(batch * blocks + 2, generator=random, device=device).int()
+        self.table = order[: batch * blocks].view(batch, blocks)
+        self.scales = torch.rand(2, batch, heads_kv, generator=random, device=device) + 0.5 if cache else None
+        self.q = draw(sum(tokens), heads, dim).to(dtype)
+        self.begins = torch.tensor([0, *tokens], device=device).cumsum(0).int()
+        self.lengths = torch.tensor(keys, device=device).int()
+        at = torch.arange(blocks * page, device=device)
+        seen = at < self.lengths[:, None]
+        used = torch.zeros(len(order), page, dtype=torch.bool, device=device)
+        used[self.table.long().repeat_interleave(page, 1)[seen], (at % page).expand(batch, -1)[seen]] = True
+        pool = draw(2, len(order), page, heads_kv, dim)
+        self.k, self.v = pool.masked_fill(~used[..., None, None], math.nan).to(self.cache)
+        self.table = self.table.masked_fill(torch.arange(blocks, device=device) * page >= self.lengths[:, None], -9)
+
+    def call(self, **options):
+        own = {"max_seqlen_q": max(self.tokens), "max_seqlen_k": max(self.keys), "causal": True}
+        own |= {"cu_seqlens_q": self.begins, "seqused_k": self.lengths, "block_table": self.table}
+        if self.scales is not None:
+            own |= {"k_descale": self.scales[0], "v_descale": self.scales[1]}
+        return attnsweep.flash_attn_varlen_func(self.q, self.k, self.v, **own | options)
+
+    def keys_of(self, request):
+        """k and v of a request, (heads, keys, head_dim), in float64."""
+        at = torch.arange(self.keys[request], device=self.device)
+        page = self.table[request].long()[at // self.page]
+        scales = (None, None) if self.scales is None else self.scales
+        for cache, scale in zip((self.k, self.v), scales, strict=True):
+            own = cache[page, at % self.page].double().transpose(0, 1)
+            own = own if scale is None else own * scale[request].double()[:, None, None]
+            yield own.repeat_interleave(self.group, 0)
+
+    def right(self, causal=True, window=(-1, -1), softcap=0.0, sinks=None):
+        """The output and log-sum-exps in float64."""
+        outs, sums = [], []
+        for request, (n, length) in enumerate(zip(self.tokens, self.keys, strict=True)):
+            k, v = self.keys_of(request)
+            q = self.q[self.begins[request] : self.begins[request + 1]].double().transpose(0, 1)
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            own = length - n + torch.arange(n, device=self.device)[:, None]
+            key = torch.arange(length, device=self.device)
+            seen = torch.ones(n, length, dtype=torch.bool, device=self.device)
+            seen &= key <= own if causal else seen
+            seen &= key >= own - window[0] if window[0] >= 0 else seen
+            seen &= key <= own + window[1] if window[1] >= 0 else seen
+            scores = scores.masked_fill(~seen, -math.inf)
+            extra = scores.new_empty(*scores.shape[:2], 0)
+            if sinks is not None:
+                extra = sinks.double()[:, None, None].expand(-1, n, 1)
+            lse = torch.logsumexp(torch.cat([scores, extra], -1), -1)
+            weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+            outs.append((weights @ v).transpose(0, 1))
+            sums.append(lse)
+        return torch.cat(outs), torch.cat(sums, 1)
+
+
+def check(out, right):
+    """Whether all elements are right, to the rounding of 16 bits."""
+    most = right.abs().max() if right.numel() else 0
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=2.0**-7 * float(most))
