@@ -27,10 +27,16 @@ CONFIGS = {
         "BLOCK_N=64 WARPGROUPS=2 P_SHARED=1 PERSISTENT=1 O_OVER_Q=1",
         "BLOCK_N=96 WARPGROUPS=1 BLOCKS_PER_SM=3 OVERLAP=0",
     ),
+    "flash_fwd_wide_wgmma": ("BLOCK_N=64 LSE=1", "LAG=0 CLUSTER=2 HEAD_MEMBERS=1 LSE=1", "CLUSTER=2 HEAD_MEMBERS=2"),
 }
 USUAL = {name: configs[0] for name, configs in CONFIGS.items()}
 # Sides that end in a tile, at its edge, beyond the keys; with nothing before, and nothing after.
 WINDOWS = ((20, 0), (31, 64), (0, 0), (500, 3), (None, 17), (40, None))
+
+
+def dim(family):
+    """64, or the least head_dim of a family of wide heads."""
+    return max(64, min(family.head_dims))
 
 
 @pytest.mark.nightly(push=2)
@@ -39,7 +45,7 @@ def test_right_on_windows_of_every_kind(simulator, name, words):
     family = FAMILIES[name]
     config = config_of(family, words)
     for number, sides in enumerate(WINDOWS):
-        of = Problem(1, 2, 1, 150, 150 + 61 * (number % 2), 64, "bf16", Interval(*sides))
+        of = Problem(1, 2, 1, 150, 150 + 61 * (number % 2), dim(family), "bf16", Interval(*sides))
         assert family.refused_by(config, of, ARCH) is None
         result = simulator.check(family, config, Case(of), schedules=(number % 3,))
         assert result.ok, (config.label, of.label, str(result))
@@ -47,7 +53,8 @@ def test_right_on_windows_of_every_kind(simulator, name, words):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_right_on_hard_cases_of_a_window(simulator, name):
-    family, of = FAMILIES[name], Problem(1, 4, 4, 2048, 2048, 64, "fp16", Interval(256, 0))
+    family = FAMILIES[name]
+    of = Problem(1, 4, 4, 2048, 2048, dim(family), "fp16", Interval(256, 0))
     config = config_of(family, USUAL[name])
     for case in small_cases(of)[2::3]:
         assert case.problem.mask.left < case.problem.seqlen_k
@@ -57,7 +64,8 @@ def test_right_on_hard_cases_of_a_window(simulator, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_window_without_its_left_side_is_wrong(simulator, relaunched, name):
-    family, of = FAMILIES[name], Problem(1, 1, 1, 150, 150, 64, "bf16", Interval(20, 0))
+    family = FAMILIES[name]
+    of = Problem(1, 1, 1, 150, 150, dim(family), "bf16", Interval(20, 0))
     by = "mask" if "mask" in family.stages else "fwd"  # which stage knows the window
     relaunched(family, by, problem=lambda asked: replace(asked, mask=Interval(149, 0)))
     config = config_of(family, USUAL[name])
