@@ -69,6 +69,12 @@ CASES = {
     "pages, fp8": Case(Problem.parse("(4,8/2,1x200,64) bf16 causal paged(16,e4m3,1x200+1x65+1x17+1x100)")),
     "pages, window": Case(Problem.parse("(4,8/2,9x200,64) fp16 window(40,0) paged(16,1x200+1x65+1x17+1x100)")),
     "many pages": Case(Problem.parse("(2,2/1,1x4400,64) fp16 full paged(16,1x4400+1x70)")),
+    "head_dim 512, five tiles": Case(Problem(1, 3, 1, 70, 600, 512)),
+    "head_dim 512, causal": Case(Problem(1, 2, 1, 150, 300, 512, causal=True)),
+    "head_dim 512, keys grow": Case(Problem(1, 2, 1, 70, 400, 512), "large_scores"),
+    "head_dim 328, NaN behind the keys": Case(
+        Problem.parse("(3,2/1,70x321,328) bf16 full padded(right,10)"), "nan_padding"
+    ),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 
