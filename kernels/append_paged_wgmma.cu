@@ -1,0 +1,448 @@
+// append_paged_wgmma: attention of many queries over a paged cache on Hopper, as chunked prefill
+// has it: the consumer of flash_fwd_wgmma behind a producer that follows a table of pages. sm_90a
+// only. q, o: (items, heads, seqlen_q, HEAD_DIM), or with one item the tokens of all requests; k,
+// v: pages of PAGE_SIZE slots of heads_kv rows; any strides, which the maps and the last arguments
+// say. block_table (batch, max_blocks): the pages of a request; seqused_k (batch): its keys, of
+// which its last queries are the queries' own. With QUERIES, request r has the tokens
+// query_begins[r] .. query_ends[r] - 1, counted through all items, and otherwise all tokens of item
+// r.
+//
+// A row of a tile is a token and a query head of one key head, so that K and V are read once for
+// all of them: row r of a warpgroup's 64 is its token r / group and query head r % group. That is
+// one box of q's map. 64 % group rows are left over: they are zero, and not stored. A tile of
+// WARPGROUPS times so many tokens takes the tiles of keys that they see from right to left, a
+// tile in boxes of as many slots as divide both it and a page. Nothing is loaded of pages behind a
+// request's last key or before a window: their boxes lie outside the map, which gives zeros. V of
+// the slots behind the last key is cleared in shared memory.
+//
+// The grid is fixed, whatever the lengths are. Blocks take tiles of queries in turn, from a counter
+// that the last one to end clears: request by request, of these head by head, and of a head the
+// last queries first, which see most.
+#define PADDED 1      // V behind the last key may be NaN
+#define EMPTY_ROWS 1  // the device alone knows which rows see no key
+#define BITS 0
+#include "common/hopper/consumer.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/mask_list.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scores.cuh"
+#include "common/tile/shared_tile.cuh"
+#include "common/tile/softmax.cuh"
+
+using namespace attn;
+
+#if STAGE_RESET
+// Before the first call; afterwards each call leaves them so.
+extern "C" __global__ void append_paged_reset(int* turns) {
+    if (threadIdx.x < 2) turns[threadIdx.x] = 0;
+}
+#else
+
+// What flash_fwd_wgmma may choose, and is fixed here.
+constexpr int KEY_GROUPS = 1, MULTICAST = 1, PERSISTENT = 1, O_OVER_Q = 0, P_SHARED = 0,
+              Q_REGISTERS = 0, SWIZZLE = 128;
+constexpr int ROW_GROUPS = WARPGROUPS, STAGES = NUM_STAGES, COLUMNS = (HEAD_DIM + 15) / 16 * 16,
+              COLUMNS_V = COLUMNS;
+constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
+static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns at once");
+static_assert(PAGE_SIZE % 8 == 0 && BLOCK_N % 16 == 0, "8 rows are swizzled together");
+static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
+              "warpgroups take turns at overlapped tiles");
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
+constexpr int BOX = common_divisor(PAGE_SIZE, BLOCK_N), BOXES = BLOCK_N / BOX;  // slots of a copy
+static_assert(BOXES <= 32, "a lane has a box");
+
+using QTile = SharedTile<element_t, 64, COLUMNS, SWIZZLE>;  // of one warpgroup
+using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, SWIZZLE>;
+using VTile = KTile;
+using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
+constexpr unsigned Q_BYTES = QTile::BYTES, K_BYTES = KTile::BYTES, V_BYTES = VTile::BYTES,
+                   P_BYTES = PTile::BYTES;
+constexpr bool SCORES_AGAIN = OVERLAP && MAXIMA == 2;
+// Requests end within a tile, and warpgroups then have no query, which pass by all tiles but one.
+constexpr bool UNSEEN_TILES = WARPGROUPS > 1,
+               HALF_TILES = UNSEEN_TILES && HIDES_LATER && OVERLAP && BLOCK_N == 128;
+constexpr int START_BARRIER = 1, TURN_BARRIER = 4, CLEAR_BARRIER = 8;  // the last two of each
+using Softmax = OnlineSoftmax<MAXIMA, 0>;
+struct Tiles {
+    __device__ __forceinline__ static int key(int j, int, int end) {
+        return (end - 1 - j) * BLOCK_N;
+    }
+};
+
+// A tile of queries: its first row of an item, the key head, the tokens that there are, the first
+// one's own key, the request's keys, and the tiles of keys that some token sees, one at least. No
+// tokens: there is no tile any more.
+struct __align__(16) Work {
+    int row, item, head_kv, tokens, position, length, first, end;
+    __device__ __forceinline__ static Work load(unsigned from) {
+        const uint4 a = load_shared_16(from), b = load_shared_16(from + 16);
+        auto of = [](unsigned x) { return static_cast<int>(x); };
+        return {of(a.x), of(a.y), of(a.z), of(a.w), of(b.x), of(b.y), of(b.z), of(b.w)};
+    }
+};
+// The producer tells consumers of a tile here. They read it again when they store, so that they
+// keep none of it: by then it may have told of two more.
+constexpr int PLACES = 3;
+
+// Barriers: full and empty of each stage of K and of V; of Q, empty of all, full of each 64 rows.
+struct Barriers {
+    unsigned base;
+    __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
+    __device__ __forceinline__ unsigned k_empty(unsigned stage) const { return k_full(stage) + 8; }
+    __device__ __forceinline__ unsigned v_full(unsigned stage) const { return k_full(stage) + 16; }
+    __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return k_full(stage) + 24; }
+    __device__ __forceinline__ unsigned q_empty(int) const { return k_full(STAGES); }
+    __device__ __forceinline__ unsigned q_full(int group) const {
+        return k_full(STAGES) + 8 + 8 * group;
+    }
+    __device__ __forceinline__ void init() const {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(k_full(i), 1);
+            mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), CONSUMERS / 32);
+            mbarrier_init(v_empty(i), CONSUMERS / 32);
+        }
+        mbarrier_init(q_empty(0), CONSUMERS / 32);
+#pragma unroll
+        for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(q_full(i), 1);
+        mbarrier_init_fence();
+    }
+};
+// Where everything lies in shared memory.
+struct Memory {
+    unsigned q, k, v, told;
+    Barriers barriers;
+    __device__ __forceinline__ explicit Memory(unsigned base)
+        : q(base),
+          k(q + ROW_GROUPS * Q_BYTES),
+          v(k + STAGES * K_BYTES),
+          told(v + STAGES * V_BYTES),
+          barriers{told + PLACES * static_cast<unsigned>(sizeof(Work))} {}
+};
+// What the consumer asks of a call, and of the request whose tile it has.
+struct Call {
+    float factor;  // of the scores: scale * log2(e)
+    struct {
+        float softcap;
+        const float* sinks;
+        // Products times it are what tanh takes; capped ones times exponent() are exponents of 2.
+        __device__ __forceinline__ float inner(float factor) const {
+            return factor * LN2 / softcap;
+        }
+    } scores;
+    int group, left, right;  // the last two: keys of a window, before a query's own and after it
+    struct {
+        struct {
+            int begin, count;
+        } keys;
+    } item = {};
+
+    __device__ __forceinline__ float exponent() const {
+        return SOFTCAP ? scores.softcap * LOG2E : factor;
+    }
+    __device__ __forceinline__ int tokens() const { return 64 / group; }  // of a warpgroup
+    // Keys that a token of a tile sees. Their end may be below 0.
+    __device__ __forceinline__ KeyRange visible_keys(const Work& work, int token) const {
+        const int own = work.position + token;
+        return {WINDOW ? own - left : 0,
+                HIDES_LATER ? min(work.length, own + 1 + (WINDOW ? right : 0)) : work.length};
+    }
+};
+
+// ---- the producer: a warp, of which each lane has a box of a tile of keys ----
+// What the device has of requests. What cannot be is taken for the nearest that can.
+struct Requests {
+    const int *seqused_k, *query_begins, *query_ends, *block_table;
+    int batch, heads_kv, seqlen_q, all_tokens, max_blocks, table_row;
+
+    __device__ __forceinline__ int length(int request) const {
+        return min(max(seqused_k[request], 0), max_blocks * PAGE_SIZE);
+    }
+    // The first token of a request, counted through all items, and how many it has: of one item.
+    __device__ __forceinline__ int2 tokens(int request) const {
+        const int begin = QUERIES ? max(query_begins[request], 0) : request * seqlen_q;
+        if (begin >= all_tokens) return {0, 0};
+        const int end = begin / seqlen_q * seqlen_q + seqlen_q;
+        return {begin, max(min(QUERIES ? query_ends[request] : end, end) - begin, 0)};
+    }
+    // The page of a key, or none.
+    __device__ __forceinline__ int page(int request, int key, int length) const {
+        return key < length
+                   ? block_table[static_cast<long long>(request) * table_row + key / PAGE_SIZE]
+                   : -1;
+    }
+};
+// Finds tiles of queries by their numbers, which grow: 32 requests at once, of which `first` is the
+// first, and there are `before` tiles before it.
+struct Finder {
+    const Requests& of;
+    const Call& call;
+    int first = 0, before = 0, request = 0;
+
+    __device__ __forceinline__ Work find(int number) {
+        const int lane = threadIdx.x % 32, most = call.tokens() * WARPGROUPS;
+        for (; first < of.batch; first += 32) {
+            const bool is = first + lane < of.batch;
+            const int2 own = is ? of.tokens(first + lane) : int2{0, 0};
+            const int length = is ? of.length(first + lane) : 0;
+            const int tiles = (own.y + most - 1) / most;
+            int end = tiles * of.heads_kv;  // of this lane's, and all before
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int other = __shfl_up_sync(ALL_LANES, end, d);
+                if (lane >= d) end += other;
+            }
+            const unsigned later = __ballot_sync(ALL_LANES, before + end > number);
+            if (later == 0) {
+                before += __shfl_sync(ALL_LANES, end, 31);
+                continue;
+            }
+            const int at = __ffs(later) - 1;
+            auto of_request = [at](int x) { return __shfl_sync(ALL_LANES, x, at); };
+            request = first + at;
+            const int begin = of_request(own.x), tokens = of_request(own.y),
+                      of_head = of_request(tiles), item = begin / of.seqlen_q,
+                      within = number - before - of_request(end - tiles * of.heads_kv),
+                      head_kv = within / of_head;
+            const int token = (of_head - 1 - (within - head_kv * of_head)) * most;
+            Work work{begin - item * of.seqlen_q + token, item, head_kv, min(tokens - token, most)};
+            work.length = of_request(length);
+            work.position = work.length - tokens + token;
+            work.end = max(ends(call.visible_keys(work, work.tokens - 1).end), 1);
+            const int seen = call.visible_keys(work, 0).first;
+            work.first = WINDOW ? min(max(seen, 0) / BLOCK_N, work.end - 1) : 0;
+            return work;
+        }
+        return {};
+    }
+    __device__ __forceinline__ static int ends(int key) { return (key + BLOCK_N - 1) / BLOCK_N; }
+};
+// The boxes of a tile of keys, a lane each.
+__device__ __forceinline__ void load_boxes(unsigned target, const TensorMap& map, unsigned barrier,
+                                           int key, int head_kv, int page) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) mbarrier_expect(barrier, KTile::BYTES);
+    __syncwarp();
+    if (lane >= BOXES) return;
+#pragma unroll
+    for (int i = 0; i < KTile::PANELS; ++i)
+        tma_load_4d(target + i * KTile::PANEL_BYTES + lane * (BOX * KTile::ROW_BYTES), map, barrier,
+                    i * KTile::PANEL, static_cast<unsigned>(key + lane * BOX) % PAGE_SIZE, head_kv,
+                    page);
+}
+// A box for each warpgroup: it may have tokens behind those of the tile.
+__device__ __forceinline__ void load_queries(const TensorMap& q, const Memory& at, const Call& call,
+                                             const Work& work) {
+    const int tokens = call.tokens(), bytes = tokens * call.group * QTile::ROW_BYTES;
+#pragma unroll
+    for (int i = 0; i < ROW_GROUPS; ++i) {
+        const unsigned full = at.barriers.q_full(i);
+        mbarrier_expect(full, QTile::PANELS * bytes);
+#pragma unroll
+        for (int c = 0; c < QTile::PANELS; ++c)
+            tma_load_4d(at.q + i * Q_BYTES + c * QTile::PANEL_BYTES, q, full, c * QTile::PANEL,
+                        work.head_kv * call.group, work.row + i * tokens, work.item);
+    }
+}
+// K of a tile comes before Q of the first, and V of the tile before.
+__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
+                                           const TensorMap& v, const Memory& at, const Call& call,
+                                           const Requests& requests, int* turns, Work* told) {
+    const Barriers& barriers = at.barriers;
+    const int lane = threadIdx.x % 32;
+    Finder finder{requests, call};
+    Ring<STAGES> k_at, v_at;
+    Ring<PLACES> place;
+    unsigned q_phase = 0;
+    int number = blockIdx.x;
+#pragma unroll 1
+    for (;;) {
+        const Work work = finder.find(number);
+        if (lane == 0) told[place.stage] = work;
+        place.next();
+        if (work.tokens == 0) break;
+        // Where a window begins; no page before it is loaded.
+        const int begin = WINDOW ? call.visible_keys(work, 0).first : 0;
+        auto page_of = [&](int key) {
+            key += lane * BOX;
+            return key + BOX > begin ? requests.page(finder.request, key, work.length) : -1;
+        };
+        const int tiles = work.end - work.first;
+        int key = (work.end - 1) * BLOCK_N, page = page_of(key), page_before = -1;
+#pragma unroll 1
+        for (int j = 0; j <= tiles; ++j, key -= BLOCK_N) {
+            int next_page = -1;
+            if (j < tiles) {
+                mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
+                load_boxes(at.k + k_at.stage * K_BYTES, k, barriers.k_full(k_at.stage), key,
+                           work.head_kv, page);
+                k_at.next();
+                if (j + 1 < tiles) next_page = page_of(key - BLOCK_N);
+            }
+            if (j == 0) {
+                mbarrier_wait(barriers.q_empty(0), q_phase ^ 1), q_phase ^= 1;
+                if (lane == 0) load_queries(q, at, call, work);
+            } else {
+                mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
+                load_boxes(at.v + v_at.stage * V_BYTES, v, barriers.v_full(v_at.stage),
+                           key + BLOCK_N, work.head_kv, page_before);
+                v_at.next();
+            }
+            page_before = page, page = next_page;
+        }
+        if (lane == 0) number = gridDim.x + atomicAdd(turns, 1);
+        number = __shfl_sync(ALL_LANES, number, 0);
+    }
+    mbarrier_wait(barriers.q_empty(0), q_phase ^ 1);
+    if (lane != 0) return;
+#pragma unroll
+    for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_arrive(barriers.q_full(i));
+    if (atomicAdd(turns + 1, 1) == static_cast<int>(gridDim.x) - 1) turns[0] = turns[1] = 0;
+}
+
+#include "flash_fwd_wgmma_products.cuh"
+
+// ---- what becomes of the output ----
+struct Out {
+    element_t* o;
+    float* lse;
+    int heads, seqlen_q, batch_stride, head_stride, row_stride;
+};
+// Words of four columns of a matrix whose rows are those of a quad's lanes become those of four
+// rows: lane i has word j of lane j's i-th.
+__device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int low = d == 1 ? 2 * i : i, high = low + d;
+            const bool upper = lane & d;
+            const unsigned other = __shfl_xor_sync(ALL_LANES, upper ? x[low] : x[high], d);
+            (upper ? x[low] : x[high]) = other;
+        }
+}
+// This thread's two rows, `row` of the warpgroup's 64 and 8 further. A lane stores 16 bytes of a
+// row, and the quad 64.
+__device__ __forceinline__ void store_rows(const Consumer& self, const Work& work,
+                                           const Consumer::Output& out, Softmax& rows,
+                                           const Out& to) {
+    const int group = self.call.group, tokens = self.call.tokens();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = self.warp % 4 * 16 + self.lane / 4 + 8 * r, token_of_group = row / group,
+                  token = self.row_group * tokens + token_of_group,
+                  head = work.head_kv * group + row - token_of_group * group;
+        const bool is = token_of_group < tokens && token < work.tokens;
+#if SINKS
+        float of_sink;
+        rows.join(r, self.call.scores.sinks[head] * LOG2E / self.call.exponent(), 1.f,
+                  self.call.exponent(), rows.share[r], of_sink);
+#endif
+        const float by = rows.inverse(r);
+        element_t* of_row = to.o + static_cast<long long>(work.item) * to.batch_stride +
+                            static_cast<long long>(head) * to.head_stride +
+                            static_cast<long long>(work.row + token) * to.row_stride +
+                            self.lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i += 16) {
+            unsigned x[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                x[c] = pack(out[i + c * 4 + r * 2] * by, out[i + c * 4 + r * 2 + 1] * by);
+            transpose_quad(x);
+            if (is) *reinterpret_cast<uint4*>(of_row + i * 2) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+        if (LSE && to.lse != nullptr && is && self.lane % 4 == 0)
+            to.lse[(static_cast<long long>(work.item) * to.heads + head) * to.seqlen_q + work.row +
+                   token] = rows.log_sum_exp(r, self.call.exponent());
+    }
+}
+
+__device__ __forceinline__ void consume(const Memory& at, const Call& whole, const Out& to,
+                                        int warp) {
+    const int lane = threadIdx.x % 32, row_group = warp / 4;
+    Call call = whole;
+    Consumer self{{at, call, warp, lane, 0, row_group}};
+    self.own_q = at.q + row_group * Q_BYTES;
+    self.q_descriptor = QTile{self.own_q}.descriptor();
+    self.k_descriptor = KTile{at.k}.descriptor();
+    self.v_descriptor = VTile{at.v}.transposed_descriptor();
+    clear_rows<QTile, 64>(self.own_q, 0, call.tokens() * call.group, CLEAR_BARRIER + row_group);
+    named_barrier_sync(START_BARRIER, CONSUMERS + 32);
+    self.begin_turns();
+    unsigned q_phase = 0;
+    Ring<PLACES> place;
+#pragma unroll 1
+    for (;; place.next()) {
+        mbarrier_wait(at.barriers.q_full(row_group), q_phase);
+        q_phase ^= 1;
+        const unsigned told = at.told + place.stage * static_cast<unsigned>(sizeof(Work));
+        Consumer::State state;
+        auto& [out, rows, p] = state;
+        {
+            const Work work = Work::load(told);
+            if (__any_sync(ALL_LANES, work.tokens == 0)) break;
+            const int group = opaque(call.group), tokens = 64 / group, before = row_group * tokens,
+                      first_row = warp % 4 * 16;
+            auto visible = [&](int row) { return call.visible_keys(work, before + row / group); };
+            self.first_tile = work.first, self.end_tile = work.end;
+            self.visible[0] = visible(first_row + lane / 4);
+            self.visible[1] = visible(first_row + lane / 4 + 8);
+            self.all_see = {visible(first_row + 15).first, visible(first_row).end};
+            const int last = min(work.tokens, before + tokens) - 1;
+            self.group_sees = {0, last < before ? 0 : call.visible_keys(work, last).end};
+            call.item.keys.count = work.length;
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] = 0.f;
+        self.attend(state, self.end_tile - self.first_tile);
+        rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
+        store_rows(self, Work::load(told), out, rows, to);
+    }
+    self.end_turns();
+}
+
+// turns: two words of a workspace. query_begins and query_ends are read with QUERIES alone, left
+// and right with WINDOW, softcap and sinks with SOFTCAP and SINKS. group: query heads of a key
+// head. seqlen_q: tokens of an item of q; all_tokens: of all. The log-sum-exp is (items, heads,
+// seqlen_q).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    append_paged_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                       const __grid_constant__ TensorMap v, element_t* o, const int* block_table,
+                       const int* seqused_k, const int* query_begins, const int* query_ends,
+                       const float* sinks, float* lse, int* turns, int batch, int heads_kv,
+                       int group, int seqlen_q, int all_tokens, int max_blocks, int left, int right,
+                       float factor, float softcap, int o_batch, int o_head, int o_row,
+                       int table_row) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const Memory at(smem_address(smem));
+    const Call call{factor, {softcap, sinks}, group, left, right};
+    int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);  // so that it is known to be uniform
+    if (warp >= CONSUMERS / 32) {
+        registers_decrease<PRODUCER_REGISTERS>();
+        if (warp > CONSUMERS / 32) return;
+        if (threadIdx.x % 32 == 0) at.barriers.init();
+        __syncwarp();
+        named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+        const Requests requests{seqused_k, query_begins, query_ends, block_table, batch,
+                                heads_kv,  seqlen_q,     all_tokens, max_blocks,  table_row};
+        load_tiles(q, k, v, at, call, requests, turns,
+                   reinterpret_cast<Work*>(smem + (at.told - at.q)));
+    } else {
+        registers_increase<CONSUMER_REGISTERS>();
+        consume(at, call, {o, lse, heads_kv * group, seqlen_q, o_batch, o_head, o_row}, warp);
+    }
+}
+#endif

@@ -1,0 +1,182 @@
+"""append_paged_wgmma: many queries over a paged cache on Hopper, as chunked prefill has them.
+
+Serving engines have other strides than a problem: the maps have those of q, k and v, and the last
+STRIDES arguments of `fwd` are those of o (item, head, row) and block_table (request), in elements.
+"""
+
+from math import gcd
+
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, Problem, ceil_div
+from attnsweep.family import hopper
+from attnsweep.family.family import Config, Family, Launch, Param
+from attnsweep.family.launch import TensorMap
+
+kernel = Family(
+    "append_paged_wgmma",
+    summary="chunked prefill over a paged cache on Hopper: pages by TMA, warp-specialised wgmma, "
+    "one grid for all lengths",
+    params=(
+        Param("BLOCK_N", (64, 96, 128, 176), "keys of a tile, a multiple of 16"),
+        Param("WARPGROUPS", (2, 3, 1), "consumer warpgroups of a block, 64 packed rows each"),
+        Param("NUM_STAGES", (2, 3), "tiles of K, and of V, in flight"),
+        Param("BLOCKS_PER_SM", (1, 2), "blocks of the grid for each SM"),
+        Param("OVERLAP", (1, 0), "1: softmax runs next to the PV of the tile before"),
+        Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
+        Param("MAXIMA", (1, 2), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
+        Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
+    ),
+    min_arch="sm_90a",
+    head_dims=(64, 96, 128, 256),
+    masks=("full", "causal", "window"),
+    layouts=("paged",),
+    scores=("softcap", "sinks"),
+    lse="LSE",
+    empty_rows=True,
+    supports=(
+        ("pages of a multiple of 8 keys", lambda p: p.layout.page_size % 8 == 0),
+        ("up to 64 query heads of a key head", lambda p: p.heads <= 64 * p.heads_kv),
+    ),
+)
+UNLIMITED = 2**30  # a side of a window
+STRIDES = 4
+TOLD_BYTES = 3 * 32  # what the producer tells of tiles of queries
+PRODUCER_REGISTERS = 24
+# Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
+REST = 30
+# More of them where scores are computed again: of tiles of up to 128 keys, and of larger ones. With
+# 8 for both, 8 to 96 bytes were spilled beside a window and what changes scores.
+AGAIN = (12, 36)
+
+
+def group(p: Problem) -> int:
+    """Query heads of a key head."""
+    return p.heads // p.heads_kv
+
+
+def tokens(c: Config, p: Problem) -> int:
+    """Tokens of a tile of queries."""
+    return 64 // group(p) * c.WARPGROUPS
+
+
+def tile_bytes(rows: int, p: Problem) -> int:
+    """Bytes of a tile of Q, K or V in whole panels."""
+    return rows * hopper.panels(p.head_dim) * 128
+
+
+def smem_bytes(c: Config, p: Problem) -> int:
+    """Bytes of Q, the rings, what the producer tells, and barriers."""
+    rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
+    return tile_bytes(rows, p) + TOLD_BYTES + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
+
+
+def registers_given(c: Config, arch: Arch) -> tuple[int, int]:
+    """Registers of each thread at entry, and then of a consumer's."""
+    entry = hopper.registers_at_entry(arch, 128 * (c.WARPGROUPS + 1), c.BLOCKS_PER_SM)
+    return entry, hopper.registers_of_roles(entry, c.WARPGROUPS, PRODUCER_REGISTERS)
+
+
+def registers_needed(c: Config, p: Problem) -> int:
+    """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
+    again = AGAIN[c.BLOCK_N > 128] if c.OVERLAP and c.MAXIMA == 2 else 0
+    return c.BLOCK_N // 2 + c.BLOCK_N // 4 + p.head_dim // 2 + REST + again
+
+
+# fmt: off
+kernel.keep_if(
+    ("known_values", "switches are 0 or 1, MAXIMA 1 or 2",
+     lambda c, p, arch: c.MAXIMA in (1, 2) and max(c.OVERLAP, c.PINGPONG, c.LSE) < 2),
+    ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in sixteens",
+     lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 16)),
+    ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
+     lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
+    ("some_overlap", "without OVERLAP, an SM has three or more warpgroups",
+     lambda c, p, arch: c.OVERLAP > 0 or c.WARPGROUPS * c.BLOCKS_PER_SM >= 3),
+    ("turns", "two or more warpgroups take turns, with OVERLAP",
+     lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.WARPGROUPS > 1)),
+    ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
+     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, arch)[1]
+     # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
+     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, arch)[0]),
+    ("blocks_fit", "the planned blocks fit the shared memory of an SM",
+     lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
+     and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
+)
+kernel.keep_if(
+    ("few_queries", "decode_paged_mma alone has requests of one query, or of under 16 packed rows",
+     lambda c, p, arch: p.seqlen_q > 1 and p.seqlen_q * group(p) >= 16),
+    ("no_idle_tile", "a tile is under twice its request, and a ring holds at most all keys",
+     lambda c, p, arch: tokens(c, p) < 2 * max(64 // group(p), p.seqlen_q)
+     and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+     and c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))),
+    by_shape=True,
+)
+# fmt: on
+
+
+@kernel.workspace
+def workspace(c, p):
+    return {"turns": 8, "lse": 4 * p.batch * p.heads * p.seqlen_q if c.LSE else 16}
+
+
+@kernel.stage("reset", params=(), constants=())
+def reset(c, p, arch):
+    return Launch(
+        function="append_paged_reset", grid=(1, 1, 1), threads=32, args=("turns",), once=True
+    )
+
+
+def map_of_q(p: Problem) -> TensorMap:
+    """The map of q: a box is the tokens of a warpgroup, and the query heads of a key head."""
+    row, head = 2 * p.head_dim, 2 * p.head_dim * p.seqlen_q
+    return TensorMap(
+        "q",
+        dims=(p.head_dim, p.heads, p.seqlen_q, p.batch),
+        strides=(head, row, head * p.heads),
+        box=(64, group(p), 64 // group(p), 1),
+    )
+
+
+def map_of_pages(c: Config, p: Problem, name: str) -> TensorMap:
+    """The map of k or v: a box is as many slots as divide a page and a tile."""
+    page, slot, head = (2 * stride for stride in p.layout.strides(p))
+    size = p.layout.page_size
+    return TensorMap(
+        name,
+        dims=(p.head_dim, size, p.heads_kv, p.layout.pages(p.batch, p.seqlen_k)),
+        strides=(slot, head, page),
+        box=(64, gcd(size, c.BLOCK_N), 1, 1),
+    )
+
+
+@kernel.stage("fwd", constants=("HEAD_DIM", "IS_BF16"))
+def fwd(c, p, arch):
+    left, right = (UNLIMITED if side is None else side for side in p.mask.interval.sides)
+    max_blocks = p.layout.blocks(p.seqlen_k)
+    tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_q, tokens(c, p))
+    row, head = p.head_dim, p.seqlen_q * p.head_dim
+    return Launch(
+        function="append_paged_wgmma",
+        grid=(min(arch.sm_count * c.BLOCKS_PER_SM, tiles), 1, 1),
+        threads=128 * (c.WARPGROUPS + 1),
+        args=(
+            *(map_of_q(p), map_of_pages(c, p, "k"), map_of_pages(c, p, "v")),
+            # The kernel does not read a pointer to what the problem does not have.
+            *("o", "block_table", "seqused_k", "seqused_k", "seqused_k"),
+            *("sinks" if p.scores.sinks else "lse", "lse", "turns"),
+            *(p.batch, p.heads_kv, group(p), p.seqlen_q, p.batch * p.seqlen_q, max_blocks),
+            *(left, right, p.scale * LOG2E, float(p.scores.softcap)),
+            *(p.heads * head, head, row, max_blocks),
+        ),
+        smem_bytes=smem_bytes(c, p),
+        defines={
+            "PAGE_SIZE": p.layout.page_size,
+            "QUERIES": 0,
+            "WINDOW": int(p.mask.kind == "window"),
+            "CAUSAL": int(p.mask.kind == "causal"),
+            "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+            "CONSUMER_REGISTERS": registers_given(c, arch)[1],
+        }
+        | {kind.upper(): 1 for kind in p.scores.kinds},
+        min_blocks_per_sm=c.BLOCKS_PER_SM,
+    )
