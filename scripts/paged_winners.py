@@ -1,7 +1,8 @@
-"""Write attnsweep/serve/paged_winners.json: the configs behind attnsweep.flash_attn_with_kvcache.
+"""Write attnsweep/serve/paged_winners.json: the configs behind calls on paged caches.
 
 Usage: python scripts/paged_winners.py [--check]. They are the winners of the recorded runs of paged
-caches; flash_3: the time of FlashAttention-3, without metadata, over theirs. With --check it writes nothing, and returns 1 if the file is not what results/ gives.
+caches; flash_3: the time of FlashAttention-3, without metadata, over theirs. With --check it writes
+nothing, and returns 1 if the file is not what results/ gives.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from attnsweep import find_runs, open_run, winners
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = ROOT / "attnsweep" / "serve" / "paged_winners.json"
-FAMILY = "decode_paged_mma"
+FAMILIES = ("decode_paged_mma", "append_paged_wgmma")
 
 
 def recorded() -> list[Path]:
     """The runs of paged caches."""
-    return [run for run in find_runs(ROOT / "results") if run.name.startswith("paged")]
+    return [run for run in find_runs(ROOT / "results") if run.name.startswith(("paged", "append"))]
 
 
 def text() -> str:
@@ -28,18 +29,19 @@ def text() -> str:
     found = {}
     for path in recorded():
         run = open_run(path)
-        gpu = (run.environment.gpu or "").removeprefix("NVIDIA ")
+        gpu = (run.environment.gpu or "" if run.environment else "").removeprefix("NVIDIA ")
         flash_3 = {
             row.problem: row.time_us.median
             for row in run.trials
             if row.provider == "flash_attn_3" and row.time_us
         }
         for trial in winners(run):
-            if trial.kernel != FAMILY:
+            if trial.kernel not in FAMILIES:
                 continue
             config = {name: value for name, value in trial.config.items() if name != "LSE"}
             label = " ".join(f"{name}={value}" for name, value in config.items())
-            entry = {"gpu": gpu, "problem": trial.problem.label, "config": label}
+            entry: dict[str, object] = {"gpu": gpu, "problem": trial.problem.label}
+            entry |= {"kernel": trial.kernel, "config": label}
             if (theirs := flash_3.get(trial.problem)) and trial.time_us:
                 entry["flash_3"] = round(theirs / trial.time_us.median, 3)
             found[gpu, trial.problem.label] = json.dumps(entry)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from attnsweep.serve.paged_attention import answered
+from attnsweep.serve.paged_attention import again, answered, known_kind, remember
 from attnsweep.serve.paged_call import FP8, UNMASKED, Arguments, check_values, understood
+from attnsweep.serve.paged_plans import plan_of
 
 
 def flash_attn_varlen_func(
@@ -59,14 +60,28 @@ def flash_attn_varlen_func(
     (output, lse) with lse (heads, tokens). Raises NotImplementedError for dropout, alibi_slopes,
     return_attn_probs, q_v, and FP8 queries.
     """
-    for name, given in (
+    scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
+    plain = dropout_p == 0 and alibi_slopes is q_v is None and not return_attn_probs
+    kind, given = None, (q, k, v, block_table, seqused_k, *scales, s_aux)
+    if plain and not validate and seqused_k is not None and not torch.compiler.is_compiling():
+        tensors = (*given, cu_seqlens_q, out)
+        which = tuple(each is not None for each in tensors)
+        tensors = tuple(each for each in tensors if each is not None)
+        rest = (softcap, return_softmax_lse, which)
+        kind = ("packed", max_seqlen_q, softmax_scale, causal, window_size, *rest)
+        if cu_seqlens_q is not None and (known := known_kind(kind, tensors)) is not None:
+            answer = again(known, given, None, out, cu_seqlens_q.data_ptr())
+            if answer is not None:
+                return answer
+            kind = None
+    for name, is_given in (
         ("dropout_p", bool(dropout_p)),
         ("alibi_slopes", alibi_slopes is not None),
         ("return_attn_probs: ask for return_softmax_lse", return_attn_probs),
         ("q_v", q_v is not None),
         ("q_descale: queries are fp16 or bf16", q_descale is not None and q.dtype == FP8),
     ):
-        if given:
+        if is_given:
             raise NotImplementedError(f"flash_attn_varlen_func on a block_table has no {name}")
     if cu_seqlens_q is None or max_seqlen_q is None:
         raise TypeError("a packed call has cu_seqlens_q and max_seqlen_q")
@@ -75,7 +90,6 @@ def flash_attn_varlen_func(
         if cu_seqlens_k is None:
             raise TypeError("the keys of requests are told by seqused_k, or by cu_seqlens_k")
         lengths = cu_seqlens_k.diff()
-    scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
     how = (*scales, s_aux, softmax_scale, softcap, causal, window_size or UNMASKED)
     packed = (cu_seqlens_q, max_seqlen_q)
     call = understood(q, k, v, lengths, block_table, *how, return_softmax_lse, *packed)
@@ -84,26 +98,30 @@ def flash_attn_varlen_func(
         raise ValueError(f"out is {what}, and the output as q: {tuple(q.shape)}, {q.dtype}")
     if validate:
         check_values(call)
-    return answered_packed(call, out)
-
-
-def answered_packed(call: Arguments, out: torch.Tensor | None = None) -> Any:
-    """The output of a packed call, (tokens, heads, head_dim), and its log-sum-exps if it has some.
-
-    Where the host knows that all requests have equally many tokens, the call is not packed.
-    """
-    batch, rows, tokens = call.batch, call.most_rows, len(call.q)
-    if tokens == batch * rows and tokens:
-        even = call._replace(q=call.q.unflatten(0, (batch, rows)), begins=None, most_rows=0)
-        of_rows = None if out is None or not out.is_contiguous() else out.view(even.q.shape)
-        made, lse = answered(even, None, of_rows)
-        made = made.flatten(0, 1)
-        if lse is not None and call.lse:
-            lse = lse.transpose(0, 1).flatten(1)
-        if out is not None and of_rows is None:
-            made = out.copy_(made)
-        elif out is not None:
-            made = out
-    else:
-        made, lse = answered(call, None, out)
+    even = _even(call)
+    made, lse = _of_even(even, out) if even is not None else answered(call, None, out)
+    if kind is not None and (out is None or out.is_contiguous()):
+        if even is None:
+            remember(kind, call, given, plan_of(call), cu_seqlens_q, out)
+        elif not call.lse:  # whose shape is another
+            remember(kind, even, given, plan_of(even), cu_seqlens_q, out)
     return (made, lse) if call.lse else made
+
+
+def _even(call: Arguments) -> Arguments | None:
+    """The call of requests with equally many tokens, where the host knows that they have."""
+    batch, rows, tokens = call.batch, call.most_rows, len(call.q)
+    if not tokens or tokens != batch * rows:
+        return None
+    return call._replace(q=call.q.unflatten(0, (batch, rows)), begins=None, most_rows=0)
+
+
+def _of_even(call: Arguments, out: torch.Tensor | None) -> Any:
+    """The output, (tokens, heads, head_dim), and its log-sum-exps if it has some."""
+    to = None if out is None or not out.is_contiguous() else out.view(call.q.shape)
+    made, lse = answered(call, None, to)
+    if to is not None:
+        made = out
+    else:
+        made = made.flatten(0, 1) if out is None else out.copy_(made.flatten(0, 1))
+    return made, lse.transpose(0, 1).flatten(1) if call.lse else None

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
+plans = pytest.importorskip("attnsweep.serve.paged_plans")
 others = pytest.importorskip("attnsweep.serve.paged_others")
 
 FP8 = torch.float8_e4m3fn
@@ -83,7 +84,7 @@ class Engine:
 def served(of, **options):
     before = paged.counters["kernel"]
     out = of.call(**options)
-    assert paged.counters["kernel"] == before + 1, (dict(paged.counters), paged._plans)
+    assert paged.counters["kernel"] == before + 1, (dict(paged.counters), plans._plans)
     return out
 
 

@@ -76,7 +76,7 @@ def test_a_graph_replays_with_other_numbers_of_tokens_lengths_and_tables():
 GRAPHS = [([1, 198, 1], [50, 1990, 900]), ([100, 0, 100], [2000, 7, 100]), ([67, 67, 66], [67, 1000, 2000])]
 
 
-@pytest.mark.parametrize(("cache", "page"), itertools.product((None, FP8), (16, 1)))
+@pytest.mark.parametrize(("cache", "page"), [*itertools.product((None, FP8), (16, 1))])
 def test_new_keys_are_appended_and_seen(cache, page):
     step = Step([3] * 4, [40, 16, 3, 1000], **CARD, cache=cache, page=page)
     bits = torch.uint8 if cache else torch.int16

@@ -12,6 +12,8 @@ from attnsweep.verify.rounded import log_sum_exp
 
 torch = pytest.importorskip("torch")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
+plans = pytest.importorskip("attnsweep.serve.paged_plans")
+varlen = pytest.importorskip("attnsweep.serve.paged_varlen")
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 LABELS = (
@@ -196,11 +198,12 @@ def launches(monkeypatch):
     """Every call is served by these launches, planned once; `launches.planned` has the calls that were."""
     made = Launches()
     made.planned = []
-    plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), None, made)
-    monkeypatch.setattr(paged, "_plan", lambda call, config=None: made.planned.append(call) or plan)
+    plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), made)
+    for module in (paged, varlen):
+        monkeypatch.setattr(module, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
-    monkeypatch.setattr(paged, "is_capturing", lambda: False)
+    monkeypatch.setattr(plans, "is_capturing", lambda: False)
     monkeypatch.setattr(paged._known, "kinds", ())
     return made
 
@@ -215,6 +218,27 @@ def test_a_call_of_a_known_kind_is_not_understood_again(launches):
     (of_first, _), (of_second, stream) = launches.issued
     expected = [*(each.data_ptr() for each in other), second.data_ptr()]
     assert ([*of_second[:4]], of_second[4:], stream) == (expected, of_first[4:], 7)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [((0, 3, 4, 6), 3), ((0, 2, 4, 6), 2)])
+def test_a_packed_call_of_a_known_kind_is_not_understood_again(launches, tokens, most):
+    (_, k, v), options = call()
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    q, begins = torch.zeros(6, 4, 32).bfloat16(), ints(*tokens)
+    how = {"max_seqlen_q": most, "seqused_k": options["cache_seqlens"], "block_table": options["page_table"]}
+    first = varlen.flash_attn_varlen_func(q, k, v, cu_seqlens_q=begins, causal=True, **how)
+    launches.planned.clear()
+    others = ints(0, 1, 4, 6) if most == 3 else begins.clone()
+    second = varlen.flash_attn_varlen_func(q.clone(), k, v, cu_seqlens_q=others, causal=True, **how)
+    assert (launches.planned, second.shape, second.stride()) == ([], first.shape, first.stride())
+    (of_first, _), (of_second, _) = launches.issued
+    same = [*range(1, 3), *range(4, 10)]
+    assert [of_first[at] for at in same] == [of_second[at] for at in same]
+    assert of_second[3] == second.data_ptr()
+    assert most == 2 or of_second[10:12] == (others.data_ptr(), others.data_ptr() + 4)
+    wide = torch.zeros(6, 8, 32).bfloat16()[:, ::2]  # an output that the kernel cannot fill
+    assert varlen.flash_attn_varlen_func(q, k, v, cu_seqlens_q=begins, causal=True, out=wide, **how) is wide
+    assert launches.planned
 
 
 @pytest.mark.parametrize(
@@ -257,11 +281,11 @@ def test_what_changed_in_place_is_another_kind(launches):
 def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, installed, serves):
     label = "(8,64/8,8x8192,128) bf16 causal paged(16)"
     arch = arch_named("sm_90a")
-    config = " ".join(f"{name}={value}" for name, value in paged._DEFAULTS[0].items())
-    entry = {"gpu": "H200", "problem": label, "config": config, "flash_3": ratio}
-    monkeypatch.setattr(paged, "arch_of", lambda _: arch)
-    monkeypatch.setattr(paged, "_recorded", lambda: [entry])
-    monkeypatch.setattr(paged, "has_flash_3", lambda: installed)
+    config = " ".join(f"{name}={value}" for name, value in plans.DEFAULTS[plans.DECODE][0].items())
+    entry = {"gpu": "H200", "problem": label, "kernel": plans.DECODE, "config": config, "flash_3": ratio}
+    monkeypatch.setattr(plans, "arch_of", lambda _: arch)
+    monkeypatch.setattr(plans, "_recorded", lambda: [entry])
+    monkeypatch.setattr(plans, "has_flash_3", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    chosen, why = paged._chosen(Problem.parse(label), 0)
+    _, chosen, why = plans.chosen(Problem.parse(label), 0)
     assert (chosen is not None, "FlashAttention-3 took 0.9 of our time" in why) == (serves, not serves)

@@ -1,0 +1,403 @@
+"""Which kernel serves a kind of call on a paged cache, and its launches.
+
+`decode_paged_mma` has few queries a request, and equally many; `append_paged_wgmma` many, or other
+numbers. The config is that of the nearest recorded winner by what the host knows: batch, heads,
+the most queries, page size, and the width of the table (`paged_winners.json`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnsweep.core.errors import AttnsweepError, ProblemError
+from attnsweep.core.hardware import Arch
+from attnsweep.core.layouts import Paged
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import LOG2E, Problem
+from attnsweep.core.scores import Scores
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family, Launch
+from attnsweep.serve.paged_call import DTYPES, FP8, Arguments
+from attnsweep.serve.paged_launch import Kernel, arch_of, bound, is_capturing
+from attnsweep.serve.paged_others import has_flash_3
+from attnsweep.serve.runtime.dispatch import Explanation
+from attnsweep.serve.runtime.driver import (
+    BoundLaunches,
+    DriverError,
+    StridedTensor,
+    cuda_driver,
+)
+
+DECODE, APPEND = "decode_paged_mma", "append_paged_wgmma"
+WINNERS = Path(__file__).with_name("paged_winners.json")
+# Where a winner's kind of call took FlashAttention-3 less of its time than this, that serves.
+_SLOWER = 0.97
+# Packed rows of a key head that are decoded at most: each eight or sixteen read its keys again.
+_MOST_DECODED = 128
+# Graphs whose workspaces are kept: one is in use until its capture ends.
+_MOST_CAPTURES = 8
+# Plans that are kept; an engine meets one for each width of its tables.
+_MOST_KINDS = 4096
+_UNLIMITED = 2**30  # a side of a window
+_WORKSPACES = ("parts", "part_sums", "counters", "turns", "runs")
+NAMES = (
+    *("q", "k", "v", "o", "block_table", "seqused_k", "k_scale", "v_scale", "sinks", "lse"),
+    *("query_begins", "query_ends", *_WORKSPACES),
+)
+"""The buffers of a launch, in the order in which their addresses are given."""
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How calls of one kind are served: by launches, or None and why not."""
+
+    why: Explanation
+    launches: BoundLaunches | None = None
+    workspaces: Mapping[str, int] = field(default_factory=dict)
+    tails: dict[int, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    """Addresses of the workspaces on a stream, and what keeps them."""
+
+    def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
+        """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
+        capturing = is_capturing()
+        found = None if capturing else self.tails.get(stream)
+        if found is None:
+            spaces = _spaces.of(self.workspaces, index, stream)
+            made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in _WORKSPACES)
+            found = made, dict(spaces)
+            if not capturing:
+                self.tails[stream] = found
+        return found[0] if runs is None else (*found[0][:-1], runs.data_ptr())
+
+
+def interval_of(causal: bool, window: Sequence[int]) -> Interval:
+    """The mask of a call's arguments."""
+    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    right = 0 if causal else right
+    if left is None and right in (None, 0):
+        return FULL if right is None else CAUSAL
+    return Interval(left, right)
+
+
+def problem_of_sizes(
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    blocks: int,
+    head_dim: int,
+    dtype: Any,
+    page_size: int,
+    cache_dtype: str | None,
+    mask: Interval,
+    scores: Scores,
+) -> Problem:
+    """The problem of a call, whose lengths are not known: one request has all keys."""
+    seqlen_k = blocks * page_size
+    lengths = (seqlen_k, *[0] * (batch - 1))
+    layout = Paged(page_size, lengths=lengths, cache_dtype=cache_dtype)
+    sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
+    return Problem(*sizes, dtype, mask, layout, scores)
+
+
+def problem_of(call: Arguments) -> Problem:
+    """The problem of a call. Raises ProblemError."""
+    heads, head_dim = call.q.shape[-2:]
+    _, page_size, heads_kv, _ = call.k.shape
+    mask = interval_of(False, call.sides)
+    scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
+    sizes = (call.batch, heads, heads_kv, max(call.rows, 1), call.table.shape[1], head_dim)
+    cache_dtype = "e4m3" if call.k.dtype == FP8 else None
+    return problem_of_sizes(*sizes, DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
+
+
+@functools.cache
+def _recorded() -> list[dict[str, Any]]:
+    """The recorded winners: see scripts/paged_winners.py."""
+    found: list[dict[str, Any]] = json.loads(WINNERS.read_text(encoding="utf-8"))["winners"]
+    return found
+
+
+def _distance(entry: Mapping[str, Any], problem: Problem, gpu: str) -> tuple[float, ...]:
+    """How far a recorded winner is from a call, by what the host knows; the least serves."""
+    p = Problem.parse(entry["problem"])
+    here, there = problem.layout, p.layout
+    assert isinstance(here, Paged)
+    assert isinstance(there, Paged)
+    group, own = problem.heads // problem.heads_kv, p.heads // p.heads_kv
+    small = (here.page_size % 16 > 0) != (there.page_size % 16 > 0)
+    sizes = (
+        (problem.batch * problem.heads_kv, p.batch * p.heads_kv),
+        (problem.seqlen_k, p.seqlen_k),
+    )
+    rows = (group * problem.seqlen_q, own * p.seqlen_q)
+    kinds = (
+        abs(problem.head_dim - p.head_dim),
+        here.cache_dtype != there.cache_dtype,
+        small,
+        abs(_row_tiles(rows[0]) - _row_tiles(rows[1])),
+        gpu != entry["gpu"],
+    )
+    logs = sum(abs(math.log2(a / b)) for a, b in sizes)
+    return (*kinds, logs, abs(math.log2(here.page_size / there.page_size)))
+
+
+def _row_tiles(rows: int) -> int:
+    """0 for up to 8 packed rows, and one more for each doubling."""
+    return max(0, math.ceil(math.log2(rows / 8)))
+
+
+def config_of(label: str) -> Config:
+    """The config of a label."""
+    texts = dict(part.split("=") for part in label.split())
+    return Config({name: int(value) for name, value in texts.items()})
+
+
+def _fits(family: Family, config: Config, problem: Problem, arch: Arch) -> bool:
+    """Whether a config can serve a problem; that another is better for it is no matter here."""
+    if family.name == DECODE:
+        return family.refused_by(config, problem, arch) is None
+    can = (name for name in family.rules if name not in family.by_shape)
+    fits = all(family.passes(name, config, problem, arch) for name in can)
+    return fits and family.excess(config, problem, arch) is None
+
+
+def chosen(
+    problem: Problem, index: int, *, lse: bool = False, packed: bool = False
+) -> tuple[Family | None, Config | None, str]:
+    """The family and config that serve a problem, and why; or None and why not.
+
+    packed: requests have other numbers of queries.
+    """
+    arch, rows = arch_of(index), problem.heads // problem.heads_kv * problem.seqlen_q
+    families, refused = {}, ""
+    for name in (DECODE, APPEND):
+        family = discover()[name]
+        if name == DECODE and (packed or rows > _MOST_DECODED):
+            continue
+        if (why := family.refusal(problem, arch)) is None:
+            families[name] = family
+        else:
+            refused = refused or why
+    if not families:
+        return None, None, refused
+    gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
+    known = [entry for entry in _recorded() if entry["kernel"] in families]
+    ordered = sorted(known, key=lambda entry: _distance(entry, problem, gpu))
+    theirs = ordered[0].get("flash_3", 1.0) if ordered else 1.0
+    if theirs < _SLOWER and not problem.scales and not problem.scores.sinks and has_flash_3():
+        near = ordered[0]["problem"]
+        return None, None, f"FlashAttention-3 took {theirs} of our time on {near}"
+    tried = [
+        (
+            entry["kernel"],
+            config_of(entry["config"]),
+            f"won on {entry['problem']} of an {entry['gpu']}",
+        )
+        for entry in ordered
+    ]
+    said = "no recorded winner fits: a config that the rules keep"
+    tried += [(name, Config(values), said) for name in families for values in DEFAULTS[name]]
+    for name, config, why in tried:
+        config = Config({**config, "LSE": int(lse)})
+        if _fits(families[name], config, problem, arch):
+            return families[name], config, why
+    return None, None, "no config that the families' rules keep"
+
+
+def _settings(names: str, *values: tuple[int, ...], **same: int) -> list[dict[str, int]]:
+    return [dict(zip(names.split(), each, strict=True)) | same for each in values]
+
+
+DEFAULTS = {
+    DECODE: _settings(
+        "WARPS KEYS BLOCKS_PER_SM ROW_FRAGMENTS",
+        *((4, 16, 2, 1), (8, 16, 1, 1), (4, 16, 1, 1), (4, 16, 1, 2)),
+        NUM_STAGES=2,
+        HEADS=1,
+        ITEM_COST=1,
+        EVICT_FIRST=1,
+        SCHEDULE=0,
+        PDL=0,
+    ),
+    APPEND: _settings(
+        "WARPGROUPS BLOCK_N",
+        *((2, 128), (2, 96), (2, 64)),
+        NUM_STAGES=2,
+        BLOCKS_PER_SM=1,
+        OVERLAP=1,
+        PINGPONG=0,
+        MAXIMA=1,
+    ),
+}
+
+
+@functools.lru_cache(maxsize=64)
+def schedule_of(problem: Problem, config: Config, index: int) -> BoundLaunches:
+    """The launch that makes a schedule of decode_paged_mma."""
+    family = discover()[DECODE]
+    launch = family.launches(config, problem, arch_of(index))["schedule"]
+    return bound([_kernel(family, config, problem, "schedule", launch)], index, NAMES)
+
+
+def _kernel(
+    family: Family, config: Config, problem: Problem, stage: str, launch: Launch, **defines: str
+) -> Kernel:
+    own = family.stages[stage].defines(config, problem, launch)
+    return Kernel(launch, family.source, own | defines)
+
+
+def plan_of(call: Arguments, config: Config | None = None) -> Plan:
+    """The plan of calls of this kind, made now or before. config: that of a schedule."""
+    key = (*call.kind, config and config.label)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= _MOST_KINDS:
+            _plans.clear()
+        found = _plans[key] = _made(call, config)
+    return found
+
+
+def _made(call: Arguments, scheduled: Config | None) -> Plan:
+    def without(code: str, reason: str) -> Plan:
+        return Plan(Explanation(None, code, reason, 0.0, None))
+
+    if not call.q.is_cuda:
+        return without("device", f"q is on {call.q.device}")
+    if why := _unaligned(call):
+        return without("layout", why)
+    index = call.q.device.index or 0
+    try:
+        problem = problem_of(call)
+        packed = call.begins is not None
+        family, config, said = (
+            chosen(problem, index, lse=call.lse, packed=packed)
+            if scheduled is None
+            else (discover()[DECODE], scheduled, "the config of the schedule")
+        )
+        if family is None or config is None:
+            return without("not_served", said)
+        bind = _decoding if family.name == DECODE else _appending
+        launches = bind(family, call, problem, config, index, scheduled is not None)
+        spaces = dict(family.workspace_of(config, problem))
+    except (AttnsweepError, ProblemError, DriverError, OSError) as error:
+        return without("not_served", str(error).splitlines()[0])
+    spaces = {name: size for name, size in spaces.items() if name != "lse"}
+    if scheduled is not None:
+        spaces.pop("runs", None)
+    gpu = torch.cuda.get_device_name(index)
+    own = f"{family.name} {config.label}"
+    return Plan(Explanation(own, "kernel", said, 0.0, gpu), launches, spaces)
+
+
+def _decoding(
+    family: Family, call: Arguments, problem: Problem, config: Config, index: int, scheduled: bool
+) -> BoundLaunches:
+    """The launches of decode_paged_mma, with the strides of a call."""
+    q, k = call.q, call.k
+    _, rows, heads, columns = q.shape
+    of_q = tuple(q.stride(at) for at in (0, 2, 1))  # batch, head, row
+    of_o = (rows * heads * columns, columns, heads * columns)
+    of_scales = call.k_scale.stride() if call.k_scale is not None else (0, 0)
+    strides = (*of_q, *of_o, *k.stride()[:3], call.table.stride(0))
+    window = (_UNLIMITED if side < 0 else side for side in call.sides)
+    numbers = (
+        *(k.shape[0], call.table.shape[1], *window, call.scale * LOG2E, call.softcap),
+        *(*strides, *of_scales),
+    )
+    kernels = []
+    for stage, launch in family.launches(config, problem, arch_of(index)).items():
+        if stage == "fwd":
+            launch = replace(launch, args=(*launch.args[: -len(numbers)], *numbers))
+        if stage == "fwd" or (stage == "schedule" and not scheduled):
+            kernels.append(_kernel(family, config, problem, stage, launch))
+    return bound(kernels, index, NAMES)
+
+
+def _appending(
+    family: Family, call: Arguments, problem: Problem, config: Config, index: int, _: bool
+) -> BoundLaunches:
+    """The launch of append_paged_wgmma, with the sizes and strides of a call."""
+    q, (pages, page_size, heads_kv, columns) = call.q, call.k.shape
+    packed = call.begins is not None
+    four = q.unsqueeze(0) if packed else q
+    items, tokens, heads, _ = four.shape
+    tensors = {"q": StridedTensor(tuple(four.shape), four.stride())}
+    for name, cache in (("k", call.k), ("v", call.v)):
+        page, slot, head, one = cache.stride()
+        sizes = (pages, heads_kv, page_size, columns)
+        tensors[name] = StridedTensor(sizes, (page, head, slot, one))
+    window = (_UNLIMITED if side < 0 else side for side in call.sides)
+    blocks = call.table.shape[1]
+    numbers = (
+        *(call.batch, heads_kv, heads // heads_kv, tokens, items * tokens, blocks, *window),
+        *(call.scale * LOG2E, call.softcap),
+        *(tokens * heads * columns, columns, heads * columns, call.table.stride(0)),
+    )
+    arch = arch_of(index)
+    launch = family.launches(config, problem, arch)["fwd"]
+    args = [*launch.args[: -len(numbers)], *numbers]
+    if packed:
+        at = args.index("seqused_k")
+        args[at + 1 : at + 3] = ["query_begins", "query_ends"]
+    grid = (arch.sm_count * config.BLOCKS_PER_SM, 1, 1)
+    launch = replace(launch, args=tuple(args), grid=grid)
+    defines = {"QUERIES": str(int(packed))}
+    return bound(
+        [_kernel(family, config, problem, "fwd", launch, **defines)], index, NAMES, tensors
+    )
+
+
+def _unaligned(call: Arguments) -> str | None:
+    """Why the kernel cannot read these tensors, which it does 16 bytes at a time; or None."""
+    if call.k.stride() != call.v.stride():
+        return f"k_cache and v_cache have strides {call.k.stride()} and {call.v.stride()}"
+    for name, tensor in (("q", call.q), ("k_cache", call.k)):
+        size = tensor.element_size()
+        if any(
+            n > 1 and s * size % 16
+            for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        ):
+            return f"{name} has strides {tensor.stride()}: no multiples of 16 bytes"
+        if any(stride >= 2**31 for stride in tensor.stride()):
+            return f"{name} has strides of 2^31 elements or more"
+    if call.k_scale is not None and call.k_scale.stride() != call.v_scale.stride():  # type: ignore[union-attr]
+        return "k_descale and v_descale have other strides"
+    return None
+
+
+class _Workspaces:
+    """Memory of the calls of one stream, or of one capture: counters begin at 0, and end there."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+
+    def of(self, sizes: Mapping[str, int], index: int, stream: int) -> dict[str, torch.Tensor]:
+        """Each workspace, at least as large as asked for."""
+        capture = 0
+        if is_capturing():
+            driver = cuda_driver()
+            capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+        key = (index, stream, capture)
+        found = self._of.get(key)
+        if found is None:
+            captures = [each for each in self._of if each[2]]
+            for old in captures[: max(0, len(captures) - _MOST_CAPTURES + 1)]:
+                del self._of[old]
+            found = self._of[key] = {}
+        for name, size in sizes.items():
+            if name not in found or found[name].numel() < size:
+                found[name] = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}")
+        return found
+
+
+_spaces = _Workspaces()
