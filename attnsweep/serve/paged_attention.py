@@ -48,6 +48,7 @@ from attnsweep.serve.runtime.dispatch import Explanation
 _MOST_KNOWN = 16
 _FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
 _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
+is_compiling = torch.compiler.is_compiling
 # What torch.compile asks whether it may take its code again: it compares all facts of many tensors
 # in one call. In Python that took a third of a call's time.
 _Guard = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -69,6 +70,7 @@ class Known(NamedTuple):
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
     device: int
+    contiguous: bool  # q
 
 
 class ScheduleMetadata(NamedTuple):
@@ -140,7 +142,7 @@ def flash_attn_with_kvcache(
     plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
     kind = None
-    if plain and not torch.compiler.is_compiling():
+    if plain and not is_compiling():
         which: tuple[bool, ...] = _FIVE
         tensors: tuple[Any, ...] = (q, k_cache, v_cache, table, cache_seqlens)
         if not (k_descale is v_descale is sinks is None) or table is None or cache_seqlens is None:
@@ -194,7 +196,7 @@ def answered(
     call: Arguments, metadata: ScheduleMetadata | None = None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         made, lse = _compiled(*call)
     else:
         made, lse = _answer(call, metadata, out)
@@ -237,7 +239,7 @@ def remember(
     guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
-    made = Known(kind, guard.check, plan, own, of_lse, index)
+    made = Known(kind, guard.check, plan, own, of_lse, index, call.q.is_contiguous())
     _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
 
 
@@ -253,7 +255,8 @@ def again(
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks = given
     if out is None:
-        out = _empty_like(q, memory_format=_CONTIGUOUS)  # half of what new_empty takes
+        # Half of what new_empty takes, and less without a format.
+        out = _empty_like(q) if known.contiguous else _empty_like(q, memory_format=_CONTIGUOUS)
     of_lse = known.of_lse
     log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
     stream = raw_stream(index)

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from attnsweep.serve.paged_attention import again, answered, known_kind, remember
+from attnsweep.serve.paged_attention import (
+    again,
+    answered,
+    is_compiling,
+    known_kind,
+    remember,
+)
 from attnsweep.serve.paged_call import FP8, UNMASKED, Arguments, check_values, understood
 from attnsweep.serve.paged_plans import plan_of
 
@@ -63,7 +69,7 @@ def flash_attn_varlen_func(
     scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
     plain = dropout_p == 0 and alibi_slopes is q_v is None and not return_attn_probs
     kind, given = None, (q, k, v, block_table, seqused_k, *scales, s_aux)
-    if plain and not validate and seqused_k is not None and not torch.compiler.is_compiling():
+    if plain and not validate and seqused_k is not None and not is_compiling():
         tensors = (*given, cu_seqlens_q, out)
         which = tuple(each is not None for each in tensors)
         tensors = tuple(each for each in tensors if each is not None)
