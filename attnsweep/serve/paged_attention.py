@@ -70,7 +70,7 @@ class Known(NamedTuple):
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
     device: int
-    contiguous: bool  # q
+    in_order: bool  # q, so that its strides are those of the output
 
 
 class ScheduleMetadata(NamedTuple):
@@ -239,7 +239,8 @@ def remember(
     guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
-    made = Known(kind, guard.check, plan, own, of_lse, index, call.q.is_contiguous())
+    in_order = call.q.stride() == torch.empty(call.q.shape, device="meta").stride()
+    made = Known(kind, guard.check, plan, own, of_lse, index, in_order)
     _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
 
 
@@ -256,7 +257,7 @@ def again(
     q, k, v, table, lengths, k_scale, v_scale, sinks = given
     if out is None:
         # Half of what new_empty takes, and less without a format.
-        out = _empty_like(q) if known.contiguous else _empty_like(q, memory_format=_CONTIGUOUS)
+        out = _empty_like(q) if known.in_order else _empty_like(q, memory_format=_CONTIGUOUS)
     of_lse = known.of_lse
     log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
     stream = raw_stream(index)
