@@ -18,6 +18,8 @@ from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, Packed, Problem
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
 
+_MOST_OF_FLASH = 256  # the largest head_dim of PyTorch's flash attention, and of cuDNN's
+
 
 def import_torch() -> Any:
     """PyTorch. Raises Unavailable, with how to install it, where it is missing or has no CUDA."""
@@ -142,11 +144,13 @@ def sdpa(backend: str) -> Builder:
             group = problem.heads // problem.heads_kv
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             with sdpa_kernel([chosen]):
-                return attention(q, k, v, attn_mask=options["attn_mask"])
+                return attention(q, k, v, **options | {"enable_gqa": False})
 
         ways = [Way(forward)]
-        if masked and "enable_gqa" in options and backend == "EFFICIENT_ATTENTION":
-            ways.append(Way(repeated))  # as models call it, since it takes no grouped heads
+        # As models call it, since it takes no grouped heads; without a mask others do these.
+        others = not masked and problem.head_dim <= _MOST_OF_FLASH
+        if "enable_gqa" in options and backend == "EFFICIENT_ATTENTION" and not others:
+            ways.append(Way(repeated))
         return ways
 
     return build

@@ -49,7 +49,7 @@ _MOST_FEW = 64
 _TILES_OF_SHORT = 2
 _LEAST_LONG = 4096
 # Head dims, dtypes, ops and layouts that no card's own spec has, on every card that can.
-_MORE_SPECS = ("fp32", "wide_head", "fp8_h100", "backward", "paged")
+_MORE_SPECS = ("fp32", "wide_head", "wide_heads", "fp8_h100", "backward", "paged")
 
 
 @dataclass(frozen=True, slots=True)

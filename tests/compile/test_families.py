@@ -26,7 +26,8 @@ ARCH_NAMES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
 BASE = Problem(2, 16, 16, 1024, 1024, 64)
 # Bytes, stored and loaded, of what stays the same from tile to tile: a few loads a tile.
 SPILLS = {"flash_bwd_wgmma": 192, "flash_fwd_fp32_halves": 320}
-WIDE = Problem(1, 4, 4, 64, 64, 512)
+WIDE = Problem(1, 4, 4, 64, 64, 512)  # in fp32, for few rows
+GROUPED = replace(BASE, heads_kv=4)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +78,8 @@ def problems(kernel):
         layout = EXAMPLES[kernel.layouts[0]]
         if kernel.cache_dtypes and number % 2:
             layout = replace(layout, cache_dtype=kernel.cache_dtypes[0])
-        base = replace(BASE if head_dim <= 256 else WIDE, op=OPS[kernel.ops[0]], layout=layout)
+        base = BASE if head_dim <= 256 else WIDE if kernel.dtypes == ("fp32",) else GROUPED
+        base = replace(base, op=OPS[kernel.ops[0]], layout=layout)
         if kernel.dtypes == ("fp32",):
             yield replace(base, head_dim=head_dim, dtype="fp32", causal=number % 2 == 0)
         if not {"fp16", "bf16", "fp32"} & set(kernel.dtypes):  # dtypes in turn, both masks

@@ -71,3 +71,19 @@ def test_flex_is_for_masks():
     assert "is for masks" in backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 64))
     assert "16 or more" in backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 8, mask=CAUSAL))
     assert backend_of("flex").supports(Problem(1, 1, 1, 8, 8, 64, mask=CAUSAL)) is None
+
+
+@pytest.mark.parametrize(("label", "ways"), [("4/2,90,320", 2), ("4,90,320", 1), ("4/2,90,256", 1)])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_keys_of_wide_heads_are_repeated_where_grouped_heads_are_refused(label, ways, mask):
+    torch = pytest.importorskip("torch")
+    p = Problem.parse(f"(2,{label}) fp32 {mask}")
+    made = backend_of("torch_efficient").ways(torch, p, None)
+    assert len(made) == ways
+    q, k, v = (torch.randn(p.shape_of(name)) for name in "qkv")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=p.causal, enable_gqa=True)
+    if ways == 2:
+        with pytest.MonkeyPatch.context() as patch:  # the host has no such backend
+            patch.setattr("torch.nn.attention.sdpa_kernel", lambda _: torch.no_grad())
+            repeated = backend_of("torch_efficient").ways(torch, p, None)[-1]
+        assert torch.allclose(repeated.forward(q, k, v), expected, atol=1e-5)

@@ -67,7 +67,7 @@ def random_config(kernel: Family, rng: random.Random, few: str = "") -> tuple[Pr
     """
     wide = min(kernel.head_dims) > 256
     batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 128)
-    head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
+    head_dim = rng.choice([d for d in (320, 512, 516, 772) if d in kernel.head_dims] if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
     problem = replace(problem, causal=rng.random() < 0.5, op=OPS[kernel.ops[0]])
     if kernel.head_dims_v and rng.random() < 0.3:
