@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 os.environ["COLUMNS"] = "120"  # as docs.py has it when it is the program
 
 import history
-import paged_winners
+import paged_times
 import winners
 from once import once
 
@@ -24,7 +24,7 @@ import docs
 def main() -> int:
     """Say all that is stale."""
     with once():
-        return max(part.main(["--check"]) for part in (docs, history, winners, paged_winners))
+        return max(part.main(["--check"]) for part in (docs, history, winners, paged_times))
 
 
 if __name__ == "__main__":

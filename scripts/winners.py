@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import paged_winners
+import paged_times
 
 from attnsweep import find_runs
 from attnsweep.api import exported_table
@@ -45,7 +45,7 @@ JUDGES = ("held_out_few",)
 def recorded() -> list[Path]:
     """The runs that were measured, but for JUDGES and paged caches; a replay repeats another."""
     runs = find_runs(ROOT / "results")
-    apart = (*JUDGES, *(run.name for run in paged_winners.recorded()))
+    apart = (*JUDGES, *(run.name for run in paged_times.recorded()))
     return [run for run in runs if run.parent.name != "replay" and run.name not in apart]
 
 

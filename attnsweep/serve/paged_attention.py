@@ -2,7 +2,7 @@
 
 The kernel `decode_paged_mma` serves paged caches in fp16, bf16 and FP8, and dense ones of whole
 pages. It is compiled when a kind of call is first met, and lies in the cache of cubins then. Which
-config serves follows from what the host knows, by the recorded winners of `paged_winners.json`:
+config serves follows from what the host knows, by the recorded winners of `paged_times.json`:
 lengths and tables stay on the device, so that a call waits for nothing and may be in a CUDA graph
 whose lengths change. What no kernel of ours serves is answered by FlashAttention-3 if it is
 installed and can, and else by PyTorch behind a gather.
@@ -28,7 +28,7 @@ from attnsweep.serve.paged_call import (
     check_values,
     understood,
 )
-from attnsweep.serve.paged_launch import current_device, raw_stream
+from attnsweep.serve.paged_launch import arch_of, current_device, name_of, raw_stream
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,
@@ -324,7 +324,7 @@ def get_scheduler_metadata(
         *(interval_of(causal, window_size), Scores(softcap=float(has_softcap))),
     )
     index = cache_seqlens.device.index or 0
-    family, config, _ = chosen(problem, index)
+    family, config, _ = chosen(problem, arch_of(index), name_of(index))
     if family is None or config is None or family.name != DECODE:
         return None
     config = Config({**config, "SCHEDULE": 1, "PDL": 0})

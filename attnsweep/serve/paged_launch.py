@@ -48,6 +48,12 @@ def arch_of(index: int) -> Arch:
     return replace(known, sm_count=facts.multi_processor_count)
 
 
+@functools.cache
+def name_of(index: int) -> str:
+    """The card's name without its maker."""
+    return str(torch.cuda.get_device_name(index)).removeprefix("NVIDIA ")
+
+
 class _Cubins:
     """Machine code by its path, as a Device asks for it."""
 

@@ -1,8 +1,8 @@
 """Which kernel serves a kind of call on a paged cache, and its launches.
 
 `decode_paged_mma` has few queries a request, and equally many; `append_paged_wgmma` many, or other
-numbers. The config is that of the nearest recorded winner by what the host knows: batch, heads,
-the most queries, page size, and the width of the table (`paged_winners.json`).
+numbers. The config is the one that recorded runs have as the best of problems like a call, by what
+the host knows: batch, heads, the most queries, page size, and the width of the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from attnsweep.core.scores import Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.serve.paged_call import DTYPES, FP8, Arguments
-from attnsweep.serve.paged_launch import Kernel, arch_of, bound, is_capturing
+from attnsweep.serve.paged_launch import Kernel, arch_of, bound, is_capturing, name_of
 from attnsweep.serve.paged_others import has_flash_3
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import (
@@ -37,9 +37,11 @@ from attnsweep.serve.runtime.driver import (
 )
 
 DECODE, APPEND = "decode_paged_mma", "append_paged_wgmma"
-WINNERS = Path(__file__).with_name("paged_winners.json")
-# Where a winner's kind of call took FlashAttention-3 less of its time than this, that serves.
+TIMES = Path(__file__).with_name("paged_times.json")
+# Where FlashAttention-3 took less than this of the best time on the nearest problem, it serves.
 _SLOWER = 0.97
+# What a config counts on a problem whose rules leave it out.
+_LEFT_OUT = 1.3
 # Packed rows of a key head that are decoded at most: each eight or sixteen read its keys again.
 _MOST_DECODED = 128
 # Graphs whose workspaces are kept: one is in use until its capture ends.
@@ -120,35 +122,62 @@ def problem_of(call: Arguments) -> Problem:
     return problem_of_sizes(*sizes, DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
 
 
+class _Recorded(NamedTuple):
+    """A problem of a recorded run. times: of its configs over the best one's."""
+
+    gpu: str
+    problem: Problem
+    flash_3: float | None
+    times: Mapping[tuple[str, Config], float]
+
+
 @functools.cache
-def _recorded() -> list[dict[str, Any]]:
-    """The recorded winners: see scripts/paged_winners.py."""
-    found: list[dict[str, Any]] = json.loads(WINNERS.read_text(encoding="utf-8"))["winners"]
-    return found
+def _recorded() -> list[_Recorded]:
+    """The recorded problems: see scripts/paged_times.py."""
+    found = json.loads(TIMES.read_text(encoding="utf-8"))
+    configs = []
+    for text in found["configs"]:
+        kernel, label = text.split(" ", 1)
+        configs.append((kernel, config_of(label)))
+    return [
+        _Recorded(
+            entry["gpu"],
+            Problem.parse(entry["problem"]),
+            entry.get("flash_3"),
+            {configs[int(number)]: time for number, time in entry["times"].items()},
+        )
+        for entry in found["problems"]
+    ]
 
 
-def _distance(entry: Mapping[str, Any], problem: Problem, gpu: str) -> tuple[float, ...]:
-    """How far a recorded winner is from a call, by what the host knows; the least serves."""
-    p = Problem.parse(entry["problem"])
-    here, there = problem.layout, p.layout
+def _kind(recorded: _Recorded, problem: Problem, gpu: str) -> tuple[float, ...]:
+    """How far the kind of a recorded problem is from a call's; only the nearest count."""
+    p, here = recorded.problem, problem.layout
+    there = p.layout
     assert isinstance(here, Paged)
     assert isinstance(there, Paged)
-    group, own = problem.heads // problem.heads_kv, p.heads // p.heads_kv
-    small = (here.page_size % 16 > 0) != (there.page_size % 16 > 0)
-    sizes = (
+    rows = [each.heads // each.heads_kv * each.seqlen_q for each in (problem, p)]
+    return (
+        abs(problem.head_dim - p.head_dim),
+        here.cache_dtype != there.cache_dtype,
+        (here.page_size % 16 > 0) != (there.page_size % 16 > 0),
+        abs(_row_tiles(rows[0]) - _row_tiles(rows[1])),
+        gpu != recorded.gpu,
+    )
+
+
+def _distance(recorded: _Recorded, problem: Problem) -> float:
+    """How far a recorded problem is from a call of its kind, in doublings of sizes."""
+    p, here = recorded.problem, problem.layout
+    there = p.layout
+    assert isinstance(here, Paged)
+    assert isinstance(there, Paged)
+    pairs = (
         (problem.batch * problem.heads_kv, p.batch * p.heads_kv),
         (problem.seqlen_k, p.seqlen_k),
     )
-    rows = (group * problem.seqlen_q, own * p.seqlen_q)
-    kinds = (
-        abs(problem.head_dim - p.head_dim),
-        here.cache_dtype != there.cache_dtype,
-        small,
-        abs(_row_tiles(rows[0]) - _row_tiles(rows[1])),
-        gpu != entry["gpu"],
-    )
-    logs = sum(abs(math.log2(a / b)) for a, b in sizes)
-    return (*kinds, logs, abs(math.log2(here.page_size / there.page_size)))
+    logs = sum(abs(math.log2(a / b)) for a, b in pairs)
+    return logs + abs(math.log2(here.page_size / there.page_size)) / 8
 
 
 def _row_tiles(rows: int) -> int:
@@ -172,13 +201,13 @@ def _fits(family: Family, config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 def chosen(
-    problem: Problem, index: int, *, lse: bool = False, packed: bool = False
+    problem: Problem, arch: Arch, gpu: str, *, lse: bool = False, packed: bool = False
 ) -> tuple[Family | None, Config | None, str]:
-    """The family and config that serve a problem, and why; or None and why not.
+    """The family and config that serve a problem on a card, and why; or None and why not.
 
     packed: requests have other numbers of queries.
     """
-    arch, rows = arch_of(index), problem.heads // problem.heads_kv * problem.seqlen_q
+    rows = problem.heads // problem.heads_kv * problem.seqlen_q
     families, refused = {}, ""
     for name in (DECODE, APPEND):
         family = discover()[name]
@@ -190,28 +219,50 @@ def chosen(
             refused = refused or why
     if not families:
         return None, None, refused
-    gpu = torch.cuda.get_device_name(index).removeprefix("NVIDIA ")
-    known = [entry for entry in _recorded() if entry["kernel"] in families]
-    ordered = sorted(known, key=lambda entry: _distance(entry, problem, gpu))
-    theirs = ordered[0].get("flash_3", 1.0) if ordered else 1.0
-    if theirs < _SLOWER and not problem.scales and not problem.scores.sinks and has_flash_3():
-        near = ordered[0]["problem"]
+    ranked = _ranked(problem, gpu, families)
+    theirs = ranked.nearest.flash_3 if ranked.nearest else None
+    plain = not problem.scales and not problem.scores.sinks
+    if theirs is not None and theirs < _SLOWER and plain and has_flash_3():
+        near = ranked.nearest.problem.label  # type: ignore[union-attr]
         return None, None, f"FlashAttention-3 took {theirs} of our time on {near}"
-    tried = [
-        (
-            entry["kernel"],
-            config_of(entry["config"]),
-            f"won on {entry['problem']} of an {entry['gpu']}",
-        )
-        for entry in ordered
-    ]
-    said = "no recorded winner fits: a config that the rules keep"
-    tried += [(name, Config(values), said) for name in families for values in DEFAULTS[name]]
-    for name, config, why in tried:
+    for name, config, said in ranked.configs:
         config = Config({**config, "LSE": int(lse)})
         if _fits(families[name], config, problem, arch):
-            return families[name], config, why
+            return families[name], config, said
     return None, None, "no config that the families' rules keep"
+
+
+class _Ranked(NamedTuple):
+    """Configs in the order in which they are tried, and the nearest recorded problem."""
+
+    nearest: _Recorded | None
+    configs: list[tuple[str, Config, str]]
+
+
+def _ranked(problem: Problem, gpu: str, families: Mapping[str, Family]) -> _Ranked:
+    """Configs by their mean loss on the recorded problems of the nearest kind, near ones more."""
+    served = [each for each in _recorded() if any(kernel in families for kernel, _ in each.times)]
+    said = "no recorded problem is like it: a config that the rules keep"
+    rest = [(name, Config(values), said) for name in families for values in DEFAULTS[name]]
+    if not served:
+        return _Ranked(None, rest)
+    kinds = [_kind(each, problem, gpu) for each in served]
+    like = [each for each, kind in zip(served, kinds, strict=True) if kind == min(kinds)]
+    distances = [_distance(each, problem) for each in like]
+    nearest = like[distances.index(min(distances))]
+    losses: dict[tuple[str, Config], float] = {}
+    for config in dict.fromkeys(config for each in like for config in each.times):
+        if config[0] in families:
+            losses[config] = sum(
+                2.0**-distance * math.log(each.times.get(config, _LEFT_OUT))
+                for each, distance in zip(like, distances, strict=True)
+            )
+    near = nearest.problem.label
+    said = (
+        f"the best by {len(like)} recorded problems, of which {near} of an {nearest.gpu} is nearest"
+    )
+    best = sorted(losses, key=losses.__getitem__)
+    return _Ranked(nearest, [*((*config, said) for config in best), *rest])
 
 
 def _settings(names: str, *values: tuple[int, ...], **same: int) -> list[dict[str, int]]:
@@ -280,7 +331,7 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
         problem = problem_of(call)
         packed = call.begins is not None
         family, config, said = (
-            chosen(problem, index, lse=call.lse, packed=packed)
+            chosen(problem, arch_of(index), name_of(index), lse=call.lse, packed=packed)
             if scheduled is None
             else (discover()[DECODE], scheduled, "the config of the schedule")
         )
@@ -294,7 +345,7 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
     spaces = {name: size for name, size in spaces.items() if name != "lse"}
     if scheduled is not None:
         spaces.pop("runs", None)
-    gpu = torch.cuda.get_device_name(index)
+    gpu = name_of(index)
     own = f"{family.name} {config.label}"
     return Plan(Explanation(own, "kernel", said, 0.0, gpu), launches, spaces)
 

@@ -281,11 +281,9 @@ def test_what_changed_in_place_is_another_kind(launches):
 def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, installed, serves):
     label = "(8,64/8,8x8192,128) bf16 causal paged(16)"
     arch = arch_named("sm_90a")
-    config = " ".join(f"{name}={value}" for name, value in plans.DEFAULTS[plans.DECODE][0].items())
-    entry = {"gpu": "H200", "problem": label, "kernel": plans.DECODE, "config": config, "flash_3": ratio}
-    monkeypatch.setattr(plans, "arch_of", lambda _: arch)
-    monkeypatch.setattr(plans, "_recorded", lambda: [entry])
+    config = plans.Config(plans.DEFAULTS[plans.DECODE][0])
+    recorded = plans._Recorded("H200", Problem.parse(label), ratio, {(plans.DECODE, config): 1.0})
+    monkeypatch.setattr(plans, "_recorded", lambda: [recorded])
     monkeypatch.setattr(plans, "has_flash_3", lambda: installed)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    _, chosen, why = plans.chosen(Problem.parse(label), 0)
+    _, chosen, why = plans.chosen(Problem.parse(label), arch, "H200")
     assert (chosen is not None, "FlashAttention-3 took 0.9 of our time" in why) == (serves, not serves)
