@@ -16,13 +16,13 @@ using Chunk = unsigned short;
 using Chunk = unsigned char;
 #endif
 
-extern "C" __global__ void store_in_pages(const Chunk* new_k, const Chunk* new_v, Chunk* k,
-                                          Chunk* v, const int* seqused_k, const int* block_table,
-                                          int* lengths, int batch, int rows, int heads, int pages,
-                                          int max_blocks, int table_stride, int from_request,
-                                          int from_row, int from_head, int v_from_request,
-                                          int v_from_row, int v_from_head, int of_page,
-                                          int of_slot, int of_head) {
+extern "C"
+    __global__ void store_in_pages(const Chunk* new_k, const Chunk* new_v, Chunk* k, Chunk* v,
+                                   const int* seqused_k, const int* block_table, int* lengths,
+                                   int batch, int rows, int heads, int pages, int max_blocks,
+                                   int table_stride, int from_request, int from_row, int from_head,
+                                   int v_from_request, int v_from_row, int v_from_head, int of_page,
+                                   int of_slot, int of_head) {
     const long long all = 1ll * batch * rows * heads * CHUNKS;
     for (long long at = blockIdx.x * 1ll * blockDim.x + threadIdx.x; at < all;
          at += 1ll * gridDim.x * blockDim.x) {
@@ -37,10 +37,10 @@ extern "C" __global__ void store_in_pages(const Chunk* new_k, const Chunk* new_v
         if (key < 0 || block >= max_blocks) continue;
         const int page = block_table[1ll * request * table_stride + block];
         if (page < 0 || page >= pages) continue;
-        const long long to = 1ll * page * of_page + key % PAGE_SIZE * of_slot +
-                             1ll * head * of_head + chunk;
-        k[to] = new_k[1ll * request * from_request + 1ll * row * from_row +
-                      1ll * head * from_head + chunk];
+        const long long to =
+            1ll * page * of_page + key % PAGE_SIZE * of_slot + 1ll * head * of_head + chunk;
+        k[to] = new_k[1ll * request * from_request + 1ll * row * from_row + 1ll * head * from_head +
+                      chunk];
         v[to] = new_v[1ll * request * v_from_request + 1ll * row * v_from_row +
                       1ll * head * v_from_head + chunk];
     }

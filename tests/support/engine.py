@@ -91,7 +91,8 @@ class Engine:
         self.free, self.users = list(range(pages))[::-1], [0] * pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.most, self.steps, self.kinds = most, 0, set()
+        self.most, self.steps = most, 0
+        self.kinds: set[str] = set()
 
     def add(self, prompt: list[int], wanted: int, like: Request | None = None) -> Request:
         """A request; like: one whose whole pages of an equal beginning it uses too."""
@@ -171,11 +172,14 @@ class Engine:
             if not self.users[page]:
                 self.free.append(page)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _call(self, work: list[Any]) -> torch.Tensor:
         """Logits of all tokens of a step."""
         device, counts = self.model.device, [len(tokens) for _, tokens, *_ in work]
-        ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+
+        def ints(values: Any) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
         places = [range(request.stored, request.stored + n) for (request, *_), n in zip(work, counts, strict=True)]
         slots = [
             request.pages[at // self.page_size] * self.page_size + at % self.page_size
@@ -208,7 +212,7 @@ class Engine:
         return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def dense_loop(model: Any, prompt: list[int], wanted: int) -> tuple[list[int], list[float]]:
     """The tokens that follow a prompt by attention in float64 over all, and by how much each won.
 
@@ -240,7 +244,7 @@ def dense_loop(model: Any, prompt: list[int], wanted: int) -> tuple[list[int], l
 MARGIN = 0.02
 
 
-def served(device, dtype, requests=6, guesses=0, seed=0, **sizes):
+def served(device: str, dtype: torch.dtype, requests: int = 6, guesses: int = 0, seed: int = 0, **sizes: int) -> Any:
     """An engine with requests that are done, and how many tokens were compared with a dense loop."""
     rng = random.Random(seed)
     model = llama(device, dtype, **sizes)

@@ -1,6 +1,8 @@
 """A step of an engine on a paged cache, and what is right for it in float64."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,12 +14,26 @@ PAGE = 16  # slots of a page, if no other number is said
 class Step:
     """Requests with keys in pages, NaN beside them, some of the keys new, and their packed tokens."""
 
-    def __init__(self, tokens, keys, heads=4, heads_kv=2, dim=32, dtype=torch.bfloat16, seed=0, cache=None, **how):
+    def __init__(
+        self,
+        tokens: list[int],
+        keys: list[int],
+        heads: int = 4,
+        heads_kv: int = 2,
+        dim: int = 32,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        cache: torch.dtype | None = None,
+        **how: Any,
+    ) -> None:
         page, device = how.get("page", PAGE), how.get("device", "cpu")
         random = torch.Generator(device).manual_seed(seed)
         self.tokens, self.keys, self.group, self.page = tokens, keys, heads // heads_kv, page
         self.device, self.cache = device, cache or dtype
-        draw = lambda *shape: torch.randn(shape, generator=random, device=device)  # noqa: E731
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random, device=device)
+
         blocks, batch = -(-max(keys) // page), len(keys)
         order = torch.randperm(batch * blocks + 2, generator=random, device=device).int()
         self.table = order[: batch * blocks].view(batch, blocks)
@@ -33,14 +49,15 @@ class Step:
         self.k, self.v = pool.masked_fill(~used[..., None, None], math.nan).to(self.cache)
         self.table = self.table.masked_fill(torch.arange(blocks, device=device) * page >= self.lengths[:, None], -9)
 
-    def call(self, **options):
+    def call(self, **options: Any) -> Any:
+        """`flash_attn_varlen_func` of the step."""
         own = {"max_seqlen_q": max(self.tokens), "max_seqlen_k": max(self.keys), "causal": True}
         own |= {"cu_seqlens_q": self.begins, "seqused_k": self.lengths, "block_table": self.table}
         if self.scales is not None:
             own |= {"k_descale": self.scales[0], "v_descale": self.scales[1]}
         return attnsweep.flash_attn_varlen_func(self.q, self.k, self.v, **own | options)
 
-    def keys_of(self, request):
+    def keys_of(self, request: int) -> Iterator[torch.Tensor]:
         """k and v of a request, (heads, keys, head_dim), in float64."""
         at = torch.arange(self.keys[request], device=self.device)
         page = self.table[request].long()[at // self.page]
@@ -50,7 +67,13 @@ class Step:
             own = own if scale is None else own * scale[request].double()[:, None, None]
             yield own.repeat_interleave(self.group, 0)
 
-    def right(self, causal=True, window=(-1, -1), softcap=0.0, sinks=None):
+    def right(
+        self,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and log-sum-exps in float64."""
         outs, sums = [], []
         for request, (n, length) in enumerate(zip(self.tokens, self.keys, strict=True)):
@@ -75,7 +98,7 @@ class Step:
         return torch.cat(outs), torch.cat(sums, 1)
 
 
-def check(out, right):
+def check(out: torch.Tensor, right: torch.Tensor) -> None:
     """Whether all elements are right, to the rounding of 16 bits."""
     most = right.abs().max() if right.numel() else 0
     torch.testing.assert_close(out.double(), right, rtol=0, atol=2.0**-7 * float(most))
