@@ -322,8 +322,9 @@ def _runs(
         read = read_shapes(
             problems, dtype=dtype or family.dtypes[0], causal=causal, option="--problem"
         )
-        op = OPS[family.ops[0]]
-        asked = [Case(replace(each, op=op), inputs) for each in read]  # type: ignore[arg-type]
+        own = OPS[family.ops[0]]
+        of_family = (each if each.op.name in family.ops else replace(each, op=own) for each in read)
+        asked = [Case(each, inputs) for each in of_family]  # type: ignore[arg-type]
         return [(each, each) for each in asked]
     dim = head_dim or (64 if 64 in family.head_dims else family.some_head_dims[0])
     dtypes = family.dtypes if dtype is None else (read_dtype(dtype, "--dtype"),)

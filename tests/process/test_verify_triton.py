@@ -37,3 +37,12 @@ def test_a_wrong_callable_is_a_paragraph_and_exit_code_1(attnsweep, here):
     assert first.endswith("(1,2/1,33x40,16) fp16 causal, normal:")
     assert said.startswith("wrong: error of o")
     assert "1 finding in 2 cases of 1 kernel" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_shape_with_backward_is_one_of_gradients(attnsweep, here):
+    (here / "grads.py").write_text("import torch\n\ndef own(q, k, v, o, lse, do):\n    return q * 0, k * 0, v * 0\n")
+    done = attnsweep("verify", "grads.py:own", "--problem", "1,2,32,16 causal backward")
+    assert done.returncode == 1, done.stderr
+    assert "(1,2,32,16) fp16 causal backward" in done.stdout
+    assert "wrong: error of d" in done.stdout
