@@ -47,7 +47,7 @@ PRODUCER_REGISTERS = 24
 REST = 30
 # More of them where scores are computed again: of tiles of up to 128 keys, and of larger ones. With
 # 8 for both, 8 to 96 bytes were spilled beside a window and what changes scores.
-AGAIN = (12, 36)
+AGAIN = (12, 40)
 
 
 def group(p: Problem) -> int:
