@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import counts
@@ -38,7 +39,7 @@ ENV = jinja2.Environment(
     lstrip_blocks=True,
 )
 ENV.globals |= {name: getattr(counts, name) for name in counts.__all__}
-ENV.globals |= {"arch": arch_named, "max": max, "min": min}
+ENV.globals |= {"arch": arch_named, "max": max, "min": min, "mean": geometric_mean}
 ENV.filters |= {
     "d": lambda value, digits=0: f"{value:.{digits}f}",
     "g": lambda value, digits=4: f"{value:.{digits}g}",

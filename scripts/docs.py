@@ -34,6 +34,8 @@ from used import (
     masks,
     model_steps,
     models,
+    paged,
+    paged_table,
     steps_served,
     training,
     training_models,
@@ -53,6 +55,7 @@ PAGES = {
     "claims": "docs/claims.md",
     "compare": "docs/how-to/compare.md",
     "cli": "docs/cli.md",
+    "engine": "docs/how-to/engine.md",
     "kernels": "docs/kernels.md",
     "performance": "docs/performance.md",
     "performance csv": "docs/performance.csv",
@@ -216,6 +219,8 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     known["cards"] = cards(book.results.parent, specs, book)
     known |= {"masks": masks(masked()), "training": training()}
     known["training_models"] = training_models()
+    known["paged"], gpu = paged(book), (book.card("paged").gpu or "").removeprefix("NVIDIA ")
+    known["paged_gpu"] = gpu
     for name in TEMPLATES:
         yield PAGES[name], NOTE + render(name, name, known)
     baselines = known["performance"].data["given"]["baselines"]
@@ -226,6 +231,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
     yield PAGES["pytorch"], with_blocks("pytorch", {"faults": faults()})
+    yield PAGES["engine"], with_blocks("engine", {"paged": paged_table(known["paged"], gpu)})
     yield from examples(known)
 
 

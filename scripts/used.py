@@ -218,6 +218,47 @@ def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
     return "\n".join(lines) + "\n"
 
 
+PAGED = {
+    "decoding in bf16": (("paged", "paged_more", "paged_rows"), "flash_attn_3_ready"),
+    "decoding from FP8": (("paged_fp8", "paged_fp8_more"), "flash_attn_3_fp8_ready"),
+    "prompts in pieces": (("append",), "flash_attn_3_ready"),
+}
+"""Runs of paged caches, and the baseline of each: FlashAttention-3 with its metadata ready."""
+
+
+def paged(book: Any) -> dict[str, list[dict[str, Any]]]:
+    """Each recorded problem of a kind: our µs, FlashAttention-3's, its ratio, and dense PyTorch's.
+
+    A problem on which FlashAttention-3 has no sound row is left out.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind, (runs, baseline) in PAGED.items():
+        found[kind] = []
+        for run in filter(book.has, runs):
+            for problem in book.problems(run):
+                ours, theirs, dense = (
+                    book.find(run, problem=problem, provider=provider)
+                    for provider in ("attnsweep", baseline, "torch_dense")
+                )
+                if theirs is not None:
+                    row = {"problem": problem.label, "ours": ours.us, "theirs": theirs.us}
+                    row |= {"ratio": theirs.us / ours.us}
+                    found[kind].append(row | ({"dense": dense.us / ours.us} if dense else {}))
+    return found
+
+
+def paged_table(found: Mapping[str, list[dict[str, Any]]], gpu: str) -> str:
+    """The rows of `paged` in Markdown."""
+    lines = [f"On an {gpu}, in the same rounds:", ""]
+    lines += ["| problem | µs | FlashAttention-3, µs | × | PyTorch, dense, × |"]
+    lines += ["|---|" + "---:|" * 4]
+    for row in (row for rows in found.values() for row in rows):
+        dense = f"{row['dense']:.2f}" if "dense" in row else "–"
+        times = f"{row['ours']:.1f} | {row['theirs']:.1f} | {row['ratio']:.2f}"
+        lines.append(f"| {row['problem']} | {times} | {dense} |")
+    return "\n".join(lines) + "\n"
+
+
 def masked(place: Path = ROOT / CARD) -> dict[str, Any]:
     """What benchmarks/masks.py wrote of calls with a mask, and masked_models.py of models."""
     files = (place / "masks_served.json", place / "masked_models.json")
