@@ -8,7 +8,10 @@
 // which they are used: a panel of K is BLOCK_N keys of 64 columns, a piece of V is BLOCK_N / 4 keys
 // of one warpgroup's columns. The CLUSTER blocks of a cluster have HEAD_MEMBERS query heads of a
 // key head, and neighbouring tiles of queries of each; they visit the same keys, and each loads
-// every CLUSTER-th piece for all. Tiles of keys are taken right to left.
+// every CLUSTER-th piece for all. Tiles of keys are taken right to left. With SPLITS, as many
+// blocks share them, and the combine stage joins what they store. With PACK_GQA, the query heads of
+// a key head are one head: its rows are the queries of the first, then of the second, and so on, as
+// they lie in memory, so that few queries fill a tile together.
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
@@ -16,6 +19,7 @@
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/tile/epilogue.cuh"
 #include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
 #include "common/tile/pipeline.cuh"
@@ -29,6 +33,21 @@ using namespace attn;
 #ifndef PADDED
 #define PADDED 0
 #endif
+
+#if STAGE_COMBINE
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    flash_fwd_wide_wgmma_combine(const float* partial, const SumOfSplit* partial_lse,
+                                 element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+    constexpr int CHUNKS = HEAD_DIM / 4;
+    const int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS;
+    if (row >= rows) return;
+    const auto row_of_o = [row] { return static_cast<long long>(row) * HEAD_DIM; };
+    const float whole =
+        combine_splits<HEAD_DIM>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, at % CHUNKS);
+    if (LSE && at % CHUNKS == 0) lse[row] = whole;
+}
+#else
+
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -36,12 +55,14 @@ using namespace attn;
 #endif
 
 constexpr int PANELS = (HEAD_DIM + 63) / 64, CONSUMERS = 256, THREADS = 384;
-constexpr int PIECES = 4;  // of a tile of V, for each warpgroup
+constexpr int PIECES = 4;                     // of a tile of V, for each warpgroup
+constexpr int KEYS_APART = SPLITS * BLOCK_N;  // from tile to tile of a block
 constexpr int PIECE_KEYS = BLOCK_N / PIECES, TILE_MEMBERS = CLUSTER / HEAD_MEMBERS;
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM > 256 && HEAD_DIM <= 512, "two halves of at most 256");
 static_assert(PIECE_KEYS % 16 == 0, "a piece is whole steps of wgmma");
 static_assert(TILE_MEMBERS * HEAD_MEMBERS == CLUSTER, "HEAD_MEMBERS must divide CLUSTER");
 static_assert(SLOTS % CLUSTER == 0, "a slot is always loaded by the same block");
+static_assert(CLUSTER == 1 || (SPLITS == 1 && !PACK_GQA), "blocks of a cluster have the same keys");
 // The columns of V and O of a warpgroup. The first one, which has Q K^T too, takes the fewer. Those
 // from HEAD_DIM on are outside the tensors: TMA makes them 0, and stores nothing of them.
 template <bool Second>
@@ -86,9 +107,11 @@ struct Memory {
         mbarrier_init_fence();
     }
 };
-// low, high: with WINDOW, query i sees the keys i + low to i + high that there are.
+// rows: of a head, its queries or, with PACK_GQA, those of the heads that it packs, whose `heads`
+// and `group` are of key heads. low, high: with WINDOW, query i sees the keys i + low to i + high
+// that there are.
 struct Call {
-    int heads, group, seqlen_q, seqlen_k, low, high;
+    int heads, group, rows, seqlen_q, seqlen_k, low, high;
     float factor;  // of the scores: scale * log2(e)
     const int2* key_range;
     // The keys that an item of the batch has.
@@ -98,31 +121,46 @@ struct Call {
         return {range.x, range.y};
     }
     __device__ __forceinline__ KeyRange visible(int row, const KeyRange& keys) const {
-        if (WINDOW) return {max(keys.first, row + low), min(keys.end, row + high + 1)};
-        return visible_keys(row, seqlen_q, seqlen_k);
+        const int query = PACK_GQA ? row % seqlen_q : row;
+        if (WINDOW) return {max(keys.first, query + low), min(keys.end, query + high + 1)};
+        return visible_keys(query, seqlen_q, seqlen_k);
+    }
+    // The first key that any of the rows from `row` on, before `end`, sees, and the end of those
+    // that any does; or, with All, of those that all of them do.
+    template <bool All>
+    __device__ __forceinline__ KeyRange of_rows(int row, int end, const KeyRange& keys) const {
+        const int first = PACK_GQA ? 0 : row, last = PACK_GQA ? seqlen_q - 1 : end - 1;
+        return {visible(All ? last : first, keys).first, visible(All ? first : last, keys).end};
     }
 };
 // The block's tile of queries, and the keys of its cluster. The grid is (clusters of a section of
-// heads, tiles of queries, sections); the last tiles, which a causal mask makes long, come first.
-// A block without a head of its own has rows behind the last.
+// heads, or splits of a tile, tiles of queries, sections); the last tiles, which a causal mask
+// makes long, come first. A block without a head of its own has rows behind the last.
 struct Work {
-    int head, head_kv, row, first_key, tiles;  // first_key: of the tile that comes first
+    // first_key: of the tile that comes first; the next ones lie KEYS_APART left of each other. A
+    // split without a tile takes one behind the last key.
+    int head, head_kv, row, first_key, tiles;
     KeyRange keys;
     __device__ __forceinline__ explicit Work(const Call& call) {
-        const int member = blockIdx.x % CLUSTER,
-                  cluster = (blockIdx.z * gridDim.x + blockIdx.x) / CLUSTER;
+        const int member = blockIdx.x % CLUSTER, split = SPLITS > 1 ? blockIdx.x : 0;
+        const int cluster =
+            SPLITS > 1 ? blockIdx.z : (blockIdx.z * gridDim.x + blockIdx.x) / CLUSTER;
         const int of_key_head = (call.group + HEAD_MEMBERS - 1) / HEAD_MEMBERS;
         head_kv = cluster / of_key_head;
         const int in_group = cluster % of_key_head * HEAD_MEMBERS + member % HEAD_MEMBERS;
         head = head_kv * call.group + min(in_group, call.group - 1);
         const int first_row = (gridDim.y - 1 - blockIdx.y) * (TILE_MEMBERS * 64),
-                  last_row = min(first_row + TILE_MEMBERS * 64, call.seqlen_q) - 1;
-        row = in_group < call.group ? first_row + member / HEAD_MEMBERS * 64 : call.seqlen_q;
+                  end_row = min(first_row + TILE_MEMBERS * 64, call.rows);
+        row = in_group < call.group ? first_row + member / HEAD_MEMBERS * 64 : call.rows;
         keys = call.keys_of(head);
-        const int first = max(0, call.visible(first_row, keys).first) / BLOCK_N,
-                  end = ceil_div<BLOCK_N>(call.visible(last_row, keys).end);
+        const KeyRange seen = call.of_rows<false>(first_row, end_row, keys);
+        const int first = max(0, seen.first) / BLOCK_N, end = ceil_div<BLOCK_N>(seen.end);
         tiles = EMPTY_ROWS ? max(end - first, 1) : end - first;
         first_key = (first + tiles - 1) * BLOCK_N;
+        if (SPLITS > 1) {
+            first_key = split < tiles ? first_key - split * BLOCK_N : call.seqlen_k;
+            tiles = max(ceil_div<SPLITS>(tiles - split), 1);
+        }
     }
 };
 
@@ -175,10 +213,10 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k,
     Producer own{at, static_cast<int>(blockIdx.x % CLUSTER), work.head_kv};
     int key = work.first_key;
 #pragma unroll 1
-    for (int j = 0; j < work.tiles; ++j, key -= BLOCK_N) {
+    for (int j = 0; j < work.tiles; ++j, key -= KEYS_APART) {
         own.load_k(k, key);
         if (LAG) {
-            if (j > 0) own.load_half<true>(v_second, key + BLOCK_N);
+            if (j > 0) own.load_half<true>(v_second, key + KEYS_APART);
             own.load_half<false>(v_first, key);
         } else {
 #pragma unroll 1
@@ -186,7 +224,7 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k,
                 own.load_piece<false>(v_first, key, i), own.load_piece<true>(v_second, key, i);
         }
     }
-    if (LAG) own.load_half<true>(v_second, key + BLOCK_N);
+    if (LAG) own.load_half<true>(v_second, key + KEYS_APART);
 }
 
 // ---- the consumers ----
@@ -255,7 +293,14 @@ struct Consumer {
         lane_at = PTile::chunk(this->warp * 2048 + lane % 16 * 128, lane, 0, lane / 16);
         if (CLUSTER > 1) walk.remote = cluster_address(at.barriers, lane % CLUSTER) - at.barriers;
     }
-    __device__ __forceinline__ int key(int j) const { return work.first_key - j * BLOCK_N; }
+    // This thread's first row, from which the other is 8 further; and, of all rows of all splits,
+    // the number of such a one of this block's.
+    __device__ __forceinline__ int own_row() const { return work.row + warp * 16 + lane / 4; }
+    __device__ __forceinline__ long long of_split(int r) const {
+        return (static_cast<long long>(blockIdx.x) * gridDim.z + work.head) * call.rows +
+               own_row() + r * 8;
+    }
+    __device__ __forceinline__ int key(int j) const { return work.first_key - j * KEYS_APART; }
     template <int N>
     __device__ __forceinline__ static void scale_rows(float (&out)[N], const float (&by)[2]) {
 #pragma unroll
@@ -324,6 +369,23 @@ struct Consumer {
         warpgroup_fence_operand(out);
         walk.release<STEP>();
     }
+    // Of a split: what it would be without the others.
+    template <bool Second>
+    __device__ __forceinline__ void store_split(float* partial,
+                                                const typename Half<Second>::Output& out, float low,
+                                                float high) const {
+        constexpr int FIRST = Half<Second>::FIRST_PANEL * 64;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (own_row() + r * 8 >= call.rows) continue;
+            const float by = r ? high : low;
+            float2* o =
+                reinterpret_cast<float2*>(partial + of_split(r) * HEAD_DIM + FIRST) + lane % 4;
+#pragma unroll
+            for (int i = 0; i < Half<Second>::COLUMNS / 8 && FIRST + i * 8 < HEAD_DIM; ++i)
+                o[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
+        }
+    }
     // Each warp stores its own 16 rows over Q, in the layout of a swizzled box.
     template <bool Second>
     __device__ __forceinline__ void store(const TensorMap& o,
@@ -341,7 +403,7 @@ struct Consumer {
         fence_async_proxy();
         __syncwarp();
         const int row = work.row + warp * 16;
-        if (lane == 0 && row < call.seqlen_q) {
+        if (lane == 0 && row < call.rows) {
 #pragma unroll
             for (int i = 0; i < Own::OWN_PANELS; ++i)
                 tma_store(o, to + i * QTile::PANEL_BYTES + warp * 2048, (Own::FIRST_PANEL + i) * 64,
@@ -351,13 +413,11 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void first(const TensorMap& o, float* lse) {
-        const int row = work.row + warp * 16;  // of the warp; this thread has `own` and 8 further
-        const int own = row + lane / 4;
+    __device__ __forceinline__ void first(const TensorMap& o, float* lse, float* partial,
+                                          float* partial_lse) {
+        const int row = work.row + warp * 16, own = own_row();
         const KeyRange low = call.visible(own, work.keys), high = call.visible(own + 8, work.keys);
-        // The keys that all 16 rows see.
-        const KeyRange all{HIDES_EARLIER ? call.visible(row + 15, work.keys).first : 0,
-                           call.visible(row, work.keys).end};
+        const KeyRange all = call.of_rows<true>(row, row + 16, work.keys);
         const unsigned long long q_descriptor = QTile{at.q}.descriptor(),
                                  k_descriptor = wgmma_descriptor<128>(at.ring, 1024);
         Half<false>::Output out;
@@ -401,16 +461,25 @@ struct Consumer {
             named_barrier_arrive(SCORES, CONSUMERS);
         }
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
-        const float by_low = rows.inverse(0), by_high = rows.inverse(1);
+        float by_low = rows.inverse(0), by_high = rows.inverse(1);
+        if (SPLITS > 1)  // one may have no key of a row
+            by_low = rows.l[0] > 0.f ? by_low : 0.f, by_high = rows.l[1] > 0.f ? by_high : 0.f;
         if (lane % 4 == 0) factors[128] = by_low, factors[136] = by_high;
         named_barrier_sync(END_BARRIER, CONSUMERS);  // behind it nobody reads Q
-        store<false>(o, out, by_low, by_high);
-        if (!LSE || lane % 4 != 0) return;
-        float* of_row = lse + static_cast<long long>(work.head) * call.seqlen_q + own;
-        if (own < call.seqlen_q) of_row[0] = rows.log_sum_exp(0, call.factor);
-        if (own + 8 < call.seqlen_q) of_row[8] = rows.log_sum_exp(1, call.factor);
+        if constexpr (SPLITS > 1) store_split<false>(partial, out, by_low, by_high);
+        else store<false>(o, out, by_low, by_high);
+        if (lane % 4 != 0) return;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (own + r * 8 >= call.rows) continue;
+            if (SPLITS > 1)
+                partial_lse[of_split(r)] = fmaf(rows.m[r], call.factor, log2f(rows.l[r]));
+            else if (LSE)
+                lse[static_cast<long long>(work.head) * call.rows + own + r * 8] =
+                    rows.log_sum_exp(r, call.factor);
+        }
     }
-    __device__ __forceinline__ void second(const TensorMap& o) {
+    __device__ __forceinline__ void second(const TensorMap& o, float* partial) {
         Half<true>::Output out;
 #pragma unroll
         for (int i = 0; i < Half<true>::COLUMNS / 2; ++i) out[i] = 0.f;
@@ -431,21 +500,24 @@ struct Consumer {
             if (j + 2 < work.tiles + LAG) named_barrier_arrive(P_FREE + buffer, CONSUMERS);
         }
         named_barrier_sync(END_BARRIER, CONSUMERS);
-        store<true>(o, out, factors[128], factors[136]);
+        if constexpr (SPLITS > 1) store_split<true>(partial, out, factors[128], factors[136]);
+        else store<true>(o, out, factors[128], factors[136]);
     }
 };
 
-// heads: of an item; group: query heads of a key head. key_range: read with PADDED alone.
+// heads: of an item; group: query heads of a key head; with PACK_GQA these are key heads, and 1.
+// key_range: read with PADDED alone; partial, partial_lse: written with SPLITS alone.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     flash_fwd_wide_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                          const __grid_constant__ TensorMap v_first,
                          const __grid_constant__ TensorMap v_second,
                          const __grid_constant__ TensorMap o, float* __restrict__ lse,
-                         const int2* __restrict__ key_range, int heads, int group, int seqlen_q,
-                         int seqlen_k, int low, int high, float factor) {
+                         float* __restrict__ partial, float* __restrict__ partial_lse,
+                         const int2* __restrict__ key_range, int heads, int group, int rows,
+                         int seqlen_q, int seqlen_k, int low, int high, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem);
-    const Call call{heads, group, seqlen_q, seqlen_k, low, high, factor, key_range};
+    const Call call{heads, group, rows, seqlen_q, seqlen_k, low, high, factor, key_range};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
     if (threadIdx.x == CONSUMERS) at.init();
     __syncthreads();
@@ -457,11 +529,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
         registers_increase<CONSUMER_REGISTERS>();
         const Work work(call);
         Consumer self(at, call, work, warp);
-        if (warp < 4) self.first(o, lse);
-        else self.second(o);
+        if (warp < 4) self.first(o, lse, partial, partial_lse);
+        else self.second(o, partial);
     }
     if (CLUSTER > 1) {
         __syncwarp();
         cluster_arrive(), cluster_wait();  // others' copies and arrivals have come
     }
 }
+#endif

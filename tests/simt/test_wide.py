@@ -41,9 +41,38 @@ PROBLEMS = {
     "(1,2/1,97x257,512) bf16 full": "tiny_ends",
     "(1,2/1,97x400,512) bf16 full": "sink",
 }
+# Blocks that split the keys, of heads that share a tile and of others.
+SPLIT = tuple(
+    f"BLOCK_N={keys} LAG={lag} SPLITS={splits} PACK_GQA={packed} LSE=1"
+    for keys in (64, 128)
+    for lag in (0, 1)
+    for splits, packed in ((1, 1), (2, 0), (3, 1), (4, 1), (8, 0))
+)
+# Splits without a tile; tiles that end within a head, and that begin within one.
+FEW_QUERIES = {
+    "(2,8/4,1x1000,512) bf16 full": "normal",
+    "(1,6/2,45x700,264) fp16 causal": "normal",
+    "(1,34/2,5x130,320) bf16 causal": "large_scores",
+    "(3,4/1,3x321,504) bf16 causal padded(right,0)": "nan_padding",
+    "(2,6/2,40x400,384) fp16 window(70,3)": "normal",
+    "(2,4/2,7x300,448) bf16 window(9,0) padded(left,20)": "huge_padding",
+    "(1,4/1,30x20,512) bf16 causal": "normal",
+    "(1,8/1,9x1,512) bf16 full": "normal",
+    "(1,4/2,17x900,512) bf16 full": "far_below",
+    "(1,4/2,17x600,512) bf16 full": "one_hot",
+}
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("words", SPLIT)
+@pytest.mark.parametrize("label", FEW_QUERIES)
+def test_right_with_few_queries(simulator, words, label):
+    case = Case(Problem.parse(label), FEW_QUERIES[label])
+    result = simulator.check(FAMILY, config_of(FAMILY, words), case, schedules=range(4))
+    assert result.ok, str(result)
+
+
+@pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("words", CONFIGS)
 @pytest.mark.parametrize("label", PROBLEMS)
 def test_right(simulator, words, label):
