@@ -10,6 +10,7 @@ of the run's best and of FlashAttention-3 with its metadata ready. Needs no GPU.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from setting import options, write_rows
 
 from attnsweep import open_run
 from attnsweep.core.hardware import arch_named
-from attnsweep.serve.paged_plans import chosen
+from attnsweep.serve.paged_plans import alike, chosen
 
 
 def rows_of(path: Path) -> Any:
@@ -38,7 +39,12 @@ def rows_of(path: Path) -> Any:
             own[label] = trial.time_us.median  # the last row of a config is the longest measured
     ratios = []
     for problem, times in ours.items():
-        family, config, why = chosen(problem, arch_named("sm_90a"), gpu)
+        blocks = problem.layout.blocks(problem.seqlen_k)
+        batch, rows, blocks = alike(problem.batch, problem.seqlen_q, blocks)
+        seqlen_k = blocks * problem.layout.page_size
+        layout = replace(problem.layout, lengths=(seqlen_k, *[0] * (batch - 1)), shared=0)
+        sizes = {"batch": batch, "seqlen_q": rows, "seqlen_k": seqlen_k, "layout": layout}
+        family, config, why = chosen(replace(problem, **sizes), arch_named("sm_90a"), gpu)
         row: dict[str, Any] = {"problem": problem.label, "why": why}
         if family is not None and config is not None:
             own = {name: value for name, value in config.items() if name != "LSE"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnsweep.compile.nvrtc import Compiler
+from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.family.family import Launch
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, StridedTensor, cuda_driver
@@ -37,6 +37,18 @@ class Kernel(NamedTuple):
 @functools.cache
 def _compiler(arch: str) -> Compiler:
     return Compiler(arch_named(arch))
+
+
+_cubins: dict[tuple[Any, ...], Cubin] = {}
+
+
+def _cubin(arch: str, source: Path, defines: tuple[tuple[str, str], ...]) -> Cubin:
+    """A kernel's machine code, compiled now or before: the key of one takes 1 ms to find."""
+    key = arch, source, defines
+    found = _cubins.get(key)
+    if found is None or not found.path.exists():
+        found = _cubins[key] = _compiler(arch).compile(source, dict(defines))
+    return found
 
 
 @functools.cache
@@ -72,12 +84,11 @@ def bound(
     names: of the buffers, in the order in which addresses are given. tensors: sizes and strides of
     those that have tensor maps.
     """
-    compiler = _compiler(arch_of(index).name)
-    building = [compiler.submit(kernel.source, kernel.defines) for kernel in kernels]
+    arch = arch_of(index).name
     launches: dict[str, Launch] = {}
     codes: dict[str, Any] = {}
-    for number, (kernel, future) in enumerate(zip(kernels, building, strict=True)):
-        cubin, launch = future.result(), kernel.launch
+    for number, kernel in enumerate(kernels):
+        cubin, launch = _cubin(arch, kernel.source, tuple(kernel.defines.items())), kernel.launch
         codes[str(number)] = SimpleNamespace(
             file=str(cubin.path), sha256=cubin.digest, function=launch.function
         )

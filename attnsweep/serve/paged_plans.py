@@ -81,6 +81,12 @@ class Plan:
         return found[0] if runs is None else (*found[0][:-1], runs.data_ptr())
 
 
+@functools.cache
+def _families() -> Mapping[str, Family]:
+    """The declarations, which take 0.1 s to load."""
+    return discover()
+
+
 def interval_of(causal: bool, window: Sequence[int]) -> Interval:
     """The mask of a call's arguments."""
     left, right = (None if side is None or side < 0 else int(side) for side in window)
@@ -111,15 +117,30 @@ def problem_of_sizes(
     return Problem(*sizes, dtype, mask, layout, scores)
 
 
-def problem_of(call: Arguments) -> Problem:
-    """The problem of a call. Raises ProblemError."""
+def _like(call: Arguments) -> tuple[Any, ...]:
+    """Sizes for `problem_of_sizes` of calls that are planned alike."""
     heads, head_dim = call.q.shape[-2:]
     _, page_size, heads_kv, _ = call.k.shape
-    mask = interval_of(False, call.sides)
-    scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
-    sizes = (call.batch, heads, heads_kv, max(call.rows, 1), call.table.shape[1], head_dim)
+    sizes = alike(call.batch, max(call.rows, 1), call.table.shape[1], call.begins is not None)
+    batch, rows, blocks = sizes
     cache_dtype = "e4m3" if call.k.dtype == FP8 else None
-    return problem_of_sizes(*sizes, DTYPES[call.q.dtype], page_size, cache_dtype, mask, scores)
+    scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
+    own = (batch, heads, heads_kv, rows, blocks, head_dim, DTYPES[call.q.dtype], page_size)
+    return (*own, cache_dtype, interval_of(False, call.sides), scores)
+
+
+def alike(batch: int, rows: int, blocks: int, packed: bool = False) -> tuple[int, int, int]:
+    """Batch, rows and width of the table of calls that have one config, as an engine's steps vary.
+
+    They are powers of two, but for few rows, of which there are equally many.
+    """
+    if packed or rows > 16:
+        rows = max(16, _power_of_two(rows))
+    return _power_of_two(batch), rows, _power_of_two(blocks)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
 
 
 class _Recorded(NamedTuple):
@@ -210,7 +231,7 @@ def chosen(
     rows = problem.heads // problem.heads_kv * problem.seqlen_q
     families, refused = {}, ""
     for name in (DECODE, APPEND):
-        family = discover()[name]
+        family = _families()[name]
         if name == DECODE and (packed or rows > _MOST_DECODED):
             continue
         if (why := family.refusal(problem, arch)) is None:
@@ -226,7 +247,8 @@ def chosen(
         near = ranked.nearest.problem.label  # type: ignore[union-attr]
         return None, None, f"FlashAttention-3 took {theirs} of our time on {near}"
     for name, config, said in ranked.configs:
-        config = Config({**config, "LSE": int(lse)})
+        own = {"SCHEDULE": 0, "PDL": 0} if name == DECODE else {}  # or it is made by a call
+        config = Config({**config, **own, "LSE": int(lse)})
         if _fits(families[name], config, problem, arch):
             return families[name], config, said
     return None, None, "no config that the families' rules keep"
@@ -295,16 +317,14 @@ DEFAULTS = {
 @functools.lru_cache(maxsize=64)
 def schedule_of(problem: Problem, config: Config, index: int) -> BoundLaunches:
     """The launch that makes a schedule of decode_paged_mma."""
-    family = discover()[DECODE]
+    family = _families()[DECODE]
     launch = family.launches(config, problem, arch_of(index))["schedule"]
     return bound([_kernel(family, config, problem, "schedule", launch)], index, NAMES)
 
 
-def _kernel(
-    family: Family, config: Config, problem: Problem, stage: str, launch: Launch, **defines: str
-) -> Kernel:
-    own = family.stages[stage].defines(config, problem, launch)
-    return Kernel(launch, family.source, own | defines)
+def _kernel(family: Family, config: Config, problem: Problem, stage: str, launch: Launch) -> Kernel:
+    defines = family.stages[stage].defines(config, problem, launch)
+    return Kernel(launch, family.source, defines)
 
 
 def plan_of(call: Arguments, config: Config | None = None) -> Plan:
@@ -318,6 +338,35 @@ def plan_of(call: Arguments, config: Config | None = None) -> Plan:
     return found
 
 
+class _Choice(NamedTuple):
+    """What serves calls that are alike: kernels by their stage, and bytes of their workspaces."""
+
+    family: str
+    config: Config
+    said: str
+    kernels: Mapping[str, Kernel]
+    spaces: Mapping[str, int]
+
+
+@functools.lru_cache(maxsize=_MOST_KINDS)
+def _choice(
+    sizes: tuple[Any, ...], index: int, lse: bool, packed: bool, scheduled: Config | None
+) -> _Choice | str:
+    """What serves such calls, or why nothing does. Raises an AttnsweepError."""
+    problem, arch = problem_of_sizes(*sizes), arch_of(index)
+    family: Family | None = _families()[DECODE]
+    config, said = scheduled, "the config of the schedule"
+    if config is None:
+        family, config, said = chosen(problem, arch, name_of(index), lse=lse, packed=packed)
+    if family is None or config is None:
+        return said
+    kernels = {
+        stage: _kernel(family, config, problem, stage, launch)
+        for stage, launch in family.launches(config, problem, arch).items()
+    }
+    return _Choice(family.name, config, said, kernels, dict(family.workspace_of(config, problem)))
+
+
 def _made(call: Arguments, scheduled: Config | None) -> Plan:
     def without(code: str, reason: str) -> Plan:
         return Plan(Explanation(None, code, reason, 0.0, None))
@@ -328,55 +377,43 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
         return without("layout", why)
     index = call.q.device.index or 0
     try:
-        problem = problem_of(call)
-        packed = call.begins is not None
-        family, config, said = (
-            chosen(problem, arch_of(index), name_of(index), lse=call.lse, packed=packed)
-            if scheduled is None
-            else (discover()[DECODE], scheduled, "the config of the schedule")
-        )
-        if family is None or config is None:
-            return without("not_served", said)
-        bind = _decoding if family.name == DECODE else _appending
-        launches = bind(family, call, problem, config, index, scheduled is not None)
-        spaces = dict(family.workspace_of(config, problem))
+        choice = _choice(_like(call), index, call.lse, call.begins is not None, scheduled)
+        if isinstance(choice, str):
+            return without("not_served", choice)
+        launches = (_decoding if choice.family == DECODE else _appending)(choice, call, index)
     except (AttnsweepError, ProblemError, DriverError, OSError) as error:
         return without("not_served", str(error).splitlines()[0])
-    spaces = {name: size for name, size in spaces.items() if name != "lse"}
+    spaces = {name: size for name, size in choice.spaces.items() if name != "lse"}
     if scheduled is not None:
         spaces.pop("runs", None)
-    gpu = name_of(index)
-    own = f"{family.name} {config.label}"
-    return Plan(Explanation(own, "kernel", said, 0.0, gpu), launches, spaces)
+    own = f"{choice.family} {choice.config.label}"
+    return Plan(Explanation(own, "kernel", choice.said, 0.0, name_of(index)), launches, spaces)
 
 
-def _decoding(
-    family: Family, call: Arguments, problem: Problem, config: Config, index: int, scheduled: bool
-) -> BoundLaunches:
-    """The launches of decode_paged_mma, with the strides of a call."""
+def _decoding(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
+    """The launch of decode_paged_mma, with the sizes and strides of a call."""
     q, k = call.q, call.k
-    _, rows, heads, columns = q.shape
+    batch, rows, heads, columns = q.shape
+    pages, _, heads_kv, _ = k.shape
     of_q = tuple(q.stride(at) for at in (0, 2, 1))  # batch, head, row
     of_o = (rows * heads * columns, columns, heads * columns)
     of_scales = call.k_scale.stride() if call.k_scale is not None else (0, 0)
     strides = (*of_q, *of_o, *k.stride()[:3], call.table.stride(0))
     window = (_UNLIMITED if side < 0 else side for side in call.sides)
     numbers = (
-        *(k.shape[0], call.table.shape[1], *window, call.scale * LOG2E, call.softcap),
-        *(*strides, *of_scales),
+        *(batch, heads_kv, heads // heads_kv, rows, pages, call.table.shape[1], *window),
+        *(call.scale * LOG2E, call.softcap, *strides, *of_scales),
     )
-    kernels = []
-    for stage, launch in family.launches(config, problem, arch_of(index)).items():
-        if stage == "fwd":
-            launch = replace(launch, args=(*launch.args[: -len(numbers)], *numbers))
-        if stage == "fwd" or (stage == "schedule" and not scheduled):
-            kernels.append(_kernel(family, config, problem, stage, launch))
-    return bound(kernels, index, NAMES)
+    return bound([_with(choice.kernels["fwd"], numbers)], index, NAMES)
 
 
-def _appending(
-    family: Family, call: Arguments, problem: Problem, config: Config, index: int, _: bool
-) -> BoundLaunches:
+def _with(kernel: Kernel, numbers: tuple[Any, ...], **facts: Any) -> Kernel:
+    """A kernel whose last arguments are these numbers."""
+    args = (*kernel.launch.args[: -len(numbers)], *numbers)
+    return kernel._replace(launch=replace(kernel.launch, args=args, **facts))
+
+
+def _appending(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
     """The launch of append_paged_wgmma, with the sizes and strides of a call."""
     q, (pages, page_size, heads_kv, columns) = call.q, call.k.shape
     packed = call.begins is not None
@@ -388,24 +425,20 @@ def _appending(
         sizes = (pages, heads_kv, page_size, columns)
         tensors[name] = StridedTensor(sizes, (page, head, slot, one))
     window = (_UNLIMITED if side < 0 else side for side in call.sides)
-    blocks = call.table.shape[1]
     numbers = (
-        *(call.batch, heads_kv, heads // heads_kv, tokens, items * tokens, blocks, *window),
-        *(call.scale * LOG2E, call.softcap),
+        *(call.batch, heads_kv, heads // heads_kv, tokens, items * tokens, call.table.shape[1]),
+        *(*window, call.scale * LOG2E, call.softcap),
         *(tokens * heads * columns, columns, heads * columns, call.table.stride(0)),
     )
-    arch = arch_of(index)
-    launch = family.launches(config, problem, arch)["fwd"]
-    args = [*launch.args[: -len(numbers)], *numbers]
+    grid = (arch_of(index).sm_count * choice.config.BLOCKS_PER_SM, 1, 1)
+    kernel = _with(choice.kernels["fwd"], numbers, grid=grid)
     if packed:
+        args = [*kernel.launch.args]
         at = args.index("seqused_k")
         args[at + 1 : at + 3] = ["query_begins", "query_ends"]
-    grid = (arch.sm_count * config.BLOCKS_PER_SM, 1, 1)
-    launch = replace(launch, args=tuple(args), grid=grid)
-    defines = {"QUERIES": str(int(packed))}
-    return bound(
-        [_kernel(family, config, problem, "fwd", launch, **defines)], index, NAMES, tensors
-    )
+        launch = replace(kernel.launch, args=tuple(args))
+        kernel = Kernel(launch, kernel.source, {**kernel.defines, "QUERIES": "1"})
+    return bound([kernel], index, NAMES, tensors)
 
 
 def _unaligned(call: Arguments) -> str | None:

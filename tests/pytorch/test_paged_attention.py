@@ -287,3 +287,55 @@ def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, instal
     monkeypatch.setattr(plans, "has_flash_3", lambda: installed)
     _, chosen, why = plans.chosen(Problem.parse(label), arch, "H200")
     assert (chosen is not None, "FlashAttention-3 took 0.9 of our time" in why) == (serves, not serves)
+
+
+@pytest.mark.parametrize(
+    ("label", "family", "packed"),
+    [
+        ("(3,32/8,1x4000,128) bf16 causal paged(16)", "decode_paged_mma", False),
+        ("(5,8/4,3x700,64) fp16 window(40,0) paged(64,hnd) softcap(3)", "decode_paged_mma", False),
+        ("(5,32/8,2x700,128) bf16 causal paged(16,e4m3)", "decode_paged_mma", False),
+        ("(3,28/4,300x4000,128) bf16 causal paged(16)", "append_paged_wgmma", False),
+        ("(3,28/4,300x4000,128) bf16 causal paged(16)", "append_paged_wgmma", True),
+        ("(6,8/2,77x900,64) fp16 full paged(48,hnd)", "append_paged_wgmma", True),
+    ],
+)
+def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, family, packed):
+    """It is planned with rounded sizes, so that the steps of an engine have one plan."""
+    problem, arch, bound = Problem.parse(label), arch_named("sm_90a"), []
+    monkeypatch.setattr(plans, "arch_of", lambda _: arch)
+    monkeypatch.setattr(plans, "name_of", lambda _: "H200")
+    monkeypatch.setattr(plans, "bound", lambda kernels, index, names, tensors=None: bound.append((kernels, tensors)))
+    plans._choice.cache_clear()
+    _, (q, k, v), options = arguments(problem)
+    tensors = [x.to("meta").to(TYPES[problem.dtype]) if x is q else x for x in (q, k, v)]
+    q = tensors[0].contiguous()
+    extra = ()
+    if packed:
+        q = q.flatten(0, 1)
+        extra = (torch.zeros(problem.batch + 1, dtype=torch.int32), problem.seqlen_q)
+    scales = [options.get(f"{name}_descale") for name in "kv"]
+    how = (*scales, None, None, options["softcap"], options["causal"], options["window_size"])
+    given = (q.new_zeros(q.shape, device="cpu"), k, v, options["cache_seqlens"], options["page_table"])
+    call_ = paged.understood(*given, *how, False, *extra)
+    choice = plans._choice(plans._like(call_), 0, False, packed, None)
+    assert choice.family == family
+    (plans._decoding if family == plans.DECODE else plans._appending)(choice, call_, 0)
+    plans._choice.cache_clear()
+    (kernels, maps), own = bound[0], plans._families()[family]
+    expected = own.launches(choice.config, problem, arch)["fwd"]
+    args = kernels[0].launch.args
+    assert len(args) == len(expected.args)
+    numbers = [at for at, arg in enumerate(expected.args) if isinstance(arg, int | float)]
+    strides = {plans.DECODE: 12, plans.APPEND: 4}[family]
+    told, right = ([a[at] for at in numbers[:-strides]] for a in (args, expected.args))
+    if packed:  # one item has all tokens
+        told[3] = told[4] = right[3] = right[4] = 0
+        assert [*args[6:8]] == ["query_begins", "query_ends"]
+        assert kernels[0].defines["QUERIES"] == "1"
+    assert told == pytest.approx(right)
+    assert kernels[0].launch.smem_bytes == expected.smem_bytes
+    if family == plans.DECODE:
+        assert args[-6:-2] == (*k.stride()[:3], call_.table.stride(0))
+    else:
+        assert maps["k"].sizes == tuple(next(a for a in expected.args if getattr(a, "buffer", 0) == "k").dims[::-1])
