@@ -18,7 +18,7 @@ from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
-from attnsweep.core.cases import served_cases, small_cases
+from attnsweep.core.cases import called_cases, served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
@@ -228,7 +228,7 @@ class CalledBuild(Build):
         """All that the worker needs to call it."""
         plan = self.launches_for(self.problem)
         cases = self.traced.cases or served_cases(
-            small_cases(self.problem), self.problem, self._as_grouped
+            called_cases(self.problem), self.problem, self._as_grouped
         )
         checks = tuple(replace(plan, problem=case.problem) for case in cases)
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
@@ -240,13 +240,14 @@ class CalledBuild(Build):
         Raises CompileError.
         """
         tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
-        cases, config = small_cases(self.problem), dict(self.config)
+        cases, config = called_cases(self.problem), dict(self.config)
         asked = [tracer.submit(case.problem, config) for case in cases]
         checks = tuple(
             CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
             for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
         )
-        return replace(self.candidate(), checks=checks, cases=None)
+        every = cases == small_cases(self.problem)
+        return replace(self.candidate(), checks=checks, cases=None if every else cases)
 
     def _as_grouped(self, problem: Problem) -> bool:
         """Whether its groups of heads are the timed problem's: not all launchers have any."""

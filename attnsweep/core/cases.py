@@ -128,6 +128,18 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
     )
 
 
+def called_cases(problem: Problem) -> tuple[Case, ...]:
+    """The small cases of a callable of the user's.
+
+    It may do with NaN under a boolean mask what PyTorch does, whose outputs are NaN then.
+    """
+    return tuple(
+        case
+        for case in small_cases(problem)
+        if case.inputs != "nan_padding" or not case.problem.mask.as_tensor
+    )
+
+
 def hard_case(problem: Problem) -> Case:
     """The problem itself with hard inputs: as hard where mantissas and signs are drawn anew."""
     return Case(problem, problem.format.hard_inputs)

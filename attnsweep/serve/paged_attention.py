@@ -21,8 +21,8 @@ from attnsweep.core.scores import Scores
 from attnsweep.family.family import Config
 from attnsweep.serve.paged_call import (
     DTYPES,
-    FP8,
     PAGE_OF_DENSE,
+    STORED,
     UNMASKED,
     Arguments,
     check_values,
@@ -232,8 +232,8 @@ def remember(
     """
     *_, table, lengths, k_scale, v_scale, sinks = given
     as_given = lengths is call.lengths and sinks is call.sinks
-    scaled = call.k_scale is None or not (k_scale is None or v_scale is None)
-    if _Guard is None or plan.launches is None or not (as_given and scaled):
+    both = call.k_scale is None or not (k_scale is None or v_scale is None)
+    if _Guard is None or plan.launches is None or not (as_given and both):
         return
     tensors = [each for each in (*given, *more) if each is not None]
     guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -316,11 +316,10 @@ def get_scheduler_metadata(
     The calls are alike but for their tensors. Launches one small kernel; in a CUDA graph, too. None
     where no kernel of ours serves, and each call decides.
     """
-    stored = cache_dtype or qkv_dtype
     size, blocks = page_size or PAGE_OF_DENSE, -(-max_seqlen_k // (page_size or PAGE_OF_DENSE))
     problem = problem_of_sizes(
         *(batch_size, num_heads_q, num_heads_kv, max_seqlen_q, blocks, headdim),
-        *(DTYPES[qkv_dtype], size, "e4m3" if stored == FP8 else None),
+        *(DTYPES[qkv_dtype], size, STORED.get(cache_dtype or qkv_dtype)),
         *(interval_of(causal, window_size), Scores(softcap=float(has_softcap))),
     )
     index = cache_seqlens.device.index or 0

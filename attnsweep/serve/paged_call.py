@@ -12,6 +12,8 @@ import torch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = torch.float8_e4m3fn
+STORED = {FP8: "e4m3"}
+"""The cache_dtype of a problem whose cache is not as its queries."""
 UNMASKED = (-1, -1)  # a window of all keys
 PAGE_OF_DENSE = 16  # slots that a dense cache is cut into
 

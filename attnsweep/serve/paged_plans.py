@@ -25,7 +25,7 @@ from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.core.scores import Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch
-from attnsweep.serve.paged_call import DTYPES, FP8, Arguments
+from attnsweep.serve.paged_call import DTYPES, STORED, Arguments
 from attnsweep.serve.paged_launch import Kernel, arch_of, bound, is_capturing, name_of
 from attnsweep.serve.paged_others import has_flash_3
 from attnsweep.serve.runtime.dispatch import Explanation
@@ -123,7 +123,7 @@ def _like(call: Arguments) -> tuple[Any, ...]:
     _, page_size, heads_kv, _ = call.k.shape
     sizes = alike(call.batch, max(call.rows, 1), call.table.shape[1], call.begins is not None)
     batch, rows, blocks = sizes
-    cache_dtype = "e4m3" if call.k.dtype == FP8 else None
+    cache_dtype = STORED.get(call.k.dtype)
     scores = Scores(softcap=call.softcap, sinks=call.sinks is not None)
     own = (batch, heads, heads_kv, rows, blocks, head_dim, DTYPES[call.q.dtype], page_size)
     return (*own, cache_dtype, interval_of(False, call.sides), scores)

@@ -77,12 +77,12 @@ def _(*given: Any) -> torch.Tensor:
 def _launches(of_call: Any, size: int, width: int, index: int) -> BoundLaunches:
     (shape, of_k), (_, of_v), (of_pages, of_cache), _, (of_table, table_strides) = of_call
     batch, rows, heads, columns = shape
-    chunks = columns * size // width
+    pieces = columns * size // width
     numbers = [batch, rows, heads, of_pages[0], of_table[1], table_strides[0]]
     numbers += [stride * size // width for stride in (*of_k[:3], *of_v[:3], *of_cache[:3])]
-    blocks = min(ceil_div(batch * rows * heads * chunks, _THREADS), _MOST_BLOCKS)
+    blocks = min(ceil_div(batch * rows * heads * pieces, _THREADS), _MOST_BLOCKS)
     launch = Launch("store_in_pages", (blocks, 1, 1), _THREADS, (*_NAMES, *numbers))
-    defines = {"BYTES": width, "CHUNKS": chunks, "PAGE_SIZE": of_pages[1]}
+    defines = {"BYTES": width, "PIECES": pieces, "PAGE_SIZE": of_pages[1]}
     source = shipped("kernels") / _SOURCE
     texts = {name: str(value) for name, value in defines.items()}
     return bound([Kernel(launch, source, texts)], index, _NAMES)

@@ -113,7 +113,8 @@ def test_every_family_has_short_turns(name, tmp_path):
     else:
         problem = Problem(2, 8, 2, 512, 512, 128, kernel.dtypes[0], op=OPS[kernel.ops[0]])
     if "dense" not in kernel.layouts:
-        problem = replace(problem, seqlen_q=1, layout=EXAMPLES[kernel.layouts[0]])
+        queries = 512 if kernel.name.startswith("append") else 1
+        problem = replace(problem, seqlen_q=queries, layout=EXAMPLES[kernel.layouts[0]])
     config = next(candidates(kernel, problem, ARCH, seed=1))
     made = candidate_of(kernel, config, problem, tmp_path)
     assert made.turns.problem == cases.short_turns(problem, ARCH.sm_count).problem

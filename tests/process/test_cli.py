@@ -184,7 +184,7 @@ def test_output_that_cannot_be_written_is_one_line(environment):
 @pytest.mark.parametrize(
     ("asked", "begins", "code"),
     [
-        ("list", "decode_paged_", 0),
+        ("list", "append_paged_", 0),
         # The verdict on a recording made anew, not that its reader had enough.
         (f"check --recorded {ROOT}/results/h200/mma_h200 {ROOT}/results/h200/ladder", "", 4),
     ],

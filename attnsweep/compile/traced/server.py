@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from attnsweep.core.callables import Asked
-from attnsweep.core.cases import served_cases, small_cases
+from attnsweep.core.cases import called_cases, served_cases
 from attnsweep.core.errors import Unavailable, in_short
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.problem import Problem
@@ -124,7 +124,7 @@ class Traced:
 
         unseen = operations.unseen and f"{operations.unseen} may launch kernels of its own"
         why = error or unseen or ("" if hashes else "a call launches no kernel of Triton's")
-        cases = () if why else served_cases(small_cases(shape), shape, serves)
+        cases = () if why else served_cases(called_cases(shape), shape, serves)
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))

@@ -193,7 +193,17 @@ def composed(q, k, v, *, problem, out, BLOCK=1024):
 
 
 def by_autograd(q, k, v, o, lse, do, *, problem, BLOCK=1024):
+    """Gradients of scores from the output that was given, and of q and k by autograd."""
+    p, group = problem, problem.heads // problem.heads_kv
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        made = torch.autograd.grad(in_steps(*leaves, problem), leaves, do.float())
-    return tuple(copied(one, torch.empty_like(one), BLOCK) for one in made)
+        x, y = (each.detach().requires_grad_() for each in (q, k))
+        s = x.float() @ y.float().repeat_interleave(group, 1).mT * p.scale
+        row, key = (torch.arange(n, device=q.device) for n in (p.seqlen_q, p.seqlen_k))
+        low, high = p.diagonals
+        off = key[None] - row[:, None]
+        weights = torch.exp(s.detach() - lse[..., None]) * ((off >= low) & (off <= high))
+        of_p = do.float() @ v.float().repeat_interleave(group, 1).mT
+        of_s = weights * (of_p - (do.float() * o.float()).sum(-1, keepdim=True))
+        dq, dk = torch.autograd.grad(s, (x, y), of_s)
+    dv = (weights.mT @ do.float()).unflatten(1, (p.heads_kv, group)).sum(2).to(v.dtype)
+    return tuple(copied(one, torch.empty_like(one), BLOCK) for one in (dq, dk, dv))
