@@ -36,6 +36,7 @@ from used import (
     models,
     paged,
     paged_table,
+    serving_table,
     steps_served,
     training,
     training_models,
@@ -231,7 +232,8 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
     yield PAGES["pytorch"], with_blocks("pytorch", {"faults": faults()})
-    yield PAGES["engine"], with_blocks("engine", {"paged": paged_table(known["paged"], gpu)})
+    blocks = {"paged": paged_table(known["paged"], gpu), "steps": serving_table(book)}
+    yield PAGES["engine"], with_blocks("engine", blocks)
     yield from examples(known)
 
 

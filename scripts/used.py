@@ -259,6 +259,26 @@ def paged_table(found: Mapping[str, list[dict[str, Any]]], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def serving_table(book: Any) -> str:
+    """What benchmarks/serving.py wrote: calls of a step, and tokens a second of a loop."""
+    calls, loop = (book.file(f"serving_{what}.json") for what in ("calls", "loop"))
+    lines = ["| a step's call | µs | FlashAttention-3, µs | × | behind a gather, µs |"]
+    lines += ["|---|" + "---:|" * 4]
+    for row in calls["rows"]:
+        us = row["us"]
+        times = f"{us['attnsweep']:.0f} | {us['flash_attn_3']:.0f} | {row['over_flash_3']:.2f}"
+        lines.append(f"| {row['call']} | {times} | {us['torch_gathered']:.0f} |")
+    lines += ["", "| loop | tokens/s | FlashAttention-3 | × | behind a gather |"]
+    lines += ["|---|" + "---:|" * 4]
+    for row in loop["rows"]:
+        rate = row["tokens_per_s"]
+        ours, theirs = rate["attnsweep"], rate["flash_attn_3"]
+        what = f"{row['guesses']} guesses each" if row["guesses"] else "no guesses"
+        numbers = f"{ours:.0f} | {theirs:.0f} | {ours / theirs:.2f}"
+        lines.append(f"| {what} | {numbers} | {rate['torch_gathered']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def masked(place: Path = ROOT / CARD) -> dict[str, Any]:
     """What benchmarks/masks.py wrote of calls with a mask, and masked_models.py of models."""
     files = (place / "masks_served.json", place / "masked_models.json")

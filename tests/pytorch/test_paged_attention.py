@@ -339,3 +339,19 @@ def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, fami
         assert args[-6:-2] == (*k.stride()[:3], call_.table.stride(0))
     else:
         assert maps["k"].sizes == tuple(next(a for a in expected.args if getattr(a, "buffer", 0) == "k").dims[::-1])
+
+
+@pytest.mark.parametrize(
+    "label", ["(12,28/4,2x5000,128) bf16 causal paged(16)", "(9,16/2,2x3000,128) fp16 full paged(64)"]
+)
+def test_rows_that_fit_a_tile_are_in_one(label):
+    """Two tiles read the keys twice, which is as fast by luck alone."""
+    _, config, _ = plans.chosen(Problem.parse(label), arch_named("sm_90a"), "H200")
+    assert config["ROW_FRAGMENTS"] == 2
+
+
+def test_a_card_that_nothing_was_recorded_on_is_served_too():
+    problem = Problem.parse("(12,28/4,1x5000,128) bf16 causal paged(16)")
+    family, config, why = plans.chosen(problem, arch_named("sm_80"), "A100")
+    assert (family.name, config["ROW_FRAGMENTS"]) == (plans.DECODE, 1)
+    assert "of an H200" in why
