@@ -194,16 +194,31 @@ def flash_attn_with_kvcache(
 
 def answered(
     call: Arguments, metadata: ScheduleMetadata | None = None, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Any]:
     """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them."""
-    if is_compiling():
+    even = even_of(call)
+    if even is not None:
+        to = None if out is None or not out.is_contiguous() else out.view(even.q.shape)
+        made, lse = answered(even, metadata, to)
+        made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1) if call.lse else None
+    elif is_compiling():
         made, lse = _compiled(*call)
     else:
         made, lse = _answer(call, metadata, out)
-    if out is not None and made is not out:
+    if out is None:
+        return made, lse
+    if is_compiling() or made.data_ptr() != out.data_ptr():
         out.copy_(made)
-        made = out
-    return made, lse
+    return out, lse
+
+
+def even_of(call: Arguments) -> Arguments | None:
+    """A packed call as one that is not, if the host knows that requests have as many tokens."""
+    rows, tokens = call.most_rows, len(call.q)
+    if call.begins is None or not tokens or tokens != call.batch * rows:
+        return None
+    q = call.q.unflatten(0, (call.batch, rows))
+    return call._replace(q=q, begins=None, most_rows=0)
 
 
 class _Kinds:
@@ -291,8 +306,10 @@ def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
     table = a["page_table"] if a["block_table"] is None else a["block_table"]
     how = (a["k_descale"], a["v_descale"], a["sinks"], a["softmax_scale"], a["softcap"])
     own = (a["q"], a["k_cache"], a["v_cache"], a["cache_seqlens"], table, *how)
-    call = understood(*own, a["causal"], a["window_size"], a["return_softmax_lse"])
-    return plan_of(call).why
+    begins = a["cu_seqlens_q"]
+    packed = (begins, None if begins is None else a["max_seqlen_q"])
+    call = understood(*own, a["causal"], a["window_size"], a["return_softmax_lse"], *packed)
+    return plan_of(even_of(call) or call).why
 
 
 def get_scheduler_metadata(

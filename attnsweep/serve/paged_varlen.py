@@ -14,11 +14,12 @@ import torch
 from attnsweep.serve.paged_attention import (
     again,
     answered,
+    even_of,
     is_compiling,
     known_kind,
     remember,
 )
-from attnsweep.serve.paged_call import FP8, UNMASKED, Arguments, check_values, understood
+from attnsweep.serve.paged_call import FP8, UNMASKED, check_values, understood
 from attnsweep.serve.paged_plans import plan_of
 
 
@@ -104,30 +105,11 @@ def flash_attn_varlen_func(
         raise ValueError(f"out is {what}, and the output as q: {tuple(q.shape)}, {q.dtype}")
     if validate:
         check_values(call)
-    even = _even(call)
-    made, lse = _of_even(even, out) if even is not None else answered(call, None, out)
+    made, lse = answered(call, None, out)
     if kind is not None and (out is None or out.is_contiguous()):
+        even = even_of(call)
         if even is None:
             remember(kind, call, given, plan_of(call), cu_seqlens_q, out)
         elif not call.lse:  # whose shape is another
             remember(kind, even, given, plan_of(even), cu_seqlens_q, out)
     return (made, lse) if call.lse else made
-
-
-def _even(call: Arguments) -> Arguments | None:
-    """The call of requests with equally many tokens, where the host knows that they have."""
-    batch, rows, tokens = call.batch, call.most_rows, len(call.q)
-    if not tokens or tokens != batch * rows:
-        return None
-    return call._replace(q=call.q.unflatten(0, (batch, rows)), begins=None, most_rows=0)
-
-
-def _of_even(call: Arguments, out: torch.Tensor | None) -> Any:
-    """The output, (tokens, heads, head_dim), and its log-sum-exps if it has some."""
-    to = None if out is None or not out.is_contiguous() else out.view(call.q.shape)
-    made, lse = answered(call, None, to)
-    if to is not None:
-        made = out
-    else:
-        made = made.flatten(0, 1) if out is None else out.copy_(made.flatten(0, 1))
-    return made, lse.transpose(0, 1).flatten(1) if call.lse else None

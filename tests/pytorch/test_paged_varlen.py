@@ -131,6 +131,20 @@ def test_what_cannot_be_is_named(options, kind, said):
 
 
 @pytest.mark.parametrize("cache", [None, FP8])
+def test_flash_attn_with_kvcache_takes_packed_queries(cache):
+    for tokens in ([1, 5, 0, 3], [3, 3, 3]):
+        step = Step(tokens, [40, 33, 20, 3][: len(tokens)], cache=cache)
+        how = {"cache_seqlens": step.lengths, "page_table": step.table, "causal": True, "cu_seqlens_q": step.begins}
+        how |= {"k_descale": step.scales[0], "v_descale": step.scales[1]} if cache else {}
+        given = (step.q, step.k, step.v)
+        out, lse = attnsweep.flash_attn_with_kvcache(*given, **how, max_seqlen_q=max(tokens), return_softmax_lse=True)
+        right, sums = step.right()
+        check(out, right)
+        torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=1e-4)
+        assert "cpu" in str(attnsweep.explain_flash_attn_with_kvcache(*given, **how, max_seqlen_q=max(tokens)))
+
+
+@pytest.mark.parametrize("cache", [None, FP8])
 def test_new_keys_are_appended_and_seen(cache):
     step = Step([3, 3, 3], [40, 16, 3], cache=cache)
     new = [cache_.new_empty(0) for cache_ in (step.k, step.v)]
