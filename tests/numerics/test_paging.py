@@ -99,7 +99,7 @@ def test_small_cases_of_a_paged_problem_are_compiled_as_it_is(problem):
     cases = small_cases(problem)
     assert {len(c.problem.layout.lengths) for c in cases} >= {1, 4, 7}
     assert any(0 in c.problem.layout.lengths for c in cases)
-    assert any(c.problem.layout.shared for c in cases)
+    assert {c.inputs for c in cases if c.problem.layout.shared} == {"normal"}  # or they were not as hard
     for case in cases:
         own, whole = case.problem.layout, problem.layout
         assert (own.page_size, own.order, own.cache_dtype) == (whole.page_size, whole.order, whole.cache_dtype)
