@@ -23,7 +23,7 @@ kernel = Family(
         Param("BLOCKS_PER_SM", (1, 2), "blocks of the grid for each SM"),
         Param("OVERLAP", (1, 0), "1: softmax runs next to the PV of the tile before"),
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
-        # With 2 a row that sees one key rounds its weight, and never won on an H200.
+        # 2 never won on an H200.
         Param("MAXIMA", (1,), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),

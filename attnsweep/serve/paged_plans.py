@@ -368,8 +368,10 @@ def _choice(
     """What serves such calls, or why nothing does. Raises an AttnsweepError."""
     problem, arch = problem_of_sizes(*sizes), arch_of(index)
     family: Family | None = _families()[DECODE]
-    config, said = scheduled, "the config of the schedule"
-    if config is None:
+    config, said = None, "the config of the schedule"
+    if scheduled is not None:
+        config = Config({**scheduled, "LSE": int(lse)})
+    else:
         family, config, said = chosen(problem, arch, name_of(index), lse=lse, packed=packed)
     if family is None or config is None:
         return said

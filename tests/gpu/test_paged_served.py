@@ -154,6 +154,7 @@ def test_metadata_that_are_made_once_a_step_serve_all_its_layers():
     metadata = paged.get_scheduler_metadata(*sizes, engine.lengths, **how)
     for _ in range(3):
         engine.check(served(engine, scheduler_metadata=metadata))
+    engine.check(*served(engine, scheduler_metadata=metadata, return_softmax_lse=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inside = paged.get_scheduler_metadata(*sizes, engine.lengths, **how)

@@ -355,3 +355,15 @@ def test_a_card_that_nothing_was_recorded_on_is_served_too():
     family, config, why = plans.chosen(problem, arch_named("sm_80"), "A100")
     assert (family.name, config["ROW_FRAGMENTS"]) == (plans.DECODE, 1)
     assert "of an H200" in why
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_log_sum_exps_are_written_behind_a_schedule_too(monkeypatch, lse):
+    monkeypatch.setattr(plans, "arch_of", lambda _: arch_named("sm_90a"))
+    plans._choice.cache_clear()
+    sizes = (8, 32, 8, 1, 256, 128, "bf16", 16, None, plans.CAUSAL, plans.Scores())
+    scheduled = plans.Config({**plans.DEFAULTS[plans.DECODE][0], "SCHEDULE": 1, "LSE": 0})
+    choice = plans._choice(sizes, 0, lse, False, scheduled)
+    plans._choice.cache_clear()
+    assert choice.kernels["fwd"].defines["LSE"] == str(int(lse))
+    assert choice.kernels["fwd"].defines["SCHEDULE"] == "1"
