@@ -214,7 +214,7 @@ def _paged(case: Case, whole: Problem, number: int) -> Case:
     own = replace(
         layout,
         lengths=(most, *lengths[1:]),
-        # Of requests that share a page the first one's keys are there: the others' are not as hard.
+        # A shared page holds the first request's keys, with which the others' rows are not as hard.
         shared=number % 3 if case.inputs == "normal" and most > 2 * page else 0,
         seed=number,
     )

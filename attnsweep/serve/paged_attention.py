@@ -1,11 +1,10 @@
-"""Decoding from a cache: FlashAttention-3's `flash_attn_with_kvcache`, by a swept kernel.
+"""Attention over a cache: FlashAttention-3's `flash_attn_with_kvcache`, by swept kernels.
 
-The kernel `decode_paged_mma` serves paged caches in fp16, bf16 and FP8, and dense ones of whole
-pages. It is compiled when a kind of call is first met, and lies in the cache of cubins then. Which
-config serves follows from what the host knows, by the recorded winners of `paged_times.json`:
-lengths and tables stay on the device, so that a call waits for nothing and may be in a CUDA graph
-whose lengths change. What no kernel of ours serves is answered by FlashAttention-3 if it is
-installed and can, and else by PyTorch behind a gather.
+The kernels serve paged caches, and dense ones of whole pages: see paged_plans for which. They are
+compiled when a kind of call is first met, and lie in the cache of cubins then. Lengths and tables
+stay on the device, so that a call waits for nothing and may be in a CUDA graph whose lengths change.
+What no kernel of ours serves is answered by FlashAttention-3 if it is installed and can, and else
+by PyTorch behind a gather.
 """
 
 from __future__ import annotations
@@ -248,7 +247,8 @@ def remember(
     *_, table, lengths, k_scale, v_scale, sinks = given
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
-    if _Guard is None or plan.launches is None or not (as_given and both):
+    served = plan.launches is not None and call.q.numel() > 0
+    if _Guard is None or not (served and as_given and both):
         return
     tensors = [each for each in (*given, *more) if each is not None]
     guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

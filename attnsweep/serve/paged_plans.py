@@ -342,6 +342,8 @@ def _kernel(family: Family, config: Config, problem: Problem, stage: str, launch
 
 def plan_of(call: Arguments, config: Config | None = None) -> Plan:
     """The plan of calls of this kind, made now or before. config: that of a schedule."""
+    if call.begins is not None:
+        config = None  # schedules are of requests with as many queries
     key = (*call.kind, config and config.label)
     found = _plans.get(key)
     if found is None:

@@ -54,6 +54,20 @@ def _stored(
     """The lengths with the new keys, which are stored."""
     if not k.is_cuda:
         return _on_the_host(cache_k, cache_v, k, v, lengths, table)
+    if cache_k.stride() != cache_v.stride():  # the kernel has one set of them
+        _on_the_card(cache_k, cache_k, k, k, lengths, table)
+        return _on_the_card(cache_v, cache_v, v, v, lengths, table)
+    return _on_the_card(cache_k, cache_v, k, v, lengths, table)
+
+
+def _on_the_card(
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+) -> torch.Tensor:
     made, size = torch.empty_like(lengths), k.element_size()
     given = (k, v, cache_k, cache_v, lengths, table, made)
     addresses = tuple(tensor.data_ptr() for tensor in given)

@@ -162,7 +162,7 @@ class Engine:
             self._hold(request, 0)
 
     def _hold(self, request: Request, tokens: int) -> None:
-        """Give a request the pages for so many tokens, or take them back."""
+        """Give a request the pages that its tokens need; with no tokens, take its pages back."""
         wanted = -(-tokens // self.page_size)
         while len(request.pages) < wanted:
             request.pages.append(self.free.pop())
