@@ -2,9 +2,9 @@
 
 The kernels serve paged caches, and dense ones of whole pages: see paged_plans for which. They are
 compiled when a kind of call is first met, and lie in the cache of cubins then. Lengths and tables
-stay on the device, so that a call waits for nothing and may be in a CUDA graph whose lengths change.
-What no kernel of ours serves is answered by FlashAttention-3 if it is installed and can, and else
-by PyTorch behind a gather.
+stay on the device, so that a call waits for nothing and may be in a CUDA graph whose lengths
+change. What no kernel of ours serves is answered by FlashAttention-3 if it is installed and can,
+and else by PyTorch behind a gather.
 """
 
 from __future__ import annotations

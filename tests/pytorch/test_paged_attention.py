@@ -367,3 +367,24 @@ def test_log_sum_exps_are_written_behind_a_schedule_too(monkeypatch, lse):
     plans._choice.cache_clear()
     assert choice.kernels["fwd"].defines["LSE"] == str(int(lse))
     assert choice.kernels["fwd"].defines["SCHEDULE"] == "1"
+
+
+def test_a_schedule_beside_packed_queries_is_left_out(monkeypatch):
+    made = []
+    monkeypatch.setattr(plans, "_made", lambda call, scheduled: made.append(scheduled) or "a plan")
+    monkeypatch.setattr(plans, "_plans", {})
+    (q, k, v), options = call()
+    given = (q.flatten(0, 1), k, v, options["cache_seqlens"], options["page_table"], None, None, None, None, 0.0, True)
+    packed = paged.understood(*given, (-1, -1), False, torch.tensor([0, 1, 1, 3], dtype=torch.int32), 2)
+    assert plans.plan_of(packed, plans.Config({"SCHEDULE": 1})) == "a plan"
+    assert made == [None]
+
+
+def test_new_keys_of_caches_with_other_strides_are_stored_apart(monkeypatch):
+    store = pytest.importorskip("attnsweep.serve.paged_store")
+    cards = []
+    monkeypatch.setattr(store, "_on_the_card", lambda k, v, *_: cards.append((k.stride(), v.stride())) or k)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    k, v = torch.zeros(2, 4, 2, 8), torch.zeros(2, 2, 4, 8).transpose(1, 2)
+    store._stored._init_fn(k, v, k, v, torch.zeros(2).int(), torch.zeros(2, 1).int())
+    assert cards == [(k.stride(), k.stride()), (v.stride(), v.stride())]
