@@ -230,6 +230,8 @@ def float32_masks(attend: Any) -> Found:
     mask = torch.randn(1, 8, 512, 512, device="cuda")
     yield "float32 mask", error(attend, q, k, v, None, mask)
     yield "float32 mask, no gradients", error(attend, q, k, v, False, mask)
+    q, k, v = (drawn(2, 1, 1, 72) for _ in range(3))
+    yield "float32 mask of one key", error(attend, q, k, v, False, torch.randn(1, 1, device="cuda"))
 
 
 def mask_alone(attend: Any) -> Found:

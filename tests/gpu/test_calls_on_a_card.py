@@ -19,7 +19,7 @@ SPEC = """
 name: calls
 problems:
   - {batch: 1, heads: 4, heads_kv: 2, seqlen_q: 128, seqlen_k: 200, head_dim: 64, dtype: bf16, causal: true}
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64, window: [100, 20]}
+  - {batch: 1, heads: 2, seqlen: 320, head_dim: 64, window: [100, 20]}
   - {batch: 2, heads: 2, seqlen: 256, head_dim: 64, dtype: bf16, boolean: [documents, 3]}
   - {batch: 1, heads: 4, heads_kv: 2, seqlen: 192, head_dim: 64, dtype: bf16, causal: true, op: backward}
 kernels:
@@ -69,7 +69,9 @@ def rows(swept):
 
 
 def test_every_config_of_every_call_is_right(swept):
-    assert {row.status for row in swept.trials} == {Status.OK}, [row.detail for row in swept.trials]
+    # Noisy rows are right ones, timed while something else used the card.
+    others = [row for row in swept.trials if row.status not in (Status.OK, Status.NOISY)]
+    assert not [f"{row.kernel} {row.config} {row.problem.label}: {row.status}: {row.detail}" for row in others]
 
 
 def test_a_call_is_swept_on_the_problems_that_it_takes(rows):
@@ -114,7 +116,7 @@ def test_winners_are_exported(attnsweep, place, swept):
 
 
 def test_the_same_files_pass_the_check_of_the_run(attnsweep, swept):
-    same = attnsweep("check", "calls.yaml", "--against", swept.directory, "--budget-s", "30")
+    same = attnsweep("check", "calls.yaml", "--against", swept.directory, "--budget-s", "120")
     assert same.returncode == 0, same.stdout + same.stderr
     assert "same machine code" in same.stdout
 

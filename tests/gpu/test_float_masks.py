@@ -92,6 +92,13 @@ def test_a_float32_mask_is_no_mask_of_half_precision(compiled):
     assert near(out, exact(*given, mask.double()))
 
 
+def test_a_float32_mask_of_one_key():
+    """PyTorch takes its memory-efficient backend, which refuses such a mask."""
+    q, k, v = (torch.randn(2, 1, 1, 72, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.full((1, 1), -1e4, device="cuda")
+    assert near(attnsweep.attention(q, k, v, mask), v.double())
+
+
 def test_a_bias_whose_keys_are_apart_is_copied_once_a_version():
     given = tensors()
     mask = bias(ROWS, 2 * KEYS)[:, ::2]

@@ -137,8 +137,8 @@ def draw(limits: Limits, seed: int, number: int) -> Drawn:
     rng = random.Random(f"{seed} call {number}")
     if number and rng.random() < 0.35:
         return _changed(draw(limits, seed, number - rng.randint(1, min(8, number))), rng)
-    if rng.random() < 0.12:
-        return _served_bias(limits, rng)
+    if (which := rng.random()) < 0.15:
+        return _served_bias(limits, rng) if which < 0.12 else _served_lengths(limits, rng)
     sizes = _sizes(limits, rng)
     if rng.random() < 0.8:
         sizes = _sizes(limits, random.Random(f"{seed} sizes {rng.randrange(12)}"))
@@ -198,6 +198,21 @@ def _served_bias(limits: Limits, rng: random.Random) -> Drawn:
         mask=mask,
         kept=rng.random() < 0.5,
         seed=rng.randrange(10**6),
+    )
+
+
+def _served_lengths(limits: Limits, rng: random.Random) -> Drawn:
+    """A call with lengths that kernels take, behind which all is NaN."""
+    sizes = rng.choice([p for p in limits.known if p.head_dim == p.head_dim_v in (64, 128)])
+    return Drawn(
+        entry="attention",
+        kind="lengths",
+        sizes=sizes,
+        layouts=(rng.choice(("bhsd", "bshd", "cache")),) * 3,
+        hidden_nan=True,
+        kept=rng.random() < 0.5,
+        seed=rng.randrange(10**6),
+        **_arguments("attention", "lengths", sizes, rng),
     )
 
 

@@ -9,7 +9,8 @@ operators, are the only ways to them, and know these:
 - cuDNN misreads tensors that do not begin, or whose rows are not, at multiples of 16 bytes.
 - cuDNN's dq is NaN at seqlen_k % 128 == 64 where scores are below -88, unless causal alone.
 - A query that sees no key has a mixture of v from cuDNN, where other backends have 0.
-- cuDNN reads a float32 mask beside half precision as if it were of that.
+- cuDNN reads a float32 mask beside half precision as if it were of that, and the memory-efficient
+  backend, which PyTorch chooses for some such calls, ends them in an error.
 - Flash attention of packed sequences takes each for one of a query if the longest has one; a
   window's side for open if it is no shorter than the longest keys; and an open one for that long.
 - Backward passes refuse more than 65,535 items or heads, and a mask that alone has a gradient.
@@ -33,6 +34,7 @@ from .intervals import dense, dense_of_packed
 from .sdpa_patch import is_traced, sdpa
 
 CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
+_EFFICIENT = 2  # EFFICIENT_ATTENTION
 _OF_CUDNN = "ScaledDotProductCudnnAttentionBackward0"
 _HALVES = (torch.float16, torch.bfloat16)
 _TENSOR, _PLAIN = torch.Tensor, (torch.Tensor, torch.nn.Parameter)
@@ -243,7 +245,7 @@ def _in_float32(query: Any, key: Any, value: Any, *masks: Any, **how: Any) -> An
 
 
 def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *masks: Any, **how: Any) -> bool:
-    """Whether PyTorch would give cuDNN a mask of another dtype than query's, which it misreads.
+    """Whether PyTorch would give a backend a mask of another dtype than query's, which none takes.
 
     Autocast would cast the mask too. A compiler cannot ask, nor can `torch.vmap`.
     """
@@ -259,7 +261,7 @@ def _misread(query: Any, key: Any, value: Any, attn_mask: Any, *masks: Any, **ho
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, *masks, **how)
     except RuntimeError:
         return True
-    return bool(choice == CUDNN)
+    return choice in (CUDNN, _EFFICIENT)
 
 
 def _filled(query: Any, key: Any, value: Any, attn_mask: Any, *how: Any, **options: Any) -> Any:

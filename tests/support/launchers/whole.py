@@ -201,7 +201,8 @@ def by_autograd(q, k, v, o, lse, do, *, problem, BLOCK=1024):
         row, key = (torch.arange(n, device=q.device) for n in (p.seqlen_q, p.seqlen_k))
         low, high = p.diagonals
         off = key[None] - row[:, None]
-        weights = torch.exp(s.detach() - lse[..., None]) * ((off >= low) & (off <= high))
+        hidden = (off < low) | (off > high)
+        weights = torch.exp((s.detach() - lse[..., None]).masked_fill(hidden, float("-inf")))
         of_p = do.float() @ v.float().repeat_interleave(group, 1).mT
         of_s = weights * (of_p - (do.float() * o.float()).sum(-1, keepdim=True))
         dq, dk = torch.autograd.grad(s, (x, y), of_s)
