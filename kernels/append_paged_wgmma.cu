@@ -17,12 +17,16 @@
 //
 // The grid is fixed, whatever the lengths are. Blocks take tiles of queries in turn, from a counter
 // that the last one to end clears: request by request, of these head by head, and of a head the
-// last queries first, which see most.
+// last queries first, which see most. With SPLITS, up to so many blocks share a tile's keys, and
+// the last of them to end joins what all have written.
 #define PADDED 1      // V behind the last key may be NaN
 #define EMPTY_ROWS 1  // the device alone knows which rows see no key
 #define BITS 0
 #include "common/hopper/consumer.cuh"
 #include "common/ptx/barrier.cuh"
+#if SPLITS > 1
+#include "common/ptx/decode.cuh"
+#endif
 #include "common/ptx/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
@@ -40,8 +44,8 @@ using namespace attn;
 
 #if STAGE_RESET
 // Before the first call; afterwards each call leaves them so.
-extern "C" __global__ void append_paged_reset(int* turns) {
-    if (threadIdx.x < 2) turns[threadIdx.x] = 0;
+extern "C" __global__ void append_paged_reset(int* turns, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) turns[i] = 0;
 }
 #else
 
@@ -79,16 +83,39 @@ struct Tiles {
     }
 };
 
+// Tiles of queries whose keys may be shared, for which there is memory; and the least tiles of keys
+// that are a part.
+constexpr int PARTED_TILES = 256, LEAST_TILES = 4;
 // A tile of queries: its first row of an item, the key head, the tokens that there are, the first
 // one's own key, the request's keys, and the tiles of keys that some token sees, one at least. No
 // tokens: there is no tile any more.
 struct __align__(16) Work {
     int row, item, head_kv, tokens, position, length, first, end;
+#if SPLITS > 1
+    int tile, part, parts;  // of the tile's keys: this one, and how many there are
+#endif
     __device__ __forceinline__ static Work load(unsigned from) {
         const uint4 a = load_shared_16(from), b = load_shared_16(from + 16);
         auto of = [](unsigned x) { return static_cast<int>(x); };
-        return {of(a.x), of(a.y), of(a.z), of(a.w), of(b.x), of(b.y), of(b.z), of(b.w)};
+        Work work{of(a.x), of(a.y), of(a.z), of(a.w), of(b.x), of(b.y), of(b.z), of(b.w)};
+#if SPLITS > 1
+        const uint4 c = load_shared_16(from + 32);
+        work.tile = of(c.x), work.part = of(c.y), work.parts = of(c.z);
+#endif
+        return work;
     }
+#if SPLITS > 1
+    // Of all tiles of keys those of one part; false if there are fewer parts.
+    __device__ __forceinline__ bool take_part(int number) {
+        tile = number / SPLITS, part = number - tile * SPLITS;
+        const int tiles = end - first;
+        const int each =
+            tile < PARTED_TILES ? max((tiles + SPLITS - 1) / SPLITS, LEAST_TILES) : tiles;
+        parts = tokens == 0 ? SPLITS : (tiles + each - 1) / each;
+        end -= part * each, first = max(first, end - each);
+        return part < parts;
+    }
+#endif
 };
 // The producer tells consumers of a tile here. They read it again when they store, so that they
 // keep none of it: by then it may have told of two more.
@@ -266,9 +293,21 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     Ring<PLACES> place;
     unsigned q_phase = 0;
     int number = blockIdx.x;
+    auto take_next = [&] {
+        if (lane == 0) number = gridDim.x + atomicAdd(turns, 1);
+        number = __shfl_sync(ALL_LANES, number, 0);
+    };
 #pragma unroll 1
     for (;;) {
+#if SPLITS > 1
+        Work work = finder.find(number / SPLITS);
+        if (!work.take_part(number)) {
+            take_next();
+            continue;
+        }
+#else
         const Work work = finder.find(number);
+#endif
         if (lane == 0) told[place.stage] = work;
         place.next();
         if (work.tokens == 0) break;
@@ -301,8 +340,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
             }
             page_before = page, page = next_page;
         }
-        if (lane == 0) number = gridDim.x + atomicAdd(turns, 1);
-        number = __shfl_sync(ALL_LANES, number, 0);
+        take_next();
     }
     mbarrier_wait(barriers.q_empty(0), q_phase ^ 1);
     if (lane != 0) return;
@@ -318,7 +356,57 @@ struct Out {
     element_t* o;
     float* lse;
     int heads, seqlen_q, batch_stride, head_stride, row_stride;
+    float4* parts;
+    unsigned* arrived;  // of each tile whose keys are shared, and of each warp
 };
+#if SPLITS > 1
+// Writes what a warp has of a part of its tile's keys. The last part to end joins all of them, in
+// their order, so that equal calls give equal bits. Whether this is it.
+__device__ __forceinline__ bool join_parts(const Work& work, int warp, Consumer::Output& out,
+                                           Softmax& rows, float exponent, const Out& to) {
+    if (work.parts == 1) return true;
+    constexpr int WARPS = CONSUMERS / 32, VALUES = COLUMNS_V / 8, WORDS = VALUES + 1;
+    const int lane = threadIdx.x % 32, of_warp = work.tile * WARPS + warp;
+    // A word of each lane after the other: values of both rows, and then their m and l.
+    auto words_of = [&](int part) {
+        return to.parts + ((work.tile * SPLITS + part) * WARPS + warp) * (WORDS * 32) + lane;
+    };
+    float4* own = words_of(work.part);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        own[i * 32] = make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+    own[VALUES * 32] = make_float4(rows.m[0], rows.l[0], rows.m[1], rows.l[1]);
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = count_arrival(to.arrived + of_warp);
+    if (__shfl_sync(ALL_LANES, before, 0) != work.parts - 1) return false;
+    if (lane == 0) to.arrived[of_warp] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int part = 0; part < work.parts; ++part) {
+        const float4* words = words_of(part);
+        const float4 sums = __ldcg(words + VALUES * 32);
+        float mine[2] = {0.f, 0.f}, theirs[2] = {1.f, 1.f};
+        if (part == 0) {
+            rows.m[0] = sums.x, rows.l[0] = sums.y, rows.m[1] = sums.z, rows.l[1] = sums.w;
+#pragma unroll
+            for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] = 0.f;
+        } else {
+            rows.join(0, sums.x, sums.y, exponent, mine[0], theirs[0]);
+            rows.join(1, sums.z, sums.w, exponent, mine[1], theirs[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const float4 x = __ldcg(words + i * 32);
+            out[4 * i] = out[4 * i] * mine[0] + x.x * theirs[0];
+            out[4 * i + 1] = out[4 * i + 1] * mine[0] + x.y * theirs[0];
+            out[4 * i + 2] = out[4 * i + 2] * mine[1] + x.z * theirs[1];
+            out[4 * i + 3] = out[4 * i + 3] * mine[1] + x.w * theirs[1];
+        }
+    }
+    return true;
+}
+#endif
 // Words of four columns of a matrix whose rows are those of a quad's lanes become those of four
 // rows: lane i has word j of lane j's i-th.
 __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
@@ -409,12 +497,16 @@ __device__ __forceinline__ void consume(const Memory& at, const Call& whole, con
         for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] = 0.f;
         self.attend(state, self.end_tile - self.first_tile);
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
+#if SPLITS > 1
+        if (!join_parts(Work::load(told), warp, out, rows, call.exponent(), to)) continue;
+#endif
         store_rows(self, Work::load(told), out, rows, to);
     }
     self.end_turns();
 }
 
-// turns: two words of a workspace. query_begins and query_ends are read with QUERIES alone, left
+// turns: words of a workspace, 0 before a call and after it; parts: another, with SPLITS alone.
+// query_begins and query_ends are read with QUERIES alone, left
 // and right with WINDOW, softcap and sinks with SOFTCAP and SINKS. group: query heads of a key
 // head. seqlen_q: tokens of an item of q; all_tokens: of all. The log-sum-exp is (items, heads,
 // seqlen_q).
@@ -422,10 +514,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     append_paged_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                        const __grid_constant__ TensorMap v, element_t* o, const int* block_table,
                        const int* seqused_k, const int* query_begins, const int* query_ends,
-                       const float* sinks, float* lse, int* turns, int batch, int heads_kv,
-                       int group, int seqlen_q, int all_tokens, int max_blocks, int left, int right,
-                       float factor, float softcap, int o_batch, int o_head, int o_row,
-                       int table_row) {
+                       const float* sinks, float* lse, int* turns, float4* parts, int batch,
+                       int heads_kv, int group, int seqlen_q, int all_tokens, int max_blocks,
+                       int left, int right, float factor, float softcap, int o_batch, int o_head,
+                       int o_row, int table_row) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     const Call call{factor, {softcap, sinks}, group, left, right};
@@ -442,7 +534,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                    reinterpret_cast<Work*>(smem + (at.told - at.q)));
     } else {
         registers_increase<CONSUMER_REGISTERS>();
-        consume(at, call, {o, lse, heads_kv * group, seqlen_q, o_batch, o_head, o_row}, warp);
+        consume(at, call,
+                {o, lse, heads_kv * group, seqlen_q, o_batch, o_head, o_row, parts,
+                 reinterpret_cast<unsigned*>(turns + 2)},
+                warp);
     }
 }
 #endif

@@ -23,6 +23,12 @@ kernel = Family(
         Param("BLOCKS_PER_SM", (1, 2), "blocks of the grid for each SM"),
         Param("OVERLAP", (1, 0), "1: softmax runs next to the PV of the tile before"),
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
+        Param(
+            "SPLITS",
+            (1, 2, 4),
+            "blocks that share a tile's keys; the last one to end joins them",
+            absent=1,
+        ),
         # 2 never won on an H200.
         Param("MAXIMA", (1,), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
@@ -42,6 +48,7 @@ kernel = Family(
 UNLIMITED = 2**30  # a side of a window
 STRIDES = 4
 TOLD_BYTES = 3 * 32  # what the producer tells of tiles of queries
+PARTED_TILES = 256  # of which keys may be shared: memory is held for so many
 PRODUCER_REGISTERS = 24
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = 30
@@ -60,6 +67,16 @@ def tokens(c: Config, p: Problem) -> int:
     return 64 // group(p) * c.WARPGROUPS
 
 
+def tiles_of_queries(c: Config, p: Problem) -> int:
+    """Tiles of queries of all requests and key heads."""
+    return p.batch * p.heads_kv * ceil_div(p.seqlen_q, tokens(c, p))
+
+
+def counters(c: Config) -> int:
+    """Words of `turns`: two, and one for each warp of a tile whose keys are shared."""
+    return 2 + (4 * c.WARPGROUPS * PARTED_TILES if c.SPLITS > 1 else 0)
+
+
 def tile_bytes(rows: int, p: Problem) -> int:
     """Bytes of a tile of Q, K or V in whole panels."""
     return rows * hopper.panels(p.head_dim) * 128
@@ -68,7 +85,8 @@ def tile_bytes(rows: int, p: Problem) -> int:
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, what the producer tells, and barriers."""
     rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
-    return tile_bytes(rows, p) + TOLD_BYTES + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
+    told = TOLD_BYTES if c.SPLITS == 1 else TOLD_BYTES * 3 // 2
+    return tile_bytes(rows, p) + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
 
 
 def registers_given(c: Config, arch: Arch) -> tuple[int, int]:
@@ -86,7 +104,8 @@ def registers_needed(c: Config, p: Problem) -> int:
 # fmt: off
 kernel.keep_if(
     ("known_values", "switches are 0 or 1, MAXIMA 1 or 2",
-     lambda c, p, arch: c.MAXIMA in (1, 2) and max(c.OVERLAP, c.PINGPONG, c.LSE) < 2),
+     lambda c, p, arch: c.MAXIMA in (1, 2) and max(c.OVERLAP, c.PINGPONG, c.LSE) < 2
+     and 1 <= c.SPLITS <= 16),
     ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in sixteens",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 16)),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
@@ -104,12 +123,17 @@ kernel.keep_if(
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
 )
 kernel.keep_if(
-    ("few_queries", "decode_paged_mma alone has requests of one query, or of under 16 packed rows",
-     lambda c, p, arch: p.seqlen_q > 1 and p.seqlen_q * group(p) >= 16),
+    ("few_queries", "decode_paged_mma alone has requests of under 16 packed rows",
+     lambda c, p, arch: p.seqlen_q * group(p) >= 16),
     ("no_idle_tile", "a tile is under twice its request, and a ring holds at most all keys",
      lambda c, p, arch: tokens(c, p) < 2 * max(64 // group(p), p.seqlen_q)
      and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))),
+    ("split_grid", "keys are shared where tiles of queries leave SMs idle, into two waves at most",
+     lambda c, p, arch: c.SPLITS == 1 or (
+        tiles_of_queries(c, p) < min(PARTED_TILES, arch.sm_count * c.BLOCKS_PER_SM)
+        and tiles_of_queries(c, p) * c.SPLITS <= 2 * arch.sm_count * c.BLOCKS_PER_SM
+        and 4 * c.SPLITS * c.BLOCK_N <= p.seqlen_k)),
     by_shape=True,
 )
 # fmt: on
@@ -117,14 +141,16 @@ kernel.keep_if(
 
 @kernel.workspace
 def workspace(c, p):
-    return {"turns": 8, "lse": 4 * p.batch * p.heads * p.seqlen_q if c.LSE else 16}
+    sizes = {"turns": 4 * counters(c), "lse": 4 * p.batch * p.heads * p.seqlen_q if c.LSE else 16}
+    # Of each row its output in fp32, and two numbers for each of four lanes.
+    rows = PARTED_TILES * c.SPLITS * 64 * c.WARPGROUPS
+    return sizes | ({"parts": rows * (4 * p.head_dim + 32)} if c.SPLITS > 1 else {})
 
 
 @kernel.stage("reset", params=(), constants=())
 def reset(c, p, arch):
-    return Launch(
-        function="append_paged_reset", grid=(1, 1, 1), threads=32, args=("turns",), once=True
-    )
+    args = ("turns", counters(c))
+    return Launch(function="append_paged_reset", grid=(1, 1, 1), threads=256, args=args, once=True)
 
 
 def map_of_q(p: Problem) -> TensorMap:
@@ -154,17 +180,17 @@ def map_of_pages(c: Config, p: Problem, name: str) -> TensorMap:
 def fwd(c, p, arch):
     left, right = (UNLIMITED if side is None else side for side in p.mask.interval.sides)
     max_blocks = p.layout.blocks(p.seqlen_k)
-    tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_q, tokens(c, p))
     row, head = p.head_dim, p.seqlen_q * p.head_dim
     return Launch(
         function="append_paged_wgmma",
-        grid=(min(arch.sm_count * c.BLOCKS_PER_SM, tiles), 1, 1),
+        grid=(min(arch.sm_count * c.BLOCKS_PER_SM, tiles_of_queries(c, p) * c.SPLITS), 1, 1),
         threads=128 * (c.WARPGROUPS + 1),
         args=(
             *(map_of_q(p), map_of_pages(c, p, "k"), map_of_pages(c, p, "v")),
             # The kernel does not read a pointer to what the problem does not have.
             *("o", "block_table", "seqused_k", "seqused_k", "seqused_k"),
             *("sinks" if p.scores.sinks else "lse", "lse", "turns"),
+            "parts" if c.SPLITS > 1 else "lse",
             *(p.batch, p.heads_kv, group(p), p.seqlen_q, p.batch * p.seqlen_q, max_blocks),
             *(left, right, p.scale * LOG2E, float(p.scores.softcap)),
             *(p.heads * head, head, row, max_blocks),

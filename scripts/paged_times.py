@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep import find_runs, open_run
+from attnsweep.family.discover import discover
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = ROOT / "attnsweep" / "serve" / "paged_times.json"
@@ -26,6 +27,7 @@ def recorded() -> list[Path]:
 
 def text() -> str:
     """The file: the configs, then a line a problem."""
+    families = discover()
     configs: dict[str, int] = {}
     found: dict[tuple[str, str], str] = {}
     for path in recorded():
@@ -34,7 +36,8 @@ def text() -> str:
         times: dict[str, dict[str, float]] = {}
         for trial in run.trials:  # the last row of a config is the longest measured
             if trial.kernel in FAMILIES and trial.time_us:
-                label = " ".join(f"{n}={v}" for n, v in trial.config.items() if n != "LSE")
+                config = families[trial.kernel].of_today(trial.config)
+                label = " ".join(f"{n}={v}" for n, v in config.items() if n != "LSE")
                 own = times.setdefault(trial.problem.label, {})
                 own[f"{trial.kernel} {label}"] = trial.time_us.median
             elif trial.provider == "flash_attn_3" and trial.time_us:

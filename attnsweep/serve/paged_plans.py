@@ -322,6 +322,7 @@ DEFAULTS = {
         BLOCKS_PER_SM=1,
         OVERLAP=1,
         PINGPONG=0,
+        SPLITS=1,
         MAXIMA=1,
     ),
 }

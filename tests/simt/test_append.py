@@ -29,6 +29,8 @@ RUNS = (
     (2, "LSE=1 BLOCK_N=64 PINGPONG=1", "(1,4,70x640,256) bf16 causal paged(48)"),
     (2, "LSE=1 BLOCK_N=96 MAXIMA=2 WARPGROUPS=3 PINGPONG=1", "(1,12/1,60x640,64) fp16 window(40,0) paged(24)"),
     (3, "LSE=1 BLOCK_N=128 OVERLAP=0 WARPGROUPS=3", "(1,4,200x640,64) bf16 full paged(16,hnd) softcap(30)"),
+    (5, "LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=2", "(2,16/2,20x900,64) bf16 causal paged(16) sinks"),
+    (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) fp16 window(900,3) paged(8) softcap(5)"),
 )
 
 
@@ -107,8 +109,8 @@ class Call:
         strides = (2 * columns, 2 * columns * heads, 2 * columns * heads * tokens)
         args[0] = TensorMap("q", (columns, heads, tokens, 1), strides, args[0].box)
         args[6:8] = "query_begins", "query_ends"
-        args[14:16] = tokens, tokens
-        args[21:24] = 0, columns, columns * heads
+        args[15:17] = tokens, tokens
+        args[22:25] = 0, columns, columns * heads
         stages = self.stages | {"fwd": (replace(launch, args=tuple(args)), made)}
         given = self.inputs | {"q": rows, "query_begins": np.int32(begins), "query_ends": np.int32(ends)} | inputs
         sizes = KERNEL.workspaces(self.config, problem) | {"lse": 4 * heads * tokens}
