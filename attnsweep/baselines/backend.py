@@ -119,6 +119,8 @@ class Backend:
     rounds_scores: int = 0
     head_dim_v: bool = True
     """Whether it may have v of another head_dim than q; which ones, it says when it is called."""
+    value_in_key: bool = False
+    """Whether it does problems without a v, whose values are a part of the keys."""
     cannot: Callable[[Problem], str | None] = lambda _: None
     """Why it cannot do a problem whose dtype and mask it has, in words after its name; or None."""
 
@@ -135,6 +137,8 @@ class Backend:
             return f"{self.name} is timed in no {problem.op.name}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} does not do {problem.dtype}"
+        if problem.value_in_key and not self.value_in_key:
+            return f"{self.name} has no value_in_key: it reads a v apart from k"
         if problem.head_dim_v and not self.head_dim_v:
             return f"{self.name} has no head_dim_v: v has as many columns as q"
         if problem.mask.kind not in self.masks:

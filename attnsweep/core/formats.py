@@ -59,7 +59,7 @@ _FP8 = Format(
     *("e4m3", 1, "FP8", "E4M3", "bf16"),
     aliases=("fp8", "float8", "f8", "e4m3fn", "float8_e4m3fn", "float8_e4m3"),
     scales=("q_scale", "k_scale", "v_scale"),
-    lacks=("head_dim_v", "softcap", "sinks", "bias"),
+    lacks=("head_dim_v", "value_in_key", "softcap", "sinks", "bias"),
     row_bytes=16,
     tensor_rate=2,
     first_capability=(8, 9),

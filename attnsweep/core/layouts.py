@@ -475,7 +475,9 @@ class Paged(_OfItems):
             yield f"a cache of {len(self.lengths)} lengths is of as many items", hint
         elif self.lengths and max(self.lengths) != p.seqlen_k:
             yield "seqlen_k is the longest length", f"write seqlen_k {max(self.lengths)}"
-        others = ["boolean mask"] * p.mask.as_tensor + ["head_dim_v"] * bool(p.head_dim_v)
+        others = ["boolean mask"] * p.mask.as_tensor
+        others += ["head_dim_v"] * (p.head_dim_v is not None and not p.value_in_key)
+        others += [f"{self.cache_dtype} with value_in_key"] * (p.value_in_key and bool(self.scales))
         others += ["top_left"] * p.mask.interval.top_left
         others += [f"q of {p.dtype}"] * (p.format.nbytes != 2)
         yield from ((f"a paged cache has no {other} beside it", None) for other in others)

@@ -83,7 +83,7 @@ def _keys(p: Problem) -> tuple[int, ...]:
 
 def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
     stored = p.layout.cache_dtype or p.dtype
-    columns = {"k": p.head_dim, "v": p.value_dim}
+    columns = {"k": p.head_dim} | ({} if p.value_in_key else {"v": p.value_dim})
     given = (
         Tensor("q", _queries(p), p.dtype),
         *(Tensor(name, p.layout.of_keys(p, own), stored) for name, own in columns.items()),
@@ -179,6 +179,7 @@ def _backward_faults(p: Problem) -> Iterator[tuple[str, str]]:
         p.layout.kind in ("packed", "paged")
     )
     others += [*p.scores.kinds, *["head_dim_v"] * bool(p.head_dim_v)]
+    others += ["value_in_key"] * p.value_in_key
     others += [p.dtype] * (DTYPE_BYTES[p.dtype] != 2)
     hint = "a backward is of fp16 or bf16: full, causal, with a window, or padded"
     yield from ((f"a backward has no {other}", hint) for other in others)

@@ -43,9 +43,9 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
-    r"(?: +(?!causal_|window|boolean|padded|paged|packed|softcap|sinks|bias|backward)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|paged|packed|softcap|sinks|bias|value_|backward)(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
-    r"(?: +(pa(?:dded|cked|ged)\([^)]*\)))?"
+    r"(?: +(pa(?:dded|cked|ged)\([^)]*\)))?(?: +(value_in_key))?"
     rf"({WORDS})"
     r"(?: +(backward))?"
 )
@@ -64,7 +64,9 @@ class Problem:
     In a padded `layout`, an item of the batch has keys of its own range alone, which is one more
     input of a call, `key_range`, int32 (batch, 2): the first key and the one after the last. A
     query sees a key if the mask and the range let it. A Boolean mask is an input too, `mask`. In a
-    paged layout, k and v are pages, and a table says which an item has: see Paged.
+    paged layout, k and v are pages, and a table says which an item has: see Paged. With
+    `value_in_key`, there is no v: the first head_dim_v elements of a key are its value, as in MLA's
+    decoding.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -89,6 +91,7 @@ class Problem:
     """What a call computes."""
     head_dim_v: int | None = None
     """Elements of a row of v and o, if they are not as many as of q and k: see value_dim."""
+    value_in_key: bool = False
     # The hash of whole numbers, which is the same in every process. Dispatch asks for it in each
     # new call, so it is worked out once.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -107,6 +110,7 @@ class Problem:
         scores: Scores = PLAIN,
         op: Op = FORWARD,
         head_dim_v: int | None = None,
+        value_in_key: bool = False,
         *,
         causal: bool | None = None,
     ) -> None:
@@ -116,12 +120,13 @@ class Problem:
         mask = mask.of_lengths(seqlen_q, seqlen_k)
         sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
         of_v = None if head_dim_v == head_dim else head_dim_v
-        values = (*sizes, dtype, mask, layout, scores, op, of_v)
+        values = (*sizes, dtype, mask, layout, scores, op, of_v, value_in_key)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
         self._check()
         own = [[*FORMATS].index(dtype), *mask.numbers, *layout.numbers, *scores.numbers]
         own += ([1] if op is not FORWARD else []) + ([of_v] if of_v else [])
+        own += [-1] if value_in_key else []
         object.__setattr__(self, "_hash", hash((*sizes, *own)))
 
     def __hash__(self) -> int:
@@ -162,7 +167,10 @@ class Problem:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
         yield from layout.faults(self)
-        parts = [*["head_dim_v"] * bool(self.head_dim_v), *self.scores.kinds]
+        if self.value_in_key and self.value_dim > self.head_dim:
+            yield f"a key has no {self.value_dim} elements to be its value", None
+        parts = [*["head_dim_v"] * bool(self.head_dim_v), *["value_in_key"] * self.value_in_key]
+        parts += self.scores.kinds
         yield from ((f"{format.kind} has no {one}", None) for one in parts if one in format.lacks)
         if self.scores.bias is not None and (mask != FULL or layout != DENSE):
             hint = "minus infinity in a bias hides a key by itself"
@@ -205,6 +213,7 @@ class Problem:
     def variant(self) -> str:
         """The code that serves a head_dim and dtype: `causal`, `window sinks`, `full v128`."""
         own = [f"v{self.head_dim_v}"] if self.head_dim_v else []
+        own += ["value_in_key"] if self.value_in_key else []
         own += [] if self.op == FORWARD else [self.op.name]
         return " ".join((self.kind, *self.scores.kinds, *own))
 
@@ -236,7 +245,7 @@ class Problem:
         """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`.
 
         With head_dim_v, `(1,16,2048,192/128) bf16 causal`. With padding, `(4,8,512,64) bf16 causal
-        padded(right,40)`; then come `scores.label`, and ` backward` of such a call.
+        padded(right,40)`; then come ` value_in_key`, `scores.label`, and ` backward` of such calls.
         """
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
@@ -247,7 +256,8 @@ class Problem:
         dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
         sizes = f"({self.batch},{heads},{seqlen},{dims})"
         op = "" if self.op == FORWARD else f" {self.op.name}"
-        return f"{sizes} {self.dtype} {self.mask.label}{self.layout.label}{self.scores.label}{op}"
+        seen = f"{self.mask.label}{self.layout.label}" + " value_in_key" * self.value_in_key
+        return f"{sizes} {self.dtype} {seen}{self.scores.label}{op}"
 
     @classmethod
     def parse(cls, text: str) -> Problem:
@@ -262,13 +272,13 @@ class Problem:
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )
-        b, heads, kv, q, k, d, of_v, dtype, mask, padding, scores, op = match.groups()
+        b, heads, kv, q, k, d, of_v, dtype, mask, padding, in_key, scores, op = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
         layout = of_label(padding) if padding else DENSE
         seen = mask_of_label(mask) if mask else FULL
         how = Scores.parse(scores), OPS[op or "forward"], int(of_v) if of_v else None
-        return cls(*sizes, known, seen, layout, *how)
+        return cls(*sizes, known, seen, layout, *how, in_key is not None)
 
     def __repr__(self) -> str:
         """The repr of a dataclass of the facts: fingerprints of recorded rows hash it."""
@@ -282,7 +292,8 @@ class Problem:
         own = self.mask.facts | self.layout.facts | self.scores.facts
         op = {} if self.op == FORWARD else {"op": self.op.name}
         of_v = {} if self.head_dim_v is None else {"head_dim_v": self.head_dim_v}
-        return sizes | {"dtype": self.dtype} | own | op | of_v
+        in_key = {"value_in_key": True} if self.value_in_key else {}
+        return sizes | {"dtype": self.dtype} | own | op | of_v | in_key
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -303,7 +314,8 @@ class Problem:
         of_v = facts.get("head_dim_v")
         if not isinstance(of_v, int | None):
             raise ProblemError(f"head_dim_v is a whole number, not {of_v!r}")
-        return cls(**own | values, op=OPS[op], head_dim_v=of_v)
+        in_key = bool(facts.get("value_in_key"))
+        return cls(**own | values, op=OPS[op], head_dim_v=of_v, value_in_key=in_key)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
@@ -404,7 +416,8 @@ class Problem:
             unseen = slots - _pairs(self) // self.seqlen_q
         else:
             unseen = self.layout.unseen(self.batch, self.seqlen_k)
-        row = self.heads_kv * sum(self.head_dims) * DTYPE_BYTES[self.tensor("k").dtype]
+        columns = self.head_dim if self.value_in_key else sum(self.head_dims)
+        row = self.heads_kv * columns * DTYPE_BYTES[self.tensor("k").dtype]
         return self.tensor_bytes - unseen * row
 
     @property
@@ -450,7 +463,7 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
         *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
-        *("paged", "cache_dtype", "softcap", "sinks", "bias", "op", "head_dim_v"),
+        *("paged", "cache_dtype", "softcap", "sinks", "bias", "op", "head_dim_v", "value_in_key"),
     }
 )
 """Keys that `Problem.facts` may have."""

@@ -103,7 +103,8 @@ class Family:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. head_dims_v: those that v and o may have
-    where they differ from q's and k's; without, they may not. masks: the kinds that it can: full,
+    where they differ from q's and k's; without, they may not. value_in_key: it serves problems that
+    have no v, and no others. masks: the kinds that it can: full,
     causal, window, and boolean if it reads `mask`. layouts: dense, padded if it reads `key_range`,
     packed if it reads `cu_seqlens_q` and `cu_seqlens_k`, and paged if it reads `block_table` and
     `seqused_k`, with each of its masks. For all of those it must have empty_rows, since the inputs
@@ -139,6 +140,7 @@ class Family:
     lse: str = ""
     usual_head_dims: tuple[int, ...] = ()
     head_dims_v: tuple[int, ...] | range = ()
+    value_in_key: bool = False
     ops: tuple[str, ...] = ("forward",)
     supports: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
     order: str = ORDERS[0]
@@ -359,6 +361,8 @@ class Family:
             return f"{arch.name} has no {format.kind}: it needs sm_{first[0]}{first[1]} or later"
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
+        if problem.value_in_key != self.value_in_key:
+            return f"reads {'no' if self.value_in_key else 'a'} v apart from k"
         if problem.head_dim_v and not self.head_dims_v:
             return f"v has as many columns as q and k, and not head_dim_v {problem.head_dim_v}"
         asked = [("head_dim", problem.head_dim, self.head_dims)]

@@ -405,6 +405,9 @@ class ProblemSpec(_Model):
     head_dim_v: Many[Size] | None = None
     """Elements per head and row of v and o, if not head_dim: 128 with head_dim 192, as in MLA's
     prefill."""
+    value_in_key: StrictBool = False
+    """There is no v: the first head_dim_v elements of a key are its value, as in MLA's decoding:
+    head_dim 576, head_dim_v 512, heads_kv 1."""
     dtype: Many[Dtype] = ["fp16"]
     """Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of each tensor,
     e4m3_block of each 128 keys; o is then bf16."""
@@ -496,7 +499,7 @@ class ProblemSpec(_Model):
 # Fields of a ProblemSpec that are facts of each of its problems as they are.
 _OF_ALL = (
     *("window", "top_left", "padding", "packed", "paged", "cache_dtype", "boolean"),
-    *("softcap", "sinks", "bias"),
+    *("softcap", "sinks", "bias", "value_in_key"),
 )
 # Facts of which an entry gives several values, in the order in which they vary, the last fastest.
 _OF_EACH = (

@@ -7,7 +7,7 @@ The grammar, in words apart from each other:
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S; Dv
     bf16, causal, window(512,0)        after a shape: of that shape alone; also causal_top_left,
                                        window_top_left(512,0), boolean(blocks,30) and
-                                       padded(right,40), paged(16,e4m3), backward
+                                       padded(right,40), paged(16,e4m3), value_in_key, backward
     S=1024:65536:*2        each length from the first to the last, times 2; 1024:4096:512 in steps
     shapes.csv                         a row for each shape
 """
@@ -54,14 +54,15 @@ _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padde
 _CALLS |= {"packed": "padding", "paged": "padding", "softcap": "softcap", "bias": "bias"}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 # Words of a shape that say which field they are of.
-_WORDS = dict.fromkeys(("causal", "causal_top_left", "full"), "mask") | {"sinks": "sinks"}
+_WORDS = dict.fromkeys(("causal", "causal_top_left", "full"), "mask")
+_WORDS |= {name: name for name in ("sinks", "value_in_key")}
 _WORDS |= dict.fromkeys(OPS, "op") | dict.fromkeys(DTYPE_BYTES, "dtype")
 _OF_SCORES = ("softcap", "sinks", "bias")
-_OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "op")
+_OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "value_in_key", "op")
 _MASK_WORDS = (
     *("causal", "full", "window(LEFT,RIGHT)", "boolean(PATTERN,NUMBER)", "padded(SIDE,PERCENT)"),
     *("packed(SEQUENCES,PERCENT)", "paged(PAGE_SIZE)"),
-    *("softcap(NUMBER)", "sinks", "bias(item,head)", "backward"),
+    *("softcap(NUMBER)", "sinks", "bias(item,head)", "value_in_key", "backward"),
 )
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
@@ -198,6 +199,7 @@ class _Shape:
             words = [_bracketed(self.fields[name]) for name in _OF_SCORES if name in self.fields]
             facts |= Scores.parse(" ".join(words)).facts
             facts |= {"op": self.fields["op"].lower()} if "op" in self.fields else {}
+            facts |= {"value_in_key": True} if "value_in_key" in self.fields else {}
             return Problem.of({**sizes, "dtype": own} | facts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,17 +194,19 @@ class Comparer:
         if not isinstance(layout, Paged):
             return at, problem
         dense, made = layout.gathered(problem), self._gathered
+        own = replace(dense, value_in_key=False)  # with a v, which follows from k
         for name in ("k", "v", "key_range"):
-            if name not in made or made[name].nbytes < dense.bytes_of(name):
-                made[name] = Buffer(dense.bytes_of(name))
-        given = (at["k"], at["v"], at["block_table"], at["seqused_k"], *made.values())
+            if name not in made or made[name].nbytes < own.bytes_of(name):
+                made[name] = Buffer(own.bytes_of(name))
+        v = at["k" if problem.value_in_key else "v"]
+        given = (at["k"], v, at["block_table"], at["seqused_k"], *made.values())
         args: list[Any] = [np.uint64(buffer.pointer) for buffer in given]
-        sizes = (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim)
+        sizes = (problem.batch, problem.heads_kv, problem.seqlen_k, *problem.head_dims)
         args += map(np.int32, (*sizes, layout.page_size, layout.blocks(problem.seqlen_k)))
         page, *inside = layout.strides(problem)
         args += [np.int64(page), *map(np.int32, (*inside, layout.cache_dtype is not None))]
         self._launch("gather_pages", self._blocks(made["k"].nbytes, 1), args)
-        return {**at, **made}, dense
+        return {**at, **made}, own
 
     def judge_rows(
         self,

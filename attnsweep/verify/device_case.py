@@ -248,8 +248,9 @@ class DeviceCase:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
         self.to_content(0)
         if self.mix != mix:
-            tensors = [self.buffers[name] for name in self._oracle.negated]
-            dtype = self.case.problem.tensor(self._oracle.negated[0]).dtype
+            negated = [name for name in self._oracle.negated if name in self.buffers]
+            tensors = [self.buffers[name] for name in negated]
+            dtype = self.case.problem.tensor(negated[0]).dtype
             self.comparer.negate(tensors, dtype, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 

@@ -164,7 +164,7 @@ def stored(
         return to_bits(unscaled, cache_dtype or problem.dtype)
 
     each = parallel if problem.min_bytes > 2**20 else map
-    made = dict(zip("qkv", each(bits, "qkv"), strict=True))
+    made = dict(zip(values, each(bits, values), strict=True))
     return made | {f"{name}_scale": scale for name, scale in scales.items()}
 
 
@@ -234,6 +234,8 @@ def values_of(
     rows: only these. head: of q a query head, of k and v a key head. NaN of k and v is 0: keys
     that no query sees may hold it.
     """
+    if name == "v" and problem.value_in_key:
+        return values_of(inputs, problem, "k", batch, head, rows)[:, : problem.value_dim]
     bits = inputs[name][batch, head]
     values = from_bits(bits if rows is None else bits[rows], problem.dtype)
     if f"{name}_scale" not in problem.scales:

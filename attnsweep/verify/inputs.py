@@ -143,6 +143,8 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
     """Normal values in whose pool each head is a window."""
     made = {}
     for number, (name, rows) in enumerate(_STEPS.items()):
+        if name not in problem.inputs:
+            continue
         shape = problem.shape_of(name)
         # Not whole rows, so that no row of a head is one of another.
         step = rows * shape[3] + 8 * (number + 1)
@@ -160,7 +162,7 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
 
 
 def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
-    """q, k, v of the case before they are rounded to its dtype, in float32.
+    """q, k and any v of the case before they are rounded to its dtype, in float32.
 
     normal: independent normal values. large_scores: a softmax that is nearly one-hot. equal_keys:
     a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take; below,
@@ -177,23 +179,30 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     padding of a boolean mask is what it hides of all queries on either side. Elsewhere padding is
     drawn as all keys are, but that in far_below it is far above them.
 
-    Normal values of a dtype with scales are such that scales matter: see _as_in_models.
+    Normal values of a dtype with scales are such that scales matter: see _as_in_models. With
+    value_in_key, v is a part of k, so that k has what v has elsewhere.
     """
     problem = case.problem
+    tied, of_v = problem.value_in_key, slice(problem.value_dim)
     rng_q, rng_k, rng_v = np.random.default_rng(seed).spawn(3)
     sized = problem.min_bytes > 2**20
 
     def one(name: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
         return rng.standard_normal(problem.shape_of(name), dtype=np.float32)
 
-    made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
-    q, k, v = made
+    made = dict.fromkeys(name for name in "qkv" if name in problem.inputs)
+    q, k, *rest = (parallel if sized else map)(one, made, (rng_q, rng_k, rng_v))
+    v = k[..., of_v] if tied else rest[0]
     if case.inputs == "normal" and problem.scales:
         _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
     elif case.inputs in _TIMES:
         q *= _TIMES[case.inputs]
     elif case.inputs == "equal_keys" or (case.inputs == "finite_mask" and problem.dtype == "fp16"):
-        k[:] = k[:, :, :1]
+        if tied:  # values differ, so scores are of the columns that are none
+            q[..., of_v] = 0
+            k[..., problem.value_dim :] = k[:, :, :1, problem.value_dim :]
+        else:
+            k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):
         # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
         # In few bits few channels have it: shifting every value would leave none for others.
@@ -245,15 +254,19 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         q = size * np.take_along_axis(heads, chosen, 2)
     elif case.inputs == "wide":
         scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
-        v = (1 + v * np.float32(0.25)) * np.float32(scale)
+        v[:] = (1 + v * np.float32(0.25)) * np.float32(scale)
+        if tied:  # scores stay as they are elsewhere
+            q[..., of_v] /= np.float32(scale)
     elif case.inputs == "sink":
-        q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
+        of_scores = -1 if tied else 0  # a column that is no value
+        q[..., of_scores], k[..., of_scores], k[:, :, 0] = 4, 0, 0
         above = _SINK_IN_FEW_BITS if problem.format.lossy else _SINK
-        k[:, :, 0, 0] = above * np.sqrt(problem.head_dim) / 4
+        k[:, :, 0, of_scores] = above * np.sqrt(problem.head_dim) / 4
         v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
     elif case.inputs == "exact":
         q[:] = 0
-        k, v = np.clip(np.rint(k), -2, 2), np.clip(np.rint(v), -1, 1)
+        k = np.clip(np.rint(k), -2, 2)
+        v = k[..., of_v] if tied else np.clip(np.rint(v), -1, 1)
         half = problem.seqlen_k // 2
         v[:, :, half : 2 * half] = -v[:, :, :half]
     elif case.inputs == "huge_padding":
@@ -265,7 +278,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     elif case.inputs == "nan_padding":  # one that is multiplied by a weight of 0 stays NaN
         for x in (k, v):
             np.copyto(x, np.float32(np.nan), where=~_in_range(problem))
-    return {"q": q, "k": k, "v": v}
+    return {"q": q, "k": k} | ({} if tied else {"v": v})
 
 
 def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:

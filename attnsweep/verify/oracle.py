@@ -50,7 +50,7 @@ class Oracle:
     judge_rows: Callable[[DeviceCase, Mapping[str, Buffer], int, int, Buffer | None], None]
     """Compares rows, drawn by a seed, with float64: findings of outputs go to a slot and on."""
     negated: tuple[str, ...]
-    """Inputs that give other outputs when they are negated: see DeviceCase."""
+    """Inputs, if there are such, that give other outputs when they are negated: see DeviceCase."""
     can_redraw: Callable[[Problem], bool]
     """Whether timed inputs can be drawn anew, and rows of their outputs judged."""
     can_chain: Callable[[Problem], bool]

@@ -30,10 +30,11 @@ def in_pages(gathered: Mapping[str, Tensor], problem: Problem) -> dict[str, Tens
     layout = problem.layout
     assert isinstance(layout, Paged)
     table = mask_of(problem)
-    made = {name: bits for name, bits in gathered.items() if name not in ("k", "v", "key_range")}
+    pools = [name for name in ("k", "v") if name in gathered]
+    made = {name: x for name, x in gathered.items() if name not in (*pools, "key_range")}
     nothing = to_bits(np.full(1, np.nan), stored_dtype(problem))
     lengths = layout.of_items(problem.batch, problem.seqlen_k)
-    for name in ("k", "v"):
+    for name in pools:
         shape, dense = problem.shape_of(name), gathered[name]
         of_dense: Any = dense
         pages = np.full(shape, nothing)
@@ -57,7 +58,7 @@ def gathered(
         return inputs, problem
     dense = layout.gathered(problem)
     made = {name: bits for name, bits in inputs.items() if name in dense.inputs}
-    for name in ("k", "v"):
+    for name in {"k", "v"} & inputs.keys():
         made[name] = _gather(np.asarray(inputs[name]), inputs, problem, dense.shape_of(name))
     return made | mask_of(dense), dense
 

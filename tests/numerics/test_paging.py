@@ -18,6 +18,7 @@ PROBLEMS = [
         "(3,4/2,3x40,32) fp16 causal paged(16,hnd,e4m3,1x40+1x2+1x33,seed3)",
         "(4,2,2x50,16) bf16 window(9,0) paged(1,2x50+1x1+1x20,shared5)",
         "(2,6/2,4x70,16) bf16 full paged(32,e4m3) softcap(5) sinks",
+        "(4,6/1,3x50,24/16) bf16 causal paged(16,1x50+1x0+1x17+1x2) value_in_key",
     )
 ]
 
@@ -26,8 +27,9 @@ def by_loops(inputs, p):
     """Attention of each query over the slots of its pages, and its log-sum-exp."""
     layout, stored = p.layout, p.layout.cache_dtype or p.dtype
     q = encoding.from_bits(inputs["q"], p.dtype).astype(np.float64)
-    k, v = (encoding.from_bits(inputs[name], stored).astype(np.float64) for name in "kv")
-    out, lse = np.zeros((p.batch, p.heads, p.seqlen_q, p.head_dim)), np.full((p.batch, p.heads, p.seqlen_q), -np.inf)
+    k = encoding.from_bits(inputs["k"], stored).astype(np.float64)
+    v = k[..., : p.value_dim] if p.value_in_key else encoding.from_bits(inputs["v"], stored).astype(np.float64)
+    out, lse = np.zeros((p.batch, p.heads, p.seqlen_q, p.value_dim)), np.full((p.batch, p.heads, p.seqlen_q), -np.inf)
     left, right = p.mask.interval.sides
     for b, h, i in np.ndindex(p.batch, p.heads, p.seqlen_q):
         length, kv = int(inputs["seqused_k"][b]), h // (p.heads // p.heads_kv)
@@ -75,7 +77,7 @@ def test_what_no_request_has_is_nan_or_no_page(problem):
         assert ((row[blocks:] < 0) | (row[blocks:] >= pages)).all()
         keys = np.arange(length)
         used[row[keys // layout.page_size], keys % layout.page_size] = True
-    for name in ("k", "v"):
+    for name in {"k", "v"} & inputs.keys():
         values = encoding.from_bits(inputs[name], layout.cache_dtype or problem.dtype)
         slots = values if layout.order == "nhd" else values.swapaxes(1, 2)
         assert np.isnan(slots[~used]).all()

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.errors import ProblemError
 from attnsweep.core.hardware import arch_named
+from attnsweep.core.layouts import DENSE
+from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.specs.starter import Request, Target, starter
@@ -23,6 +26,7 @@ from attnsweep.verify.rounded import ForwardMaths, reference
 ARCH, FAMILIES = arch_named("sm_90a"), discover()
 FAMILY = FAMILIES["flash_fwd_wgmma"]
 MLA = Problem.parse("(1,16,2048,192/128) bf16 causal")
+FORWARD_INPUTS = sorted({kind for *_, kind, _ in FORWARD.small_cases})
 DIM = st.integers(1, 32).map(lambda eighths: 8 * eighths)
 
 
@@ -59,6 +63,51 @@ def test_what_says_nothing_new_is_left_out():
     assert MLA.label == "(1,16,2048,192/128) bf16 causal"
     assert replace(plain, head_dim=64).value_dim == 64
     assert replace(MLA, head_dim=128).facts == replace(plain, head_dim=128).facts
+
+
+def test_a_value_in_the_key_is_no_input():
+    p = Problem.parse("(128,16/1,2x4096,576/512) bf16 causal paged(64) value_in_key")
+    assert Problem.of(p.facts) == Problem.parse(p.label) == p
+    assert p != replace(p, head_dim=512, head_dim_v=None)
+    assert p.inputs == ("q", "k", "seqused_k", "block_table")
+    assert p.shape_of("o") == (128, 16, 2, 512)
+    assert p.flops == 2 * p.pairs * (576 + 512)
+    table = 4 * 128 * (1 + 64)
+    assert p.min_bytes == 2 * 128 * (4096 * 576 + 16 * 2 * (576 + 512)) + table
+    assert p.variant == "paged v512 value_in_key"
+    assert "value_in_key" not in replace(p, value_in_key=False, layout=DENSE).facts
+    uneven = Problem.parse("(3,16/1,1x4096,576/512) bf16 causal paged(64,1x4k+2x100) value_in_key")
+    assert uneven.min_bytes == 2 * (4296 * 576 + 3 * 16 * (576 + 512)) + 4 * 3 * 65
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("(1,16/1,1x64,512/576) bf16 full paged(64) value_in_key", "a key has no 576 elements to be its value"),
+        ("(1,16/1,1x64,576/512) bf16 full paged(64)", "a paged cache has no head_dim_v beside it"),
+        ("(1,16/1,1x64,64) bf16 full paged(64,e4m3) value_in_key", "has no e4m3 with value_in_key beside it"),
+        ("(1,16/1,1x64,64) e4m3 full value_in_key", "FP8 has no value_in_key"),
+        ("(1,16/1,64,64) bf16 full value_in_key backward", "a backward has no value_in_key"),
+    ],
+)
+def test_what_a_value_in_the_key_cannot_be_beside(label, said):
+    with pytest.raises(ProblemError, match=said):
+        Problem.parse(label)
+
+
+@pytest.mark.parametrize("inputs", FORWARD_INPUTS)
+def test_inputs_whose_value_is_in_the_key_are_as_hard(inputs):
+    """Scores and outputs of rounded maths are finite, and as far from exact as with a v apart."""
+    apart = Problem.parse("(1,2/1,64x200,96/64) bf16 full")
+    tied = replace(apart, value_in_key=True)
+    errors = []
+    for problem in (apart, tied):
+        case, rows = Case(problem, inputs), np.arange(64)
+        given = make_inputs(case, 1)
+        assert ("v" in given) == (problem is apart)
+        exact, rounded = reference(given, problem, rows), reference(given, problem, rows, ForwardMaths(True))
+        errors.append(measures(rounded, exact, "bf16").row)
+    assert 0.4 < errors[1] / max(errors[0], 1e-9) < 2.5 or errors == [0, 0]
 
 
 # -- specs and shapes -----------------------------------------------------------------------------

@@ -38,6 +38,7 @@ PROBLEMS = (
     Problem(1, 2, 1, 200, 330, 24, "fp32", Interval(30, 7), Packed(5, 10, 1)),
     Problem(1, 2, 2, 330, 100, 64, "fp16", CAUSAL, Packed(6, 0, 2)),  # queries without keys
     Problem.parse("(3,4/2,3x70,24) bf16 causal paged(16,1x70+1x2+1x33)"),
+    Problem.parse("(3,6/1,3x70,96/64) bf16 causal paged(16,1x70+1x2+1x33) value_in_key"),
     Problem.parse("(4,2,2x90,64) fp16 window(9,0) paged(1,hnd,e4m3,2x90+1x0+1x20,shared5) softcap(5) sinks"),
 )
 
@@ -75,9 +76,16 @@ def test_hard_padding(inputs, dtype, device):
     assert (measures.apart(lse, log_sums) / size).max() <= 1e-12
 
 
-@pytest.mark.parametrize("cache", ["", ",e4m3"])
-def test_a_paged_case_on_the_device_is_proved_and_drawn_anew(cache, device):
-    problem = Problem.parse(f"(3,4/2,2x70,64) bf16 causal paged(16{cache},1x70+1x0+1x33)")
+@pytest.mark.parametrize(
+    "label",
+    [
+        "(3,4/2,2x70,64) bf16 causal paged(16,1x70+1x0+1x33)",
+        "(3,4/2,2x70,64) bf16 causal paged(16,e4m3,1x70+1x0+1x33)",
+        "(3,4/1,2x70,96/64) bf16 causal paged(16,1x70+1x0+1x33) value_in_key",
+    ],
+)
+def test_a_paged_case_on_the_device_is_proved_and_drawn_anew(label, device):
+    problem = Problem.parse(label)
     case = DeviceCase(Case(problem), 1, device, device.judge("bf16"), two_sided=True)
     before = {name: buffer.main.copy() for name, buffer in case.buffers.items()}
     case.go_to(1)

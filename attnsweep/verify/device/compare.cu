@@ -202,12 +202,13 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Pages of a cache as tensors (batch * heads_kv, seqlen_k, head_dim) whose last row is an item's
-// last key, and the range of each item. e4m3: that is how the cache is stored. Strides in elements.
+// last key, and the range of each item. Rows of v have the first head_dim_v columns of a slot: it
+// may be k. e4m3: that is how the cache is stored. Strides in elements.
 extern "C" __global__ void __launch_bounds__(256)
     gather_pages(const void* k, const void* v, const int* table, const int* lengths, void* k_to,
                  void* v_to, int* ranges, int batch, int heads_kv, int seqlen_k, int head_dim,
-                 int page_size, int blocks, long long page_stride, int slot_stride, int head_stride,
-                 int e4m3) {
+                 int head_dim_v, int page_size, int blocks, long long page_stride, int slot_stride,
+                 int head_stride, int e4m3) {
     long long elements = static_cast<long long>(batch) * heads_kv * seqlen_k * head_dim;
     long long first = blockIdx.x * 256 + threadIdx.x;
     for (long long i = first; i < elements; i += gridDim.x * 256) {
@@ -219,13 +220,14 @@ extern "C" __global__ void __launch_bounds__(256)
             at = table[item * blocks + key / page_size] * page_stride +
                  key % page_size * static_cast<long long>(slot_stride) +
                  head % heads_kv * head_stride + column;
-        for (int which = 0; which < 2; ++which) {
+        for (int which = 0; which < 1 + (column < head_dim_v); ++which) {
             const void* from = which ? v : k;
             In::Bits bits = 0;
             if (key >= 0)
                 bits = e4m3 ? In::exactly(E4m3::value(static_cast<const unsigned char*>(from)[at]))
                             : static_cast<const In::Bits*>(from)[at];
-            static_cast<In::Bits*>(which ? v_to : k_to)[i] = bits;
+            const long long to = which ? i / head_dim * head_dim_v + column : i;
+            static_cast<In::Bits*>(which ? v_to : k_to)[to] = bits;
         }
     }
     if (first < batch) {
