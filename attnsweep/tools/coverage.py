@@ -47,7 +47,7 @@ def forms(
             batch = 1 if example.one_item else 2
             said = f"{head_dim}) {dtype} {_MASKS[mask]}{example.label}{end}"
             with suppress(ProblemError):  # packed sequences have no boolean mask
-                yield Problem.parse(f"({batch},8,{_size(example)},{said}")
+                yield as_served(family, Problem.parse(f"({batch},8,{_size(example)},{said}"))
                 if family.empty_rows and example.kind == "dense":
                     more = Problem.parse(f"({batch},8,1024x512,{said}")
                     yield from [more] * more.has_empty_rows
@@ -57,6 +57,14 @@ def forms(
             said = f"{head_dim}) {dtype} {mask}{first.label}{_SCORES[kind]}{end}"
             with suppress(ProblemError):  # gradients have none
                 yield Problem.parse(f"(2,8,{_size(first)},{said}")
+
+
+def as_served(family: Family, problem: Problem) -> Problem:
+    """The problem, and if the family reads no v, one of MLA with pages as large as those have."""
+    if not family.value_in_key:
+        return problem
+    of_v, layout = family.head_dims_v[0], Paged(64)
+    return replace(problem, heads_kv=1, head_dim_v=of_v, value_in_key=True, layout=layout)
 
 
 def _size(layout: Layout) -> str:

@@ -20,6 +20,7 @@ from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.family import Launch, TensorMap
 from attnsweep.family.space import Space
 from attnsweep.specs.load import load_spec
+from attnsweep.tools.coverage import as_served
 
 KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}
 ARCH_NAMES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
@@ -79,7 +80,8 @@ def problems(kernel):
         if kernel.cache_dtypes and number % 2:
             layout = replace(layout, cache_dtype=kernel.cache_dtypes[0])
         base = BASE if head_dim <= 256 else WIDE if kernel.dtypes == ("fp32",) else GROUPED
-        base = replace(base, op=OPS[kernel.ops[0]], layout=layout)
+        base = replace(base, head_dim=head_dim, op=OPS[kernel.ops[0]], layout=layout)
+        base = as_served(kernel, base)
         if kernel.dtypes == ("fp32",):
             yield replace(base, head_dim=head_dim, dtype="fp32", causal=number % 2 == 0)
         if not {"fp16", "bf16", "fp32"} & set(kernel.dtypes):  # dtypes in turn, both masks

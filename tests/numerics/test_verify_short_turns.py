@@ -20,6 +20,7 @@ from attnsweep.core.problem import Dtype, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.family.space import Selection
+from attnsweep.tools.coverage import as_served
 
 ARCH = ARCHS["sm_90a"]
 KERNELS = discover()
@@ -114,7 +115,9 @@ def test_every_family_has_short_turns(name, tmp_path):
         problem = Problem(2, 8, 2, 512, 512, 128, kernel.dtypes[0], op=OPS[kernel.ops[0]])
     if "dense" not in kernel.layouts:
         queries = 512 if kernel.name.startswith("append") else 1
-        problem = replace(problem, seqlen_q=queries, layout=EXAMPLES[kernel.layouts[0]])
+        head_dim = 576 if kernel.value_in_key else 128
+        layout = EXAMPLES[kernel.layouts[0]]
+        problem = as_served(kernel, replace(problem, seqlen_q=queries, head_dim=head_dim, layout=layout))
     config = next(candidates(kernel, problem, ARCH, seed=1))
     made = candidate_of(kernel, config, problem, tmp_path)
     assert made.turns.problem == cases.short_turns(problem, ARCH.sm_count).problem

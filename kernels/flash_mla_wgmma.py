@@ -1,0 +1,140 @@
+"""flash_mla_wgmma: decoding with latent keys over a paged cache on Hopper, as DeepSeek's models."""
+
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, Problem, ceil_div
+from attnsweep.family import hopper
+from attnsweep.family.family import Config, Family, Launch, Param, TensorMap
+
+kernel = Family(
+    "flash_mla_wgmma",
+    summary="MLA decoding over a paged cache on Hopper: keys that are values too, two halves of "
+    "the columns",
+    params=(
+        Param("BLOCK_N", (64, 32), "keys of a tile"),
+        Param("LAG", (1, 0), "1: the second half's PV runs next to the softmax of the next tile"),
+        Param(
+            "SPLITS", (1, 2, 4, 8, 16), "blocks that share a request; the combine stage joins them"
+        ),
+        Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
+    ),
+    min_arch="sm_90a",
+    head_dims=(576,),
+    head_dims_v=(512,),
+    value_in_key=True,
+    layouts=("paged",),
+    lse="LSE",
+    empty_rows=True,
+    supports=(
+        ("pages of 64 keys", lambda p: p.layout.page_size == 64),
+        ("one key head", lambda p: p.heads_kv == 1),
+    ),
+)
+THREADS, COMBINE_THREADS = 384, 128
+PRODUCER_REGISTERS = 24
+
+
+def rows(p: Problem) -> int:
+    """Rows of a request: the queries of all its heads."""
+    return p.heads * p.seqlen_q
+
+
+def row_tiles(p: Problem) -> int:
+    """Blocks that have the same keys."""
+    return ceil_div(rows(p), 64)
+
+
+def tile_bytes(of: int, p: Problem) -> int:
+    """Bytes of so many rows of Q or of the cache."""
+    return of * 128 * hopper.panels(p.head_dim)
+
+
+def state_bytes(stages: int) -> int:
+    """Bytes of factors of rows, and of barriers."""
+    return 4 * (64 * (stages + 2) + 4 * stages) + 16 * (3 * stages + 1)
+
+
+def smem_bytes(c: Config, p: Problem, stages: int) -> int:
+    """Bytes of Q, tiles of keys, factors and barriers."""
+    return tile_bytes(64 + stages * c.BLOCK_N, p) + state_bytes(stages)
+
+
+def stages(c: Config, p: Problem, arch: Arch) -> int:
+    """Tiles of keys in flight: as many as fit."""
+    return max(n for n in range(1, 6) if n == 1 or smem_bytes(c, p, n) <= arch.smem_per_block)
+
+
+# fmt: off
+kernel.keep_if(
+    ("known_values", "switches are 0 or 1; a tile has 32 or 64 keys",
+     lambda c, p, arch: max(c.LAG, c.LSE) < 2 and c.BLOCK_N in (32, 64)),
+    ("ring_fits", "a ring has room for two tiles",
+     lambda c, p, arch: stages(c, p, arch) >= 2),
+)
+kernel.keep_if(
+    ("split_grid", "requests are split where they leave SMs idle, into four waves at most",
+     lambda c, p, arch: c.SPLITS == 1 or (p.batch * row_tiles(p) < arch.sm_count
+     and p.batch * row_tiles(p) * c.SPLITS <= 4 * arch.sm_count
+     and c.SPLITS * c.BLOCK_N <= max(64, p.seqlen_k))),
+    by_shape=True,
+)
+# fmt: on
+
+
+@kernel.workspace
+def workspace(c, p):
+    every = p.batch * rows(p)
+    split = {"partial": 4 * c.SPLITS * every * p.value_dim, "partial_lse": 4 * c.SPLITS * every}
+    return {"lse": 4 * every if c.LSE else 16} | (split if c.SPLITS > 1 else {})
+
+
+def in_rows(p: Problem) -> tuple[int, int, int, int]:
+    """How the rows of a request lie: how many, heads, queries, and rows from query to query."""
+    return rows(p), p.heads, p.seqlen_q, 1
+
+
+def map_of_pages(c: Config, p: Problem, panels: int) -> TensorMap:
+    """The map of the cache: a box is a tile of so many panels."""
+    page, slot, _ = (2 * stride for stride in p.layout.strides(p))
+    pages, whole = p.layout.pages(p.batch, p.seqlen_k), hopper.panels(p.head_dim)
+    dims = (64, p.layout.page_size, whole, pages)
+    return TensorMap("k", dims, (slot, 128, page), (64, c.BLOCK_N, panels, 1))
+
+
+@kernel.stage("fwd", params=("BLOCK_N", "LAG", "SPLITS", "LSE"), constants=("HEAD_DIM", "IS_BF16"))
+def fwd(c, p, arch):
+    entry = hopper.registers_at_entry(arch, THREADS)
+    half = hopper.panels(p.value_dim) // 2
+    return Launch(
+        function="flash_mla_wgmma",
+        grid=(row_tiles(p), c.SPLITS, p.batch),
+        threads=THREADS,
+        args=(
+            hopper.tensor_map("q", p.batch, rows(p), p.head_dim, box=(64, 64)),
+            map_of_pages(c, p, half),
+            map_of_pages(c, p, hopper.panels(p.head_dim) - 2 * half),
+            *("seqused_k", "block_table", "o", "lse"),
+            *(("partial", "partial_lse") if c.SPLITS > 1 else ("lse", "lse")),
+            *(*in_rows(p), p.layout.blocks(p.seqlen_k), p.scale * LOG2E),
+        ),
+        smem_bytes=smem_bytes(c, p, stages(c, p, arch)),
+        defines=hopper.value_columns(p)
+        | {
+            "STAGES": stages(c, p, arch),
+            "CAUSAL": int(p.mask.kind == "causal"),
+            "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+            "CONSUMER_REGISTERS": hopper.registers_of_roles(entry, 2, PRODUCER_REGISTERS),
+        },
+    )
+
+
+@kernel.stage("combine", params=("SPLITS", "LSE"), constants=("IS_BF16",))
+def combine(c, p, arch):
+    if c.SPLITS == 1:
+        return None
+    return Launch(
+        function="flash_mla_wgmma_combine",
+        grid=(ceil_div(rows(p) * p.value_dim, 4 * COMBINE_THREADS), p.batch, 1),
+        threads=COMBINE_THREADS,
+        args=("partial", "partial_lse", "o", "lse", *in_rows(p)),
+        defines=hopper.value_columns(p) | {"COMBINE_THREADS": COMBINE_THREADS},
+    )

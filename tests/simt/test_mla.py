@@ -1,0 +1,132 @@
+"""flash_mla_wgmma on the CPU: schedules, splits, lengths, rows by query, and what should not lie on a device."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.oracle import oracle_of
+
+from .harness import COMPILER, SimtError, Simulator, config_of
+
+KERNEL = discover()["flash_mla_wgmma"]
+# At the end of its arguments: heads, queries, rows from query to query, columns of the table, factor.
+QUERIES_APART = -3
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def latent(heads: int, queries: int, lengths: str, dtype: str = "bf16", mask: str = "causal") -> Problem:
+    """A problem of MLA's decoding, of requests of such lengths."""
+    every = [(int(count), int(keys)) for count, keys in (one.split("x") for one in lengths.split("+"))]
+    batch, longest = sum(count for count, _ in every), max(keys for _, keys in every)
+    said = f"({batch},{heads}/1,{queries}x{longest},576/512) {dtype} {mask} paged(64,{lengths}) value_in_key"
+    return Problem.parse(said)
+
+
+RUNS = (
+    ("LAG=0", latent(16, 1, "1x640")),
+    ("LAG=1", latent(16, 4, "1x640")),
+    ("LAG=1 BLOCK_N=32", latent(20, 1, "1x640", "fp16", "full")),
+    ("LAG=0 BLOCK_N=32", latent(3, 2, "1x640")),
+    ("LAG=1 SPLITS=4", latent(16, 1, "1x640", "fp16")),
+    ("LAG=0 SPLITS=2", latent(66, 1, "1x640")),
+    ("LAG=1 BLOCK_N=32 SPLITS=16", latent(16, 2, "1x640", "bf16", "full")),
+)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize(("words", "problem"), RUNS)
+def test_right_whatever_the_lengths(simulator, some, words, problem):
+    config = config_of(KERNEL, f"{words} LSE=1")
+    for case in some(small_cases(problem), 2):
+        own = case.problem
+        case = replace(case, problem=replace(own, heads=max(own.heads // own.heads_kv, 2), heads_kv=1))
+        result = simulator.check(KERNEL, config, case, schedules=range(4))
+        assert result.ok, (config.label, case.label, str(result))
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("number", range(60))
+def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
+    """Whatever the rules say of them: machine code serves problems that other configs are better for."""
+    rng = random.Random(f"{drawn_by} mla {number}")
+    queries = rng.choice((1, 1, 2, 4))
+    edges = (0, 1, queries, 31, 33, 63, 64, 65, 129, rng.randint(1, 400))
+    lengths = [rng.choice(edges) for _ in range(rng.choice((1, 2, 4)))]
+    lengths[0] = max(lengths[0], 1)
+    heads = rng.choice((1, 5, 16, 16, 64, 70))
+    mask, dtype = rng.choice(("full", "causal")), rng.choice(KERNEL.dtypes)
+    problem = latent(heads, queries, "+".join(f"1x{length}" for length in lengths), dtype, mask)
+    inputs = rng.choice(("normal", "large_scores", "far_above", "one_hot"))
+    values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
+    try:
+        case = Case(problem, inputs)
+        result = simulator.check(KERNEL, Config(values), case, schedules=(0, 1, 2, number + 3))
+    except SimtError as error:
+        pytest.fail(f"{values} {case.label}\n{error}")
+    assert result.ok, f"{values} {case.label}: {result}"
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 BLOCK_N=32 SPLITS=2"])
+def test_clean_under_the_sanitizers(simulator, words):
+    case = Case(latent(16, 2, "1x130+1x0"))
+    result = simulator.check(KERNEL, config_of(KERNEL, f"{words} LSE=1"), case, asan=True)
+    assert result.ok, str(result)
+
+
+class Call:
+    """One problem's inputs, and the launches of a config, which may be changed."""
+
+    def __init__(self, simulator: Simulator, problem: Problem, words: str):
+        self.simulator, self.problem = simulator, problem
+        self.config = config_of(KERNEL, f"{words} LSE=1")
+        self.inputs = dict(oracle_of(problem).make_inputs(Case(problem), 1))
+        self.stages = simulator.build(KERNEL, self.config, Case(problem))
+
+    def run(self, **inputs):
+        """The output, and the log-sum-exp (batch, heads, queries)."""
+        p, sizes = self.problem, KERNEL.workspaces(self.config, self.problem)
+        left = self.simulator.run(self.stages, self.inputs | inputs, {"o": p.bytes_of("o")}, sizes)
+        lse = left["lse"].view(np.float32).reshape(p.batch, p.heads, p.seqlen_q)
+        return left["o"].view(np.uint16).reshape(p.shape_of("o")), lse
+
+
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2"])
+def test_rows_by_query_as_engines_have_them(simulator, words):
+    call = Call(simulator, latent(20, 3, "1x150+1x2"), words)
+    plain, lse = call.run()
+    batch, heads, queries, columns = plain.shape
+    for name, (launch, made) in call.stages.items():
+        args = [*launch.args]
+        at = QUERIES_APART if name == "fwd" else -1
+        assert args[at] == 1
+        args[at] = heads
+        call.stages[name] = replace(launch, args=tuple(args)), made
+    turned, same_lse = call.run(q=call.inputs["q"].swapaxes(1, 2).copy())
+    assert np.array_equal(turned.reshape(batch, queries, heads, columns).swapaxes(1, 2), plain)
+    assert np.array_equal(same_lse, lse)
+
+
+@pytest.mark.parametrize("words", ["LAG=1", "LAG=0 SPLITS=2"])
+def test_lengths_and_pages_that_cannot_be_are_the_nearest_that_can(simulator, words):
+    """And nothing outside the tensors is read: a simulated run ends if it is. A page that is none is of zeros."""
+    call = Call(simulator, latent(8, 1, "4x150"), words)
+    table = call.inputs["block_table"].copy()
+    _, blocks = table.shape
+    right = call.run(seqused_k=np.int32([blocks * 64, 0, 30, 150]), block_table=table)
+    wrong = call.run(seqused_k=np.int32([2**31 - 1, -(2**31), 30, 150]), block_table=table)
+    assert np.array_equal(wrong[0], right[0], equal_nan=True)
+    assert np.array_equal(wrong[1], right[1], equal_nan=True)
+    assert not right[0][1].any()
+    assert np.isneginf(right[1][1]).all()
+    table[2, 0], table[3, 1] = -7, len(call.inputs["k"])
+    out, lse = call.run(seqused_k=np.int32([64, 64, 30, 64]), block_table=table)
+    assert not from_bits(out[2], "bf16").any()
+    assert np.allclose(lse[2], np.log(30))
