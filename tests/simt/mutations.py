@@ -79,6 +79,7 @@ CASES = {
     "head_dim 328, NaN behind the keys": Case(
         Problem.parse("(3,2/1,70x321,328) bf16 full padded(right,10)"), "nan_padding"
     ),
+    "latent": Case(Problem.parse("(3,20/1,2x300,576/512) bf16 causal paged(64,1x300+1x65+1x1) value_in_key")),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 
