@@ -24,8 +24,7 @@ COLUMNS = {
     "timed_as": _TEXT, "warm_us": _FLOAT, "cold_us": _FLOAT, "eager_us": _FLOAT,
     "launch_us": _FLOAT, "energy_uj": _FLOAT, "energy_spread_uj": _FLOAT, "power_w": _FLOAT,
     "ranked_as": _TEXT, "us_per_head": _FLOAT, "us_per_sequence": _FLOAT, "tflops": _FLOAT,
-    "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "bound_share": _FLOAT,
-    "light": _FLOAT, "light_by": _TEXT, "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT,
+    "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "light": _FLOAT, "light_by": _TEXT, "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT,
     "ratio_low": _FLOAT, "ratio_high": _FLOAT, "ratio_of": _TEXT, "best_baseline": _TEXT,
     "rel_err": _FLOAT, "limit": _FLOAT, "over_limit": _BOOL, "registers": _WHOLE,
     "spill_bytes": _WHOLE, "smem_bytes": _WHOLE, "occupancy": _FLOAT, "recorded": _BOOL,
@@ -67,14 +66,15 @@ class ProblemContext:
         return self._bounds[key]
 
     def light(self, trial: Trial) -> dict[str, Any]:
-        """The share of the speed of light at the SM clock of the rounds, its unit, and that clock.
+        """The share of the speed of light, the unit that sets it, and the SM clock it is of.
 
         The speed of light is the bound that `hardware.bounds` has, at the clock that NVML reported
-        in the rounds in the place of the boost clock; the memory's is the card's own. Empty if the
-        bound or the clock is not known.
+        in the rounds; without one, at the boost clock. The memory's is the card's own. Empty if the
+        bound is not known.
         """
-        where, mhz = self.environment, trial.conditions.get("sm_mhz")
-        if where is None or not mhz or not isinstance(mhz, int | float) or not mhz > 0:
+        where = self.environment
+        mhz = where and (_clock_mhz(trial) or where.clock_hz / 1e6)
+        if where is None or not mhz:
             return {}
         us, l2 = _device_us(trial)
         slower = where.clock_hz / 1e6 / mhz
@@ -83,11 +83,11 @@ class ProblemContext:
         binds = binding(now, self.problem, l2_bytes=where.l2_bytes, l2=l2)
         if binds is None:
             return {}
-        return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": float(mhz)}
+        return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": mhz}
 
     def faster_than_light(self, trial: Trial) -> str | None:
         """Why a time cannot be one: it is below the bound at the clock of its rounds."""
-        found = self.light(trial)
+        found = self.light(trial) if _clock_mhz(trial) else {}
         if not found or not found["light"] > _FASTER_THAN_LIGHT:
             return None
         return f"says ok, but is faster than light: {light_text(found)}"
@@ -187,7 +187,6 @@ class Row(Mapping[str, Any]):
         device_us, l2 = _device_us(trial)
         if (binds := context.binding(trial, l2)) is not None:
             found["bound"], found["bound_us"] = binds
-            found["bound_share"] = binds[1] / device_us
         if time is not None:
             if time.samples > 1:
                 found["spread_us"] = (time.high - time.low) / 2
@@ -211,8 +210,15 @@ _FASTER_THAN_LIGHT = 1.02
 
 
 def light_text(row: Mapping[str, Any]) -> str:
-    """`61 % of light (matrix, 1755 MHz)`."""
-    return f"{100 * row['light']:.0f} % of light ({row['light_by']}, {row['light_mhz']:.0f} MHz)"
+    """`61 % of the speed of light (matrix, 1755 MHz)`."""
+    of = f"{row['light_by']}, {row['light_mhz']:.0f} MHz"
+    return f"{100 * row['light']:.0f} % of the speed of light ({of})"
+
+
+def _clock_mhz(trial: Trial) -> float | None:
+    """The SM clock that NVML reported in the rounds, or None."""
+    mhz = trial.conditions.get("sm_mhz")
+    return float(mhz) if isinstance(mhz, int | float) and mhz > 0 else None
 
 
 def _device_us(trial: Trial) -> tuple[float, str]:

@@ -78,10 +78,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
-    or eager. us_per_head is time / (batch * heads); bound_share is bound_us / time_us. light is the
-    share of the speed of light: of the bound by light_by at light_mhz, the SM clock of the rounds.
-    If eager is ranked, TFLOP/s, GB/s, bound_share and light use warm_us. Bounds need an environment
-    of the GPU that measured the trials. The column `trial` holds the Trial itself.
+    or eager. us_per_head is time / (batch * heads). light is the share of the speed of light, which
+    light_by sets at light_mhz: the SM clock of the rounds, or the boost clock if that is not known,
+    which bound_us always takes. If eager is ranked, TFLOP/s, GB/s and light use warm_us. Bounds
+    need an environment of the GPU that measured the trials. The column `trial` holds the Trial.
 
     ratio_to_best_baseline is the time of best_baseline, the fastest baseline known, over this
     row's: above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios

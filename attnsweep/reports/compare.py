@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
+from attnsweep.choose.baseline_ratio import Base
 from attnsweep.choose.columns import named
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
@@ -77,11 +78,19 @@ def _pair(one: Section, other: Section) -> dict[str, Any]:
         "first": first,
         "second": second,
         "lost": [section.lost for section in (one, other)],
-        "over_baselines": {
-            name: [side["baselines_us"][name] / side["time_us"] for side in (first, second)]
-            for name in shared
-        },
+        "over_baselines": {name: [_over(name, one), _over(name, other)] for name in shared},
     }
+
+
+def _over(baseline: str, section: Section) -> float:
+    """A baseline's time over the winner's, by the estimator that `report` has."""
+    winner = section.winner
+    assert winner is not None
+    if baseline == winner["best_baseline"] and winner["ratio_to_best_baseline"] is not None:
+        return float(winner["ratio_to_best_baseline"])
+    base = next(row for row in section.ranked if row["provider"] == baseline)
+    ratio = Base(base["trial"], noisy=False, us=base["time_us"]).ratio(winner["trial"])
+    return ratio.value if ratio.of else float(base["time_us"] / winner["time_us"])
 
 
 def _side(section: Section, others: Row | None) -> dict[str, Any]:
@@ -138,7 +147,7 @@ def config_changes(pair: Mapping[str, Any]) -> Sequence[str]:
 LEGEND = (
     "first, second: µs of each run's best candidate · second/first: above 1, the second run is "
     "slower; on two cards that is the card as much as the kernel · × baseline: time of the fastest "
-    "baseline of both runs over the best candidate's, in each run · winner: same, tied (each "
+    "baseline of both runs over the best candidate's, paired by rounds, in each run · winner: same, tied (each "
     "is in the other's tie for the first place), or how much slower the first run's winner is in "
     "the second run, and the second's in the first (– if not ranked there)"
 )

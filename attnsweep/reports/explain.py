@@ -127,7 +127,7 @@ class ConfigExplanation:
 
 _FACTS = (
     *("rank", "tied", "provider", "kernel", "config", "status", "time_us", "spread_us"),
-    *("cold_us", "eager_us", "launch_us", "bound_share", "ratio_to_best_baseline"),
+    *("cold_us", "eager_us", "launch_us", "light", "ratio_to_best_baseline"),
     *("registers", "spill_bytes", "smem_bytes", "occupancy"),
 )
 

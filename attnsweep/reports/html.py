@@ -268,9 +268,7 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
         out.append((shown, f"the speed of {who(best)}{interval}"))
     if row["light"] is not None:
         share, _, of = light_text(row).partition(" of ")
-        out.append((share, f"of the speed of {of}"))
-    elif row["bound_share"] is not None:
-        out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
+        out.append((share, f"of {of}"))
     out += [
         (f"{figure(row['tflops'], 3)} TFLOP/s", "without masked scores"),
         (f"{figure(row['us_per_head'], 3)} µs", "a head"),

@@ -36,8 +36,8 @@ LEGEND = (
     "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
     "timed once · × base: time of the fastest baseline known over this one, paired by rounds; ~ of "
     f"medians, ≥ at least, because that one is noisy · 95{GLUE}%: interval of × base, of fewer "
-    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}bound: 100 is at the bound"
-    " · eager: host time to issue one call, next to which the device works · ranks follow the "
+    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}light: share of the speed of "
+    "light at the clock of the rounds · eager: host time to issue one call, next to which the device works · ranks follow the "
     "paired rounds, so a row with a lower median can rank below another"
 )
 
@@ -237,7 +237,6 @@ _BY_NEED = [
     _Column("smem_bytes", "smem", form=lambda nbytes: f"{nbytes / 1024:.0f}K"),
     _Column("us_per_head", "µs/head", 3, most=5),
     _Column("light", "% light", form=lambda share: f"{100 * share:.0f}"),
-    _Column("bound_share", "% bound", form=lambda share: f"{100 * share:.0f}"),
     _Column("rel_err", "error", form="{:.1e}".format),
     _Column("spill_bytes", "spill B"),
     _Column("warm_us", "warm µs", 4),
@@ -248,7 +247,7 @@ _BY_NEED = [
 _LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy")
 _ORDER = [
     "time_us", "spread_us", "ratio_to_best_baseline", "ratio_low", "us_per_head", "tflops",
-    "light", "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us",
+    "light", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us",
     "cold_us", "eager_us", "energy_uj", "power_w", "occupancy",
 ]  # fmt: skip
 
@@ -257,7 +256,6 @@ def columns_of(section: Section, rows: Sequence[Row]) -> list[_Column]:
     """The columns that say something of these rows, in order of need."""
     present = {c.name for c in _BY_NEED if any(row[c.name] is not None for row in rows)}
     present -= set() if any(row["spill_bytes"] for row in rows) else {"spill_bytes"}
-    present -= {"bound_share"} if "light" in present else set()  # the same at another clock
     kinds = {row["timed_as"] for row in section.rows if row["rounds"]} - {"chain"} or {"warm"}
     present -= {f"{min(kinds)}_us"} if len(kinds) == 1 else set()  # time_us shows this kind
     return [column for column in _BY_NEED if column.name in present]

@@ -233,16 +233,16 @@ def heading(section: Section) -> list[str]:
 
 
 def bound_line(section: Section) -> str | None:
-    """The lower bound of the problem on this card, and the unit that sets it."""
+    """The least time of the problem on this card, the speed of light, and the unit that sets it."""
     limits = section.bounds_us
     if not limits:
         return None
     where = section.environment
     in_l2 = where is not None and section.problem.min_bytes <= where.l2_bytes
     binds = next((row for row in section.rows if row["bound"]), None)
-    first, others = "no bound known", []
+    first, others = "no speed of light known", []
     if binds is not None:
-        first = f"bound {figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
+        first = f"speed of light {figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
     for unit, us in limits.items():
         if binds is None or unit != binds["bound"]:
             unless = " if not all in L2" if unit == "memory" and in_l2 else ""
@@ -251,7 +251,7 @@ def bound_line(section: Section) -> str | None:
 
 
 def conditions_line(section: Section) -> str | None:
-    """The clock in the rounds, the reasons for throttling, and the clock that the bound assumes."""
+    """The clock in the rounds, the reasons for throttling, and the clock of the line above."""
     conditions = [row["trial"].conditions for row in section.rows if row["rounds"]]
     clocks = [c["sm_mhz"] for c in conditions if isinstance(c.get("sm_mhz"), int | float)]
     throttle = [name for c in conditions for name in c.get("throttle") or ()]
@@ -267,7 +267,7 @@ def conditions_line(section: Section) -> str | None:
     if section.environment is not None and section.bounds_us:
         assumed = f"{section.environment.clock_hz / 1e6:.0f}"
         if clocks and {low, high} != {assumed} and assumed != "0":
-            line += f"; the bound assumes {assumed}{GLUE}MHz"
+            line += f"; the speed of light above assumes {assumed}{GLUE}MHz"
     return line
 
 
@@ -339,9 +339,7 @@ def winner_lines(section: Section) -> list[str]:
     first = figures[0] if kind == "warm" else f"{kind}{GLUE}{figures[0]}"
     said = [first, *_timed_alone(row), *figures[1:]]
     if row["light"] is not None:
-        said.append(light_text(row).replace(" ", GLUE))
-    elif row["bound_share"] is not None:
-        said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
+        said.append(light_text(row).replace(" % ", f"{GLUE}% "))
     best = section.best_baseline
     if best is None or row["ratio_of"] is None:
         said.append("no baseline was timed with it")

@@ -10,6 +10,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.reports.compare import compare, config_changes, lines
+from attnsweep.reports.text import sections_of
 from attnsweep.store.run import open_run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -34,7 +35,7 @@ def test_winners_that_differ_say_what_each_costs_in_the_other_run():
     assert not pair["agree"]
     assert pair["first"]["others_winner_ratio"] == pytest.approx(1.2)
     assert pair["second"]["others_winner_ratio"] == pytest.approx(9 / 8)
-    assert pair["over_baselines"] == {"cudnn": [2.0, 2.5]}
+    assert pair["over_baselines"] == {"cudnn": pytest.approx([2.0, 2.5])}
     assert config_changes(pair) == ["N 1 → 2"]
     said = text(found)
     assert "+12.5 %, +20.0 %" in said
@@ -73,7 +74,7 @@ def test_a_baseline_that_computes_in_another_format_is_no_base():
         baseline("flash_attn_3_fp8", 8.0).with_(**in_bf16),
     )
     found = compare(run(*trials), run(*trials))
-    assert found["problems"][0]["over_baselines"] == {"flash_attn_3": [1.2, 1.2]}
+    assert found["problems"][0]["over_baselines"] == {"flash_attn_3": pytest.approx([1.2, 1.2])}
     assert "1.20 → 1.20  flash_attn_3  same" in text(found)
     cards = (open_run(RESULTS / card) for card in ("h100-80gb-hbm3/h100", "h200/h200"))
     assert "flash_attn_3_fp8" not in text(compare(*cards))
@@ -107,3 +108,20 @@ def test_as_data_it_names_configs_and_ratios():
     first = data["problems"][0]
     assert first["first"]["config"]["BLOCK_N"] > 0
     assert set(first["over_baselines"]) <= set(first["first"]["baselines_us"])
+
+
+@pytest.mark.parametrize("spec", ["flash_short", "flash_training", "masks"])
+def test_a_ratio_is_the_one_that_report_prints(spec):
+    """Both take the median of the ratios of the rounds; medians of times gave another second decimal."""
+    runs = [open_run(RESULTS / card / spec) for card in ("h100-80gb-hbm3", "h200")]
+    pairs = {pair["problem"]: pair for pair in compare(*runs)["problems"]}
+    told = 0
+    for side, recorded in enumerate(runs):
+        for section in sections_of(recorded):
+            won = section.winner
+            if won is None or (pair := pairs.get(section.problem.label)) is None:
+                continue
+            if (both := pair["over_baselines"].get(won["best_baseline"])) is not None:
+                assert both[side] == won["ratio_to_best_baseline"]
+                told += 1
+    assert told > 8

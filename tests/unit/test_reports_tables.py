@@ -63,7 +63,7 @@ def test_a_row_says_the_figures_of_its_trial() -> None:
     assert row["× base"] == f"{57.4 / 28.1:.2f}"
     assert row["µs/head"] == f"{28.1 / 64:.3f}"
     assert float(row["TFLOP/s"]) == pytest.approx(flops / 28.1 / 1e6, abs=0.05)
-    assert row["% bound"] == f"{100 * flops / (4096 * 132 * 1.98e9) * 1e6 / 28.1:.0f}"
+    assert row["% light"] == f"{100 * flops / (4096 * 132 * 1.98e9) * 1e6 / 28.1:.0f}"
     assert (row["error"], row["regs"], row["smem"]) == ("2.7e-04", "168", "96K")
     assert row["cold µs"] == "29.10"
     assert last[:3] == ["25", "unfused", "baseline"]
@@ -135,7 +135,7 @@ def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
         return printed(full_run(trials=list(rows), **changes), 120).splitlines()[3]
 
     both = [first.with_(conditions=capped), second.with_(conditions=free), alone]
-    said = "clock 1680–1980 MHz in the rounds, power_cap; the bound assumes 1980 MHz"
+    said = "clock 1680–1980 MHz in the rounds, power_cap; the speed of light above assumes 1980 MHz"
     assert third(*both) == said
     assert said in tables.files(full_run(trials=both))["ranking.md"]
     assert third(first.with_(conditions=free)) == "clock 1980 MHz in the rounds"
@@ -247,7 +247,7 @@ def test_a_run_without_an_environment_is_still_shown() -> None:
     text = printed(full_run(environment=None), 120)
     assert "GPU and date unknown" in text
     assert "28.10" in text
-    assert "% bound" not in " ".join(table(text)[0])
+    assert "% light" not in " ".join(table(text)[0])
 
 
 def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:

@@ -51,7 +51,7 @@ def test_a_right_callable_is_confirmed_with_its_time_beside_the_fastest_baseline
     assert verdict.calls_judged == 100
     assert (verdict.unit, verdict.sm_mhz) == ("matrix", 1980.0)
     assert verdict.sol_share == pytest.approx(0.5 * H200.clock_hz / 1.98e9)
-    assert "1.25× torch_cudnn, the fastest baseline, 50 % of light (matrix" in verdict.sentence
+    assert "1.25× torch_cudnn, the fastest baseline, 50 % of the speed of light (matrix" in verdict.sentence
     assert json.loads(json.dumps(asdict(verdict)))["verdict"] == "confirmed"
 
 
