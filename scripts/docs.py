@@ -198,8 +198,7 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "answer": first_screen(tuned, facts, known["performance"].data["given"]["baselines"]),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
-    shown = [line for line in tuned.splitlines() if line]
-    tune = f"```console\n$ attnsweep {' '.join(TUNED)} -q\n{shown[-1]}\n```\n"
+    tune = f"```console\n$ attnsweep {' '.join(TUNED)} -q\n{tuned}```\n"
     yield PAGES["tune"], with_blocks("tune", {"tune": tune})
     compare = [f"$ attnsweep check --recorded {' '.join(RECORDED)}", *checked[:4], "…"]
     block = "```console\n" + "\n".join(compare) + "\n```\n"
@@ -207,7 +206,7 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     first, second = (text.splitlines() for text in (printed, counted))
     later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
     tutorial = {
-        "table": "```text\n" + "\n".join(first[:10]) + "\n…\n" + "\n".join(first[-3:]) + "\n```\n",
+        "table": "```text\n" + "\n".join(first[:10]) + "\n…\n" + "\n".join(first[-6:]) + "\n```\n",
         "dry run": "```text\n" + "\n".join(second[:later]) + "\n```\n",
     }
     yield PAGES["tutorial"], with_blocks("tutorial", tutorial)

@@ -24,11 +24,12 @@ COLUMNS = {
     "timed_as": _TEXT, "warm_us": _FLOAT, "cold_us": _FLOAT, "eager_us": _FLOAT,
     "launch_us": _FLOAT, "energy_uj": _FLOAT, "energy_spread_uj": _FLOAT, "power_w": _FLOAT,
     "ranked_as": _TEXT, "us_per_head": _FLOAT, "us_per_sequence": _FLOAT, "tflops": _FLOAT,
-    "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "light": _FLOAT, "light_by": _TEXT, "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT,
-    "ratio_low": _FLOAT, "ratio_high": _FLOAT, "ratio_of": _TEXT, "best_baseline": _TEXT,
-    "rel_err": _FLOAT, "limit": _FLOAT, "over_limit": _BOOL, "registers": _WHOLE,
-    "spill_bytes": _WHOLE, "smem_bytes": _WHOLE, "occupancy": _FLOAT, "recorded": _BOOL,
-    "recorded_on": _TEXT, "trial": _TEXT,
+    "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "light": _FLOAT, "light_by": _TEXT,
+    "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT, "ratio_low": _FLOAT,
+    "ratio_high": _FLOAT, "ratio_of": _TEXT, "best_baseline": _TEXT, "rel_err": _FLOAT,
+    "limit": _FLOAT, "over_limit": _BOOL, "registers": _WHOLE, "spill_bytes": _WHOLE,
+    "smem_bytes": _WHOLE, "occupancy": _FLOAT, "recorded": _BOOL, "recorded_on": _TEXT,
+    "trial": _TEXT,
 }  # fmt: skip
 """The columns of a ranking, and their types in a DataFrame."""
 _UNKNOWN: dict[str, Any] = dict.fromkeys(COLUMNS)

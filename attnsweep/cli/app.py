@@ -258,6 +258,7 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
     """
     from attnsweep.reports import tables
     from attnsweep.reports.text import sections_of, sentence
+    from attnsweep.serve.export import use_of
 
     warn(run_)
     quiet = terminal.talk is terminal.Talk.QUIET
@@ -266,9 +267,9 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
         print_result([], tables.json_parts(run_) | said, True)
     elif full:
         tables.print_run(run_, console, top=top or 10)
-        tables.print_brief(run_, console, every=every, quiet=True)
+        tables.print_brief(run_, console, every=every, quiet=True, use=use_of)
     else:
-        tables.print_brief(run_, console, top=top, every=every, quiet=quiet)
+        tables.print_brief(run_, console, top=top, every=every, quiet=quiet, use=use_of)
 
 
 def warn(*runs: Run) -> None:

@@ -104,7 +104,7 @@ def judge(
     with progress.watch(errors, form) as observer:
         verdicts = [tool.judge(name, each, observer=observer, **how) for each in problems]
     facts = [asdict(verdict) for verdict in verdicts]
-    lines = [verdict.sentence for verdict in verdicts]
+    lines = [line for verdict in verdicts for line in (verdict.sentence, verdict.next)]
     print_result(lines, facts if len(facts) > 1 else facts[0], json_)
     raise typer.Exit(max((v.exit_code for v in verdicts), key=(0, 4, 1).index))
 

@@ -147,9 +147,9 @@ def config_changes(pair: Mapping[str, Any]) -> Sequence[str]:
 LEGEND = (
     "first, second: µs of each run's best candidate · second/first: above 1, the second run is "
     "slower; on two cards that is the card as much as the kernel · × baseline: time of the fastest "
-    "baseline of both runs over the best candidate's, paired by rounds, in each run · winner: same, tied (each "
-    "is in the other's tie for the first place), or how much slower the first run's winner is in "
-    "the second run, and the second's in the first (– if not ranked there)"
+    "baseline of both runs over the best candidate's, paired by rounds, in each run · "
+    "winner: same, tied (each is in the other's tie for the first place), or how much slower the "
+    "first run's winner is in the second run, and the second's in the first (– if not ranked there)"
 )
 
 

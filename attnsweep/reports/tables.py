@@ -36,14 +36,17 @@ LEGEND = (
     "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
     "timed once · × base: time of the fastest baseline known over this one, paired by rounds; ~ of "
     f"medians, ≥ at least, because that one is noisy · 95{GLUE}%: interval of × base, of fewer "
-    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}light: share of the speed of "
-    "light at the clock of the rounds · eager: host time to issue one call, next to which the device works · ranks follow the "
-    "paired rounds, so a row with a lower median can rank below another"
+    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}light: share of the "
+    "speed of light at the clock of the rounds · eager: host time to issue one call, next to which "
+    "the device works · ranks follow the paired rounds, so a row with a lower median can rank "
+    "below another"
 )
 
 
 Line = tuple[str, str]
 """A line and its rich style."""
+Use = Callable[[Run, Sequence[Section]], str | None]
+"""Finds the command that uses the winners of a run, which is of a higher room."""
 
 
 def _print(console: Console, lines: Iterable[Line]) -> None:
@@ -440,22 +443,43 @@ _COLUMNS = ("time_us", "ratio_to_best_baseline", "ratio_low", "energy_uj")
 
 
 def print_brief(
-    run: Run, console: Console, *, top: int | None = None, every: bool = False, quiet: bool = False
+    run: Run,
+    console: Console,
+    *,
+    top: int | None = None,
+    every: bool = False,
+    quiet: bool = False,
+    use: Use = lambda _run, _sections: None,
 ) -> None:
     """Print a run in short. top: candidates per table, which there then are of each problem.
 
-    every: end in a sentence about each problem, however many there are. quiet: print nothing else.
+    every: end in a sentence about each problem, however many there are, and its winning config.
+    quiet: print nothing else. use: what finds the command that uses the winners.
     """
     sections = sections_of(run)
     few, width = len(sections) < MANY, console.width
     if not quiet:
         _print(console, _lines(run, sections, width, top, few=few or top is not None))
-    answers = [texts.sentence(each) for each in sections] if few or every else [overall(sections)]
+    answers: list[Line] = [(overall(sections), "bold")]
+    if few or every:
+        answers = [line for each in sections for line in _answer(each)]
     if found := gains.gains(sections, run.spec_text):  # then it is the program that asks
-        answers = gains.sentences(found)[:1] if quiet else []
+        answers = [(line, "bold") for line in gains.sentences(found)[:quiet]]
         _print(console, () if quiet else _of_gains(found, width))
-    for said in answers:
-        console.print(Text(said, "bold"), soft_wrap=True)
+    if (command := use(run, sections)) is not None:
+        one = len(sections) == 1 and answers[1:]
+        how = f"to {'explain' if ' explain ' in command else 'use'} {'it' if one else 'them'}"
+        last, style = answers.pop() if one else ("", "")
+        answers.append((f"{last}{'; ' * bool(one)}{how}: {command}", style))
+    for said, style in answers:
+        console.print(Text(said, style), soft_wrap=True)
+
+
+def _answer(section: Section) -> Iterator[Line]:
+    """The sentence about a problem, and its winning config."""
+    yield texts.sentence(section), "bold"
+    if config := texts.winning_config(section):
+        yield f"config: {config}", ""
 
 
 def _lines(

@@ -554,6 +554,14 @@ def sentence(section: Section) -> str:
     return f"{said}{on}."
 
 
+def winning_config(section: Section) -> str:
+    """What tells the winner from others of its family, or its whole config if none were tried."""
+    if (row := section.winner) is None:
+        return ""
+    names = section.differing[row["kernel"]]
+    return named({n: v for n, v in row["trial"].config.items() if n in names or not names})
+
+
 def plus_minus(ratio: float, low: float, high: float) -> str:
     """`1.10 ± 0.01`: as many decimals as the half-width has, two or three; it is rounded up."""
     half = max(ratio - low, high - ratio, 0.0)

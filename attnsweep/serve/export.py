@@ -12,6 +12,7 @@ import json
 import keyword
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +31,7 @@ from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.family.family import Config, Family
+from attnsweep.reports.text import Section
 from attnsweep.serve.export_code import (
     CODE,
     FAMILY,
@@ -259,6 +261,32 @@ def _of_calls(run: Run) -> bool:
     own = [trial for trial in run.trials if trial.provider == OURS]
     right = [trial for trial in own if trial.status is Status.OK]
     return any(trial.call for trial in own) and all(trial.call for trial in right)
+
+
+def use_of(run: Run, sections: Sequence[Section]) -> str | None:
+    """The command that uses the winners of a run, or says why they won if no package can hold one.
+
+    None without a winner.
+    """
+    won = [each for each in sections if each.winner is not None]
+    if not won:
+        return None
+    of = shlex.quote(str(run.directory))
+    if _of_calls(run):
+        return f"attnsweep export {of} --out my_configs.py"
+    if run.environment is not None and any(map(_is_served, won)):
+        return f"attnsweep export {of} --out my_attention"
+    return f"attnsweep explain {of}"
+
+
+def _is_served(section: Section) -> bool:
+    """Whether a package can hold the winner of a problem."""
+    problem, row = section.problem, section.winner
+    if row is None or row["kernel"] != family_of(problem):
+        return False
+    rivals = (other["trial"] for other in section.ranked)
+    compares = not has_rival(problem) or any(map(is_sdpa, rivals))
+    return compares and row["trial"].schedule.get("chunks", 1) == 1
 
 
 def _table(

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import re
 import secrets
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,21 @@ class KernelVerdict:
             facts = {"light": self.sol_share, "light_by": self.unit, "light_mhz": self.sm_mhz}
             said.append(light_text(facts))
         return f"{first}: {', '.join(said)}; {self.reason}"
+
+    @property
+    def next(self) -> str:
+        """The command for what comes next: guard what is confirmed, or look at what is not."""
+        call = shlex.quote(str(replace(Asked.of(self.name), label="", strict=False)))
+        problem = shlex.quote(self.problem)
+        file, _, function = call.rpartition(":")
+        if self.verdict == "unconfirmed":
+            return f"to try again: attnsweep judge {call} {problem} --rounds 45"
+        if self.verdict == "confirmed":
+            old = f"{file}@HEAD:{function}" if file.endswith(".py") else call
+            return f"to guard it: attnsweep check {problem} --old {old} --new {call}"
+        if file.endswith(".py"):
+            return f"to run it on the CPU: attnsweep verify {call}"
+        return f"to see more: attnsweep judge {call} {problem} --json"
 
 
 class _FailedError(Exception):

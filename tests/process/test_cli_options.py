@@ -94,7 +94,7 @@ def test_quiet_prints_the_result_alone(attnsweep):
     assert " candidates" in loud.stderr
     for asked in (("--quiet", *one), (*one, "-q")):
         quiet = attnsweep(*asked)
-        answer = loud.stdout.splitlines()[-1] + "\n"
+        answer = "".join(loud.stdout.splitlines(keepends=True)[-2:])
         assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", answer)
     assert attnsweep(*one).stderr == loud.stderr, "it stayed quiet"
     assert "no such file" in attnsweep("run", "nowhere", "--quiet").stderr

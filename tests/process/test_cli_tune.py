@@ -49,7 +49,10 @@ def rows_of(tmp_path, name):
 def test_it_ends_in_the_sentence_and_stores_a_run(attnsweep, gpu, tmp_path):
     done = attnsweep(*TUNE, "--causal", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{ENDING} (1,2,256,64) bf16 causal."
+    said, config = done.stdout.splitlines()[-2:]
+    assert said == f"{ENDING} (1,2,256,64) bf16 causal."
+    directory = "results/test-1/tune-1-2-256-64-bf16-causal-simple"
+    assert re.fullmatch(rf"config: THREADS=\d+; to explain it: attnsweep explain {directory}", config)
     rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal-simple")
     assert {row.problem.label for row in rows} == {"(1,2,256,64) bf16 causal"}
     assert {row.kernel for row in rows if row.provider == "attnsweep"} == {"simple"}
@@ -75,8 +78,9 @@ def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_pat
     shapes = ("1,2,256,64", "more.csv")
     done = attnsweep("tune", *shapes, *SIMPLE)
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-2:]
-    assert [line.removeprefix(f"{ENDING} ") for line in last] == [
+    *told, use = done.stdout.splitlines()[-5:]
+    assert use.startswith("to explain them: attnsweep explain results/test-1/tune-2-shapes-")
+    assert [line.removeprefix(f"{ENDING} ") for line in told[::2]] == [
         "(1,2,256,64) fp16 full.",
         "(1,2,512,64) fp16 causal.",
     ]
@@ -108,7 +112,7 @@ def test_ctrl_c_keeps_what_was_measured_and_is_exit_code_130(attnsweep, gpu):
     done = attnsweep(*TUNE)
     assert done.returncode == 130
     assert "interrupted: all rows are kept; the same command continues from here" in done.stderr
-    assert done.stdout.splitlines()[-1].startswith("simple takes 20.0 µs on")
+    assert done.stdout.splitlines()[-2].startswith("simple takes 20.0 µs on")
 
 
 def test_the_saved_spec_is_what_was_run(attnsweep, gpu, tmp_path):
@@ -179,7 +183,8 @@ def test_without_a_gpu_it_says_what_works(attnsweep, tmp_path):
 def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
     done = attnsweep("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart")
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
+    last, use = done.stdout.splitlines()[-2:]
+    assert use.endswith("to use it: attnsweep export results/replay/tune-4-32-4096-64-bf16-full --out my_attention")
     assert re.fullmatch(
         r"flash_fwd_wgmma is 1\.\d+ ± 0\.\d+ times as fast as FlashAttention-3 \(\d+ against "
         r"\d+ µs\) on \(4,32,4096,64\) bf16 full, recorded on NVIDIA H100 80GB HBM3, [\d-]+\.",

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,11 @@ from samples import NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
 from attnsweep.reports.tables import print_brief, print_run
+from attnsweep.reports.text import sections_of
+from attnsweep.serve.export import use_of
+from attnsweep.store.run import open_run
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def printed(run, width=80, **how):
@@ -48,17 +54,18 @@ def test_what_a_family_serves_only_stands_in_its_results(count):
     spaces = [{"problem": t.problem.label, **f} for t in run.trials for f in facts]
     run = replace(run, spaces=spaces)
     assert "k serves only one length; no groups" in printed(run)
-    assert ("k serves only one length; no groups" in printed(run, quiet=True)[-1]) == (count == 1)
+    assert ("k serves only one length; no groups" in printed(run, quiet=True)[0]) == (count == 1)
     out = io.StringIO()
     print_run(run, Console(file=out, width=100))
     assert out.getvalue().count("k serves only one length; no groups") == count
 
 
 def test_the_end_is_a_sentence_and_the_rows_are_counted_by_kind():
-    *before, count, last = printed(full_run())
+    *before, count, last, config = printed(full_run())
     assert count.startswith("37 candidates, 3 baselines: results/h200/h100 (--full")
     assert last.startswith("three_kernel_wgmma is 2.043 ± 0.001 times as fast as")
-    assert printed(full_run(), quiet=True) == [last]
+    assert config.startswith("config: QK_BLOCK_M=")
+    assert printed(full_run(), quiet=True) == [last, config]
     assert not any("BLOCK_M /" in line or line.startswith("bound") for line in before)
 
 
@@ -99,7 +106,7 @@ def test_a_run_of_fifty_problems_fits_a_screen():
     assert any(line.startswith("(1,16,") for line in lines)
     assert any(line.startswith("(50,16,") for line in lines)
     assert printed(of_problems(50), quiet=True) == lines[-1:]
-    assert len(printed(of_problems(50), every=True, quiet=True)) == 50
+    assert len(printed(of_problems(50), every=True, quiet=True)) == 100
     assert sum("kernel" in line for line in printed(of_problems(50), top=1)) == 50
 
 
@@ -110,3 +117,28 @@ def test_a_problem_without_a_winner_is_listed_first_and_counted():
     assert lines[1].startswith("(3,16,")
     assert lines[-1].endswith("No candidate is right and timed on 1 of 5.")
     assert "1 wrong" in lines
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_command_that_uses_the_winners_is_the_last_line(count):
+    """Of one problem it stands behind the config; of many there is no config."""
+    lines = printed(of_problems(count), quiet=True, use=lambda run, sections: f"attnsweep export of {len(sections)}")
+    how = "use it" if count == 1 else "use them"
+    assert lines[-1].endswith(f"to {how}: attnsweep export of {count}")
+    assert sum("config: BLOCK_M=64" in line for line in lines) == (count if count < 4 else 0)
+    assert len(lines) == {1: 2, 2: 5, 9: 2}[count]
+
+
+@pytest.mark.parametrize(
+    ("directory", "command"),
+    [
+        ("h200/h200", "export {} --out my_attention"),
+        ("h200/triton_kernels", "export {} --out my_configs.py"),
+        ("h200/three_kernel", "explain {}"),
+        ("h200/append", "explain {}"),
+    ],
+)
+def test_the_command_that_uses_a_recorded_run_is_one_that_takes_it(directory, command):
+    run = open_run(RESULTS / directory)
+    assert use_of(run, sections_of(run)) == f"attnsweep {command.format(run.directory)}"
+    assert use_of(run, []) is None

@@ -2,20 +2,23 @@
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import typer
 from fake_gpu import FakeGpu
 from samples import H200
 from sweeping import use
 
+from attnsweep import cli
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.hardware import arch_named, bounds
 from attnsweep.core.problem import BACKWARD, Problem
 from attnsweep.core.trial import Accuracy, Status
-from attnsweep.tools.judge import judge, name_of
+from attnsweep.tools.judge import KernelVerdict, judge, name_of
 
 PROBLEM = Problem(4, 32, 32, 4096, 4096, 128, "bf16")
 BOUND_US = bounds(PROBLEM, arch_named(H200.arch), H200)["matrix"]
@@ -53,6 +56,25 @@ def test_a_right_callable_is_confirmed_with_its_time_beside_the_fastest_baseline
     assert verdict.sol_share == pytest.approx(0.5 * H200.clock_hz / 1.98e9)
     assert "1.25× torch_cudnn, the fastest baseline, 50 % of the speed of light (matrix" in verdict.sentence
     assert json.loads(json.dumps(asdict(verdict)))["verdict"] == "confirmed"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "command"),
+    [
+        ("mine:f", "confirmed", "attnsweep check '4,32,4096,128 bf16' --old mine:f --new mine:f"),
+        ("a.py:f", "confirmed", "attnsweep check '4,32,4096,128 bf16' --old a.py@HEAD:f --new a.py:f"),
+        ("x=a.py:f?layout=bshd", "wrong", "attnsweep verify 'a.py:f?layout=bshd'"),
+        ("mine:f", "refused", "attnsweep judge mine:f '4,32,4096,128 bf16' --json"),
+        ("mine:f", "unconfirmed", "attnsweep judge mine:f '4,32,4096,128 bf16' --rounds 45"),
+    ],
+)
+def test_a_verdict_ends_in_the_command_of_the_next_step(name, verdict, command):
+    of = KernelVerdict(verdict, name, "4,32,4096,128 bf16", "a reason")
+    assert of.next.split(": ", 1)[1] == command
+    words = shlex.split(command)[1:]
+    group = typer.main.get_command(cli.app)
+    own = group.get_command(group.make_context("attnsweep", words[:1]), words[0])
+    own.make_context(words[0], words[1:])  # raises UsageError
 
 
 def test_a_callable_that_no_graph_holds_has_a_time_and_no_ratio(card):
