@@ -37,7 +37,7 @@ from attnsweep.specs.model import (
 )
 from attnsweep.specs.require import Requirements, requirements
 from attnsweep.specs.shipped import find, shipped_hint
-from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, apply, dump, nearest
+from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, Mark, apply, dump, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class ProblemEntry:
     kernels: tuple[str, ...]
     slower: float | None = None
     calls: int | None = field(default=None, compare=False)
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+    """Where the spec's file has it, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
     chosen: dict[Problem, set[str]] = {}
     slower: dict[Problem, float] = {}
     calls: dict[Problem, int] = {}
+    marks: dict[Problem, Mark | None] = {}
     for index, entry in enumerate(file.problems):
         for name in entry.kernels or ():
             if name not in file.kernels:
@@ -266,6 +269,7 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
         for problem in entry.expand():
             names = entry.kernels or first_spaces(file.kernels)
             chosen.setdefault(problem, set()).update(names)
+            marks.setdefault(problem, document.at("problems", index))
             named = [n for n in file.kernels if n in chosen[problem]]
             families = [file.kernels[name].family or name for name in named]
             twice = next((family for family in families if families.count(family) > 1), None)
@@ -286,6 +290,7 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
             tuple(name for name in file.kernels if name in names),
             slower.get(problem),
             calls.get(problem),
+            marks[problem],
         )
         for problem, names in chosen.items()
     )

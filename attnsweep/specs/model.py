@@ -35,7 +35,7 @@ from attnsweep.core.formats import FORMATS, CacheDtype
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.problem import Dtype, Problem
 from attnsweep.specs.require import RequireSpec
-from attnsweep.specs.yaml_file import NAME_PATTERN, Many, nearest, wrong
+from attnsweep.specs.yaml_file import NAME_PATTERN, Many, ManyLists, nearest, wrong
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000
@@ -132,6 +132,12 @@ def _parameter_value(value: object) -> object:
     raise wrong("{name} must be a whole number, true or false, or text, not {value}")
 
 
+def _word(value: object) -> object:
+    if type(value) in (int, str):
+        return value
+    raise wrong("{name} must be text or a whole number, not {value}")
+
+
 def _mapping_or_null(value: object) -> object:
     return {} if value is None else value
 
@@ -204,6 +210,12 @@ ParameterValue = Annotated[
     BeforeValidator(_parameter_value),
     WithJsonSchema({"type": ["integer", "boolean", "string", "null"]}),
 ]
+Word = Annotated[
+    Any,
+    BeforeValidator(_word),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+]
+"""A part of a mask or a layout: a name, or a number."""
 ParameterValues = dict[str, Many[ParameterValue]]
 
 
@@ -413,35 +425,35 @@ class ProblemSpec(_Model):
     e4m3_block of each 128 keys; o is then bf16."""
     causal: Many[StrictBool] = [False]
     """Mask aligned bottom-right: the last query sees the last key."""
-    window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
+    window: ManyLists[Annotated[list[Side], Field(min_length=2, max_length=2)] | None] = [None]
     """In the place of causal: keys that a query sees before and after its own, [512, 0]; null
     is all of them."""
-    top_left: StrictBool = False
+    top_left: Many[StrictBool] = [False]
     """With causal or window: the diagonal of query i is key i, as in PyTorch's is_causal, and
     not the last query's the last key."""
-    padding: Annotated[list[StrictStr | StrictInt], Field(min_length=2, max_length=3)] | None = None
+    padding: ManyLists[Annotated[list[Word], Field(min_length=2, max_length=3)] | None] = [None]
     """Items of a batch that have keys of their own number: the padded side, right or left, and
     percent of the keys that the shortest has, [right, 40]; a seed of their order may follow."""
-    packed: Annotated[list[StrictInt], Field(min_length=1, max_length=3)] | None = None
+    packed: ManyLists[Annotated[list[StrictInt], Field(min_length=1, max_length=3)] | None] = [None]
     """Sequences one behind the other, as cu_seqlens say: their number, and percent of the
     longest that the shortest has, [8, 40]; a seed of their order may follow. batch is 1, and
     seqlen counts the tokens of all."""
-    paged: Annotated[list[StrictStr | StrictInt], Field(min_length=1, max_length=5)] | None = None
+    paged: ManyLists[Annotated[list[Word], Field(min_length=1, max_length=5)] | None] = [None]
     """A cache of pages with a table of them, as serving engines have it: the page size, and, in any
     order, nhd or hnd (heads before slots), and how many requests have how many keys: [16, hnd,
     '32x128+32x4k']; batch counts requests, and seqlen_k is the longest."""
-    cache_dtype: CacheDtype | None = None
+    cache_dtype: Many[CacheDtype | None] = [None]
     """With paged: k and v in FP8, with a scale of each request and head; q and o stay in dtype."""
-    boolean: Annotated[list[StrictStr | StrictInt], Field(max_length=3)] | None = None
+    boolean: ManyLists[Annotated[list[Word], Field(max_length=3)] | None] = [None]
     """Calls get the mask as a boolean tensor: one for all, [], or of each item of the batch and
     each head, [item, head]. Or a mask that is no interval, [blocks, 30]. blocks: percent of 128
     x 128 blocks that are seen; documents: their number; holes: percent of causal pairs;
     padding: percent as in padding. A seed may follow."""
-    softcap: Annotated[float, Field(gt=0)] | None = None
+    softcap: Many[Annotated[float, Field(gt=0)] | None] = [None]
     """Scores become softcap * tanh(score / softcap), as in Gemma 2: 50."""
-    sinks: StrictBool = False
+    sinks: Many[StrictBool] = [False]
     """Each query head has one more score, which takes weight and has no value, as in gpt-oss."""
-    bias: Annotated[list[Literal["item", "head"]], Field(max_length=2)] | None = None
+    bias: ManyLists[Annotated[list[Literal["item", "head"]], Field(max_length=2)] | None] = [None]
     """Calls add a tensor to the scores, as attn_mask of q's dtype: one for all, [], or of each
     item of the batch and each head, [item, head]."""
     op: Many[Literal["forward", "backward"]] = ["forward"]
@@ -473,39 +485,42 @@ class ProblemSpec(_Model):
                 if getattr(self, name) is None:
                     raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
             seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
-        if self.window is not None and self.causal != [False]:
-            raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
-        window = None if self.window == [None, None] else self.window
-        if self.top_left and window is None and False in self.causal:
-            raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
-        pattern = any(isinstance(value, int) for value in self.boolean or ())
-        if pattern and (window or True in self.causal or self.padding or self.packed or self.paged):
-            raise wrong("a pattern of boolean beside another mask", "give boolean alone")
         axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None], seqlens]
-        axes += [self.head_dim, self.dtype, self.causal, self.op, self.head_dim_v or [None]]
+        axes += [getattr(self, name) or [None] for name in _FACTS[5:]]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
-        own = {name: getattr(self, name) for name in _OF_ALL}
-        try:
-            return [
-                Problem.of(own | dict(zip(_OF_EACH, (b, h, kv or h, *lengths, *rest), strict=True)))
-                for b, h, kv, lengths, *rest in itertools.product(*axes)
-            ]
-        except ProblemError as error:
-            raise wrong(error.what, error.hint) from error
+        return [
+            _problem(dict(zip(_FACTS, (b, h, kv or h, *lengths, *rest), strict=True)))
+            for b, h, kv, lengths, *rest in itertools.product(*axes)
+        ]
 
 
-# Fields of a ProblemSpec that are facts of each of its problems as they are.
-_OF_ALL = (
+# Facts of which an entry gives one value or several, in the order in which they vary, the last
+# fastest.
+_FACTS = (
+    *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
+    *("dtype", "causal", "op", "head_dim_v"),
     *("window", "top_left", "padding", "packed", "paged", "cache_dtype", "boolean"),
     *("softcap", "sinks", "bias", "value_in_key"),
 )
-# Facts of which an entry gives several values, in the order in which they vary, the last fastest.
-_OF_EACH = (
-    *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
-    *("dtype", "causal", "op", "head_dim_v"),
-)
+
+
+def _problem(facts: dict[str, Any]) -> Problem:
+    """The problem of these facts. Raises the error of a validator."""
+    window, boolean = facts["window"], facts["boolean"]
+    if window is not None and facts["causal"]:
+        raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
+    window = None if window == [None, None] else window
+    if facts["top_left"] and window is None and not facts["causal"]:
+        raise wrong("top_left without a mask", "add causal: true, or window: [LEFT, RIGHT]")
+    others = window or any(facts[name] for name in ("causal", "padding", "packed", "paged"))
+    if others and any(isinstance(value, int) for value in boolean or ()):
+        raise wrong("a pattern of boolean beside another mask", "give boolean alone")
+    try:
+        return Problem.of(facts)
+    except ProblemError as error:
+        raise wrong(error.what, error.hint) from error
 
 
 class SearchSpec(_Model):

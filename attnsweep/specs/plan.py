@@ -40,7 +40,11 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
             if reason is not None:
                 refused[kernel.name] = reason
                 continue
-            spaces.append(Space.build(kernel, entry.problem, arch, spec.kernels[name]))
+            try:
+                spaces.append(Space.build(kernel, entry.problem, arch, spec.kernels[name]))
+            except SpaceError as error:  # too many combinations
+                where = spec.document.where(spec.document.keys.get(("kernels", name)))
+                raise SpaceError(error.what, where=where, hint=error.hint) from error
         if not any(space.configs for space in spaces):
             where, why = _blamed(spec, entry, arch)
             reasons = [f"{n}: {r}" for n, r in refused.items()]
@@ -54,8 +58,8 @@ def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
 
 
 def _blamed(spec: SweepSpec, entry: ProblemEntry, arch: Arch) -> tuple[str, list[str]]:
-    """The place of the values without which candidates would be left, and how many; or the spec."""
-    path, marks = spec.document.path, spec.document
+    """The place of the values without which some would be left, and how many; or of the entry."""
+    document = spec.document
     for name in entry.kernels:
         selection, family = spec.kernels[name], spec.families[spec.family_of(name)]
         if family.refusal(entry.problem, arch):
@@ -64,11 +68,10 @@ def _blamed(spec: SweepSpec, entry: ProblemEntry, arch: Arch) -> tuple[str, list
             others = {n: v for n, v in selection.values.items() if n != parameter}
             space = Space.build(family, entry.problem, arch, replace(selection, values=others))
             if space.configs:
-                mark = marks.at("kernels", name, parameter) or ()
-                place = mark if isinstance(mark, str) else ":".join([str(path), *map(str, mark)])
+                place = document.where(document.at("kernels", name, parameter))
                 left = f"{len(space.configs)} candidate{'s' * (len(space.configs) != 1)}"
                 return place, [f"with the family's own values of {parameter}, {left}"]
-    return str(path), []
+    return document.where(entry.mark), []
 
 
 def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:

@@ -26,11 +26,10 @@ def about(path: Path) -> str:
 
 
 def shipped_hint(word: str = "") -> str:
-    """The names of the shipped specs, after a guess which of them `word` meant."""
-    names = shipped_specs()
-    close = closest(word, names)
+    """A guess which shipped spec `word` meant, and the command that lists them."""
+    close = closest(word, shipped_specs())
     asked = f"did you mean {close!r}? " if close else ""
-    return f"{asked}shipped specs: {', '.join(names)}"
+    return f"{asked}attnsweep list --specs: those that there are; attnsweep init: write one"
 
 
 def find(path: Path) -> Path:

@@ -11,10 +11,11 @@ import difflib
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
@@ -42,7 +43,15 @@ def nearest(word: str, names: Iterable[str]) -> str:
     names = list(names)
     close = closest(word, names)
     there = f"there are: {', '.join(names)}" if names else "there are none"
-    return f"did you mean {close!r}? {there}" if close else there
+    return f"did you mean {close!r}?{_looks_like(word)} {there}" if close else there
+
+
+def _looks_like(word: str) -> str:
+    """A sentence about the first letter that no name here has, which may look like one of them."""
+    other = next((letter for letter in word if not letter.isascii()), None)
+    if other is None:
+        return ""
+    return f" {other!r} is U+{ord(other):04X}, {unicodedata.name(other, 'without a name')};"
 
 
 T = TypeVar("T")
@@ -57,7 +66,7 @@ class _OneOrMany:
         def distinct(values: list[Any]) -> list[Any]:
             if not values:
                 raise wrong("{name} must not be empty")
-            return list({(type(value), value): value for value in values}.values())
+            return list({(type(value), repr(value)): value for value in values}.values())
 
         one_or_list = core_schema.no_info_before_validator_function(
             lambda value: value if isinstance(value, list) else [value], handler(source)
@@ -73,6 +82,34 @@ class _OneOrMany:
 
 Many = Annotated[list[T], _OneOrMany()]
 """A field of a model: a list of T, or one T."""
+
+
+class _OneOrManyLists(_OneOrMany):
+    """Marks a list of lists that may be written as one of these: it is one without a list in it."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        (item,) = get_args(source)
+
+        def kind(value: object) -> str:
+            inner = isinstance(value, list) and any(isinstance(each, list) for each in value)
+            return _MANY if inner else _ONE
+
+        one = core_schema.no_info_after_validator_function(lambda value: [value], handler(item))
+        many = super().__get_pydantic_core_schema__(source, handler)
+        return core_schema.tagged_union_schema({_ONE: one, _MANY: many}, kind)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        one, many = handler(schema)["oneOf"]
+        return {"anyOf": [one, {**many, "minItems": 1}]}
+
+
+_ONE, _MANY = "<one>", "<many>"  # pydantic puts them into the places of errors
+ManyLists = Annotated[list[T], _OneOrManyLists()]
+"""A field of a model: a list of T, each of which is a list, or one T."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -302,6 +339,10 @@ class Document:
             loc = loc[:-1]
         return self.values.get(loc)
 
+    def where(self, mark: Mark | None) -> str:
+        """A position as an error says it: `file:line:column`, or the option that set the value."""
+        return mark if isinstance(mark, str) else ":".join(map(str, (self.path, *(mark or ()))))
+
     def put(self, loc: Loc, other: Document, source: str) -> None:
         """Set the value at `loc` to that of another document; `source` is its place in errors.
 
@@ -325,8 +366,7 @@ class Document:
         if not isinstance(values, dict) or key not in values:
             return None
         del values[key]
-        mark = self.keys[section, key]
-        where = mark if isinstance(mark, str) else f"{self.path}:{mark[0]}:{mark[1]}"
+        where = self.where(self.keys[section, key])
         return f"{where}: {section}: {key} is ignored: attnsweep no longer has it"
 
     def find(self, value: object, *loc: str | int) -> Mark | None:
@@ -353,10 +393,7 @@ class Document:
         self._issues = []
         errors = []
         for issue in issues:
-            where = ":".join([str(self.path), *map(str, issue.mark or ())])
-            if isinstance(issue.mark, str):
-                where = issue.mark
-            errors.append(SpecError(issue.what, where=where, hint=issue.hint))
+            errors.append(SpecError(issue.what, where=self.where(issue.mark), hint=issue.hint))
         if len(errors) == 1:
             raise errors[0]
         if errors:
@@ -366,7 +403,8 @@ class Document:
             raise SpecError("\n".join(lines))
 
     def _explain(self, error: ErrorDetails, models: Mapping[str, type[BaseModel]]) -> _Issue:
-        loc, kind, value = error["loc"], error["type"], error["input"]
+        kind, value = error["type"], error["input"]
+        loc = tuple(part for part in error["loc"] if part not in (_ONE, _MANY))
         context = error.get("ctx", {})
         model = models.get(str(loc[0]) if len(loc) > 1 else "", models[""])
         fields = model.model_fields
@@ -396,8 +434,12 @@ class Document:
             limit = context[of]
             bound = str(limit) if isinstance(limit, int) else f"{limit:g}"
             what = f"{name} must be {words} {bound}, not {shown}"
-        elif kind in ("too_short", "string_too_short"):
+        elif kind == "string_too_short" or context.get("actual_length") == 0:
             what = f"{name} must not be empty"
+        elif kind in ("too_short", "too_long"):
+            most = "most" if kind == "too_long" else "least"
+            limit = context["max_length" if kind == "too_long" else "min_length"]
+            what = f"{name} must have at {most} {limit} values, not {context['actual_length']}"
         elif kind == "string_pattern_mismatch":
             what = f"{name} must be {_PATTERNS[context['pattern']]}, not {shown}"
         elif kind in _WANTED:
@@ -445,6 +487,9 @@ _WANTED = {
 }
 
 
+_TIME = re.compile(r"(\d{1,6}) ?([smh])(?:ec|econd|in|inute|our)?s?")
+
+
 def _spelling(kind: str, value: object) -> str | None:
     """A hint with the spelling that was probably meant, or None."""
     if kind == "bool_type":
@@ -452,6 +497,8 @@ def _spelling(kind: str, value: object) -> str | None:
         meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
         meant |= {"no": "false", "off": "false", "0": "false", "false": "false"}
         return f"write {meant[word]}" if word in meant else None
+    if kind in ("int_type", "float_type") and (time := _TIME.fullmatch(str(value))):
+        return f"write seconds: {int(time[1]) * {'s': 1, 'm': 60, 'h': 3600}[time[2]]}"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if kind == "int_type" and re.fullmatch(r"\d+:\d+:\*?\d+", str(value)):

@@ -10,9 +10,8 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.family.discover import discover
 from attnsweep.family.space import Selection
 from attnsweep.specs.load import load_spec
-from attnsweep.specs.model import KNOWN_BASELINES
+from attnsweep.specs.model import KNOWN_BASELINES, ProblemSpec
 from attnsweep.specs.plan import plan
-from attnsweep.specs.shipped import shipped_specs
 
 
 class TestErrors:
@@ -38,7 +37,9 @@ class TestErrors:
 
     @pytest.mark.parametrize("text", ["", "\n# nothing yet\n", "---\n", "--- # no\n..."])
     def test_empty(self, error_of, text):
-        assert error_of(text) == f"sweep.yaml: is empty\n  shipped specs: {', '.join(shipped_specs())}"
+        assert error_of(text) == (
+            "sweep.yaml: is empty\n  attnsweep list --specs: those that there are; attnsweep init: write one"
+        )
 
     def test_a_spec_nested_without_end_is_refused_quickly(self, error_of):
         assert error_of("[" * 5000) == "sweep.yaml: nested too deeply"
@@ -96,6 +97,17 @@ class TestErrors:
              "68: kernel 'naiv' is not among this spec's kernels\n  did you mean 'naive'? there are: naive"),
             (f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
              "5: this entry has 1001 problems; a spec may have 1000"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, window: [1, 2, 3]",
+             "59: window must have at most 2 values, not 3"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, window: [[1, 0], [2]]",
+             "68: window[1] must have at least 2 values, not 1"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, window: [[1, 0], [2, a]]",
+             "72: window[1] must be a whole number, not a"),
+            ("batch: 1, heads: 1, seqlen: 8, head_dim: 64, boolean: [blocks, 3.5]",
+             "69: boolean[1] must be text or a whole number, not 3.5"),
+            ("b\u0430tch: 1, batch: 1, heads: 1, seqlen: 8, head_dim: 64",
+             "6: unknown key 'b\u0430tch'\n  did you mean 'batch'? '\u0430' is U+0430, CYRILLIC SMALL LETTER A; "
+             "there are: " + ", ".join(ProblemSpec.model_fields)),
         ],
     )  # fmt: skip
     def test_core_problem(self, error_of, fields, message):
@@ -135,6 +147,8 @@ class TestErrors:
             ("search: {strategy: randm, seed: -1}", "20: strategy cannot be randm\n"
              "  did you mean 'random'? there are: exhaustive, gp, random, staged\n"
              "sweep.yaml:3:33: seed must be at least 0, not -1"),
+            ("search: {budget_s: 5 min}", "20: budget_s must be a whole number, not 5 min\n  write seconds: 300"),
+            ("measure: {timeout_s: 2h}", "22: timeout_s must be a number, not 2h\n  write seconds: 7200"),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: 1e999}", "22: timeout_s must be a finite number, not 1e999"),
         ],
@@ -225,3 +239,31 @@ def test_where_rules_leave_no_candidate_the_values_that_are_to_blame_are_named(t
     with pytest.raises(SpaceError) as refused:
         plan(set_, ARCHS["sm_90a"])
     assert refused.value.where == "--set kernels.flash_fwd_wgmma.BLOCK_N=65"
+
+
+@pytest.mark.parametrize(
+    ("entry", "kernels", "where"),
+    [
+        ("{batch: 1, heads: 16, seqlen: 64, head_dim: 63}", "  flash_fwd_wgmma: {}", "4:5"),
+        ("{batch: 1, heads: 16, seqlen: 64, head_dim: 64, op: backward}", "  naive: {}", "4:5"),
+        (
+            "{batch: 1, heads: 16, seqlen: 64, head_dim: 64}",
+            "  naive: {}\n  flash_fwd_wgmma:\n    "
+            + "\n    ".join(
+                f"{n}: [0, 1]" for n in ("OVERLAP", "PINGPONG", "PERSISTENT", "SPLIT_CLUSTER", "PDL", "PACK_GQA")
+            )
+            + "\n    BLOCK_N: [64, 80, 96, 112, 128, 144, 160, 176, 192]\n    WARPGROUPS: [1, 2, 3, 4]"
+            "\n    NUM_STAGES: [1, 2, 3, 4]\n    PRODUCER_WARPS: [1, 2, 4]\n    BLOCKS_PER_SM: [1, 2, 3, 4]"
+            "\n    P_SHARED: [0, 1]\n    Q_REGISTERS: [0, 1]\n    EXP2_POLY: [0, 1]\n    MAXIMA: [1, 2]",
+            "7:3",
+        ),
+    ],
+    ids=["head_dim", "op", "combinations"],
+)
+def test_what_no_family_can_do_is_said_at_its_place(tmp_path, entry, kernels, where):
+    path = tmp_path / "mine.yaml"
+    other = "{batch: 1, heads: 16, seqlen: 64, head_dim: 64}"
+    path.write_text(f"arch: sm_90a\nproblems:\n  - {other}\n  - {entry}\nkernels:\n{kernels}\n")
+    with pytest.raises(SpaceError) as refused:
+        plan(load_spec(path, discover()), ARCHS["sm_90a"])
+    assert refused.value.where == f"{path}:{where}"

@@ -44,6 +44,25 @@ class TestWhatItBecomes:
             *("(1,4,16,64) fp16 full", "(1,4,16,64) fp16 causal"),
         ]
 
+    @pytest.mark.parametrize(
+        ("field", "of_each"),
+        [
+            ("window: [[256, 0], [128, 128], null]", ["window(256,0)", "window(128,128)", "full"]),
+            ("boolean: [[blocks, 30], [documents, 4]]", ["boolean(blocks,30)", "boolean(documents,4)"]),
+            ("boolean: []", ["boolean(full)"]),
+            ("bias: [[item], []]", ["full bias(item)", "full bias()"]),
+            ("padding: [[right, 40], null]", ["full padded(right,40)", "full"]),
+            ("softcap: [50, null]", ["full softcap(50)", "full"]),
+            ("sinks: [true, false]", ["full sinks", "full"]),
+        ],
+    )
+    def test_any_value_of_a_problem_may_be_a_list(self, load, field, of_each):
+        text = with_problem(f"batch: 2, heads: 4, seqlen: 256, head_dim: 64, {field}")
+        spec = load(text)
+        assert [entry.problem.label for entry in spec.problems] == [f"(2,4,256,64) fp16 {each}" for each in of_each]
+        assert load(spec.resolved()).problems == spec.problems
+        jsonschema.validate(yaml.safe_load(text), json_schema())
+
     def test_a_problem_named_twice_is_swept_once_with_the_kernels_of_both(self, load):
         text = (
             f"problems:\n  - {PROBLEM[:-1]}, kernels: c}}\n  - {PROBLEM[:-1]}, kernels: [a, c]}}\n"
