@@ -56,7 +56,7 @@ def check(
     two versions of a Python function, which `judge` calls so too, on each SHAPE.
 
     Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
-    without a verdict 2, 3 or 70, never 1.
+    without a verdict 2 (asked wrongly), 3 (no GPU) or 70 (a fault of attnsweep), never 1.
 
     :subject SPEC: With --against: a spec. With --recorded: the run to compare with, and the one to
         judge. With --old and --new: shapes, as for `tune`.
@@ -138,7 +138,9 @@ def check(
                 else:
                     compared = check_cards.check(loaded, baseline, cards, **asked)
     table = compared.to_markdown()
-    lines = [Text(line, style) for line, style in compared.lines(console.width)]
+    quiet = terminal.talk is terminal.Talk.QUIET
+    shown = compared.lines(console.width, quiet=quiet)
+    lines = [Text(line, style) for line, style in shown]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
         if printed:
             console.file.write(table)

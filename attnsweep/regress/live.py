@@ -254,7 +254,7 @@ class _Work:
     """A problem that is not decided. own: its threshold, if that is not the spec's.
 
     series: once the new code is right, and other code. overhead_s: what its last turn took beside
-    its rounds, which another turn will take too.
+    its rounds, which another turn will take too. took_s: its turns so far.
     """
 
     number: int
@@ -263,6 +263,7 @@ class _Work:
     trial: Trial | None = None
     series: Series | None = None
     overhead_s: float = 0.0
+    took_s: float = 0.0
 
     @property
     def processes(self) -> int:
@@ -329,15 +330,17 @@ class Gate:
                     fresh = True
                 turns = sum(max(w in waiting, FEWEST - w.processes) for w in left)
                 waiting.remove(work)
+                begin_s = self._budget.spent_s
                 finding = self._turn(work, turns)
+                work.took_s += self._budget.spent_s - begin_s
                 if finding is not None:
                     left.remove(work)
-                    decide(work.number, finding)
+                    decide(work.number, replace(finding, took_s=work.took_s))
             if len(waiting) == len(together):
                 break
             fresh = False
         for work in left:
-            decide(work.number, self._unfinished(work))
+            decide(work.number, replace(self._unfinished(work), took_s=work.took_s))
         return [found[number] for number in range(len(pairs))]
 
     def _elsewhere(self, other_driver: bool) -> str | None:

@@ -10,6 +10,7 @@ of one call.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,9 +69,11 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
         control = other_card(*both) or other_protocol(*both)
         return control or other_machine(*facts, other_driver=other_driver)
 
-    findings = [
-        _judge(section, after.get(problem), slower, apart) for problem, section in before.items()
-    ]
+    findings = []
+    for problem, section in before.items():
+        begin_s = time.monotonic()
+        finding = _judge(section, after.get(problem), slower, apart)
+        findings.append(replace(finding, took_s=time.monotonic() - begin_s))
     damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
     if damage:  # a damaged run proves nothing: its best row may be lost
         findings = [

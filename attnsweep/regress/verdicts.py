@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Finding:
 
     rounds: number of rounds in which both were timed in turns. drift: range of the drift between
     two recorded sessions. slower: this problem's own threshold. budget_ended: whether the check's
-    time ended before this was decided.
+    time ended before this was decided. took_s: what deciding it took.
     """
 
     label: str
@@ -56,6 +57,7 @@ class Finding:
     rounds: int | None = None
     slower: float | None = None
     budget_ended: bool = False
+    took_s: float | None = None
 
     @property
     def line(self) -> str:
@@ -77,6 +79,7 @@ class Finding:
             "rounds": self.rounds,
             "slower": self.slower,
             "budget_ended": self.budget_ended,
+            "took_s": None if self.took_s is None else round(self.took_s, 3),
         }
 
     @classmethod
@@ -154,11 +157,20 @@ class Comparison:
             rows.append([f.label, *times, ratio, interval, of, f.verdict.value])
         return rows
 
-    def _notes(self) -> list[str]:
+    def _reasons(self, *, quiet: bool = False) -> list[str]:
+        """A line for each reason, with the problems that have it. quiet: of what did not pass."""
         same: dict[str, list[str]] = {}
         for f in self.findings:
-            same.setdefault(f.why, []).append(f.label)
-        notes = [f"{'; '.join(labels)}: {why}" for why, labels in same.items() if why]
+            if not (quiet and f.verdict is Verdict.PASS):
+                same.setdefault(f.why, []).append(f.label)
+        return [f"{'; '.join(labels)}: {why}" for why, labels in same.items() if why]
+
+    def _of_damage(self) -> list[str]:
+        head = "inconclusive, a run is damaged: restore it, or record it again"
+        return [head, *self.damage] if self.damage else []
+
+    def _notes(self) -> list[str]:
+        notes = self._reasons()
         counts = Counter(finding.verdict for finding in self.findings)
         said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
         notes.append(f"{', '.join(said) or 'no problem to compare'}; slower means more than "
@@ -176,13 +188,14 @@ class Comparison:
                 f"the budget ended before {len(late)} of {len(self.findings)} problems were "
                 f"decided, raise --budget-s: {'; '.join(late)}"
             )
-        if self.damage:
-            notes.append("inconclusive, a run is damaged: restore it, or record it again")
-            notes += self.damage
-        return [*notes, *(f"the two differ: {line}" for line in self.differences)]
+        return [
+            *notes,
+            *self._of_damage(),
+            *(f"the two differ: {line}" for line in self.differences),
+        ]
 
-    def lines(self, width: int) -> list[tuple[str, str]]:
-        """Lines for a terminal, each with its style."""
+    def lines(self, width: int, *, quiet: bool = False) -> list[tuple[str, str]]:
+        """Lines for a terminal, each with its style. quiet: verdicts and their reasons alone."""
         styles = {
             Verdict.REGRESSION: "bold red",
             Verdict.WRONG: "bold red",
@@ -191,12 +204,13 @@ class Comparison:
             Verdict.PASS: "",
         }
         header, *body = aligned(self._rows(), "lrrrrrl", width, shrink=(0,))
-        out = [(line, "dim") for line in wrap(f"{self.old} → {self.new}", width)]
-        out.append((header, "bold"))
+        runs = [] if quiet else wrap(f"{self.old} → {self.new}", width)
+        out = [*((line, "dim") for line in runs), (header, "bold")]
         for finding, line in zip(self.findings, body, strict=True):
             out.append((line, styles[finding.verdict]))
-        out += [(line, "") for note in self._notes() for line in wrap(note, width)]
-        said = (self.proves, self.does_not_prove)
+        notes = [*self._reasons(quiet=True), *self._of_damage()] if quiet else self._notes()
+        out += [(line, "") for note in notes for line in wrap(note, width)]
+        said = () if quiet else (self.proves, self.does_not_prove)
         return out + [(line, "dim") for text in said for line in wrap(text, width)]
 
     def to_markdown(self) -> str:
@@ -219,12 +233,16 @@ class Comparison:
         """
         junitparser = junit_library()
         suite = junitparser.TestSuite("attnsweep check")
+        suite.timestamp = datetime.now(UTC).isoformat(timespec="seconds")
+        # Files of several specs in one job are told apart by the class.
+        of = f"attnsweep.check.{self.new.resolve().stem}"
         suite.add_property("old", str(self.old))
         suite.add_property("new", str(self.new))
         suite.add_property("slower", f"{self.slower:g}")
         header, *body = self._rows()
         for finding, cells in zip(self.findings, body, strict=True):
-            case = junitparser.TestCase(finding.label, classname="attnsweep.regress")
+            case = junitparser.TestCase(finding.label, classname=of)
+            case.time = round(finding.took_s or 0.0, 3)
             if finding.verdict in (Verdict.REGRESSION, Verdict.WRONG):
                 case.result = [junitparser.Failure(_xml(finding.why), finding.verdict.value)]
             elif finding.verdict is Verdict.INCONCLUSIVE:
@@ -233,7 +251,7 @@ class Comparison:
             case.system_out = _xml("\n".join([*facts, finding.why]))
             suite.add_testcase(case)
         if self.damage:
-            case = junitparser.TestCase("the runs can be read", classname="attnsweep.regress")
+            case = junitparser.TestCase("the runs can be read", classname=of)
             case.result = [junitparser.Error(_xml(self.damage[0]), Verdict.INCONCLUSIVE.value)]
             case.system_out = _xml("\n".join(self.damage))
             suite.add_testcase(case)

@@ -6,6 +6,7 @@ import lzma
 import os
 import shutil
 import xml.etree.ElementTree as ElementTree
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -321,7 +322,7 @@ def test_a_corrupt_run_never_passes(check, baseline):
     path.write_text("no json\n")
     code, data, err = check()
     assert (code, data) == (2, None)
-    assert "nothing is recorded yet" in err
+    assert "none of its rows can be read" in err
     assert "skipped, not a trial" in err
 
 
@@ -347,12 +348,15 @@ def test_junit_markdown_and_the_job_s_summary(check, changed, card, tmp_path, mo
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "2", "0")
     assert [case.get("name") for case in suite.iter("testcase")] == LABELS
     assert suite.find(".//failure").get("type") == "regression"
+    assert {case.get("classname") for case in suite.iter("testcase")} == {"attnsweep.check.ci"}
+    assert (datetime.now(UTC) - datetime.fromisoformat(suite.get("timestamp"))).total_seconds() < 60
     summary = (tmp_path / "summary.md").read_text()
     assert summary.startswith("before\n")
     assert summary.count("| regression |") == 2
     check("--markdown", tmp_path / "own.md")
     assert (tmp_path / "own.md").read_text().count("| regression |") == 2
     assert (tmp_path / "summary.md").read_text() == summary
+    assert all(each["took_s"] > 0 for each in check()[1]["problems"])
 
 
 def test_junit_shows_damage_as_an_error_of_its_own(check, baseline, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,20 @@ def test_the_command_annotates_on_stderr_and_leaves_json_whole(attnsweep, action
     assert done.returncode == 4
     problems = json.loads(done.stdout)["problems"]
     assert done.stderr.count("::warning title=attnsweep%3A (") == len(problems) > 0
+
+
+def test_a_case_of_junit_has_its_time_and_its_spec():
+    pytest.importorskip("junitparser", reason="needs the ci extra: junitparser")
+    finding = replace(ALL[1], took_s=1.25)
+    assert Finding.from_json(finding.to_json()) == finding
+    (case,) = ElementTree.fromstring(compared(finding).to_junit()).iter("testcase")
+    assert (case.get("time"), case.get("classname")) == ("1.25", "attnsweep.check.new")
+
+
+def test_quiet_leaves_verdicts_and_the_reasons_of_those_that_did_not_pass():
+    said = [replace(ALL[1], why="same machine code"), ALL[3]]
+    whole = compared(*said, proves="It proves.", does_not_prove="Not that.")
+    lines = [line.split("  ")[0] for line, _ in whole.lines(120, quiet=True)]
+    assert lines == ["problem", "p pass", "p slow", "p slow: slower by at least 3.0 %"]
+    torn = [line for line, _ in compared(ALL[1], damage=("a torn line",)).lines(120, quiet=True)]
+    assert torn[-1] == "a torn line"
