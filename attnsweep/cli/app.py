@@ -111,13 +111,13 @@ def _options(
     quiet: Annotated[
         bool,
         option(
-            "In every command, print results and errors only; of a run, the answer alone.",
+            "Print results and errors only; of a run only the answer. For every command.",
             "--quiet",
             "-q",
         ),
     ] = False,
     verbose: Annotated[
-        bool, option("In every command, print a line for each candidate.", "--verbose", "-v")
+        bool, option("Print a line for each candidate. For every command.", "--verbose", "-v")
     ] = False,
 ) -> None:
     if quiet and verbose:

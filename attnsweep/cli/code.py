@@ -13,7 +13,7 @@ from attnsweep.cli.app import CODE, command, load, print_result, refuse_idle, wa
 from attnsweep.cli.options import option
 from attnsweep.core.errors import KernelError, ProblemError
 from attnsweep.core.hardware import arch_named, arch_on
-from attnsweep.reports.terminal import ProgressForm, aligned, console, errors
+from attnsweep.reports.terminal import ProgressForm, aligned, console, errors, whole_width
 
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
@@ -93,7 +93,8 @@ def profile(
     Per-stage counters are stored in the run's counters.json.
 
     :run_ RUN: A run's directory.
-    :--where: Only 'NAME=value …': a parameter, kernel or variant (_ for a space).
+    :--where: Only candidates with these values, 'BLOCK_N=128 kernel=naive'; in the name of a
+        variant write _ for a space.
     :--top: Candidates per problem.
     :--keep: Leave ncu's report, which Nsight Compute opens, in the run.
 
@@ -152,7 +153,8 @@ def inspect(
     Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and the
     number of instructions of each kind (this needs nvdisasm: the `inspect` extra).
 
-    :subject KERNEL|RUN|CALLABLE: A kernel family, a run, whose winner is taken, or a callable.
+    :subject KERNEL|RUN|CALLABLE: A kernel family, its declaration NAME.py or directory, a run,
+        whose winner is taken, or a callable.
     :config CONFIG: 'BLOCK_M=64 BLOCK_N=128'; other parameters are those of the first valid config,
         or of the run's winner.
     :--problem SHAPE: '1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: the run's first).
@@ -163,7 +165,7 @@ def inspect(
     $ attnsweep inspect attend.py:attention --problem '4,32,4096,128 causal'
     """
     from attnsweep.core.callables import CALLABLE
-    from attnsweep.family.discover import discover
+    from attnsweep.family.discover import discover, families_at
     from attnsweep.family.family import values_in
     from attnsweep.specs.shapes import read_shapes
     from attnsweep.specs.yaml_file import nearest
@@ -181,8 +183,15 @@ def inspect(
         called = inspection.inspect_call(subject, given, shape, arch_named(arch or "sm_90a"))
         print_result(inspection.lines_of_call(called, console.width), called, json_)
         return
-    if subject not in families and Path(subject).exists():
-        run = open_run(Path(subject))
+    place = Path(subject)
+    if subject not in families and (place.suffix == ".py" or [*place.glob("[!_]*.py")]):
+        own = families_at(place)
+        if len(own) > 1:
+            names = ", ".join(each.name for each in own)
+            raise KernelError(f"{len(own)} kernels: {names}", where=subject, hint="name one .py")
+        families, subject = {own[0].name: own[0]}, own[0].name
+    if subject not in families and place.exists():
+        run = open_run(place)
         winner = inspection.winner_of(run, shape)
         changed = inspection.texts(winner.config, families.get(winner.kernel)) | values_in(given)
         subject, shape = winner.kernel, winner.problem
@@ -216,10 +225,10 @@ def list_(
     kernels: options.Kernels = None,
     json_: options.Json = False,
 ) -> None:
-    """List kernel families with their parameters and rules, and the baselines; or the specs.
+    """List the kernel families and the baselines, or the specs, a line each.
 
-    :name NAME: Only these families.
-    :--specs: The specs that come with attnsweep, a line each.
+    :name NAME: These families, with their parameters and rules.
+    :--specs: The specs that come with attnsweep.
 
     $ attnsweep list
     $ attnsweep list --specs
@@ -235,7 +244,7 @@ def list_(
     if specs:
         refuse_idle(context, ("name", "kernels"), "with --specs")
         told = {spec: about(path) for spec, path in shipped_specs().items()}
-        lines = aligned([*told.items()], "ll", console.width, shrink=(1,))
+        lines = aligned([*told.items()], "ll", whole_width(), shrink=(1,))
         facts = [{"name": spec, "about": text} for spec, text in told.items()]
         print_result(lines, {"specs": facts}, json_)
         return
@@ -246,5 +255,7 @@ def list_(
     families = {word: families[word] for word in dict.fromkeys(name or families)}
     baselines = () if name else BASELINES
     listed = views.families_json(families, baselines)
-    shown = views.families(families, baselines, console.width)
+    shown = views.families(families, console.width)
+    if not name:
+        shown = views.overview(families, baselines, whole_width())
     print_result(shown, {"kernels": listed["kernels"]} if name else listed, json_)

@@ -46,7 +46,8 @@ def judge(
     against: str | None = None,
     strict: bool = False,
     role: Annotated[
-        Role, option("baseline: time it though it is over a limit, as a library.", "--as")
+        Role,
+        option("baseline: time it even if it is over a limit of error, as libraries are.", "--as"),
     ] = Role.CANDIDATE,
     rounds: Annotated[int, typer.Option(min=3)] = 15,
     timeout_s: Annotated[float, typer.Option(min=1)] = 30.0,
@@ -157,6 +158,7 @@ def verify(
     """
     from attnsweep.core.callables import CALLABLE
     from attnsweep.core.hardware import arch_named
+    from attnsweep.family.discover import families_at
     from attnsweep.tools import coverage, simulator
     from attnsweep.tools.interpret import Interpreter
 
@@ -176,7 +178,7 @@ def verify(
     covered: list[dict[str, Any]] = []
     ran, begin = 0, time.monotonic()
     with made as machine, ThreadPoolExecutor(os.cpu_count() if called else 1) as pool:
-        families = [machine.family] if called else _families(kernel)
+        families = [machine.family] if called else families_at(kernel)
         for family in families:
             asked = _runs(family, problem or (), head_dim, dtype, causal, inputs)
             runs, others = _configs(family, " ".join(config or ()), asked, configs_of, every)
@@ -281,21 +283,6 @@ def _finding(
         refused = family.refused_by(config, case.problem, how["arch"])
         return f"{error}" + (f"\n(the rule {refused} refuses this config here)" if refused else "")
     return None if found.ok else f"wrong: {found}"
-
-
-def _families(path: Path) -> list[Family]:
-    """The families that are meant. Raises KernelError if there is none."""
-    from attnsweep.family.discover import declarations, discover, load_kernel
-
-    if path.suffix == ".py":
-        return [load_kernel(path)]
-    shipped = discover()
-    if str(path) in shipped:
-        return [shipped[str(path)]]
-    if not path.is_dir():
-        hint = f"there are {', '.join(shipped)}; or give a declaration NAME.py, or a directory"
-        raise KernelError("no such kernel", where=str(path), hint=hint)
-    return [load_kernel(each) for each in declarations(path)]
 
 
 def _runs(

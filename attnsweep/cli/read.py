@@ -226,8 +226,8 @@ def merge(
 ) -> None:
     """Make one run of runs of parts of a spec, as `run --shard i/n` writes them.
 
-    They must have the same spec, kind of GPU, driver and versions, and no problem in common. The
-    whole reports, checks and is accepted like any other run. The parts stay as they are.
+    They must have the same spec, kind of GPU, driver and versions, and no problem in common.
+    `report`, `check` and `accept` take the whole like any other run. The parts stay as they are.
 
     :runs RUN: Directories of runs.
     :--out RUN: Where the whole run goes.

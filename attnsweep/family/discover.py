@@ -40,6 +40,8 @@ def declarations(directory: Path) -> list[Path]:
 def load_kernel(path: Path) -> Family:
     """The `kernel` that one declaration file builds. Raises KernelError with the fault."""
     path = path.resolve()
+    if not path.is_file():
+        raise KernelError("no such declaration", where=str(path))
     name = f"attnsweep_family_{path.stem}_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -86,6 +88,22 @@ def discover(extra: Path | None = None) -> dict[str, Family]:
                 )
             found[kernel.name] = kernel
     return dict(sorted(found.items()))
+
+
+def families_at(path: Path) -> list[Family]:
+    """The families of a declaration or a directory, or the shipped one of that name.
+
+    Raises KernelError if there is none.
+    """
+    if path.suffix == ".py":
+        return [load_kernel(path)]
+    there = discover()
+    if str(path) in there:
+        return [there[str(path)]]
+    if not path.is_dir():
+        hint = f"there are {', '.join(there)}; or give a declaration NAME.py, or a directory"
+        raise KernelError("no such kernel", where=str(path), hint=hint)
+    return [load_kernel(each) for each in declarations(path)]
 
 
 def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:

@@ -22,6 +22,7 @@ from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
     Section,
+    all_recorded,
     faster_baseline,
     figure,
     first_line,
@@ -29,6 +30,7 @@ from attnsweep.reports.text import (
     judged_line,
     kernels_of,
     place_of,
+    recorded_lines,
     sections_of,
     who,
 )
@@ -501,6 +503,8 @@ def lines(found: ConfigExplanation, width: int) -> list[Text]:
             "'NAME=value …' records them"
         )
         out += said(none, width, "dim")
+    for line in [] if all_recorded(found.section) else recorded_lines(found.section):
+        out += said(line, width, "dim")
     return out
 
 
@@ -610,7 +614,7 @@ def _table(found: ConfigExplanation, row: Row, width: int) -> list[Text]:
         limited = "/".join(dict.fromkeys(used.limiters.values())) if used is not None else ""
         cells.append(
             [
-                *(part, place_of(each), who(each)),
+                *(part, place_of(each), _who(found, each)),
                 "–" if us is None else figure(us, 4),
                 f"{us / row['time_us']:.2f}" if us and row["time_us"] else "–",
                 "–" if each["registers"] is None else str(each["registers"]),
@@ -622,6 +626,11 @@ def _table(found: ConfigExplanation, row: Row, width: int) -> list[Text]:
         tails.append(_differs(each, row))
     styles = ["bold", *("bold green" if each is row else "" for _, each in parts)]
     return table(cells, "lrlrrrrrl", tails, width, styles=styles)
+
+
+def _who(found: ConfigExplanation, row: Row) -> str:
+    """The name of a row, with the mark of recorded ones if others are not."""
+    return who(row).removesuffix("†") if all_recorded(found.section) else who(row)
 
 
 def _differs(each: Row, row: Row) -> str:

@@ -335,7 +335,14 @@ def summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
 
 
 def _summary(sections: Sequence[Section], width: int) -> list[Line]:
-    return _columns(summary(sections, intervals=width >= WIDE), "lrrrll", width, (5, 4, 0))
+    """The summary's lines. A narrow terminal has fewer columns: names that are cut say little."""
+    rows, align = summary(sections, intervals=width >= WIDE), "lrrrll"
+    for column in (2, 4, 4):  # µs/head, base, best of ours
+        if max(map(cell_len, aligned(rows, align, 0))) <= width:
+            break
+        rows = [row[:column] + row[column + 1 :] for row in rows]
+        align = align[:column] + align[column + 1 :]
+    return _columns(rows, align, width, (0,))
 
 
 # -- terminal and Markdown ------------------------------------------------------------------
@@ -508,6 +515,8 @@ def _lines(
         more_of = [f"{len(unknown) - TOP} more problems like it"] if len(unknown) > TOP else []
         warned = [*lost[:TOP], *rest, *unknown[:TOP], *more_of, *served]
         yield from ((cut(line, width), "yellow") for line in warned)
+        marks = dict.fromkeys(line for s in sections for line in texts.recorded_lines(s))
+        yield from ((cut(line, width), "dim") for line in marks)
     yield from _of_cards(run, sections, width)
     more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
     yield from _wrapped(f"{rows_of(run)}: {run.directory} ({more})", width, "dim")
@@ -523,7 +532,7 @@ def _brief(section: Section, width: int, top: int) -> Iterator[Line]:
         return
     yield cut(" · ".join(heading(section)[:2]), width), "bold"
     shown = section.shown(top)
-    recorded = all(who(row).endswith("†") for row in shown)  # which the heading says
+    recorded = texts.all_recorded(section)
     if shown:
         yield from _brief_rows(section, shown, width, marked=not recorded)
     said: list[Line] = [((texts.tie_line(section, section.rows) or "").split(";")[0], "")]
@@ -533,7 +542,10 @@ def _brief(section: Section, width: int, top: int) -> Iterator[Line]:
     if absent := texts.absent_baselines(section):
         names = ", ".join(line.split()[1] for line in absent)
         said.append((f"not timed: {names}", "dim"))
-    said += [] if recorded else [(line, "dim") for line in texts.recorded_lines(section)]
+    if recorded:
+        said = [(line.replace("†", ""), style) for line, style in said]
+    else:
+        said += [(line, "dim") for line in texts.recorded_lines(section)]
     yield from ((cut(line, width), style) for line, style in said if line)
 
 

@@ -37,6 +37,7 @@ from attnsweep.core.files import shipped
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
 # services show as much in a log without wrapping.
 _PIPE_WIDTH = 120
+_WHOLE = 10_000
 GLUE = "\u00a0"
 """Keeps a number and its unit on one line when `wrap` breaks the text."""
 
@@ -83,6 +84,11 @@ def aligned(
         ]
         out.append("  ".join(padded).rstrip())
     return out
+
+
+def whole_width() -> int:
+    """The width for lines that are cut to it: the terminal's; in a pipe all of a line is shown."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else _WHOLE
 
 
 def cut(text: str, width: int) -> str:

@@ -200,6 +200,11 @@ def is_recorded(row: Row) -> bool:
     return bool(row["recorded"]) and row["status"] != Status.NO_RECORD
 
 
+def all_recorded(section: Section) -> bool:
+    """Whether a recording holds all rows: then the heading says so, and no row needs a mark."""
+    return all(row["recorded"] for row in section.rows if row["status"] != Status.NO_RECORD)
+
+
 def who(row: Row) -> str:
     """A candidate's family or a baseline's name, marked if its row is recorded."""
     name = row["provider"] if row["baseline"] else row["kernel"]
@@ -221,10 +226,9 @@ def heading(section: Section) -> list[str]:
     """The label, then where, with what and when it was measured or recorded."""
     where, sources = section.environment, origins(section)
     label = section.problem.label
-    known = [row for row in section.rows if row["status"] != Status.NO_RECORD]
-    if not known:
+    if all(row["status"] == Status.NO_RECORD for row in section.rows):
         return [label, "the recording has no row of this problem"]
-    if all(row["recorded"] for row in known):
+    if all_recorded(section):
         driver = [f"driver {where.driver}"] if where else []
         return [label, f"recorded on {' and '.join(sources)}", *driver]
     if where is None:
@@ -447,7 +451,7 @@ def baseline_lines(section: Section) -> list[str]:
         if row["status"] not in (Status.OK, Status.NOISY):
             continue
         why = below_ranking(row["trial"])
-        said = [f"not ranked, and no base: {why}"] if why is not None else []
+        said = [f"neither ranked nor taken as base: {why}"] if why is not None else []
         if row["over_limit"]:
             said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
         if said:

@@ -128,13 +128,28 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
 # -- list -----------------------------------------------------------------------------------
 
 
-def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int) -> list[Text]:
-    """Every family with its parameters and rules, then the baselines, and how to get each.
-
-    Without baselines it is the families alone.
-    """
-    out: list[Text] = []
+def overview(kernels: Mapping[str, Family], baselines: Iterable[str], width: int) -> list[Text]:
+    """A line for each family, then the modes and the baselines, and how to get each."""
+    rows = [[kernel.name, kernel.archs_text, kernel.summary] for kernel in kernels.values()]
+    out = [Text(line) for line in aligned(rows, "lll", width, shrink=(2,))]
+    for text, (first, *_) in zip(out, rows, strict=True):
+        text.stylize("bold", 0, len(first))
+    out += [Text("attnsweep list NAME: its parameters and rules", "dim"), Text()]
+    out += _titled("modes", "for every family, if a spec names them", width)
+    out += _parameters(_of_params(_modes(kernels)), width)
     baselines = list(baselines)
+    out += [Text(), *_titled("baselines", ", ".join(baselines), width)]
+    fixes: dict[str, list[str]] = {}
+    for name, fix in _missing(baselines).items():
+        fixes.setdefault(fix, []).append(name)
+    for fix, names in fixes.items():
+        out += said(f"  not installed: {', '.join(names)}: {fix}", width)
+    return out
+
+
+def families(kernels: Mapping[str, Family], width: int) -> list[Text]:
+    """Every family with its parameters and rules."""
+    out: list[Text] = []
     for kernel in kernels.values():
         out += _titled(kernel.name, kernel.summary, width)
         out += said(
@@ -147,17 +162,6 @@ def families(kernels: Mapping[str, Family], baselines: Iterable[str], width: int
         rows += [("  serves only", "rule", text) for text in kernel.served_text]
         out += _parameters(rows, width)
         out.append(Text())
-    if not baselines:
-        return out[:-1]
-    out += _titled("modes", "for every family, if a spec names them", width)
-    out += _parameters(_of_params(_modes(kernels)), width)
-    out.append(Text())
-    out += _titled("baselines", ", ".join(baselines), width)
-    fixes: dict[str, list[str]] = {}
-    for name, fix in _missing(baselines).items():
-        fixes.setdefault(fix, []).append(name)
-    for fix, names in fixes.items():
-        out += said(f"  not installed: {', '.join(names)}: {fix}", width)
     return out + said(
         f"{BLOCK_LIMITS}: threads, shared memory and grid of every family stay within the "
         "architecture's limits",

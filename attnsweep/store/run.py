@@ -227,8 +227,10 @@ def open_run(path: Path) -> Run:
     if not trials:
         spec_path = directory / SPEC
         again = f"attnsweep run {spec_path if spec_path.is_file() else 'SPEC'}"
-        because = f" ({warnings[0]})" if warnings else ""
-        raise StoreError(f"nothing is recorded yet{because}", where=str(path), hint=f"run: {again}")
+        if warnings:
+            what = f"none of its rows can be read ({warnings[0]})"
+            raise StoreError(what, where=str(path), hint=f"restore it, or record it again: {again}")
+        raise StoreError("nothing is recorded yet", where=str(path), hint=f"run: {again}")
     return _described(directory, trials, warnings)
 
 

@@ -113,8 +113,13 @@ def test_a_report_takes_problems_of_its_run_alone(attnsweep):
     assert "it has: (1,16,1024,64) fp16 full; (4,32,4096,64) bf16 full" in none.stderr
 
 
-def test_the_specs_that_ship_are_listed_a_line_each(attnsweep):
+def test_the_specs_that_ship_are_listed_a_line_each(attnsweep, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = attnsweep("list", "--specs", width=80).stdout
+    assert "…" not in whole, "a pipe gets all of a line"
+    monkeypatch.setenv("COLUMNS", "80")
     lines = attnsweep("list", "--specs", width=80).stdout.splitlines()
+    assert [line.split()[0] for line in whole.splitlines()] == [line.split()[0] for line in lines]
     shipped = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
     assert [line.split()[0] for line in lines] == shipped
     assert all(len(line) <= 80 for line in lines)
@@ -162,6 +167,16 @@ def test_an_option_that_would_do_nothing_is_refused(attnsweep, tmp_path, asked, 
 # -- list, inspect, report ------------------------------------------------------------------
 
 
+def test_list_has_a_line_for_each_family(attnsweep, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = attnsweep("list").stdout.splitlines()
+    families = sorted(path.stem for path in (ROOT / "kernels").glob("[!_]*.py"))
+    assert [line.split()[0] for line in lines[: len(families)]] == families
+    assert "attnsweep list NAME" in lines[len(families)]
+    assert len(lines) < len(families) + 20
+    assert not any(" rule " in line for line in lines)
+
+
 def test_list_of_a_family_is_that_family(attnsweep):
     data = json.loads(attnsweep("list", "naive", "flash_fwd_mma", "naive", "--json").stdout)
     assert [kernel["name"] for kernel in data["kernels"]] == ["naive", "flash_fwd_mma"]
@@ -171,6 +186,19 @@ def test_list_of_a_family_is_that_family(attnsweep):
     assert "flash_fwd_mma" not in printed
     done = attnsweep("list", "naiv")
     assert (done.returncode, "did you mean 'naive'?" in done.stderr) == (2, True)
+
+
+def test_inspect_takes_what_init_wrote(attnsweep):
+    """A directory or a declaration, as `verify` does."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the compile extra")
+    attnsweep("init", "--kernel", "mine")
+    for subject in ("mine", "mine/mine.py"):
+        done = attnsweep("inspect", subject)
+        assert (done.returncode, done.stdout.split()[0]) == (0, "mine"), done.stderr
+    done = attnsweep("inspect", "nowhere/mine.py")
+    assert (done.returncode, done.stderr.strip().endswith("nowhere/mine.py: no such declaration")) == (2, True)
+    done = attnsweep("inspect", ROOT / "kernels")
+    assert (done.returncode, "kernels: append_paged_wgmma, " in done.stderr) == (2, True)
 
 
 def test_inspect_says_what_it_does_not_know(attnsweep):

@@ -185,7 +185,7 @@ def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_b
     assert (row["ratio_of"], row["ratio_to_best_baseline"]) == ("rounds", pytest.approx(1.1))
     assert math.isnan(below["ratio_to_best_baseline"])
     assert (below["status"], below["detail"]) == ("ok", "it does not compute in fp16")
-    why = f"flash_attn_3_fp8: not ranked, and no base: it does not compute in fp16{said}"
+    why = f"flash_attn_3_fp8: neither ranked nor taken as base: it does not compute in fp16{said}"
     text = printed(rows, 100)
     lines = [line.split()[:2] for line in text.splitlines()]
     assert lines.index(["–", "flash_attn_3_fp8"]) > lines.index(["2", "flash_attn_3"])

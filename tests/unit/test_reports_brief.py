@@ -142,3 +142,24 @@ def test_the_command_that_uses_a_recorded_run_is_one_that_takes_it(directory, co
     run = open_run(RESULTS / directory)
     assert use_of(run, sections_of(run)) == f"attnsweep {command.format(run.directory)}"
     assert use_of(run, []) is None
+
+
+def test_what_is_recorded_is_marked_where_not_all_is_and_the_mark_is_explained():
+    """A replay says it in its heading alone."""
+    ours, theirs = candidate("k", 100.0, BLOCK_M=64), baseline("torch_cudnn", 110.0)
+    lost = baseline("cudnn", 90.0).with_(status=Status.SKIPPED, time_us=None, detail="not installed")
+    rows = [row.with_(recorded=True, recorded_on="NVIDIA H100, 2026-01-02") for row in (ours, theirs, lost)]
+    whole = "\n".join(printed(full_run(trials=rows)))
+    assert "†" not in whole
+    assert "recorded on NVIDIA H100, 2026-01-02" in whole
+    mixed = printed(full_run(trials=[ours, *rows[1:]]))
+    assert any("torch_cudnn†" in line for line in mixed)
+    assert "† recorded on NVIDIA H100, 2026-01-02, not measured in this run" in mixed
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_summary_leaves_columns_out_and_cuts_no_name(width):
+    head, *rows = [line for line in printed(of_problems(6), width) if line.startswith(("problem", "("))]
+    assert all(len(line) <= width for line in rows)
+    assert ("best of ours" in head) == (width == 80)
+    assert all(("torch_cudnn" in line) == ("base" in head.split()[-1]) or "k" in line for line in rows)

@@ -3,6 +3,7 @@
 import pytest
 
 from attnsweep.baselines.backend import why_not
+from attnsweep.family.discover import discover
 from attnsweep.reports import views as view
 from attnsweep.specs.model import BASELINES
 
@@ -36,7 +37,7 @@ def test_a_refused_backend_gives_its_own_reason(name, warned, reason):
 
 def test_list_says_how_to_get_each_baseline_that_is_missing(installed):
     installed("torch 2.9")
-    text = "\n".join(line.plain for line in view.families({}, BASELINES, 200))
+    text = "\n".join(line.plain for line in view.overview(discover(), BASELINES, 200))
     assert "not installed: cudnn: pip install nvidia-cudnn-frontend" in text
     assert "flash_attn_3, flash_attn_3_fp8: pip install tokenspeed-fa3 (fp16, bf16, FP8)" in text
     assert "torch_flash:" not in text
