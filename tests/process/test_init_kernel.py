@@ -47,7 +47,7 @@ def test_a_new_kernel_has_seqlen_before_heads_if_that_is_asked_for(attnsweep, he
     assert "q, o: (batch, seqlen_q, heads, HEAD_DIM)" in own
     if COMPILER is not None:
         assert attnsweep("verify", "mine", "--problem", "2,4/2,33x40,64").returncode == 0
-    done = attnsweep("list", "--kernels", "mine")
+    done = attnsweep("list", "mine", "--kernels", "mine")
     assert "tensors (batch, seqlen, heads, head_dim)" in " ".join(done.stdout.split())
 
 

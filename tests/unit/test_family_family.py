@@ -305,7 +305,7 @@ def test_a_problem_that_is_not_served_is_refused_with_the_sentence(mine, attnswe
     result = attnsweep(*asked)
     assert result.returncode == 2
     assert "mine: serves only one length" in result.stderr
-    assert "one length" in attnsweep("list", "--kernels", mine).stdout
+    assert "one length" in attnsweep("list", "mine", "--kernels", mine).stdout
 
 
 def test_a_rule_that_raises_names_itself_and_the_problem(mine, attnsweep):
