@@ -147,3 +147,14 @@ def cards(
     ]
     found = [Recordings(book, specs) for book in books]
     return [card for card in found if card.tables]
+
+
+def by_spec(cards: Sequence[Recordings]) -> list[tuple[str, str, list[Mean | None]]]:
+    """For each spec, and last each protocol of the fused kernel, the mean of each card or None."""
+    of_card = [
+        {(mean.of, "" if mean.of else mean.protocol): mean for mean in card.means} for card in cards
+    ]
+    keys = sorted(
+        dict.fromkeys(key for means in of_card for key in means), key=lambda key: not key[0]
+    )
+    return [(*key, [means.get(key) for means in of_card]) for key in keys]

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import accuracy
 import typer.cli
-from cards import cards
+from cards import by_spec, cards
 from claims import ENV, Sheet
 from performance import csv
 from records import Book
@@ -217,6 +217,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     known: dict[str, Any] = {"book": book, "api": attnsweep, **sheets(book)}
     specs = known["performance"].data["given"]["specs"]
     known["cards"] = cards(book.results.parent, specs, book)
+    known["by_spec"] = by_spec(known["cards"])
     known |= {"masks": masks(masked()), "training": training()}
     known["training_models"] = training_models()
     known["paged"], gpu = paged(book), (book.card("paged").gpu or "").removeprefix("NVIDIA ")
